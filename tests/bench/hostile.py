@@ -32,7 +32,7 @@ _LOOKING: Mapping[str, Mapping[str, object]] = {
     "tool_calls": {"window_calls": 200, "max_cycle": 16},
 }
 _TURNS: Mapping[str, object] = {"similarity": "turns", "max_cycle": 16, "cooldown_seconds": 60}
-"""On a server of its own: who has it needs none of the others that look at conversations."""
+"""It is on a server of its own: a policy with it needs none of the others that inspect conversations."""
 
 _KEYS = ["header:x-user-id", "query:page", "jwt:org_id", "ip:address"]
 

@@ -222,7 +222,7 @@ def test_a_loop_is_refused(gateway: Stack) -> None:
 
 
 def test_routes_hand_over_their_policies(gateway: Stack) -> None:
-    """By name, and in metadata: a warning that the client hears of."""
+    """Policies are handed over by name and in metadata; the latter warns the client."""
     assert statuses(gateway, "/pinned", 2, body=b"same") == [200, 429]
 
     answers = [gateway.send("/own", headers=USER) for _ in range(2)]
@@ -418,7 +418,7 @@ def print_pushed(values: Values, folder: Path) -> Object:
 
 @each_istio
 def test_every_case_guards_what_it_names(values: Values, tmp_path: Path) -> None:
-    """Istio refuses none of it, its proxy guards the named routes and no other, and each cluster finds out what hangs."""
+    """Istio accepts all of it, its proxy guards only the named routes, and each cluster detects hung connections."""
     values = merged(values, {"istio": {"clusterDomain": "cluster.local"}})  # which is the domain of this Istio
     pushed = print_pushed(values, tmp_path)
 

@@ -68,8 +68,8 @@ def test_queries_are_true_to_the_code(name: str) -> None:
     assert reading.labels == frozenset()
 
 
-def test_both_ask_the_same() -> None:
-    """Flagger's questions are those of Argo Rollouts, over the interval of its own."""
+def test_both_ask_the_same_queries() -> None:
+    """Flagger's queries are those of Argo Rollouts, with its own interval."""
     assert {name: spec["query"].replace("{{ interval }}", "10m") for name, spec in FLAGGER.items()} == {
         name: query_of(name) for name in METRICS
     }

@@ -73,7 +73,7 @@ def test_hadolint_finds_nothing() -> None:
 
 
 def test_the_build_is_sent_what_a_wheel_is_made_of() -> None:
-    """Sources go to the build; secrets, environments, history and generated files stay at home."""
+    """Sources are sent to the build; secrets, environments, history and generated files are not."""
     wanted = [
         "extproc/store/rules/tally.lua",
         "extproc/cli/envoy_config/templates/bootstrap.yaml",
@@ -156,7 +156,7 @@ def test_labels_tell_the_version(image: Image) -> None:
 
 
 def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> None:
-    """Loopguard and pinned packages are in the image; the tools that built it are not."""
+    """Loopguard and its pinned packages are in the image; build tools are not."""
     found = {
         path.name.partition("-")[0].replace("_", "-"): path.name.removesuffix(".dist-info").partition("-")[2]
         for path in image.root.rglob("*.dist-info")

@@ -412,7 +412,7 @@ def test_no_template_asks_what_the_cluster_can_do() -> None:
 
 
 def test_a_changed_policy_restarts_nothing() -> None:
-    """Only the ConfigMap differs, and the pods mount it as a directory, which is what makes a change visible to them."""
+    """Only the ConfigMap differs, and the pods mount it as a directory, so that they see the change."""
     before = {(item["kind"], item["metadata"]["name"]): item for item in objects(CASES["memory"])}
     changed = policy("slow", {"pathPrefix": "/"}, action="throttle", max_delay_ms=30_000)
     after = {
@@ -453,7 +453,7 @@ CANARY_BUNDLE = {"bundle_version": 2, "policies": [policy("new", {"pathPrefix": 
         ),
     ],
 )
-def test_who_acts_and_who_counts_with_whom(values: Values, expected: dict[str, tuple[bool, str]]) -> None:
+def test_which_replicas_act_and_which_count_together(values: Values, expected: dict[str, tuple[bool, str]]) -> None:
     """A shadow never acts and counts under its own scope; a canary that acts counts with the stable pods."""
     found = {}
     for deployment in of_kind(objects(values), "Deployment"):
@@ -500,7 +500,7 @@ def test_which_image_runs(image: Values, canary: Values, expected: list[str]) ->
 
 
 def test_every_setting_arrives() -> None:
-    """Whatever stands in `settings` is what the process reads, large numbers and fractions included."""
+    """The process reads every value of `settings`, including large numbers and fractions."""
     described = json.loads((CHART / "values.schema.json").read_text())["definitions"]["Settings"]["properties"]
     samples = {"boolean": True, "integer": 1_000_000, "number": 0.25, "string": "gateway"}
     wanted = {name: item["enum"][-1] if "enum" in item else samples[item["type"]] for name, item in described.items()}
@@ -531,7 +531,7 @@ def test_tls_files_go_into_the_url(url: str, tls: Values, expected: str) -> None
     assert environment(deployment)["LOOPGUARD_STORE"] == expected
 
 
-def test_a_network_policy_lets_in_who_is_named() -> None:
+def test_a_network_policy_admits_only_named_peers() -> None:
     """Gateways and the test pod reach the gRPC port, Prometheus the admin port; the policy covers both tracks, not the test."""
     made = objects(CASES["everything"])
     spec = one(made, "NetworkPolicy", "loop-guard")["spec"]

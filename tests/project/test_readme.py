@@ -446,7 +446,7 @@ def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_extras_are_installed_from_a_checkout() -> None:
-    """Nothing is published under the distribution's name: pages and errors say `.` and an extra that there is."""
+    """The project is not published under the distribution's name: pages and errors name `.` and an extra that exists."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     code = [*(ROOT / "extproc").rglob("*.py"), *(ROOT / "envoy").glob("*.py")]
     told = "".join(file.read_text() for file in (*PAGES, *code))

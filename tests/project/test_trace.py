@@ -12,7 +12,7 @@ BUDGET = {"exact": (18, 98), "turns": (29, 163), "session": (33, 217)}
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_way_of_a_request_is_short(name: str) -> None:
-    """Who adds to it takes something away elsewhere: `python -m tests.support.trace` shows what there is."""
+    """To add to it, take something away elsewhere: `python -m tests.support.trace` shows what there is."""
     way = trace(*REQUESTS[name])
     modules, functions = BUDGET[name]
     assert len(way.modules) <= modules, way.write()

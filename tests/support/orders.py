@@ -22,7 +22,7 @@ def order(
     return ActiveOverride(name, kind, target, about, now - 1 + since / 1000, now + lasts, "", "")
 
 
-def obey(service: Service, *standing: ActiveOverride) -> Service:
+def apply_orders(service: Service, *standing: ActiveOverride) -> Service:
     """The service with these overrides in force."""
     service.overrides = Overrides(standing) if standing else None
     return service

@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
     Attributes:
         url: where the API is, without its `/v1`.
-        user: who asks.
+        user: the user of the requests.
         stream: in pieces.
         messages: the conversation.
     """

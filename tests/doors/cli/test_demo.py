@@ -149,7 +149,7 @@ def test_ends_on_sigterm(start: Callable[[], Demo]) -> None:
 
 @pytest.mark.parametrize(("child", "name"), [(0, "Envoy"), (1, "Loopguard")])
 def test_a_dead_child_ends_it(child: int, name: str, start: Callable[[], Demo]) -> None:
-    """When a child dies the other is stopped as well, and the demo says which one it was and exits with 1."""
+    """When a child dies, the other is stopped as well. The demo says which one it was and exits with 1."""
     demo = start()
 
     os.kill(demo.children[child], signal.SIGKILL)

@@ -117,7 +117,7 @@ def test_at_once_to_all_callers(capsys: pytest.CaptureFixture[str], file: Path) 
 def test_what_cannot_be_asked_for(
     capsys: pytest.CaptureFixture[str], file: Path, arguments: dict[str, Any], code: int, complaint: str
 ) -> None:
-    """A share that is none, and a policy that is not there, are errors of the command line."""
+    """An invalid share and an unknown policy are errors of the command line."""
     run = promote(capsys, file, arguments["percent"], "--write", name=arguments.get("name", "p"))
 
     assert (run.code, run.out, run.err) == (code, "", f"loopguard: {complaint}\n")

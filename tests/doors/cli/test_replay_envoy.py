@@ -38,7 +38,7 @@ def recorded() -> Iterator[Stack]:
 
 
 def send_traffic(gate: Stack) -> int:
-    """Loops and what is none, on every path, of several callers; returns how many requests there were."""
+    """Loops and other requests, on every path, of several callers; returns how many requests there were."""
     sent = 0
     for path in ("/reject/a", "/warn/a", "/throttle/a", "/log/a", "/bodiless/a", "/turns"):
         for number in range(5):

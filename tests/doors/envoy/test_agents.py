@@ -227,7 +227,7 @@ def test_an_agent_that_makes_progress_is_never_stopped(gate: Gate, api: str, cas
 
 
 def test_an_agent_goes_on_with_the_reason_as_a_message(gate: Gate, api: str, user: dict[str, str]) -> None:
-    """The same conversation with the refusal's words as a new message of the user is let through again."""
+    """With the refusal's text as a new user message the conversation is let through again."""
     messages: list[Any] = []
     refused = play(gate, api, again([CHECK]), user, messages=messages)
 

@@ -354,7 +354,7 @@ def test_what_does_not_fit_together_is_told(flags: list[str], told: str, capsys:
 
 
 def test_a_policy_that_no_route_is_for_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Who selects by a route's name sees nothing where that route is not guarded."""
+    """A policy that selects by a route's name gets no requests if that route is not guarded."""
     file = tmp_path / "policies.json"
     file.write_text(
         json.dumps([policy("a", {"routes": ["x", "y"]}), policy("b", {"routes": ["z"]}), policy("c", {"pathPrefix": "/"})])

@@ -160,7 +160,7 @@ def test_callers_named_nowhere_share_a_count_or_are_not_counted(by_body: Stack) 
     eventually(lambda: by_body.loopguard.metric("uncounted_total", policy="skip", reason="missing_descriptor") == 8)
 
 
-def test_a_caller_who_cannot_be_read_is_not_taken_for_another(by_body: Stack) -> None:
+def test_an_unreadable_caller_is_not_taken_for_another(by_body: Stack) -> None:
     """A body past `max_inspect_bytes`, and one past Envoy's buffer, is let through uncounted."""
     padded = [{"user": "ann", "padding": "x" * size} for size in (2_000, 2_000_000)]
 
@@ -186,7 +186,7 @@ def test_bypassed_requests_are_never_counted(by_body: Stack) -> None:
 
 
 def test_a_bypassed_upload_reaches_the_upstream_as_it_comes(by_body: Stack) -> None:
-    """A bypassed request is answered for in its headers: a body far beyond what is looked into arrives whole."""
+    """A bypassed request is answered at its headers: a body far above what is inspected arrives whole."""
     body = b"x" * 1_000_000
 
     answer = by_body.send("/bypass", method="POST", body=body, headers={"x-health-check": "1"})

@@ -699,7 +699,7 @@ def test_everything_is_patched_in_the_same_place(values: Values) -> None:
 
 
 def test_a_listener_of_another_port_is_left_alone() -> None:
-    """Where the port is another one, routes ask for a filter that is not there, which Envoy takes: requests go on unguarded."""
+    """With another port, routes configure a filter that is not there. Envoy accepts that: requests go on unguarded."""
     values = merged(CASES["istio-gateway"], {"istio": {"listenerPort": 8080}})
     with mesh(values, ROUTES, replicas=2) as made:
         found = statuses(made, "/v1/chat", 4, "loop")
@@ -763,7 +763,7 @@ def test_the_test_pod_ends_whatever_injects_sidecars(sidecar: bool, native: str 
 
 @pytest.mark.parametrize("case", ["istio-gateway", "istio-sidecar", "envoy-gateway"])
 def test_notes_say_how_to_see_that_it_is_attached(case: str) -> None:
-    """The next command asks the mesh that is on, in its namespace."""
+    """The command in the notes asks the mesh that is enabled, in its namespace."""
     values = CASES[case]
     notes = rendered(values)["loopguard/templates/NOTES.txt"]
     there = (values.get("istio") or values["envoyGateway"]).get("namespace", "guards")

@@ -122,7 +122,7 @@ class Bank:
         return eventually(probe, f"session {session} with {expected}")
 
     def order(self, *arguments: str) -> None:
-        """Give an order by the command, and wait until both replicas obey it."""
+        """Give an order by the command, and wait until it applies on both replicas."""
         known = self._read_orders()
         asked = ("--admin", f"http://127.0.0.1:{self.made.loopguard._admin}", *self.credentials)
         assert main([*arguments, *asked]) == 0
@@ -302,7 +302,7 @@ def test_errors_cost_nothing(bank: Bank, session: str) -> None:
 
 
 def test_failures_in_a_row_kill_and_a_release_frees(bank: Bank, session: str) -> None:
-    """5xx and broken connections; one success begins the row anew; a released session begins at nothing, on both replicas."""
+    """5xx and broken connections count; a success resets the count; a released session starts at zero, on both replicas."""
 
     def hang_up() -> bytes:
         raise ConnectionAbortedError
@@ -468,7 +468,7 @@ def test_scripts_for_names_are_text(bank: Bank) -> None:
 
 
 def write_agent(turns: int, *, anew: int = 0, more: int = 0) -> bytes:
-    """A request of an agent's after this many turns, each with two calls of its own; its ids are made anew for it.
+    """A request of an agent after this many turns, each with two calls of its own; its ids are new in each request.
 
     Args:
         turns: of the agent.

@@ -209,7 +209,7 @@ def test_a_shadow_policy_changes_nothing(gate: Stack, user: dict[str, str]) -> N
 
 @pytest.mark.skipif(envoy_version() < (1, 38), reason="tolerant mode needs Envoy 1.38")
 def test_under_a_tolerant_filter_nothing_is_changed(user: dict[str, str]) -> None:
-    """BUFFERED_PARTIAL does not promise the whole body: the request goes on with a warning, and is counted by that reason."""
+    """BUFFERED_PARTIAL does not guarantee the whole body: the request continues with a warning, and body_mode is counted."""
     sent = stuck()
     with stack(POLICIES, body_mode="tolerant") as made:
         answer = made.send(PATH, method="POST", headers=user, body=sent)

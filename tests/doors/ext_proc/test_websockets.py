@@ -23,7 +23,7 @@ from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
 from tests.support.harness import Stack, stack
 from tests.support.messages import headers
-from tests.support.orders import USER, obey, order
+from tests.support.orders import USER, apply_orders, order
 from tests.support.servers import listening
 from tests.support.service import decoded, exchange, headers_of, make_service, sample
 
@@ -186,9 +186,9 @@ def test_what_a_policy_bypasses_it_does_not_refuse() -> None:
 
 
 def test_operators_come_first() -> None:
-    """Who is allowed may open one, who is blocked hears that, and a policy with a ramp refuses its share."""
-    allowed = obey(make_service(policy("p", ANY, **USER)), order(ALLOW))
-    blocked = obey(make_service(policy("p", ANY, **USER)), order(BLOCK))
+    """An allowed caller may open one, a blocked one is told so, and a policy with a ramp refuses its share."""
+    allowed = apply_orders(make_service(policy("p", ANY, **USER)), order(ALLOW))
+    blocked = apply_orders(make_service(policy("p", ANY, **USER)), order(BLOCK))
     ramped = make_service(policy("p", POSTS, **USER, enforce_percent=50))
 
     assert [status(allowed, handshake(x_user_id=user)) for user in ("ann", "bob")] == [0, 426]
@@ -197,7 +197,7 @@ def test_operators_come_first() -> None:
 
 
 def test_serve_in_shadow_refuses_none() -> None:
-    """Nothing is refused by a Loopguard that runs with --shadow; the metric tells of them."""
+    """A Loopguard with --shadow refuses none; the metric counts them."""
     service = make_service(policy("p", POSTS, mode="shadow"))
 
     assert status(service, handshake()) == 0

@@ -305,8 +305,8 @@ def liar(request: pytest.FixtureRequest) -> Iterator[str]:
     ],
     indirect=["liar"],
 )
-def test_an_answer_that_is_none(liar: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever answers instead of a Loopguard, one line says so, and the exit code is 1."""
+def test_an_answer_that_is_not_loopguards(liar: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """If something other than Loopguard answers, one line says so, and the exit code is 1."""
     run = Run(capsys, "canary", "status", "--admin", liar)
 
     assert run.code == 1
@@ -321,7 +321,7 @@ def test_an_unreachable_server_is_named(capsys: pytest.CaptureFixture[str]) -> N
     assert run.complaint.startswith("loopguard: cannot ask http://127.0.0.1:1: ")
 
 
-def test_names_that_a_terminal_would_obey_are_shown(
+def test_names_with_terminal_commands_are_shown_as_text(
     one: Stack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Escape sequences and markup in a path are printed as what they are."""

@@ -62,7 +62,7 @@ class Night:
         return [self.made.send(path, method="POST", body=body, headers=headers).status for _ in range(times)]
 
     def order(self, *arguments: str) -> str:
-        """Give an order by the command, and wait until every replica obeys it; its name."""
+        """Give an order by the command, and wait until it applies on every replica; returns its name."""
         known = self.read_orders()
         assert main([*arguments, *self.asked]) == 0
         eventually(lambda: (now := self.read_orders())[0] == now[1] != known[1], "the same order everywhere")
@@ -70,7 +70,7 @@ class Night:
         return newest
 
     def read_orders(self) -> list[str]:
-        """What each replica obeys."""
+        """The orders that apply on each replica."""
         return [replica.get("/overrides")[1] for replica in self.made.replicas]
 
     def read_loops(self) -> list[dict[str, dict[str, Any]]]:
@@ -85,7 +85,7 @@ class Night:
         return [json.loads(replica.get("/loops")[1])["loops"] for replica in self.made.replicas]
 
     def count_orders(self) -> list[float]:
-        """How many orders each replica obeys."""
+        """The number of orders that apply on each replica."""
         return [replica.metric("overrides") for replica in self.made.replicas]
 
     def restart(self, number: int) -> Loopguard:
@@ -268,7 +268,7 @@ def test_a_thousand_tenants_at_once_hide_no_agent(night: Night) -> None:
 
 
 def test_more_orders_than_there_is_room_for(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten thousand stand and are obeyed by both replicas; one more is refused with what to do, and those go on to hold."""
+    """Ten thousand orders apply on both replicas; one more is refused with what to do, and the others keep applying."""
     allowed = parse_order({"kind": "allow", "tool": "search_the_web"}, "a script", time.time(), [])
     with Driver(f"redis://{night.valkey.address}") as driver:
 

@@ -66,7 +66,7 @@ def wait_for_loops(replica: Loopguard, requests: int) -> dict[str, dict[str, Any
 
 
 def test_every_replica_names_each_loop(night: Stack) -> None:
-    """Whichever replica is asked knows the storm, the stuck agent and the shadow's verdicts, and no healthy client."""
+    """Every replica reports the storm, the stuck agent and the shadow's verdicts, and no healthy client."""
     for replica in night.replicas:
         loops = wait_for_loops(replica, requests=38 + 6 + 4)
 
@@ -82,7 +82,7 @@ def test_every_replica_names_each_loop(night: Stack) -> None:
 
 
 def test_a_route_is_told_by_its_name(night: Stack) -> None:
-    """Envoy's own name for the route stands beside the path."""
+    """Envoy's name for the route is shown beside the path."""
     loops = wait_for_loops(night.replicas[0], requests=48)
 
     assert loops["storm"]["path"] == "/hook"
@@ -90,7 +90,7 @@ def test_a_route_is_told_by_its_name(night: Stack) -> None:
 
 
 def test_the_curve_is_there(night: Stack) -> None:
-    """What was acted on, minute by minute, over both replicas."""
+    """It has the requests that were acted on, per minute, over both replicas."""
     wait_for_loops(night.replicas[1], requests=48)
     drawn = {(curve["policy"], curve["action"]): curve["minutes"] for curve in read_loops(night.replicas[1])["curves"]}
 

@@ -1,4 +1,4 @@
-"""A policy that acts on a share of its callers, on live traffic: who is in, who is out, and how the share grows."""
+"""A policy that acts on a share of its callers, on live traffic: which callers are in, and how the share grows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def grow(made: Stack, percent: int, **more: object) -> None:
 
 
 def test_callers_join_one_after_the_other() -> None:
-    """Who is in is refused, who is out is untouched and reported; a larger share takes in more callers, who start at zero."""
+    """Callers in the share are refused, others are only reported; a larger share takes in more callers, which start at zero."""
     insiders, later, outsiders = find_users(1, 50, 3), find_users(51, 75, 3), find_users(76, 100, 3)
     with stack(ramped(50)) as made:
         for user in insiders:

@@ -249,7 +249,7 @@ def noted_bodies(key: HashKey) -> list[bytes]:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_commands_take_the_key_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: bool) -> None:
-    """With the servers' key `explain` and `replay` compare requests as the servers do; without it a note is content."""
+    """With the servers' key `explain` and `replay` compare requests as the servers do; without it a note counts as content."""
     (tmp_path / "key").write_bytes(SECRET)
     policies = tmp_path / "p.json"
     policies.write_text(json.dumps(bundle(policy("p", ANY, similarity="canonical", **USER))))

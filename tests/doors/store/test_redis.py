@@ -176,7 +176,7 @@ def test_a_unix_socket_with_a_password_and_a_database(tmp_path: Path) -> None:
 
 
 def test_a_refused_login_never_shows_what_was_sent() -> None:
-    """A server that knows no AUTH quotes the password in its answer, and that answer is not repeated."""
+    """A server without AUTH quotes the password in its error, and that error is not repeated."""
     with (
         impostor(f"-ERR unknown command 'AUTH', with args beginning with: '{SECRET}'\r\n".encode()) as address,
         Driver(f"redis://:{SECRET}@{address}") as driver,
@@ -447,7 +447,7 @@ RUBBISH = {
     "form", ["redis://{}", f"redis://:{SECRET}@{{}}/3", "redis+sentinel://{}/counts", "redis+cluster://{}"]
 )
 def test_a_store_that_answers_rubbish_is_a_failed_store(form: str, rubbish: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing that a server can answer is believed, kept, waited for or logged beyond one line."""
+    """A nonsense answer of a server is never believed, kept, waited for or logged in more than one line."""
     with impostor(RUBBISH[rubbish]) as address, Driver(form.format(address)) as driver:
         health = driver.store.health()
         error = _refused(driver)
@@ -536,8 +536,8 @@ def _find_imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_redis_py_gives_us_credential_providers_and_nothing_else() -> None:
-    """Its connections and parsers are not used, so that no private name of its own can vanish under us."""
+def test_redis_py_is_used_for_credential_providers_alone() -> None:
+    """Its connections and parsers are not used, so a change to its private names cannot break us."""
     sources = ROOT / "extproc"
     imported = {name for path in sources.rglob("*.py") for name in _find_imports(path)}
 
@@ -648,7 +648,7 @@ def test_a_key_of_another_program_is_replaced(driver: Driver, one: Server, poiso
 
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "set x 12345678123456789", "hset x a b", "rpush x y", "sadd x y"])
 def test_a_ring_s_key_of_another_program_is_replaced(driver: Driver, one: Server, poison: str) -> None:
-    """Where a ring's key holds something else, the ring begins anew, and the others of its batch are not disturbed."""
+    """Where a ring's key holds something else, the ring starts from empty, and the others of its batch are not affected."""
     good, bad = make_push("a", key="good"), make_push("a", key="bad")
     driver.push([good])
     command, _, *values = poison.split()
@@ -664,7 +664,7 @@ def test_a_ring_s_key_of_another_program_is_replaced(driver: Driver, one: Server
 )
 @pytest.mark.parametrize("kind", ["key", "tenant", "shared"])
 def test_a_session_s_key_of_another_program_is_replaced(driver: Driver, one: Server, kind: str, poison: str) -> None:
-    """Where a key of a session holds something else, that begins anew, and the others of its batch are not disturbed."""
+    """Where a key of a session holds something else, it starts from empty, and the others of its batch are not affected."""
     good = make_step(1, NO_LIMITS, key="good:7f", tenant="others:7f", shared="more:7f")
     bad = make_step(1, limit(max_sessions=0) if kind == "shared" else NO_LIMITS)
     driver.account([good])
@@ -774,7 +774,7 @@ def test_a_standing_that_is_none_is_no_answer(answer: bytes) -> None:
 
 
 def test_replicas_share_the_steps_of_a_session(driver: Driver, one: Server) -> None:
-    """Whichever replicas the requests of a session meet at the same moment, as many are let through as may be."""
+    """Whichever replicas receive the requests of a session at the same time, only as many as the limit are let through."""
     with Driver(f"redis://{one.address}") as other:
         other._name = driver._name
         steps = [make_step(number, limit(steps=7)) for number in range(10)]
@@ -885,7 +885,7 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
 
 
 def test_orders_that_change_are_read_anew(driver: Driver, one: Server) -> None:
-    """A replica that asks hears of every change that another one makes, and of nothing where nothing has changed."""
+    """A replica that reads orders gets every change that another one makes, and nothing if there is no change."""
     book = driver.name("book")
     with Driver(f"redis://{one.address}") as other:
 
@@ -1150,7 +1150,7 @@ def test_replicas_agree_about_the_count_of_a_loop(driver: Driver, one: Server, w
 
 
 def test_what_a_replica_says_of_a_hammered_loop_never_goes_back(driver: Driver, one: Server) -> None:
-    """Two that are hammered at once each count upwards, and nothing is lost: a third one hears of all."""
+    """Two replicas under load at once each count upwards, and no count is lost: a third replica reads all of them."""
     hit = make_hit(window_ms=60_000)
     with Driver(f"redis://{one.address}") as other, Driver(f"redis://{one.address}") as third:
         other._name = third._name = driver._name
@@ -1187,7 +1187,7 @@ def _count(_: Sequence[object], answers: Sequence[Any]) -> int:
 
 
 def test_a_hammered_loop_is_no_hot_key(driver: Driver, one: Server) -> None:
-    """A loop that is being refused is answered here; the server hears of it now and then, and its count is right in the end."""
+    """A loop under refusal is answered locally; the server is updated now and then, and its count is right in the end."""
     hit = make_hit(window_ms=60_000)
     _loop(driver, hit)
     before = one.commands()["evalsha"]

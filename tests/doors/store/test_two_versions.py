@@ -254,5 +254,5 @@ def test_each_has_boards_of_its_own(pair: Pair) -> None:
 
 
 def test_both_have_one_hash_key(pair: Pair) -> None:
-    """Whichever comes first: each recognises the other's notes."""
+    """Each version recognises the other's notes, whichever comes first."""
     assert [pair.before.ask("agree", secret="x" * 32), pair.now.ask("agree", secret="y" * 32)] == ["x" * 32] * 2

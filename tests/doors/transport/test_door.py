@@ -189,7 +189,7 @@ def test_a_busy_connection_has_its_turn_and_no_more(run: Run, repeated: bytes) -
 
 
 def test_a_client_that_never_reads_is_not_read(run: Run) -> None:
-    """Who asks and takes no answer is kept waiting, with no more in memory than a turn's answers."""
+    """A client that sends requests and reads no answer must wait, and takes no more memory than a turn's answers."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2, count_refused=True))
 
     async def steps(door: Door) -> None:
@@ -210,7 +210,7 @@ def test_a_client_that_never_reads_is_not_read(run: Run) -> None:
 
 
 def test_a_flood_is_told_to_calm_down(run: Run) -> None:
-    """Who goes on sending frames that lead to nothing gets a GOAWAY with the right code, and the connection is closed."""
+    """A client that keeps sending useless frames gets a GOAWAY with the right code, and the connection is closed."""
 
     async def steps(door: Door) -> None:
         flood = door.connect(HELLO)
@@ -268,7 +268,7 @@ def test_unfinished_messages_are_bounded_for_all_together(run: Run) -> None:
 
 
 def test_health_watches_of_a_connection_are_bounded(run: Run) -> None:
-    """Who watches a hundred times over is refused the next, and may ask as before."""
+    """A client with a hundred health watches cannot start another, but can still call Check."""
 
     async def steps(door: Door) -> None:
         client = door.connect()
@@ -432,7 +432,7 @@ def test_of_too_many_connections_the_longest_idle_are_closed(run: Run) -> None:
 
 
 def test_calls_that_begin_while_their_connection_is_to_leave_are_answered(run: Run) -> None:
-    """Who is asked to leave and has a call under way keeps its connection."""
+    """A connection with an open call stays open after its GOAWAY."""
     service = make_service(policy("p", ANY), max_connections=1)
 
     async def steps(door: Door) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask: mutual TLS on the port, on both transports, with real certificates, a real Envoy and files that are rotated."""
+"""Client authentication: mutual TLS on the port, on both transports, with real certificates, a real Envoy and rotated files."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def test_a_rotation_is_taken_when_it_has_settled(tmp_path: Path) -> None:
 
 
 def test_the_swap_of_a_link_is_a_rotation(tmp_path: Path) -> None:
-    """A Secret that the kubelet has written anew is taken, and the gauge tells when its certificate expires."""
+    """A Secret that the kubelet has rewritten is loaded, and the gauge shows when its certificate expires."""
     for name, day in (("old", 1), ("new", 2)):
         issue(tmp_path / name, SERVER, not_after=dt.datetime.now(dt.UTC) + dt.timedelta(days=day))
     data = tmp_path / "..data"
@@ -306,7 +306,7 @@ def test_the_swap_of_a_link_is_a_rotation(tmp_path: Path) -> None:
 
 
 def test_a_handshake_is_one(folder: Path) -> None:
-    """A client cannot have the server begin its handshake anew on a connection (CVE-2011-1473)."""
+    """A client cannot make the server repeat its handshake on a connection (CVE-2011-1473)."""
     certificates = load(issue(folder / "server", SERVER))
 
     assert certificates.context.options & ssl.OP_NO_RENEGOTIATION

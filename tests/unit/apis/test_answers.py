@@ -177,7 +177,7 @@ def test_what_cannot_be_counted_of_json_rpc_is_refused_as_an_error_of_it() -> No
 
 
 def test_a_header_of_the_api_goes_with_the_refusal() -> None:
-    """Bedrock's clients read there what kind of error it is."""
+    """Bedrock's clients read the kind of error from that header."""
     answer = repeat(make_service(policy("p", ANY)), headers("/model/m/converse", end=True), times=3)
 
     assert headers_of(answer)["x-amzn-errortype"] == "ThrottlingException"
@@ -418,8 +418,8 @@ def test_a_refusal_as_a_completion_is_still_a_refusal(similarity: str) -> None:
 @pytest.mark.parametrize(
     ("path", "sent"), [("/v1/embeddings", b'{"model": "m", "input": "x"}'), ("/v1/chat/completions", b"?")]
 )
-def test_what_is_no_question_to_a_model_is_refused_as_ever(path: str, sent: bytes) -> None:
-    """With the policy's status and the error of its API."""
+def test_a_request_that_is_not_to_a_model_is_refused_as_usual(path: str, sent: bytes) -> None:
+    """It gets the policy's status and the error of its API."""
     service = make_service(policy("p", ANY, refuse_as="completion", reject_status=422))
 
     immediate = repeat(service, headers(path), body(sent), times=3).immediate_response

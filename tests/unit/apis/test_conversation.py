@@ -310,7 +310,7 @@ def test_results_in_parts_are_compared_by_what_they_say(one: object, rest: objec
     ],
 )
 def test_other_parts_have_names_of_their_own(one: object, rest: object, same: bool) -> None:
-    """What is no text goes by a hash, which tells different things apart."""
+    """A part that is not text is named by a hash, so that different parts differ."""
     assert (name_other(one) == name_other(rest)) is same
 
 

@@ -76,7 +76,7 @@ def _ask_session(target: str, content: bytes) -> object:
 
 
 @pytest.mark.parametrize(("sdk", "model", "expected"), ASKED)
-def test_all_who_have_to_know_the_model_read_the_same(upstream: Upstream, sdk: str, model: str, expected: str) -> None:
+def test_every_reader_of_the_model_finds_the_same(upstream: Upstream, sdk: str, model: str, expected: str) -> None:
     """Refusals, estimates of loops and sessions find one name in what an SDK really sends."""
     with suppress(Exception):  # each SDK has an error of its own for an answer that says nothing
         MODEL_SDKS[sdk](f"http://{upstream.address}", model, {})

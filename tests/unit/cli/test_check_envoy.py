@@ -739,7 +739,7 @@ def test_an_envoy_without_loopguard_guards_nothing() -> None:
 
 
 def test_another_filter_is_taken_for_loopguards_only_by_name() -> None:
-    """An Envoy may ask others as well: who is meant is recognised by Loopguard's name, or told."""
+    """Envoy may have other ext_proc filters: Loopguard's is recognised by its name, or by the name that is given."""
     document = good()
     find(document, FILTER)["grpc_service"]["envoy_grpc"]["cluster_name"] = "processor"
     find(document, CLUSTER)["name"] = "processor"
@@ -1033,7 +1033,7 @@ def test_the_version_of_a_running_envoy_is_known() -> None:
 
 
 def test_every_code_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each that a check may give has an entry in `--help`."""
+    """Every code that a check can report has an entry in `--help`."""
     with pytest.raises(SystemExit):
         main(["check-envoy", "--help"])
     page = capsys.readouterr().out

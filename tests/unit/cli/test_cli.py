@@ -383,7 +383,7 @@ def test_explain_knows_bodies_that_cannot_be_known(
 
 
 def test_explain_knows_websockets_for_model_calls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """They are refused, whatever methods a policy names, also by one that does without bodies."""
+    """They are refused, whatever methods a policy names, even by a policy that ignores bodies."""
     posts = {"pathPrefix": "/v1/", "methods": ["POST"]}
     file = written(tmp_path / "p.json", [policy("p", posts), policy("s", posts, body="ignore", mode="shadow")])
 
@@ -502,7 +502,7 @@ def test_explain_shows_where_a_session_is_kept(capsys: pytest.CaptureFixture[str
 
 
 def test_explain_tells_the_hold_at_the_threshold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What a throttled loop of calls will wait at first is 100 ms for each call of the threshold."""
+    """A throttled loop of calls first waits 100 ms for each call of the threshold."""
     loop: dict[str, Any] = {"similarity": "tool_calls", "action": "throttle", "threshold_identical_requests": 4}
     file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, cooldown_seconds=9, **loop))
 
@@ -762,7 +762,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_usage_errors(capsys: pytest.CaptureFixture[str], good: str, arguments: list[str], line: str) -> None:
-    """A command line that cannot be meant exits 2 with one line that names what is wrong and what would be right."""
+    """An invalid command line exits 2 with one line that names what is wrong and what would be right."""
     run = Run(capsys, *(good if argument == "GOOD" else argument for argument in arguments))
 
     assert run.code == 2

@@ -294,7 +294,7 @@ def test_detectors_look_into_recorded_bodies(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_what_was_not_recorded_is_not_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A policy that reads what an access log does not hold counts nothing, and says so; what the request lacked is missing."""
+    """If the log lacks what a policy reads, that policy counts nothing and says so; what the request lacked is missing."""
     document = bundle(
         policy("recorded", ANY, **USER),
         policy("other-header", ANY, limit_keys=["header:x-team"]),
@@ -315,7 +315,7 @@ def test_what_was_not_recorded_is_not_missing(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_what_serve_records_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Requests of every kind, hostile ones among them, are counted or not as they were live."""
+    """Requests of every kind, including hostile ones, are counted or not as they were live."""
     keys = ["header:x-a", "query:user"]
     document = [
         policy("p", ANY, limit_keys=keys),
@@ -443,7 +443,7 @@ def test_the_top_is_kept_and_says_what_it_may_have_missed() -> None:
 
 
 def test_what_left_the_top_is_told() -> None:
-    """The highest count that was forgotten is known, and who comes back starts anew."""
+    """The highest count that was forgotten is reported, and a caller that comes back starts from zero."""
     top: Top[str, Tally] = Top(4, Tally)
     for key, count in {"a": 3, "b": 5, "c": 6, "d": 7, "e": 1}.items():
         top.get_or_add(key).count += count

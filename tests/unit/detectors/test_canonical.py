@@ -134,7 +134,7 @@ def test_one_changed_leaf_is_another_body(value: Any, leaf: Any, data: st.DataOb
     ],
 )
 def test_what_does_not_matter(one: str, other: str) -> None:
-    """Each of these pairs is one value."""
+    """Both texts of each pair are the same value."""
     assert compared(one) == compared(other)
 
 

@@ -70,7 +70,7 @@ def text_of(answer: ProcessingResponse) -> str:
     ],
 )
 def test_a_call_is_its_tool_and_its_arguments(one: object, other: object) -> None:
-    """Ids, metadata and spelling make no other call."""
+    """Ids, metadata and spelling do not change a call."""
     service = make_guard()
 
     assert [is_refused(send(service, call(params))) for params in (one, other)] == [False, True]

@@ -324,7 +324,7 @@ def test_texts_to_be_embedded_are_no_conversation() -> None:
 
 
 def test_a_reference_is_its_id() -> None:
-    """Two items that refer to different ones are not the same, though ids are left out elsewhere."""
+    """Items that refer to different ids differ, though ids are left out elsewhere."""
     one, other = ({"input": [{"type": "item_reference", "id": identity}]} for identity in ("a", "b"))
 
     assert compared(one) != compared(other)

@@ -360,7 +360,7 @@ def test_loops_in_real_requests(name: str, tools: tuple[str, ...] | None) -> Non
     ids=lambda data: data.decode()[:40],
 )
 def test_a_request_without_its_history_is_not_counted(data: bytes) -> None:
-    """What the server keeps cannot be looked at, and the reason says so."""
+    """A history that the server keeps cannot be inspected, and the reason says so."""
     with pytest.raises(NotCounted) as raised:
         ToolCalls(loop()).compare(Document(data))
 
@@ -435,7 +435,7 @@ def test_what_is_a_loop(events: list[Event], more: dict[str, Any], count: int | 
 
 
 def test_a_cycle_is_named_in_the_order_of_its_calls() -> None:
-    """The newest call comes last, and how often it came round is how often all of it did."""
+    """The newest call comes last, and the count is the number of full cycles."""
     events = [(Called(name, {}),) for name in "abcd" * 3]
 
     for repeat in seen(events, window_calls=3):

@@ -304,7 +304,7 @@ def test_a_tool_for_thinking_is_called_for_its_thoughts() -> None:
 )
 @pytest.mark.parametrize("writer", ["chat", *[f"text, {style}" for style in ("fence", "commands", "react", "invoke")]])
 def test_tools_have_thresholds_of_their_own(tools: dict[str, Limit], expected: int | None, writer: str) -> None:
-    """By the tool's name, or by the first word of a text action; one that is allowed is part of no loop."""
+    """A tool is matched by its name, or by the first word of a text action; an allowed tool is never part of a loop."""
     found = verdict(WRITERS[writer]([Did((("run", {"a": 1}),), ("x",))] * 4), tools=tools)
 
     assert (found.count if found is not None else None) == expected

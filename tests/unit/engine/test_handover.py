@@ -169,7 +169,7 @@ def test_a_named_policy_needs_no_matching_selector(selector: Mapping[str, object
 
 
 def test_a_named_policy_counts_with_the_requests_that_its_selector_takes() -> None:
-    """However a policy came to apply, equal requests are one count."""
+    """Whether by selector or by name, equal requests of a policy are one count."""
     service = make_service(policy("p", ANY))
 
     answers = [ask(service), ask(service, pin="p"), ask(service, pin="p")]
@@ -633,7 +633,7 @@ def test_an_attribute_that_is_no_string_is_a_bad_policy(value: Any) -> None:  # 
 
 
 def test_a_bad_policy_beside_named_ones() -> None:
-    """What the route names still applies when what it carries cannot be used, and the other way round."""
+    """The policy that the route names still applies when the one that it carries is invalid, and the other way round."""
     service = make_service(*LOADED)
 
     ask(service, pin="a", carry="bad")

@@ -1,4 +1,4 @@
-"""The kill switches of drop-in bundles: who is stopped, by what, for how long, and what a client hears."""
+"""The kill switches of drop-in bundles: which callers they stop, by what, for how long, and what a client is told."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_route_selects_without_a_path() -> None:
 
 
 def test_answers_come_in_filing_order() -> None:
-    """Whatever anchor or field a selector was found by, the answer keeps the order of the bundle."""
+    """Whichever index finds a selector, the result keeps the order of the bundle."""
     made = index(
         {"routes": ["r"]}, {"pathPrefix": "/"}, {"pathExact": "/a", "hosts": ["h"]}, {"pathPrefix": "/a"}, {"pathExact": "/a"}
     )

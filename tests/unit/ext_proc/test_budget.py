@@ -61,8 +61,8 @@ def test_a_quiet_tenant_saves_no_more_than_a_burst() -> None:
     assert use_up(budget, "a", 3_600.0) == first
 
 
-def test_names_without_end_take_no_memory_without_end() -> None:
-    """A client that changes its name each time has others forgotten, and still spends the time of all."""
+def test_endless_new_names_take_bounded_memory() -> None:
+    """A client that changes its name each time evicts other tenants, and still spends the budget that all share."""
     budget = InspectionBudget(0.0)
 
     looked = 0

@@ -277,7 +277,7 @@ def test_a_long_result_gets_its_note() -> None:
 
 @pytest.mark.parametrize("every", [True, False])
 def test_an_edit_leaves_nothing_to_the_garbage_collector(every: bool) -> None:
-    """A body that was changed, or could not be, is freed at once: a collection may be long in coming."""
+    """A body that was changed, or could not be, is freed at once, because a collection may come late."""
     services = [make_service(steering()), make_service(narrowing(every=every))]
     bodies = [called(), nested(300), *[data for data, _, _ in _BAD_BYTES.values()], called()[:-1] + b',"tools":[]}']
     for data in bodies:  # what is made once and kept
@@ -297,7 +297,7 @@ def test_an_edit_leaves_nothing_to_the_garbage_collector(every: bool) -> None:
 
 
 def test_a_body_of_many_small_values_is_left_alone() -> None:
-    """A KiB of them takes longer to read than a KiB of text: the body has no note where one of text has."""
+    """A KiB of them takes longer to read than a KiB of text, so such a body gets no note where one of text does."""
     long = (b'"%b"' % (b"a" * 2**19), b"[%b0]" % (b"0," * 2**18))
     text, numbers = [b'{"messages":[{"role":"user","content":[{"content":"a","type":%b}]}]}' % value for value in long]
 

@@ -21,7 +21,7 @@ _NAMES = ("pay", "read")
 
 
 class Asked(NamedTuple):
-    """Who asks for a bill to be paid, and where."""
+    """A request to pay a bill: the address of the API and the user."""
 
     url: str
     user: str

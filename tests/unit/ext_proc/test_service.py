@@ -781,8 +781,8 @@ def test_garbage_bytes_are_a_protocol_error() -> None:
     assert error.value.code == 3
 
 
-def test_a_phase_from_the_future_ends_the_stream() -> None:
-    """A message of no known phase has no well-formed answer; ending with OK makes Envoy go on."""
+def test_an_unknown_phase_ends_the_stream() -> None:
+    """A message of an unknown phase has no well-formed answer; the stream ends with OK so that Envoy continues."""
     (reply,) = exchange(make_service(policy("p", ANY)), ProcessingRequest())
 
     assert (reply.answer, reply.done) == (None, True)

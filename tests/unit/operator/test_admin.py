@@ -117,7 +117,7 @@ HOSTS = {
 
 
 @pytest.mark.parametrize(("host", "near"), HOSTS.items())
-def test_near_is_who_asks_for_this_machine_by_its_own_name(host: str, near: bool) -> None:
+def test_a_local_client_uses_this_machines_own_name(host: str, near: bool) -> None:
     """A browser here that was sent by a page from elsewhere says so in `Host`; a loopback address needs no port in there."""
 
     async def tell(request: Request) -> Response:
@@ -230,7 +230,7 @@ def test_more_silent_clients_than_there_is_room_for_delay_no_other() -> None:
 
 
 def test_a_slow_client_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has not asked in time is dropped, though bytes keep coming."""
+    """A client that has not sent its request in time is dropped, even if bytes keep coming."""
     monkeypatch.setattr(admin_server, "_CLIENT_SECONDS", 0.2)
 
     with serving(make_admin()) as port, socket.create_connection(("127.0.0.1", port)) as client:

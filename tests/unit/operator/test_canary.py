@@ -552,7 +552,7 @@ def test_turns_that_cannot_be_read_are_left_out() -> None:
 
 @pytest.mark.parametrize("candidate", [shadow(), limits(max_steps=1)], ids=["exact", "session_limits"])
 def test_what_compares_no_body_keeps_none(candidate: dict[str, Any]) -> None:
-    """Where another detector has read the body, nothing of it stands in samples of checksums and of limits of sessions."""
+    """Even if another detector has read the body, samples of checksums and session limits hold nothing of it."""
     live = policy("live", ANY, similarity="canonical", threshold_identical_requests=9, **USER)
     service = make_service(live, candidate, shadow_samples=5, shadow_sample_bodies=True)
     for document in (b'"SECRET 1"', b'"SECRET 1"', b'"SECRET 2"'):  # a retry is no step
@@ -704,7 +704,7 @@ def test_an_unreadable_document_is_passed_over(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_store_that_is_away_costs_the_others_counts_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """While the store is away a replica tells what it knows itself, and logs that once."""
+    """While the store is away a replica reports only its own counts, and logs that once."""
     service = make_service(LIVE, shadow())
     sharing = Sharing(service.pairs, FailingStore(failing="canary", error=StoreError("down", kind="connection")), "one")
     send(service, 2)
@@ -804,7 +804,7 @@ def _describe(*services: Service, **rules: Any) -> Mapping[str, Any]:  # noqa: A
 
 
 def test_the_report_says_all_of_it() -> None:
-    """The JSON report has the two policies, the verdict and why, since when, counts, rates with bounds, callers, examples."""
+    """The JSON report has the two policies, the verdict and its reason, times, counts, rates with bounds, callers, examples."""
     service = make_service(LIVE, shadow())
     send(service, 5)
 
@@ -823,7 +823,7 @@ def test_the_report_says_all_of_it() -> None:
 
 
 def test_a_canary_without_traffic_is_watched() -> None:
-    """Nothing has been compared: the shares are null, the bounds say nothing, the verdict is to keep watching."""
+    """Nothing has been compared: the shares are null, the bounds are 0 and 1, and the verdict is to keep watching."""
     canary = _describe(make_service(LIVE, shadow()))
 
     assert canary["verdict"] == KEEP_WATCHING

@@ -46,7 +46,7 @@ from extproc.store.memory import MemoryStore
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.messages import body, headers
-from tests.support.orders import ANN, USER, obey, order
+from tests.support.orders import ANN, USER, apply_orders, order
 from tests.support.service import FailingStore, decoded, exchange, make_service, metadata_of
 from tests.support.session_limits import ask as ask_in_session
 from tests.support.session_limits import limited, told, turns
@@ -164,19 +164,19 @@ def test_one_descriptor_is_a_caller_of_one() -> None:
 
 def test_an_allowed_caller_is_never_acted_on() -> None:
     """A loop of an allowed caller goes on, is reported as allowed, and is counted; that of another is refused."""
-    service = obey(make_service(policy("p", ANY, **USER)), order(ALLOW))
+    service = apply_orders(make_service(policy("p", ANY, **USER)), order(ALLOW))
 
     assert send(service, 5) == [200] * 5
     assert send(service, 3, "bob") == [200, 200, 429]
     assert service.metrics.decisions == {("p", "enforce", "allow"): 7, ("p", "enforce", "reject"): 1}
     assert count(service, "allow") == 3
-    assert find_status(ask(obey(service))) == 429  # it was counted all the while
+    assert find_status(ask(apply_orders(service))) == 429  # it was counted all the while
 
 
 @pytest.mark.parametrize("action", ["reject", "throttle", "warn", "steer"])
 def test_no_action_is_taken_about_an_allowed_caller(action: str) -> None:
     """Neither refused, nor held, nor warned of, nor given a note."""
-    service = obey(make_service(policy("p", ANY, action=action, **USER)), order(ALLOW))
+    service = apply_orders(make_service(policy("p", ANY, action=action, **USER)), order(ALLOW))
 
     replies = [exchange(service, headers(x_user_id="ann"), body(b"{}"))[-1] for _ in range(4)]
 
@@ -186,7 +186,7 @@ def test_no_action_is_taken_about_an_allowed_caller(action: str) -> None:
 
 def test_a_shadow_policy_allows_as_well() -> None:
     """What a shadow policy would have done about an allowed caller is nothing, as in force it will be."""
-    service = obey(make_service(policy("p", ANY, mode="shadow", **USER)), order(ALLOW))
+    service = apply_orders(make_service(policy("p", ANY, mode="shadow", **USER)), order(ALLOW))
 
     send(service, 3)
 
@@ -202,7 +202,7 @@ def test_an_allowed_caller_may_be_uncountable() -> None:
     message = headers(x_user_id="ann", content_encoding="unheard-of")
 
     refused = find_status(decoded(exchange(service, message, body(b"{}"))[-1]))
-    allowed = find_status(decoded(exchange(obey(service, order(ALLOW)), message, body(b"{}"))[-1]))
+    allowed = find_status(decoded(exchange(apply_orders(service, order(ALLOW)), message, body(b"{}"))[-1]))
 
     assert (refused, allowed) == (415, 200)
 
@@ -212,7 +212,7 @@ def test_an_allowed_caller_may_be_uncountable() -> None:
 
 def test_a_blocked_caller_is_refused_on_its_headers(caplog: pytest.LogCaptureFixture) -> None:
     """The first request is refused with a reason of its own before its body is waited for; nothing is counted."""
-    service = obey(make_service(policy("p", ANY, **USER)), order(BLOCK, lasts=90)._replace(reason="runaway", who="eve"))
+    service = apply_orders(make_service(policy("p", ANY, **USER)), order(BLOCK, lasts=90)._replace(reason="runaway", who="eve"))
 
     (reply,) = exchange(service, headers(x_user_id="ann"))
     answer = decoded(reply)
@@ -232,7 +232,7 @@ def test_a_blocked_caller_is_refused_on_its_headers(caplog: pytest.LogCaptureFix
 
 def test_a_block_beats_an_allow() -> None:
     """A caller that is both allowed and blocked is blocked."""
-    assert send(obey(make_service(policy("p", ANY, **USER)), order(ALLOW), order(BLOCK)), 1) == [429]
+    assert send(apply_orders(make_service(policy("p", ANY, **USER)), order(ALLOW), order(BLOCK)), 1) == [429]
 
 
 def test_a_blocked_request_is_known_by_its_body() -> None:
@@ -240,7 +240,7 @@ def test_a_blocked_request_is_known_by_its_body() -> None:
     service = make_service(policy("p", ANY, action="warn", threshold_identical_requests=2, **USER))
     ask(service, data=b"same")
     fingerprint = str(metadata_of(ask(service, data=b"same"))["fingerprint"])
-    obey(service, order(BLOCK, Target(fingerprint=fingerprint)))
+    apply_orders(service, order(BLOCK, Target(fingerprint=fingerprint)))
 
     assert find_status(ask(service, data=b"same")) == 429
     assert find_status(ask(service, data=b"other")) == 200
@@ -248,7 +248,7 @@ def test_a_blocked_request_is_known_by_its_body() -> None:
 
 def test_a_blocked_caller_does_not_hide_behind_a_body() -> None:
     """A request that cannot be counted is refused all the same, because the headers name its caller."""
-    service = obey(make_service(policy("p", ANY, similarity="canonical", **USER)), order(BLOCK))
+    service = apply_orders(make_service(policy("p", ANY, similarity="canonical", **USER)), order(BLOCK))
 
     assert find_status(decoded(exchange(service, headers(x_user_id="ann", upgrade="websocket"))[-1])) == 429
 
@@ -257,7 +257,7 @@ def test_a_caller_in_the_body_is_blocked_once_it_is_known() -> None:
     """Where limit keys stand in the body, the block waits for it."""
     service = make_service(policy("p", ANY, limit_keys=["header:x-user-id", "body:/org"]))
     tenant = hash_tenant("/org=o|x-user-id=ann")
-    obey(service, order(BLOCK, Target(caller=tenant)))
+    apply_orders(service, order(BLOCK, Target(caller=tenant)))
 
     assert find_status(ask(service, data=b'{"org": "o"}')) == 429
     assert find_status(ask(service, data=b'{"org": "p"}')) == 200
@@ -266,11 +266,11 @@ def test_a_caller_in_the_body_is_blocked_once_it_is_known() -> None:
 def test_a_shadow_policy_blocks_no_request() -> None:
     """A block that holds in a shadow policy alone has no effect."""
     service = make_service(policy("p", ANY, mode="shadow", **USER), policy("q", {"pathExact": "/q"}, **USER))
-    obey(service, order(BLOCK))
+    apply_orders(service, order(BLOCK))
 
     assert send(service, 1) == [200]
     assert find_status(ask(service, path="/q")) == 429
-    assert find_status(ask(obey(service, order(BLOCK, about="p")), path="/q")) == 200
+    assert find_status(ask(apply_orders(service, order(BLOCK, about="p")), path="/q")) == 200
 
 
 CALL = b'{"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": "%s", "arguments": {}}}'
@@ -278,7 +278,7 @@ CALL = b'{"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": 
 
 def test_a_blocked_tool_is_a_call_that_failed() -> None:
     """Of an MCP server one tool is blocked: the model reads that in the shape of a result, and the others work."""
-    service = obey(make_service(policy("p", ANY, similarity="mcp", **USER)), order(BLOCK, Target(tool="search")))
+    service = apply_orders(make_service(policy("p", ANY, similarity="mcp", **USER)), order(BLOCK, Target(tool="search")))
 
     answer = json.loads(ask(service, data=CALL % b"search").immediate_response.body)
 
@@ -297,11 +297,11 @@ def test_a_released_caller_begins_anew(window_type: str, cooldown: int) -> None:
     service = make_service(policy("p", ANY, window_type=window_type, cooldown_seconds=cooldown, **USER))
     assert send(service, 4) == send(service, 4, "bob") == [200, 200, 429, 429]
 
-    obey(service, order(RELEASE))
+    apply_orders(service, order(RELEASE))
 
     assert send(service, 4) == [200, 200, 429, 429]
     assert send(service, 1, "bob") == [429]
-    obey(service, order(RELEASE, since=1))
+    apply_orders(service, order(RELEASE, since=1))
     assert send(service, 3) == [200, 200, 429]
 
 
@@ -311,7 +311,7 @@ def test_one_loop_is_released() -> None:
     for data in (b"a", b"b"):
         for _ in range(3):
             answer = ask(service, data=data)
-    obey(service, order(RELEASE, Target(fingerprint=find_headers(answer)["x-loopguard-fingerprint"])))
+    apply_orders(service, order(RELEASE, Target(fingerprint=find_headers(answer)["x-loopguard-fingerprint"])))
 
     assert find_status(ask(service, data=b"b")) == 200
     assert find_status(ask(service, data=b"a")) == 429
@@ -323,18 +323,18 @@ def test_the_newest_release_counts() -> None:
         order(RELEASE, name="older"),
         order(RELEASE, Target(caller=hash_tenant("x-user-id=ann")), since=5, name="newer"),
     )
-    service = obey(make_service(policy("p", ANY, **USER)), newer)
+    service = apply_orders(make_service(policy("p", ANY, **USER)), newer)
     assert send(service, 3) == [200, 200, 429]
 
-    assert send(obey(service, older, newer), 1) == [429]
-    assert send(obey(service, newer, older), 1) == [429]
+    assert send(apply_orders(service, older, newer), 1) == [429]
+    assert send(apply_orders(service, newer, older), 1) == [429]
 
 
 def test_what_a_shadow_policy_counted_is_released() -> None:
     """Shadow counts begin anew as well."""
     service = make_service(policy("p", ANY, mode="shadow", **USER))
     send(service, 3)
-    obey(service, order(RELEASE))
+    apply_orders(service, order(RELEASE))
     send(service, 2)
 
     assert service.metrics.decisions == {("p", "shadow", "allow"): 4, ("p", "shadow", "reject"): 1}
@@ -345,7 +345,7 @@ def test_a_released_session_s_ring_begins_anew() -> None:
     service = make_service(agents(cooldown_seconds=600))
     assert send_all(service, [turn(n) for n in range(1, 5)], session_id="s") == [200, 200, 429, 429]
 
-    obey(service, order(RELEASE, Target(session=hash_descriptor("header:session-id", "s"))))
+    apply_orders(service, order(RELEASE, Target(session=hash_descriptor("header:session-id", "s"))))
 
     assert send_all(service, [turn(n) for n in range(5, 8)], session_id="s") == [200, 200, 429]
     assert send_all(service, [turn(8)], session_id="t") == [429]  # the caller's other sessions still cool down
@@ -356,7 +356,7 @@ def test_a_window_local_to_a_replica_is_released() -> None:
     service = make_service(policy("p", ANY, **USER), store=FailingStore("loop:"))
     assert send(service, 3) == [200, 200, 429]
 
-    assert send(obey(service, order(RELEASE)), 3) == [200, 200, 429]
+    assert send(apply_orders(service, order(RELEASE)), 3) == [200, 200, 429]
 
 
 # Kill and grant
@@ -452,7 +452,7 @@ class Replicas:
             self.run(giver.refresh())
 
 
-def test_every_replica_obeys_once_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_orders_apply_on_every_replica_once_it_has_asked(caplog: pytest.LogCaptureFixture) -> None:
     """An order holds at once where it was given, and elsewhere when the store is asked next; so does its end."""
     caplog.set_level(logging.WARNING)
     both = Replicas(2, policy("p", ANY, threshold_identical_requests=9, **USER))
@@ -475,7 +475,7 @@ def test_every_replica_obeys_once_it_has_asked(caplog: pytest.LogCaptureFixture)
     assert "ann" not in caplog.text
 
 
-def test_a_replica_that_starts_obeys_what_stands() -> None:
+def test_standing_orders_apply_on_a_replica_that_starts() -> None:
     """A restart loses nothing."""
     one = Replicas(1)
     one.give(kind="block", caller={"x-user-id": "ann"})
@@ -634,7 +634,7 @@ def test_what_another_version_grants_stays_in_bounds(grant: bytes) -> None:
 
 
 def test_what_was_ordered_before_there_were_grants_is_read() -> None:
-    """An override that a version without grants has written is obeyed."""
+    """An override that a version without grants has written is applied."""
     given = order(BLOCK)
     older = json.loads(write_override(given))
     del older["grant"]
@@ -686,7 +686,7 @@ def test_the_store_is_told_no_names() -> None:
 
 @pytest.mark.parametrize("document", [b"", b"[]", b"7", b"{}", b'{"kind": "block"}', b"\xff", b'{"descriptors": []}'])
 def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever stands in the store, what is understood is obeyed, and the rest is logged."""
+    """Whatever the store holds, overrides that are understood apply, and the rest is logged."""
     one = Replicas(1)
     one.run(one.store.put_order("overrides", "odd", document, 60))
     one.give(kind="block", caller={"x-user-id": "ann"})
@@ -697,7 +697,7 @@ def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog
 
 def test_a_kind_that_is_not_known_does_nothing() -> None:
     """A newer version may give orders that this one has no idea of."""
-    assert send(obey(make_service(policy("p", ANY, **USER)), order("pardon")), 3) == [200, 200, 429]
+    assert send(apply_orders(make_service(policy("p", ANY, **USER)), order("pardon")), 3) == [200, 200, 429]
 
 
 SECONDS = "seconds must be a number of seconds from 1 to 2592000"

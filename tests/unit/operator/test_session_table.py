@@ -192,7 +192,7 @@ def test_sessions_that_are_too_many_are_one() -> None:
 
 
 def test_policies_modes_and_tenants_have_sessions_of_their_own() -> None:
-    """A session's name is its tenant's alone, and a shadow policy's counts are not mixed with those that act."""
+    """A session belongs to its tenant, and a shadow policy's counts are not mixed with those of an enforcing one."""
     table = SessionTable()
     different: list[dict[str, Any]] = [{}, {"policy": "q"}, {"mode": "shadow"}, {"tenant": OTHER}, {"session": "6" * 16}]
     for changes in different:
@@ -319,7 +319,7 @@ def test_callers_leave_the_process_only_where_they_may_be_shown() -> None:
 
 
 def test_a_table_that_does_not_fit_keeps_what_is_newest() -> None:
-    """Where a board has no room for all, the oldest sessions lose their calls, then their places, and that is said."""
+    """If a board has no room for all, the oldest sessions lose first their calls, then their rows, and that is reported."""
     noise = random.Random(0)
     table = SessionTable()
     tools = tuple((bytes([place]), noise.randbytes(32).hex(), place) for place in range(20))

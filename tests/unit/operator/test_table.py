@@ -40,7 +40,7 @@ def test_the_longest_quiet_entry_makes_room(uses: list[tuple[str, int]]) -> None
 
 
 def test_rows_are_forgotten_whose_last_request_is_old() -> None:
-    """Whatever has been noted about them since; their tenants' shares are theirs again."""
+    """Later changes to them do not matter; their tenants get their shares back."""
     table: Table[Seen] = Table(MOST, SHARE)
     for number in range(MOST):
         tenant = "a" if number < SHARE else str(number)

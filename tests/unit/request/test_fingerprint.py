@@ -95,7 +95,7 @@ def test_a_crc_collision_does_not_share_a_key() -> None:
 
 @given(BODIES, st.binary(max_size=40), st.integers(0, 40))
 def test_a_body_in_chunks_is_the_same_body(head: bytes, body: bytes, cut: int) -> None:
-    """However a body is cut, length and checksums are those of the whole."""
+    """However a body is split, length and checksums are those of the whole body."""
     whole = head + body
 
     made = NO_BODY.plus(whole[:cut]).plus(whole[cut:])

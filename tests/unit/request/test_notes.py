@@ -161,7 +161,7 @@ def test_no_note_reaches_from_one_string_into_the_next() -> None:
 
 
 def test_nothing_is_known_where_there_is_no_conversation() -> None:
-    """The first words are part of a mark, so what has none has no notes."""
+    """The first words are part of a mark, so a body without any has no notes."""
     data = json.dumps([frame_note("b", MARKS)])
 
     assert cut(data, None) == data
@@ -335,7 +335,7 @@ def test_progress_within_forged_marks_is_progress(similarity: str, frame: str) -
 
 
 def test_an_innocent_agent_is_not_refused_for_forged_marks() -> None:
-    """Its results differ where the marks stand, turn by turn."""
+    """Its results between the forged marks differ, turn by turn."""
     turns = [
         Did((("next_page", {}),), (f"{OPENING}\nResult {number}\n{CLOSING}0123456789abcdef{END}",), number=number)
         for number in range(1, 9)

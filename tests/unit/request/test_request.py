@@ -40,7 +40,7 @@ REQUEST = HttpRequest(
     ],
 )
 def test_each_source_of_descriptors(key: str, name: str, value: str) -> None:
-    """A limit key is named after what follows its source; the first of repeated values counts, an empty one is none."""
+    """A limit key's name is the part after its source; the first of repeated values counts, an empty one counts as missing."""
     (found,) = compile_descriptors([key])
 
     assert (found.name, found.read(REQUEST, found.argument)) == (name, value)

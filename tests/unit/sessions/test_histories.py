@@ -130,7 +130,7 @@ def test_what_is_known_changes_nothing(shape: str, turns: list[Did], steps: list
 @pytest.mark.parametrize("shape", ["anthropic", "chat", "responses", "gemini"])
 @given(st.integers(3, 12), _GAPS, st.integers(0, 3))
 def test_anything_may_stand_in_the_gap(shape: str, turns: int, gap: str, back: int) -> None:
-    """Where the new messages should be, valid or not, nothing makes a history look like another."""
+    """Whatever stands in place of the new messages, valid or not, a history never looks like another one."""
     did = [Did((("read", {"path": f"{at}"}),), ("seen",)) for at in range(turns)]
     bodies = [write(SHAPES[shape](did[:most])) for most in range(1, turns + 1)]
     session = name_session()

@@ -100,7 +100,7 @@ def test_what_is_left_of_a_history_was_known(shape: str, turns: list[Any], repea
 @every_shape_with_ids
 @given(_TURNS, _TURNS)
 def test_with_ids_each_call_is_found_again(shape: str, gone: list[Any], left: list[Any]) -> None:
-    """Equal calls are not taken for one another, also where older ones are gone: what is new is counted exactly."""
+    """Equal calls are not mistaken for one another, even if older ones are gone: new calls are counted exactly."""
     whole = number([*gone, *left])
 
     assert read(shape, whole[len(gone) :]) == read(shape, whole)[sum(map(len, gone)) :]
@@ -165,7 +165,7 @@ def test_two_calls_are_alike_by_tool_and_arguments() -> None:
     ],
 )
 def test_calls_of_every_kind_are_found(name: str, tools: list[str]) -> None:
-    """Functions from before there were tools, custom tools, and none."""
+    """Legacy functions, custom tools, and no calls at all."""
     assert [tool for _, tool in read_tool_calls(Document(BODIES[name])).tools] == tools
 
 
@@ -174,7 +174,7 @@ def _read_items(*items: dict[str, Any], **more: object) -> list[bytes]:
 
 
 def test_what_the_server_itself_has_run_is_a_call() -> None:
-    """It is known by its item's own id, as no result refers to it."""
+    """It is identified by its item's own id, as no result refers to it."""
     searches = [{"type": "web_search_call", "id": f"ws_{at}", "action": {"query": "a"}} for at in range(2)]
     tool = {"type": "mcp_call", "id": "mcp_1", "name": "ask", "arguments": "{}", "output": "yes"}
 

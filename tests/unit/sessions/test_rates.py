@@ -106,7 +106,7 @@ def test_names_of_models_at_bedrock_and_openrouter_are_known(model: str) -> None
     assert look_up(model)
 
 
-def test_a_policys_price_goes_before_the_packages() -> None:
+def test_a_policys_price_overrides_the_packages() -> None:
     """A policy can state the prices of a contract."""
     assert Rates({"gpt-4*": price("1 1")}, None).find_cost("gpt-4o", _MILLION) == 10**9
     assert Rates({"gpt-5*": price("1 1")}, None).find_cost("gpt-4o", _MILLION) == 25 * 10**8

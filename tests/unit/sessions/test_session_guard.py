@@ -183,7 +183,7 @@ def test_a_client_that_leaves_while_held_has_used_nothing(waits: bool) -> None:
 
 @pytest.mark.parametrize("cut", [rb"\ud83d", rb"\uDCFF", rb"\ude00\ud83d"], ids=repr)
 def test_half_a_character_hides_no_calls(cut: bytes) -> None:
-    """Who cuts a text in the middle of an emoji sends half of a surrogate pair, and has the same limits."""
+    """A text that is cut in the middle of an emoji ends in half a surrogate pair; the same limits apply."""
     service = make_service(limited(max_tool_calls=2))
     bodies = [turns(number).replace(b"result 1", b"result " + cut) for number in (1, 2, 3)]
 
@@ -307,7 +307,7 @@ def test_money_is_what_the_access_log_says() -> None:
 
 
 def test_what_is_not_settled_yet_is_estimated() -> None:
-    """Four bytes of a prompt are a token, until the access log says otherwise."""
+    """Four bytes of a prompt are estimated as a token, until the access log reports the real number."""
     service = make_service(limited(max_cost_per_session=100, prices=PRICES))
     large = json.dumps({"prompt": "x" * 500}).encode()
 
@@ -338,7 +338,7 @@ def test_calls_cannot_be_settled_by_guessing_their_names() -> None:
 
 
 def test_names_of_calls_are_random() -> None:
-    """128 bits, each of them as often set as not; settled under its name a call is settled once."""
+    """They are 128 bits, each set as often as not; a call is settled once, under its name."""
     service = make_service(limited(max_cost_per_session=100_000, prices=PRICES))
     answers = [ask(service, b"{}", session=str(number)) for number in range(1_000)]
     names = [bytes.fromhex(json.loads(metadata_of(answer)["sessions"])[0]["call"]) for answer in answers]
@@ -458,7 +458,7 @@ def test_agents_of_a_session_count_together() -> None:
     assert send(service, [turns(3)], session="", x_claude_code_agent_id="c", **named) == [429]
 
 
-def test_a_caller_who_begins_ever_new_sessions_is_one_in_the_end() -> None:
+def test_a_caller_with_ever_new_sessions_ends_up_in_one() -> None:
     """Past the bound, new names share the limits of one session, and that is counted."""
     service = make_service(limited(max_steps=2, session={"max_sessions_per_tenant": 3}))
 

@@ -215,7 +215,7 @@ def test_a_bug_in_the_store_is_told_apart() -> None:
     assert sample(service, "fail_open_total", reason="internal_error") == 1
 
 
-def test_only_who_needs_the_ring_waits_for_the_store() -> None:
+def test_only_a_request_that_needs_the_ring_waits_for_the_store() -> None:
     """A request that shows its loop, or all that is looked at, is answered at once; a later one finds its turn all the same."""
     service = make_service(agents(), store=FailingStore("nothing", later=True))
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]

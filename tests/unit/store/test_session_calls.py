@@ -78,7 +78,7 @@ def test_with_ids_made_anew_the_newest_turns_are_counted_once(shape: str, moves:
 @pytest.mark.parametrize("most", [2, 6, 12])
 @pytest.mark.parametrize("kinds", [1, 4, 30])
 def test_with_ids_made_anew_equal_calls_are_counted_roughly(shape: str, most: int, kinds: int) -> None:
-    """Where the oldest turns are gone as well: never for each request again, and exactly where calls repeat rarely."""
+    """Where the oldest turns are gone as well, calls are not counted again at each request; rare repeats count exactly."""
     order = Random(kinds)
     moves = [Move((("read", {"a": order.randrange(kinds)}),)) for _ in range(60)]
 

@@ -119,7 +119,7 @@ def test_windows_differ_in_what_a_slow_repeat_is() -> None:
 
 @pytest.mark.parametrize("window_type", WINDOW_TYPES)
 def test_a_cooldown_outlasts_the_window(window_type: str) -> None:
-    """After a trip the key stays acted on for the cooldown, even when its window has emptied; then it is free."""
+    """After a trip the key is acted on until the cooldown ends, even when its window is empty; then it is free."""
     answers = run(make_hit(window_type, cooldown_ms=60_000), [0, 1, 2, 30_000, 60_001, 60_002, 80_000])
 
     assert [answer.looping for answer in answers] == [False, False, True, True, True, False, False]
@@ -182,7 +182,7 @@ def test_a_clock_that_is_set_back(_: str, hit: Hit, times: list[int], expected: 
 def test_a_clock_that_is_set_back_refuses_no_innocent(
     window_type: str, count_refused: bool, cooldown: int, gaps: list[int], place: int, back: int
 ) -> None:
-    """Who never sends two requests within one window is never refused, whenever and however far the clock is set back."""
+    """A client that never sends two requests within one window is never refused, whenever the clock is set back."""
     hit = Hit("key", window_type, 20, 3, cooldown, count_refused, 100)
     real = [10_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
 

@@ -192,7 +192,7 @@ def test_a_block_that_comes_again_is_not_read_again() -> None:
 
 
 def test_of_a_block_with_one_new_field_that_field_is_read_alone() -> None:
-    """A trace identifier in every block leaves the others' fields known, and puts no block into the cache."""
+    """With a new trace identifier in each block, other fields stay cached, and no whole block is cached."""
     cache = Cache()
     decoder = without_table(cache)
     decoder.decode(encode(REQUEST))
