@@ -22,7 +22,7 @@ def find_compiled() -> Path | None:
     python = _COMPILED / "python"
     if not python.exists():
         return None
-    # -P: the sources in the working directory must not be taken for the wheel.
+    # -P: the sources in the working directory must not be imported in place of the wheel.
     command = [str(python), "-P", "-c", f"import {_HOT}; print({_HOT}.__file__)"]
     file = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return None if file.endswith(".py") else _COMPILED

@@ -1,4 +1,4 @@
-"""The port under attack: what an innocent client on a connection of its own waits for its answers, before and meanwhile."""
+"""The port under attack: the latency of a well-behaved client on its own connection, before and during the attack."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Innocent:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Measure the innocent alone and beside every attack, in one run."""
+    """Measure the well-behaved client alone and beside every attack, in one run."""
     seconds = 1.5 if quick else 5.0
     with tempfile.TemporaryDirectory() as name:
         directory, port = Path(name), free_port()

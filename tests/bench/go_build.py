@@ -10,7 +10,7 @@ from pathlib import Path
 _SOURCES = Path(__file__).parent / "null_go"
 _PROGRAM = Path("build/null-go").absolute()
 _INSTALLED = "/usr/local/go/bin"
-"""Where Go's own installer puts it; many a PATH knows nothing of it."""
+"""Where Go's own installer puts it; it is often not in PATH."""
 
 
 class NoGoError(Exception):

@@ -202,7 +202,7 @@ def test_clients_cannot_forge_what_loopguard_says(gateway: Stack) -> None:
 
 
 def test_check_envoy_reads_what_envoy_gateway_makes(gateway: Stack) -> None:
-    """Guarded routes are told from the others, which the policy for everything would guard as well; nothing else hurts."""
+    """Guarded routes are distinguished from others, which a policy for all routes would guard too; nothing else is wrong."""
     dump = json.loads(gateway.envoy.admin("/config_dump"))
 
     made = report(dump, POLICIES)

@@ -466,7 +466,7 @@ def test_the_model_of_istio_is_true(gateway: Stack) -> None:
 
 
 def test_check_envoy_reads_what_istio_pushes(gateway: Stack) -> None:
-    """All that hurts is what the docs tell: Istio merges no slashes, and the upstream's health is Kubernetes' affair."""
+    """The only problems are those in the docs: Istio merges no slashes, and the upstream's health is Kubernetes' task."""
     dump = json.loads(gateway.envoy.admin("/config_dump"))
 
     made = report(dump, POLICIES)

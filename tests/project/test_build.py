@@ -114,7 +114,7 @@ def test_pure_on_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
 def test_pure_without_a_compiler(tmp_path: Path, compiler: str) -> None:
-    """Without a C compiler that works the install succeeds all the same, and says in one line what it is that was installed."""
+    """Without a working C compiler the install still succeeds, and says in one line what was installed."""
     wheels, said = build_wheel(tmp_path, CC=compiler)
 
     assert wheels == [f"extproc_loopguard-{PROJECT['project']['version']}-py3-none-any.whl"]

@@ -169,7 +169,7 @@ def test_queries_follow_the_chosen_variables(panel: dict[str, Any]) -> None:
 
 
 def test_policy_files_are_told_apart_by_job() -> None:
-    """A canary's files stand beside the stable ones without looking like files that some replicas refused."""
+    """A canary's files have rows of their own, and do not look like files that some replicas refused."""
     (panel,) = (panel for panel in PANELS if panel["title"] == "Policy files in force")
     (target,) = panel["targets"]
     (shown,) = panel["transformations"]

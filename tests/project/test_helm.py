@@ -142,7 +142,7 @@ def test_a_key_too_many_is_seen(kind: str, place: tuple[str | int, ...], complai
 
 @each_case
 def test_names_are_unique_and_in_the_namespace(values: Values) -> None:
-    """No object takes another one's place, and all go where the release goes, but for what a mesh looks for elsewhere."""
+    """No object overwrites another one, and all are in the release's namespace, except those that a mesh expects elsewhere."""
     made = objects(values)
     elsewhere = {"EnvoyFilter": "istio", "EnvoyExtensionPolicy": "envoyGateway", "ClientTrafficPolicy": "envoyGateway"}
 

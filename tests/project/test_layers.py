@@ -1,4 +1,4 @@
-"""The house: which room may import which. Everything follows from the folders, but for the rooms' order."""
+"""Layers: which room may import which. All of it follows from the folders, except the order of the rooms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def find_violations(name: str, source: str) -> list[str]:
 
 
 def test_every_folder_is_a_room() -> None:
-    """No folder stands beside the rooms, and few modules stand at the door."""
+    """No other folder is beside the rooms, and few modules are at the root."""
     assert sorted({name.split("/")[0] for name in FILES if "/" in name}) == sorted(ROOMS)
     assert len([name for name in FILES if "/" not in name and name not in ROOMS]) + 1 <= MAX_ROOT_MODULES
     assert len({find_floor(name) for name in FILES}) <= MAX_FLOORS

@@ -88,7 +88,7 @@ class Line(NamedTuple):
 
 
 def read_lines(page: Path) -> Iterator[Line]:
-    """A page's console lines; a line that ends with a backslash goes on in the next."""
+    """A page's console lines; a line that ends with a backslash continues on the next."""
     for block in read_examples(page, "console"):
         for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             command = re.match(r"(?:.*\\\n)*.*\n", part)

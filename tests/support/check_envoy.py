@@ -27,7 +27,7 @@ def report(document: Json, policies: Json = None, **more: Any) -> CheckReport:  
 
 
 def found(document: Json, policies: Json = None, **more: Any) -> list[tuple[str, str, bool]]:  # noqa: ANN401  # as above
-    """Code and place of each finding, and whether it hurts."""
+    """Code and place of each finding, and whether it is a problem."""
     return [(item.code, item.place.pointer, item.hurts) for item in report(document, policies, **more).findings]
 
 

@@ -448,7 +448,7 @@ _AROUND: Final = (*_OPENINGS, *["," + opening for opening in _OPENINGS])
 
 
 def _is_rest(old: str, pieces: Sequence[str]) -> bool:
-    """Whether a body is what stands between the notes, but for what stands around them."""
+    """Whether a body is the text between the notes, except for what surrounds them."""
     if len(pieces) == 1:
         return old == pieces[0]
     first, second, *others = pieces

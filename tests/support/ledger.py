@@ -283,7 +283,7 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
 
 
 def tell(standing: Standing) -> str:
-    """What a request hears: which limit, used and allowed, and what has killed the session."""
+    """The answer to a request: which limit, used and allowed, and what has killed the session."""
     refused = f"{LIMITS[standing.limit]} {standing.used}/{standing.allowed}" if standing.limit else "ok"
     tool = f" {standing.tool.decode()}" if standing.tool else ""
     return refused + tool + (f", killed by {KILLED[standing.killed]}" if standing.killed else "")

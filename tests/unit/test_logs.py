@@ -55,7 +55,7 @@ def test_a_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Fields keep their types and stand beside time, level and message; what JSON does not know becomes text."""
+    """Fields keep their types and are added beside time, level and message; what JSON cannot express becomes text."""
     line = json.loads(written(capsys, "json", "loop detected", policy="p", count=3, tenant=None, odd=1 + 2j))
 
     assert line.pop("time").endswith("Z")

@@ -111,7 +111,7 @@ def test_a_change_is_taken(place: Place) -> None:
 
 
 def test_a_load_leaves_nothing_to_the_garbage_collector(place: Place) -> None:
-    """What was loaded is frozen, and collections go on, after a load that was taken and after one that was refused."""
+    """What was loaded is frozen, and collections continue, after an accepted load and after a refused one."""
     place.write(guard("a"))
     place.start()
     place.write(guard("b"))

@@ -188,7 +188,7 @@ def test_switches_in_the_environment(text: str, on: object) -> None:
 
 
 def test_a_switch_that_is_neither_on_nor_off() -> None:
-    """Any other word is refused rather than taken for one of the two."""
+    """Any other word is refused rather than read as one of the two."""
     with pytest.raises(UsageError) as failure:
         given(SHADOW="maybe")
 

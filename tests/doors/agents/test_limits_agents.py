@@ -117,12 +117,12 @@ def run(gate: Gate, name: str, policy: str, user: str, script: Script) -> str:
 
 
 def forever(_: int) -> Answer:
-    """A model that goes on checking."""
+    """A model that keeps checking."""
     return [CHECK]
 
 
 def while_offered(gate: Gate, user: str) -> Script:
-    """A model that goes on calling tools, one after the other, as long as it may, and then says what it knows."""
+    """A model that keeps calling tools, one after the other, while it may, and then says what it knows."""
 
     def answer(number: int) -> Answer:
         tools = list_offered(json.loads(gate.model.bodies[user]))
@@ -193,7 +193,7 @@ def test_an_agent_without_tools_ends_its_run_in_peace(gate: Gate, name: str, use
 
 @pytest.mark.parametrize("name", THREADS)
 def test_tools_that_the_server_keeps_are_called_once_more(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """A request that declares no tools cannot lose any: the run is refused when the model has called one all the same."""
+    """A request without tools has none to lose: the run is refused if the model calls one anyway."""
     with pytest.raises(Exception, match="this session has used 3 of its 2 tool calls"):
         run(gate, name, "narrow", user[USER], forever)
 
@@ -210,7 +210,7 @@ def test_where_an_api_cannot_go_without_tools_the_run_is_refused(gate: Gate, use
 
 @pytest.mark.parametrize("name", DECLARING)
 def test_a_tool_that_is_used_up_is_offered_no_more(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """A model that would go on with it takes the other one, and the run ends in peace."""
+    """A model that would repeat the call is no longer offered the tool, and the run ends normally."""
 
     def answer(_: int) -> Answer:
         tools = list_offered(json.loads(gate.model.bodies[user[USER]]))

@@ -202,7 +202,7 @@ def test_what_is_no_repeated_call_is_never_refused(gate: Stack, connect: Connect
 
 
 def test_a_new_session_does_not_start_a_new_count(gate: Stack, connect: Connect, user: dict[str, str]) -> None:
-    """An agent that reconnects before each call repeats it all the same."""
+    """An agent that reconnects before each call is still found to repeat it."""
 
     async def call() -> Result:
         async with connect(url_of(gate), user) as session:
@@ -238,7 +238,7 @@ def ask(gate: Stack, user: Mapping[str, str], message: Mapping[str, object], acc
 
 @pytest.mark.parametrize("method", ["message/send", "SendMessage"])
 def test_a_message_to_another_agent_is_refused_as_an_error(gate: Stack, user: dict[str, str], method: str) -> None:
-    """The same parts under ever new ids are one message, and the error of the refusal has the last request's id."""
+    """The same parts with different ids are one message, and the error of the refusal has the last request's id."""
     for number in range(THRESHOLD):
         parts = [{"kind": "text", "text": "Are you done?", "metadata": {"at": number}}]
         message = {"messageId": f"m-{number}", "contextId": f"c-{number}", "role": "user", "parts": parts}

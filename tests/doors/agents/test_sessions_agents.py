@@ -30,7 +30,7 @@ def gate() -> Iterator[Gate]:
 
 
 def responses_agent(url: str, named: dict[str, str], check: Callable[..., str]) -> Iterator[object]:
-    """OpenAI's SDK, Responses: each request goes on from the one before, and carries the newest results alone."""
+    """OpenAI's SDK, Responses: each request continues the one before, and carries only the newest results."""
     client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", default_headers=named)
     tools: Any = [{"type": "function", "name": CHECK.tool, "parameters": {"type": "object"}}]
     reply = client.responses.create(model=NAME, input="Tell me when it is done.", tools=tools)

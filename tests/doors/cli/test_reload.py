@@ -31,7 +31,7 @@ def running(tmp_path: Path) -> Iterator[Loopguard]:
 
 
 def test_a_running_server_follows_its_files(tmp_path: Path, running: Loopguard) -> None:
-    """A change, a bad change and SIGHUP, seen from outside: /policies, /metrics and the log agree, counters go on."""
+    """A change, a bad change and SIGHUP, seen from outside: /policies, /metrics and the log agree, counters continue."""
 
     def shows(identity: str) -> bool:
         status, body = running.get("/policies")

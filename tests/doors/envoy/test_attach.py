@@ -1,4 +1,4 @@
-"""`envoy-config --snippet`, put part by part into a configuration that knows nothing of Loopguard, on the real Envoy."""
+"""`envoy-config --snippet`, added part by part to a configuration without Loopguard, on the real Envoy."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_route_that_is_chosen_late_is_guarded(follows: Callable[[str], str], s
 
 
 def test_what_is_not_guarded_may_take_its_time() -> None:
-    """With bounds of three seconds in the snippet, a slow upload elsewhere goes on, and a stalled one that is guarded ends."""
+    """With bounds of three seconds in the snippet, a slow upload elsewhere continues, and a stalled guarded one ends."""
     follows = attach(*NAMED)
     bound = re.compile(r'"(request_timeout|idle_timeout)": "\d+s"')
 

@@ -217,7 +217,7 @@ def test_answers_keep_their_bodies_in_every_mode(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_large_bodies_are_handed_back(transport: str) -> None:
-    """In full duplex, where Envoy keeps nothing, bodies of every size go on as they came, above the buffer limit as well."""
+    """In full duplex, where Envoy keeps nothing, bodies of every size pass unchanged, above the buffer limit as well."""
     with stack(guard(LARGE), "--transport", transport, **OPTIONS) as made:
         answers = send_all(made, LARGE, times=1)
 
@@ -279,7 +279,7 @@ def test_bodies_outlive_an_overload(transport: str) -> None:
 @pytest.mark.parametrize("drain_timeout", ["30", "0"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bodies_outlive_a_stop(transport: str, drain_timeout: str) -> None:
-    """What is being uploaded when Loopguard stops goes on whole; a duplex that cannot is refused and never goes on in part."""
+    """An upload under way when Loopguard stops arrives whole; a duplex that cannot is refused, never sent on in part."""
     cases = [case for case in SOME if case.size == 3 * LIMIT and case.response_mode == "NONE"]
     halfway, goes_on = threading.Semaphore(0), threading.Event()
 

@@ -167,7 +167,7 @@ def test_an_unreadable_caller_is_not_taken_for_another(by_body: Stack) -> None:
     statuses = [_posted(by_body, "/small", each) for each in padded for _ in range(4)]
 
     assert statuses == [200] * 8
-    # Some bodies past Envoy's limit are whole all the same: it stops reading only once it is over it.
+    # Some bodies past Envoy's limit still arrive whole: it stops reading only above it.
     eventually(lambda: by_body.loopguard.metric("uncounted_total", policy="small") == 8)
     assert by_body.loopguard.metric("uncounted_total", policy="small", reason="inspect_limit") >= 4
     assert by_body.loopguard.metric("uncounted_total", policy="small", reason="body_truncated") >= 1

@@ -1,4 +1,4 @@
-"""Loopguard missing, overloaded, broken or stopping: what a client notices (nothing, where that can be had)."""
+"""Loopguard missing, overloaded, broken or stopping, and what clients notice of it: nothing, where that is possible."""
 
 from __future__ import annotations
 

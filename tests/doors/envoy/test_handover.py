@@ -184,7 +184,7 @@ def _indented(text: str) -> str:
 
 
 def test_the_docs_show_what_works() -> None:
-    """Both snippets of the page do to their routes what stands beside them."""
+    """Both snippets of the page do to their routes what the page says."""
     document = bundle(
         policy("named", {"pathPrefix": "/named"}),
         policy("carried", {"pathPrefix": "/carried"}, threshold_identical_requests=100),
@@ -226,7 +226,7 @@ def _skip_where_observers_are_cut_off(transport: str) -> None:
 
 @pytest.fixture(scope="module")
 def observed(transport: str) -> Iterator[Stack]:
-    """A stack in which Loopguard only looks on."""
+    """A stack in which Loopguard only observes."""
     _skip_where_observers_are_cut_off(transport)
     with stack(OBSERVED, "--transport", transport, edit=_observing) as made:
         yield made

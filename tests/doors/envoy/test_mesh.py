@@ -194,7 +194,7 @@ def mesh(values: Values, routes: dict[str, str], *arguments: str, **more: Any) -
 
 
 def with_sidecars(gateway: Object, folder: str) -> tuple[Object, Object]:
-    """The gateway's configuration with its mesh clusters led through sidecars, and that of an Envoy which is these sidecars.
+    """The gateway's configuration with its mesh clusters sent through sidecars, and that of an Envoy which is these sidecars.
 
     What counts of a sidecar is that it is Envoy's own HTTP/2 server: it reads every request's `:authority` before it routes.
     """
@@ -290,7 +290,7 @@ def test_a_gateway_tells_what_answers_cost() -> None:
 
 
 def test_other_routes_never_meet_loopguard(gateway: Stack) -> None:
-    """The filter is off, but for named routes."""
+    """The filter is off, except on named routes."""
     before = [gateway.loopguard.metric("unmatched_total"), gateway.envoy.stat("http.ingress.ext_proc.streams_started")]
 
     found = statuses(gateway, "/elsewhere", 4, "other")
@@ -629,7 +629,7 @@ def test_attachments_have_names() -> None:
     "more", [{"envoy": {"bodyMode": "tolerant"}}, {"istio": {"routes": [{"name": "f", "bodyMode": "tolerant"}]}}]
 )
 def test_where_bodies_may_be_cut_off_the_limit_is_told(more: Values) -> None:
-    """Beside the scope, by the filter that acts; one that looks on cuts nothing off."""
+    """The filter that acts sends it beside the scope; one that only observes does not need it."""
     found = filters(merged(CASES["istio-gateway"], more))
 
     limit = {"key": "x-loopguard-buffer-limit", "value": "10485760"}

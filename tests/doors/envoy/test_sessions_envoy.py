@@ -331,7 +331,7 @@ def test_refusals_in_a_row_kill(bank: Bank, session: str) -> None:
 
 
 def test_a_person_kills_a_session(bank: Bank, session: str) -> None:
-    """Another one of the same team, and the same name of another team, go on."""
+    """Another session of the same team, and the same name in another team, are let through."""
     assert bank.play("/steps/x", session, 1) == [200]
 
     bank.order("kill", "--session", f"header:x-session-id={session}", "--caller", "x-team=red", "--reason", "incident 7")
@@ -345,7 +345,7 @@ def test_a_person_kills_a_session(bank: Bank, session: str) -> None:
 
 
 def test_a_person_has_a_session_go_on(bank: Bank, session: str) -> None:
-    """What is granted comes on top, each time; the count goes on where it was."""
+    """Each grant is added to the limit; the count continues where it was."""
     assert bank.play("/steps/x", session, 4) == [200] * 3 + [429]
 
     bank.order("grant", "--session", f"header:x-session-id={session}", "--steps", "2")
@@ -358,7 +358,7 @@ def test_a_person_has_a_session_go_on(bank: Bank, session: str) -> None:
 
 
 def test_dollars_are_granted(bank: Bank, session: str) -> None:
-    """A session that has used up its money goes on with more of it."""
+    """A session that has used up its money continues with more of it."""
     bank.send(tokens(10), "/cap/x", session)
     bank.find(session, actual_cost=0.1)
     assert bank.play("/cap/x", session, 1) == [429]
@@ -521,7 +521,7 @@ def test_a_restart_loses_nothing(bank: Bank, session: str) -> None:
 
 
 def test_without_valkey_each_replica_counts_for_itself(bank: Bank, session: str) -> None:
-    """Requests go on, and sessions have an end all the same."""
+    """Requests are let through, and sessions still end."""
     bank.valkey.kill()
     eventually(
         lambda: (

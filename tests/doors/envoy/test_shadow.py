@@ -111,7 +111,7 @@ def _traffic(made: Stack) -> list[tuple[bytes, ...]]:
 
 @pytest.fixture(scope="module")
 def without_shadow() -> list[tuple[bytes, ...]]:
-    """The traffic with the enforcing policies alone, on routes that are guarded all the same."""
+    """The traffic with the enforcing policies alone, on routes that are still guarded."""
     with stack(bundle(*ENFORCING, policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000))) as made:
         return _traffic(made)
 

@@ -97,7 +97,7 @@ def test_the_upstream_gets_the_note(
 
 
 def test_checksums_of_the_old_body_do_not_go_with_the_new_one(gate: Stack, user: dict[str, str]) -> None:
-    """An upstream that compares them would refuse the request; those of a body that stays as it was go on."""
+    """An upstream that checks them would refuse the request; those of an unchanged body are kept."""
     sums = {"content-md5": "x", "digest": "sha-256=x", "content-digest": "sha-256=:x:", "repr-digest": "sha-256=:x:"}
 
     for sent, expected in ((stuck(), set()), (stuck(times=1), set(sums))):
@@ -251,7 +251,7 @@ def test_gateway_and_sidecar_add_one_note(user: dict[str, str], key_file: Path, 
 
 @pytest.mark.parametrize("how", ["file", "valkey"])
 def test_replicas_and_those_that_come_after_them_know_the_notes(user: dict[str, str], key_file: Path, how: str) -> None:
-    """Each of two replicas, and a new process in place of one, has a body with a note go on as it is."""
+    """Each of two replicas, and a new process in place of one, leaves a body with a note unchanged."""
     with _sharing(how, key_file) as flags, stack(POLICIES, *flags, replicas=2) as made:
 
         def send(data: bytes) -> bytes:

@@ -94,7 +94,7 @@ def test_streamed_bodies_are_looked_into(transport: str, observed: bool) -> None
 
 
 def test_a_loop_of_calls_is_refused_at_its_first_request() -> None:
-    """A conversation that shows its loop needs no request before it; one that is a call shorter always goes on."""
+    """A conversation that shows its loop needs no request before it; one that is a call shorter always passes."""
     with stack(LOOKING) as made:
         going = [made.send("/calls", method="POST", body=_conversation(2)) for _ in range(4)]
         refused = made.send("/calls", method="POST", body=_conversation(3))
@@ -144,7 +144,7 @@ def test_bidirectional_grpc_keeps_streaming(over_grpc: Stack) -> None:
 
 
 def test_unary_grpc_calls_are_never_refused_for_their_unknown_bodies(over_grpc: Stack) -> None:
-    """GRPC calls whose messages Loopguard does not see are not taken for each other, and are counted as uncounted."""
+    """GRPC calls whose messages Loopguard does not see never count as equal, and are reported as uncounted."""
     with _channel(over_grpc) as channel:
         call = channel.unary_unary(f"{_ECHO}/Unary")
         echoed = [call(b"%d" % number, timeout=PATIENCE) for number in range(5)]
@@ -347,7 +347,7 @@ def test_megabytes_of_headers_reach_the_service_whole() -> None:
 
 
 def test_bytes_that_are_no_message_end_that_stream_alone(shared: Stack) -> None:
-    """A peer that sends garbage hears INVALID_ARGUMENT; 5 MB messages and large metadata are fine; the server lives on."""
+    """A peer that sends garbage gets INVALID_ARGUMENT; 5 MB messages and large metadata are fine; the server keeps running."""
     method = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
     with grpc.insecure_channel(shared.loopguard.address, [("grpc.max_metadata_size", 1 << 20)]) as channel:
         process = channel.stream_stream(method)

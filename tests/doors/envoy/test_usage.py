@@ -220,7 +220,7 @@ def test_upstreams_are_not_asked_to_compress(gateway: Gateway) -> None:
 
 
 def test_a_stream_that_breaks_off_upstream_has_failed(gateway: Gateway) -> None:
-    """Its status is 200 all the same; of what it cost the prompt is known."""
+    """Its status is still 200; of its cost only the prompt is known."""
     got = threading.Event()
 
     def wait() -> bytes:

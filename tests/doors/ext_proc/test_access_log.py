@@ -43,7 +43,7 @@ def test_entries_come_through_the_port(run: Run) -> None:  # the fixture
 
 
 def test_what_is_no_access_log_ends_its_call_alone(run: Run) -> None:  # the fixture
-    """The peer hears why, and the port goes on."""
+    """The peer is told why, and the port stays open."""
 
     async def steps(made: Running) -> None:
         call = _open(made)

@@ -1,4 +1,4 @@
-"""What clients do so that a request cannot be counted, through the real Envoy: it is counted all the same, or refused."""
+"""Requests made so that they cannot be counted, through the real Envoy: they are counted anyway, or refused."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _open(made: Stack, path: str, **more: str) -> int:
 @pytest.mark.parametrize("body_mode", ["strict", "tolerant"])
 @pytest.mark.parametrize("transport", ["fast", "grpcio"])
 def test_a_websocket_for_model_calls_is_refused_and_posts_work(transport: str, body_mode: str) -> None:
-    """Whatever methods the policy names, Codex hears 426 and goes on with POST; others pass, and so do all in shadow."""
+    """Whatever methods the policy names, Codex gets 426 and falls back to POST; others pass, and so do all in shadow."""
     document = bundle(
         policy("preset", POSTS, **USER, missing_descriptor="require_one"),
         policy("azure", {"pathPrefix": "/openai/", "methods": ["POST"]}, body="ignore"),
@@ -117,7 +117,7 @@ def handshake(path: str = "/v1/responses", **more: str) -> ProcessingRequest:
 
 
 def status(service: Service, message: ProcessingRequest) -> int:
-    """What becomes of it; 0 where it goes on."""
+    """The status of its refusal; 0 if it is let through."""
     return int(decoded(exchange(service, message)[-1]).immediate_response.status.code)
 
 

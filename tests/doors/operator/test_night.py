@@ -135,7 +135,7 @@ def _healthy(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextmanager
 def working(send: Callable[..., list[int]]) -> Iterator[list[int]]:
-    """Some agents at work meanwhile, none of whose requests is like another; what became of these."""
+    """Run some agents in the background, whose requests all differ; yields the statuses they got."""
     statuses: list[int] = []
     over = threading.Event()
 
@@ -290,7 +290,7 @@ def test_more_orders_than_there_is_room_for(night: Night, capsys: pytest.Capture
 
 
 def test_without_the_store_what_is_known_holds(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
-    """While the store is away, to the end of the night, blocks hold; a new order is refused with the reason; requests go on."""
+    """While the store is away, blocks stay in force, a new order is refused with the reason, and requests pass."""
     night.order("block", "--caller", "x-user-id=dora")
 
     night.valkey.stop()

@@ -102,7 +102,7 @@ def test_the_curve_is_there(night: Stack) -> None:
 
 
 def test_callers_are_hidden_and_shown_again_while_the_server_runs(night: Stack) -> None:
-    """SIGUSR1 turns the values of callers off and on, and that is logged; the other replica goes on as it was."""
+    """SIGUSR1 turns the values of callers off and on, and that is logged; the other replica is unchanged."""
     replica = night.replicas[0]
     replica.signal(signal.SIGUSR1)
     replica.wait_for("SIGUSR1: callers are shown by a hash")

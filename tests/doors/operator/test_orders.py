@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[dict[str, str], int]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_without_a_credential_nothing_can_be_changed(running: Running, case: str) -> None:
-    """Neither gives nor revokes, and hears why; a browser cannot be tricked into it."""
+    """Such a client can neither give nor revoke orders, and is told why; a browser cannot be tricked into it."""
     headers, status = REFUSED[case]
 
     refused, said = running.ask("POST", "/overrides", BLOCK, headers)

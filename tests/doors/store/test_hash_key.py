@@ -90,7 +90,7 @@ def test_the_key_is_not_shown() -> None:
 
 
 def test_hashes_for_one_purpose_are_worth_nothing_for_another() -> None:
-    """Whatever else is hashed with the key, no mark can be had from it."""
+    """Whatever else is hashed with the key, the hash is never a valid mark."""
     hashes = [HashKey(SECRET).start(purpose, 8).hexdigest() for purpose in (b"note", b"other")]
 
     assert hashes[0] != hashes[1]

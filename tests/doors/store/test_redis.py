@@ -493,7 +493,7 @@ def test_an_endless_answer_is_cut_off(start: bytes, rest: bytes) -> None:
 
 @pytest.mark.parametrize("records", [b"1", b"12345678", b"12345678\x05abc", b"12345678\x00" + b"12345678\xff" * 3])
 def test_a_ring_that_is_none_is_no_answer(one: Server, records: bytes) -> None:
-    """What cannot be records is not taken for a ring's."""
+    """What cannot be records is not read as a ring."""
 
     def serve(client: socket.socket) -> None:
         with socket.create_connection(("127.0.0.1", one.port)) as behind:
@@ -766,7 +766,7 @@ def test_sessions_expire_by_themselves(driver: Driver, one: Server) -> None:
     ids=["nothing", "too short", "no limit", "no killer", "a tool is missing", "a name is missing", "half a tool"],
 )
 def test_a_standing_that_is_none_is_no_answer(answer: bytes) -> None:
-    """What cannot be a session's standing is not taken for one."""
+    """What cannot be a session's standing is not read as one."""
     with pytest.raises(StoreError) as error:
         session_call(make_step(1, NO_LIMITS)).script.read([answer], 1)
 
@@ -1331,7 +1331,7 @@ def _refused(driver: Driver) -> StoreError | None:
 
 
 def test_a_hung_server_fails_all_waiting_requests() -> None:
-    """Requests of one moment, in flight and in the queue, all hear of a server that does not answer."""
+    """Concurrent requests, in flight and in the queue, all get an error if the server does not answer."""
     with server() as hung, Driver(f"redis://{hung.address}", store_timeout=1) as driver:
         driver.count([make_hit()])
         hung.hang()
@@ -1346,7 +1346,7 @@ def test_a_hung_server_fails_all_waiting_requests() -> None:
 
 
 def test_a_busy_event_loop_is_no_outage(driver: Driver) -> None:
-    """Where this process, not the server, was too slow, the answers that have come meanwhile are taken."""
+    """If this process, not the server, was too slow, the answers that have arrived are used."""
     store = remote(driver)
     store._by_part[0]._timeout = 0.3
 

@@ -127,7 +127,7 @@ FAULTS: dict[str, tuple[Callable[[Server], None], Callable[[Server], None]]] = {
 
 
 def test_one_server_in_every_kind_of_trouble() -> None:
-    """Killed, hung, demoted, full: loops are caught by each replica meanwhile, and across both once the server is well."""
+    """Killed, hung, demoted, full: each replica catches loops on its own, and across both once the server has recovered."""
     with server() as broken, soak(f"redis://{broken.address}") as made:
         loops_are_refused_across(made)
         for harm, cure in FAULTS.values():
@@ -285,7 +285,7 @@ def _counting(on: Server) -> int:
 
 
 def test_a_replica_is_promoted_behind_a_fixed_address() -> None:
-    """When another server takes over an address, the counts that were replicated go on, although it has no scripts yet."""
+    """When another server takes over an address, the replicated counts continue, although it has no scripts yet."""
     with replicated() as (primary, replica):
         front = Front(primary.port)
         try:

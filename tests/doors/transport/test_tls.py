@@ -588,7 +588,7 @@ def test_a_health_check_whose_file_is_missing_says_so(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rotation_under_traffic_costs_no_request_anything(tmp_path: Path, transport: str) -> None:
-    """New connections see the new certificate, Envoy's old one goes on, and every request is answered."""
+    """New connections see the new certificate, Envoy's old one continues, and every request is answered."""
     with mutual(tmp_path, transport) as (made, server, client):
         statuses: list[int] = []
         stop = threading.Event()

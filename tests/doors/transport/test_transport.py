@@ -225,7 +225,7 @@ def test_an_unknown_method_is_unimplemented(run: Run) -> None:
 
 
 def test_stopping_ends_calls_with_ok() -> None:
-    """Told to stop without grace, the lean transport ends open calls with OK, so that Envoy lets their requests go on."""
+    """Stopped without grace, the fast transport ends open calls with OK, so that Envoy lets their requests through."""
 
     async def main() -> None:
         async with open_running("fast", make_service(policy("p", ANY))) as made:
@@ -303,7 +303,7 @@ def test_streams_are_counted_back(run: Run) -> None:
 
 
 def test_odd_metadata_is_harmless() -> None:
-    """Header names and values of any bytes are taken as they come, and the connection goes on."""
+    """Header names and values of any bytes are accepted, and the connection continues."""
     odd = ((b"x-loopguard-\xff", b"\xfe"), (b"x-loopguard-scope", b"not a scope!"))
     pairs = (
         (b":method", b"POST"), (b":scheme", b"http"), (b":path", f"/{EXT_PROC}/Process".encode()), (b":authority", b"h"),

@@ -216,7 +216,7 @@ def test_corners_of_a_conversation(text: str, said: str) -> None:
 )
 @pytest.mark.parametrize("key", ["messages", "input"])
 def test_messages_of_other_types_do_not_hide_the_rest(key: str, message: str) -> None:
-    """What is no message is of no known kind, is compared as a whole, and the messages beside it are read all the same."""
+    """What is not a message has no known kind, and is compared as a whole; the messages beside it are still read."""
     good = '{"role":"user","content":"a"}'
 
     lines = read(f'{{"{key}":[{good},{message},{good}]}}'.encode())
@@ -265,7 +265,7 @@ def test_arguments_in_a_string_are_compared_by_meaning(one: str, rest: str, same
 
 @given(VALUES, st.data())
 def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.DataObject) -> None:  # noqa: ANN401  # any JSON
-    """OpenAI's arguments, a string of JSON, are those of Anthropic, which are JSON; but for a string they are the same."""
+    """OpenAI's arguments, a string of JSON, equal those of Anthropic, which are JSON, except where they are a string."""
     text = spelled(data.draw, value)
 
     if not isinstance(value, str):
@@ -294,7 +294,7 @@ def test_arguments_are_equal_with_and_without_a_string(value: Any, data: st.Data
     ],
 )
 def test_results_in_parts_are_compared_by_what_they_say(one: object, rest: object, same: bool) -> None:
-    """Texts are joined, space around them is not part of them, and what is no text is compared by meaning but for its ids."""
+    """Texts are joined, space around them is left out, and other parts are compared by meaning, without their ids."""
     assert (read_result(one) == read_result(rest)) is same
 
 

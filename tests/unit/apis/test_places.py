@@ -47,7 +47,7 @@ def as_responses(result: object, user: str) -> dict[str, Any]:
 
 
 def as_anthropic(result: object, user: str) -> dict[str, Any]:
-    """Anthropic's messages; what the user says stands beside the result."""
+    """Anthropic's messages; the user's text is beside the result."""
     returned = {"type": "tool_result", "tool_use_id": "1"} | ({} if result is None else {"content": result})
     said = [returned, {"type": "text", "text": user}] if user else [returned]
     messages = [
@@ -142,7 +142,7 @@ def _count_alike(old: bytes, new: bytes) -> int:
 
 
 def find_difference(old: Any, new: Any) -> list[object]:  # noqa: ANN401  # any JSON value
-    """What was put into a value, wherever it stands: texts that go on, and what a list or an object has more at its end."""
+    """What was added to a value, at any place: at the end of a text, a list or an object."""
     if isinstance(old, str) and isinstance(new, str) and old != new:
         return [new.removeprefix(old)] if new.startswith(old) else [None]
     if isinstance(old, list) and isinstance(new, list):

@@ -1,4 +1,4 @@
-"""`loopguard check-envoy`: every setting that would hurt is found in its place, and nothing else is."""
+"""`loopguard check-envoy` finds every harmful setting in its place, and nothing else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COSTS = bundle(
         },
     }
 )
-"""Needs to hear what answers cost."""
+"""Needs the costs of answers."""
 FILTER = f"{MANAGER}/http_filters/0/typed_config"
 HOST = f"{MANAGER}/route_config/virtual_hosts/0"
 GUARDED = f"{HOST}/routes/0"
@@ -51,7 +51,7 @@ def good() -> Json:
 
 @pytest.mark.parametrize("name", ["bootstrap", "bootstrap-partial", "bootstrap-observability"])
 def test_what_we_print_is_good(name: str) -> None:
-    """Nothing hurts in the committed bootstraps, whatever policies may need, and each guarded route is told as such."""
+    """The committed bootstraps have no problem, whatever policies may need, and each guarded route is listed as such."""
     made = inspect(find_resources(read_file(str(ROOT / "envoy" / f"{name}.yaml"))), find_needs(None, UPLOADS))
 
     assert [item.code for item in made.findings] == (["observing"] if "observ" in name else [])
@@ -106,7 +106,7 @@ OBSERVING = {f"{FILTER}/observability_mode": True, f"{MODE}/request_body_mode": 
 
 
 def observing(pointer: str, value: Json) -> Edit:
-    """An edit of a filter that only looks on."""
+    """An edit of a filter that only observes."""
 
     def edit(document: Json) -> None:
         for place, setting in {**OBSERVING, pointer: value}.items():
@@ -652,7 +652,7 @@ def test_a_selector_finds_the_routes_that_envoy_would_take(selector: dict[str, A
 
 
 def test_two_filters_on_one_route_count_twice() -> None:
-    """Unless one of them only looks on."""
+    """Unless one of them only observes."""
     document = good()
     filters = find(document, f"{MANAGER}/http_filters")
     filters.insert(0, {**copy.deepcopy(filters[0]), "name": "loopguard-too"})
@@ -730,7 +730,7 @@ def test_an_edge_with_small_limits_would_break_uploads() -> None:
 
 
 def test_an_envoy_without_loopguard_guards_nothing() -> None:
-    """An Envoy that knows nothing of Loopguard is one finding, and what it needs is named."""
+    """An Envoy without Loopguard is one finding, and what it needs is named."""
     made = report(theirs(good()))
 
     assert [(item.code, item.place.pointer) for item in made.findings] == [("nothing-guarded", f"{MANAGER}/http_filters")]

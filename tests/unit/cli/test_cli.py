@@ -352,7 +352,7 @@ def test_explain_says_why_a_request_is_not_counted(capsys: pytest.CaptureFixture
 def test_explain_says_which_descriptors_are_missing_and_why(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], missing: list[str], counted: bool
 ) -> None:
-    """A caller with none of the keys is not counted; one with some of them is, and what is missing is shown all the same."""
+    """A caller with none of the keys is not counted; one with some of them is, and the missing ones are shown."""
     file = written(tmp_path / "p.json", policy("p", {"pathPrefix": "/"}, limit_keys=["jwt:org_id", "header:x-user"]))
 
     run = Run(capsys, "explain", "--policy", file, *flags, "h/a")

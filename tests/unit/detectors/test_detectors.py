@@ -76,7 +76,7 @@ def sent(service: Service, data: bytes, *, times: int = 1, **more: Any) -> Any: 
 
 
 def status(answer: Any) -> int:  # noqa: ANN401  # a ProcessingResponse
-    """The status of a refusal, 0 where the request goes on."""
+    """The status of a refusal, 0 if the request is let through."""
     return int(answer.immediate_response.status.code)
 
 
@@ -140,7 +140,7 @@ def test_each_detector_of_a_policy_has_keys_of_its_own() -> None:
 
 
 def test_the_strictest_detector_of_a_policy_wins() -> None:
-    """One request that three detectors act on gets the find_strictest answer, and the warning of another all the same."""
+    """One request that three detectors act on gets the strictest answer, and still the warning of another."""
     service = make_service(
         several(
             "p",
@@ -245,7 +245,7 @@ def test_a_detector_that_cannot_look_leaves_the_others_counting(
 
 @pytest.mark.parametrize(("loop", "data", "reason"), CANNOT_LOOK)
 def test_a_policy_whose_only_detector_cannot_look_lets_through(loop: dict[str, Any], data: bytes, reason: str) -> None:
-    """Such requests are never taken for each other, however often they come, and each is counted as uncounted."""
+    """Such requests never count as equal, however often they come, and each is reported as uncounted."""
     service = make_service(policy("p", ANY, **loop))
 
     answers = [status(sent(service, data)) for _ in range(5)]
@@ -453,7 +453,7 @@ def test_a_whole_body_with_too_many_fractions_does_not_stop_a_tail() -> None:
 
 @pytest.mark.parametrize("loop", [{}, CANONICAL, TAIL, CALLS, CALLS | {"cooldown_seconds": 60}])
 def test_every_similarity_works_in_shadow(loop: dict[str, Any]) -> None:
-    """A shadow policy reports what it would have done, in metrics and metadata, and the request goes on."""
+    """A shadow policy reports what it would have done, in metrics and metadata, and the request is let through."""
     service = make_service(several("s", loop, mode="shadow"))
 
     answer = sent(service, looping(3), times=3)
@@ -714,7 +714,7 @@ class Calls:
 
 
 def test_a_loop_of_calls_trips_the_cooldown() -> None:
-    """The same call in a shorter history, as after a compaction, is refused while it lasts and goes on afterwards."""
+    """The same call in a shorter history, as after a compaction, is refused during the cooldown and let through after it."""
     guard = Calls()
 
     assert guard.send(looping(2), 0) == ("allow", None)
@@ -727,7 +727,7 @@ def test_a_loop_of_calls_trips_the_cooldown() -> None:
 
 
 def test_a_cooldown_of_calls_is_about_one_call_of_one_caller() -> None:
-    """Other callers, other arguments, other results and other tools go on, and a conversation without calls does."""
+    """Other callers, arguments, results and tools are let through, and so is a conversation without calls."""
     guard = Calls()
     guard.send(looping(3), 0)
 
@@ -798,7 +798,7 @@ def test_counts_and_calls_in_one_policy_are_not_mixed_up() -> None:
 
 
 def test_a_store_that_is_down_leaves_a_local_cooldown() -> None:
-    """Without the store a loop of calls is refused all the same, because the request says it itself."""
+    """Without the store a loop of calls is still refused, because the request itself shows it."""
     service = make_service(policy("p", ANY, **CALLS, cooldown_seconds=60))
     service.counting.store = FailingStore()
 
@@ -912,7 +912,7 @@ def test_a_body_is_compared_by_its_text(spell: Any) -> None:  # noqa: ANN401  # 
 
 
 def test_laborious_bodies_of_one_caller_cost_the_others_nothing() -> None:
-    """Past its time a caller's bodies are not looked into, and that is counted; loops of others are refused all the same."""
+    """Past its budget a caller's bodies are not inspected, and that is counted; loops of others are still refused."""
     service = make_service(policy("p", ANY, limit_keys=["header:x-team"], **TAIL))
     service.budget.allows("x-team=greedy", perf_counter())
     service.budget.spend("x-team=greedy", 5)
@@ -1171,7 +1171,7 @@ SECRET = "hunter2"
     "loop", [{}, CANONICAL, TAIL, CALLS, CALLS | {"cooldown_seconds": 60, "tools": {"*": {"threshold": 2}}}]
 )
 def test_nothing_that_a_body_says_is_logged_or_measured(loop: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Texts, arguments and results stay out of logs, metrics and metadata, whether a loop is found or something breaks."""
+    """Texts, arguments and results are never in logs, metrics and metadata, whether a loop is found or something breaks."""
     from prometheus_client import generate_latest
 
     caplog.set_level(logging.DEBUG)

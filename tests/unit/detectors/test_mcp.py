@@ -88,7 +88,7 @@ def test_a_call_is_its_tool_and_its_arguments(one: object, other: object) -> Non
     ],
 )
 def test_anything_else_makes_another_call(one: object, other: object) -> None:
-    """Other arguments are progress, whatever they are called; so is what the user has answered meanwhile."""
+    """Other arguments are progress, whatever their names; so is an answer of the user in between."""
     service = make_guard()
 
     assert not any(is_refused(send(service, call(params))) for params in (one, other))

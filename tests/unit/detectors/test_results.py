@@ -142,7 +142,7 @@ def test_a_look_at_each_line_finds_what_the_pattern_finds(text: str, times: int)
 
 
 def test_a_line_that_is_not_ascii_is_read_for_itself() -> None:
-    """A letter that no shape can show is not taken for another character."""
+    """A letter that no shape can express is not mistaken for another character."""
     assert normalize("see /tmp/\u65e5x end\nsee /tmp/?x end") == "see # end\nsee /tmp/?x end"
 
 

@@ -238,7 +238,7 @@ def test_spelling_does_not_matter_in_real_requests(name: str) -> None:
 
 
 def test_real_requests_are_all_different() -> None:
-    """No two of the requests of our test data are taken for one, but for one conversation in two APIs."""
+    """No two of the requests of our test data are equal, except one conversation in two APIs."""
     found = {compared(data) for name, data in BODIES.items() if name not in _NOTHING_TO_COMPARE}
 
     assert len(found) == len(BODIES) - len(_NOTHING_TO_COMPARE) - 1

@@ -1,4 +1,4 @@
-"""Loops seen in a conversation's own history, against an oracle that knows nothing of any API."""
+"""Loops seen in a conversation's own history, against an oracle that is independent of any API."""
 
 from __future__ import annotations
 
@@ -580,7 +580,7 @@ def test_what_a_harness_wraps_beside_a_result_is_not_said(text: str, looping: bo
 
 
 def test_a_user_who_speaks_in_tags_is_one() -> None:
-    """Where no result stands beside it, only the user can have written it."""
+    """Without a result beside it, only the user can have written it."""
     value = as_chat([User(), (_A,), (_A,), Says("What now?"), User("<task>Go on.</task>"), (_A,)])
 
     assert verdict(value, loop()) is None
@@ -659,7 +659,7 @@ def test_results_in_any_order(order: str) -> None:
 
 @every_shape
 def test_a_history_is_read_no_further_than_a_loop_needs(shape: Shape) -> None:
-    """A history longer than what is inspected is found to loop all the same."""
+    """A history longer than what is inspected is still found to loop."""
     events: list[Event] = [(Called(f"f{number}", {}),) for number in range(MAX_STEPS)]
 
     found = verdict(shape([*events, (_A,), (_A,), (_A,)]), loop())

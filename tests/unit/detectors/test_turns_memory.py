@@ -137,7 +137,7 @@ def test_numbers_that_are_bounded_are_not_remembered() -> None:
 
 
 def test_policies_that_take_other_arguments_for_thoughts_share_nothing() -> None:
-    """What is known of a text under one policy is not taken for what another one makes of it."""
+    """What one policy has read in a text is not reused for another policy that reads it differently."""
     text = '{"command": "ls", "why": "to see", "plan": "then edit"}'
 
     for _ in range(2):

@@ -270,7 +270,7 @@ def test_a_policy_can_be_forced_into_shadow() -> None:
 
 
 def test_count_refused_is_about_refusals_alone() -> None:
-    """A throttled or warned request goes on, so it counts even with count_refused off."""
+    """A throttled or warned request reaches the upstream, so it counts even with count_refused off."""
     engine = make_engine(
         *(policy(action, ANY, action=action, count_refused=False) for action in ("reject", "throttle", "warn"))
     )

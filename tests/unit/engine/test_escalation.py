@@ -82,7 +82,7 @@ def test_a_cooldown_starts_with_the_first_refusal() -> None:
 
 @pytest.mark.parametrize("similarity", STATELESS)
 def test_a_history_that_was_only_warned_of_trips_no_cooldown(similarity: str) -> None:
-    """The same turn in a shorter history goes on after a warning, and does not after a refusal."""
+    """The same turn in a shorter history is let through after a warning, but not after a refusal."""
     guard = Guard(similarity=similarity, **STEPS, cooldown_seconds=60)
 
     warned = [guard.send(looping(times)) for times in (4, 1)]

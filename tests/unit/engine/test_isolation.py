@@ -114,7 +114,7 @@ def watched(shapes: Sequence[dict[str, Any]], health: str) -> Service:
 
 
 def list_effects(service: Service, traffic: Sequence[Sent]) -> list[list[tuple[bytes, int, bytes]]]:
-    """What Envoy is told to do about each request beyond to go on; neither client nor upstream sees dynamic metadata."""
+    """What Envoy is told about each request except to continue; neither client nor upstream sees dynamic metadata."""
     effects = []
     for sent in traffic:
         ended = sent.body is None

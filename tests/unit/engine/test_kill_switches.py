@@ -147,7 +147,7 @@ def test_a_switch_is_asked_before_anything_else(caplog: pytest.LogCaptureFixture
 
 
 def test_in_shadow_a_switch_is_reported_and_does_nothing() -> None:
-    """`serve --shadow` never acts: the request goes on to the policies."""
+    """`serve --shadow` never acts: the request is passed on to the policies."""
     service = make_service(load(switch()), shadow=True)
 
     answers = [decoded(exchange(service, headers("/guarded", end=True, x_user_id="bad"))[-1]) for _ in range(3)]
@@ -226,7 +226,7 @@ KEY = "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names o
     ],
 )
 def test_a_bad_switch_is_an_error_at_its_place(entry: Any, expected: list[tuple[str, str]]) -> None:  # noqa: ANN401  # any JSON
-    """Each thing that is wrong is told with its place, whatever else stands beside it."""
+    """Each error is reported with its place, whatever other errors there are."""
     with pytest.raises(BundleErrors) as failure:
         load(switch(), entry)
 
@@ -237,12 +237,12 @@ def test_a_bad_switch_is_an_error_at_its_place(entry: Any, expected: list[tuple[
 
 
 def test_annotations_are_allowed() -> None:
-    """`description` and `x-...` stand beside a switch's own keys."""
+    """`description` and `x-...` are allowed beside a switch's own keys."""
     assert find(load(switch(description="why", **{"x-ticket": "7"})), x_user_id="bad") == "0"
 
 
 def test_what_cannot_act_is_told() -> None:
-    """A descriptor that is not to be had is unenforced; an expired switch and a route like a prefix are warnings."""
+    """A descriptor that cannot be derived is unenforced; an expired switch and a route like a prefix are warnings."""
     policies = load(switch("ip:country", "XX"), switch(expires_at="2026-05-31T00:00:00Z"), switch(route="/v1/"))
 
     derived = "the descriptor ip:country cannot be derived by Loopguard, so this kill switch stops no one"

@@ -257,7 +257,7 @@ def test_a_message_that_is_cut_off_is_refused_or_read_as_far_as_it_goes() -> Non
 
 
 def test_text_that_is_no_text_costs_its_own_entry_nothing() -> None:
-    """A model may call itself what it likes, the other entries of the message are taken all the same."""
+    """Whatever name a model gives itself, the other entries of the message are read."""
     message = log({"told": {"model": "m-0", "input": 900, "output": 40}}, {"status": 201}).replace(b"m-0", b"m\xff0")
 
     first, second = read_entries(message)

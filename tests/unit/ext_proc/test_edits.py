@@ -83,7 +83,7 @@ def nested(depth: int, inner: str = '"a"', behind: str = "") -> bytes:
 
 @pytest.mark.parametrize("first", range(0, _EXAMPLES, 500))
 def test_edits_of_nearly_right_bodies_change_what_they_should(first: int) -> None:
-    """Python's own parser finds the old body in the new one, with all its keys, but for the notes or the tools."""
+    """Python's own parser finds the old body in the new one, with all its keys, except for the notes or the tools."""
     for seed in range(first, first + 500):
         try_one(seed)
 
@@ -214,7 +214,7 @@ _AWS = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/bedrock/aws4_request, S
     ],
 )
 def test_a_signed_body_stays_as_it_is(signature: dict[str, str], signed: bool) -> None:
-    """Its client's signature fits no other: it goes on with a warning, or is refused where its tools would have to go."""
+    """The client's signature fits only the old body: it passes with a warning, or is refused if it must lose its tools."""
     service = make_service(steering(), narrowing(every=True))
     watched = make_service(narrowing(every=False))
 
@@ -400,7 +400,7 @@ def test_half_a_character_does_not_keep_tools_from_going(half: bytes, place: byt
     "error", [UnicodeDecodeError("utf-8", b"\x80", 0, 1, "no"), RecursionError(), MemoryError(), KeyError("x")]
 )
 def test_an_error_of_ours_keeps_the_decision(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What steers warns, what has to lose all of its tools is refused, and any other goes on; sessions learn of each call."""
+    """What steers warns, what has to lose all of its tools is refused, and any other passes; sessions learn of each call."""
 
     def fail(*_: object) -> bytes:
         raise error
@@ -422,7 +422,7 @@ def test_an_error_of_ours_keeps_the_decision(error: Exception, monkeypatch: pyte
 
 @pytest.mark.sources
 def test_an_error_behind_the_count_keeps_the_sessions_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request goes on, as with any error of ours, and what it costs is not lost."""
+    """The request passes, as with any error of ours, and its cost is still counted."""
     service = make_service(steering())
     monkeypatch.setattr(service.reporter, "report", lambda *_: 1 / 0)
 

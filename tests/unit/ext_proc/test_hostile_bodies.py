@@ -78,7 +78,7 @@ def test_a_hostile_body_gets_its_answer(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (_, reasons, _) in HOSTILE.items() if reasons != LIMIT])
 def test_a_hostile_body_is_counted_as_far_as_it_can_be(name: str) -> None:
-    """What comes three times is a loop, however strange; only what no detector counts goes on for ever."""
+    """What comes three times is a loop, however strange; only what no detector counts is let through without end."""
     make, reasons, _ = HOSTILE[name]
     service, data = _service(), make()
 

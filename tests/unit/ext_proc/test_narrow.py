@@ -305,7 +305,7 @@ def test_a_history_that_the_server_keeps_may_have_calls() -> None:
 
 
 def test_what_the_server_runs_never_stays() -> None:
-    """Gemini runs code whatever the choice is: a history that has run some goes on without."""
+    """Gemini runs code whatever the choice is: a history with code that was run continues without the tool."""
     ran = [{"role": "model", "parts": [{"executableCode": {"code": "1"}}]}, {"role": "user", "parts": [{"text": "go"}]}]
     body = json.dumps({"contents": ran, "tools": [{"codeExecution": {}}]}).encode()
 

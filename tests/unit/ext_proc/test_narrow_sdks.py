@@ -243,7 +243,7 @@ def test_a_request_that_may_call_nothing_is_one_of_the_sdk(model: FakeModel, nam
 
 
 def test_bedrock_has_no_choice_of_none(model: FakeModel) -> None:
-    """By botocore's own model a narrowed request is one; where no tool may be called there is none to be had."""
+    """By botocore's own model a narrowed request is valid; where no tool may be called, none is offered."""
     body = ask(model, ask_bedrock, "bedrock")
 
     new = take_out(body, "pay")

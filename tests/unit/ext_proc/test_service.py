@@ -609,7 +609,7 @@ def test_a_failing_shadow_lane_changes_no_answer(error: Exception, on_store_erro
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_store_that_is_down_leaves_a_local_window(later: bool) -> None:
-    """By default the requests go on and a window of this process still catches the loop."""
+    """By default the requests pass, and a window of this process still catches the loop."""
     service = make_service(policy("p", ANY), store=FailingStore(later=later))
 
     answers = [decoded(exchange(service, headers(end=True))[-1]) for _ in range(3)]
@@ -678,7 +678,7 @@ def test_overload_lets_requests_through_at_once() -> None:
 
 
 def test_stalled_uploads_do_not_keep_others_out() -> None:
-    """At --max-streams the upload that has waited longest goes on uncounted, and new requests are inspected."""
+    """At --max-streams the upload that has waited longest passes uncounted, and new requests are inspected."""
     service = make_service(policy("p", ANY), max_streams=3)
     ended: list[int] = []
     stalled = [Stream(service) for _ in range(3)]
@@ -716,7 +716,7 @@ def test_a_stream_given_up_may_be_closed_at_once() -> None:
 
 
 def test_release_ends_every_wait_for_a_body() -> None:
-    """When the server is about to stop, uploads go on uncounted, those that begin afterwards as well; the rest is decided."""
+    """Before the server stops, uploads pass uncounted, including those that begin afterwards; other requests are decided."""
     service = make_service(policy("p", ANY))
     ended: list[Stream] = []
     first, decided = Stream(service), Stream(service)

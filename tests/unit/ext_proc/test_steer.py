@@ -266,7 +266,7 @@ def stream(*messages: ProcessingRequest, **loop: Any) -> tuple[Service, Processi
     ],
 )
 def test_what_cannot_have_a_note_gets_a_warning(messages: list[ProcessingRequest], loop: dict[str, Any], reason: str) -> None:
-    """Nothing of its body changes; it goes on as under `warn`, everywhere reported as that, and is counted by its reason."""
+    """Its body is not changed; it passes as under `warn`, is reported as such everywhere, and is counted by its reason."""
     service, answer = stream(*messages, **loop)
 
     kind = answer.WhichOneof("response")

@@ -110,7 +110,7 @@ def read_by_protobuf(data: bytes) -> Reading | None:
 
 
 def read_by_hand(data: bytes) -> Reading | None:
-    """What ours makes of them; what stands beside headers and body may be refused when it is asked for."""
+    """What our parser reads in them; fields beside headers and body may be refused when they are read."""
     try:
         message = parse_message(data)
         route, beside = message.read_attribute("xds.route_name"), list_beside(message.parse_beside())

@@ -214,7 +214,7 @@ def test_a_page_that_fails_says_so() -> None:
 
 
 def test_a_silent_client_delays_no_other() -> None:
-    """The others are answered meanwhile."""
+    """The others are answered in the meantime."""
     with serving(make_admin()) as port, socket.create_connection(("127.0.0.1", port)):
         assert ask(port, "/metrics")[0] == 200
 

@@ -46,7 +46,7 @@ def shadow(name: str = "strict", **more: object) -> dict[str, Any]:
 
 
 def send(service: Service, times: int = 1, *, path: str = "/v1", user: str = "ann", **more: Any) -> list[int]:  # noqa: ANN401  # as `headers`
-    """Equal requests without a body; the status of each answer, 0 where it goes on."""
+    """Equal requests without a body; the status of each answer, 0 if it was let through."""
     request = headers(path, end=True, x_user_id=user, **more)
     return [decoded(exchange(service, request)[-1]).immediate_response.status.code for _ in range(times)]
 
@@ -189,7 +189,7 @@ def test_a_candidate_that_acts_on_a_share_is_compared_on_the_others() -> None:
 
 
 def test_a_milder_candidate_misses_refusals() -> None:
-    """What live refuses and the candidate would let go on is a missed refusal."""
+    """A request that live refuses and the candidate would let through is a missed refusal."""
     service = make_service(policy("live", ANY, threshold_identical_requests=2), shadow(threshold_identical_requests=4))
 
     send(service, 5)
@@ -225,7 +225,7 @@ def test_what_another_policy_refuses_is_no_extra_refusal() -> None:
 
 
 def test_requests_that_only_one_of_them_counts() -> None:
-    """What live does not count it lets go on; what the candidate does not count is told apart and not compared."""
+    """What live does not count it lets through; what the candidate does not count is reported apart and not compared."""
     wide = make_service(policy("live", {"pathExact": "/v1"}), shadow(canary_of="live"))
     narrow = make_service(LIVE, policy("s", {"pathExact": "/v1"}, mode="shadow", canary_of="live", **USER))
 
@@ -768,7 +768,7 @@ VERDICTS: dict[str, tuple[tuple[int, int, int, int], dict[str, object], str, str
     "less sure": ((0, 2_000, 0, 0), {"confidence": 0.5}, SAFE, ""),
     "fewer asked for": ((5, 10, 1, 0), {"min_requests": 10}, TOO_STRICT, ""),
 }
-"""Extra refusals, requests that went on, tenants, sessions; the rules; the verdict and a part of its reason."""
+"""Extra refusals, requests let through, tenants, sessions; the rules; the verdict and a part of its reason."""
 
 
 @pytest.mark.parametrize("case", VERDICTS)

@@ -188,7 +188,7 @@ def test_lines_in_the_log_come_at_powers_of_two(caplog: pytest.LogCaptureFixture
 
 
 def test_a_storm_in_the_log_does_not_hide_a_stuck_agent(caplog: pytest.LogCaptureFixture) -> None:
-    """One tenant's many loops have a few lines a second; another's loop is told all the same."""
+    """One tenant's many loops get a few log lines a second; another tenant's loop is still logged."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
     with caplog.at_level(logging.WARNING):
         for number in range(300):
@@ -414,7 +414,7 @@ def test_top_prints_json_of_several_servers(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_top_is_live_on_a_terminal() -> None:
-    """What happens meanwhile shows up, on a screen of its own that Ctrl-C gives back."""
+    """Changes are shown on the alternate screen, which Ctrl-C leaves."""
     service = looping("ann", show_callers=True)
     ours, theirs = os.openpty()
     with admin_of(service) as client, os.fdopen(ours, "rb", buffering=0) as screen:

@@ -163,7 +163,7 @@ def test_one_descriptor_is_a_caller_of_one() -> None:
 
 
 def test_an_allowed_caller_is_never_acted_on() -> None:
-    """A loop of an allowed caller goes on, is reported as allowed, and is counted; that of another is refused."""
+    """A loop of an allowed caller is let through, reported as allowed, and counted; that of another is refused."""
     service = apply_orders(make_service(policy("p", ANY, **USER)), order(ALLOW))
 
     assert send(service, 5) == [200] * 5
@@ -341,7 +341,7 @@ def test_what_a_shadow_policy_counted_is_released() -> None:
 
 
 def test_a_released_session_s_ring_begins_anew() -> None:
-    """What earlier requests of a session have shown is forgotten, with the cooldown that it led to."""
+    """What earlier requests of a session have shown is forgotten, and with it the cooldown."""
     service = make_service(agents(cooldown_seconds=600))
     assert send_all(service, [turn(n) for n in range(1, 5)], session_id="s") == [200, 200, 429, 429]
 
@@ -548,7 +548,7 @@ def send_steps(service: Service, numbers: Iterable[int], session: str = "s") -> 
 
 
 def test_a_killed_session_is_refused_everywhere_until_it_is_released() -> None:
-    """On every replica, from its next request on; its caller's other sessions go on, and a release begins it anew."""
+    """It holds on every replica, from the next request; the caller's other sessions pass, and a release restarts it."""
     both = Replicas(2, limited(max_steps=3))
     target: dict[str, Any] = {"caller": {"x-team": "t"}, "session": {"header:x-session-id": "s"}}
     assert send_steps(both.services[0], range(2)) == ["", ""]
@@ -670,7 +670,7 @@ def test_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_store_is_told_no_names() -> None:
-    """What clients are called stays out of the store, and out of what is listed."""
+    """The values of callers are neither in the store nor in lists."""
     one = Replicas(1)
     given, _ = one.give(kind="block", caller={"X-User-Id": "ann"}, session={"header:X-Session-Id": "secret"})
 

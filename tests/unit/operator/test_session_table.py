@@ -444,7 +444,7 @@ def test_what_a_query_says_of_loops_means_nothing_for_sessions() -> None:
 
 
 def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
-    """A browser that was led here under another name reads hashes alone, in the list and in a run."""
+    """A browser that came here under another host name sees only hashes, in the list and in a run."""
     with admin_of(make_table(), shows=True) as client:
         for path in ("/sessions", f"/sessions/{SESSION}"):
             near, far = (client.ask(path, headers=more)["sessions"][0] for more in ({}, {"host": "evil.example"}))

@@ -234,7 +234,7 @@ def test_the_defaults_of_new_keys() -> None:
 
 
 def test_an_empty_tool_name_is_named_in_its_error() -> None:
-    """A key without a character gets a sentence all the same."""
+    """A tool with an empty name still gets a readable error."""
     errors = refused(loop(**CALLS, tools={"": {}}))
 
     assert right(errors) == [("/spec/loop_detection/tools/", "it must not be empty")]

@@ -452,7 +452,7 @@ def test_another_key_knows_no_note() -> None:
 
 
 def test_a_conversation_that_cannot_be_read_has_no_notes() -> None:
-    """What looks like one is content then, and the detectors have their say all the same."""
+    """What looks like a note is then content, and detectors still give a verdict."""
     engine = make_engine(policy("q", ANY, similarity="canonical"))
     data = encoded({"text": frame_note("b", MARKS)})
 
@@ -482,7 +482,7 @@ def test_a_conversation_that_cannot_be_read_has_no_notes() -> None:
 )
 @pytest.mark.parametrize("note", [FORGED, OLD, FORGED[:-1], frame_note("b", MARKS)])
 def test_no_body_that_looks_like_it_has_a_note_is_an_error(data: bytes, note: str) -> None:
-    """Where the first words cannot be had, detectors still have their say, or a reason why they have none."""
+    """If the first words cannot be read, detectors still give a verdict, or a reason why not."""
     evaluation = looked_into(
         make_engine(policy("q", ANY, similarity="canonical"), policy("t", ANY, similarity="turns")),
         data % json.dumps(note)[1:-1].encode(),

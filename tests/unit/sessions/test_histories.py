@@ -1,4 +1,4 @@
-"""Histories that are known: what is read of a request that goes on from one is what reading all of it finds."""
+"""Known histories: reading the new part of a request finds the same as reading all of it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _forget() -> Iterator[None]:
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 @given(_TURNS, _STEPS)
 def test_what_is_known_changes_nothing(shape: str, turns: list[Did], steps: list[tuple[str, list[Did]]]) -> None:
-    """However histories go on, are condensed, marked anew or spelled anew: both ways of reading find the same."""
+    """However histories grow, are condensed, marked or spelled differently: both ways of reading find the same."""
     session, marked, model, indent = name_session(), False, 0, None
     for what, others in [("append", []), *steps]:
         turns = [*turns, *others] if what != "condense" else turns[len(others) :]
@@ -169,7 +169,7 @@ def test_a_history_that_goes_on_is_not_read_as_a_whole(shape: str) -> None:
 
 @pytest.mark.parametrize("marked", [1, 2, 4])
 def test_marks_may_move_along(marked: int) -> None:
-    """A client that marks its newest messages to be cached, and no others, goes on all the same, but for the first time."""
+    """A client that marks only its newest messages to be cached is still known, except the first time."""
     session, known = name_session(), []
     for turns in range(1, 30):
         value = make_chat(turns)
@@ -204,7 +204,7 @@ def test_no_other_session_is_known_by_the_same_history() -> None:
 
 
 def test_a_session_that_never_goes_on_is_not_noted_for_ever() -> None:
-    """Where every body begins anew, histories are noted in vain four times; one that goes on again earns it back."""
+    """If no body continues the one before, histories are noted in vain four times; one that does is noted again."""
     session = name_session()
     bodies = [write({"n": number, **make_chat(9)}) for number in range(20)]
     assert not any(is_known(body, session) for body in bodies)

@@ -90,7 +90,7 @@ def test_a_history_that_goes_on_begins_as_it_was(shape: str, turns: list[Any], m
 @every_shape
 @given(_TURNS, st.booleans(), st.data())
 def test_what_is_left_of_a_history_was_known(shape: str, turns: list[Any], repeat: bool, data: st.DataObject) -> None:
-    """Whichever turns are gone, no call that is left is taken for a new one."""
+    """Whichever turns are gone, no remaining call counts as a new one."""
     whole = number(turns, repeat=repeat)
     left = [turn for turn in whole if data.draw(st.booleans())]
 

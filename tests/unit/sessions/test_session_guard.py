@@ -98,7 +98,7 @@ def test_the_report_of_a_run_has_each_of_its_requests() -> None:
 
 
 def test_a_shadow_session_is_reported_beside_a_policy_that_needs_no_body() -> None:
-    """What waits for the body alone, because the enforcing policy has answered the headers, limits sessions all the same."""
+    """If the enforcing policy has answered the headers, and only the body is awaited, sessions are still limited."""
     service = make_service(policy("p", ANY, body="ignore"), limited("shadow", max_steps=9))
 
     answer = ask(service, turns(1))
@@ -481,7 +481,7 @@ def test_shadow_limits_watch_and_count_apart() -> None:
 
 
 def test_a_model_is_told_what_is_left_before_it_is_refused() -> None:
-    """`escalate` lets requests go on with a note from the given step on."""
+    """`escalate` lets requests through with a note from the given step on."""
     service = make_service(limited(max_steps=4, escalate={"warn": {"max_steps": 2}, "steer": {"max_steps": 3}}))
 
     answers = [ask(service, turns(number)) for number in range(1, 6)]
@@ -513,7 +513,7 @@ def tools_of(answer: ProcessingResponse) -> list[str] | None:
 
 
 def test_narrow_takes_the_tools_away_before_they_are_called_again() -> None:
-    """A session that has used up its tool calls goes on without tools; a model that calls one all the same is refused."""
+    """A session that has used up its tool calls continues without tools; if the model calls one anyway, it is refused."""
     service = make_service(limited(max_tool_calls=2, max_tool_calls_mode="narrow"))
 
     answers = [ask(service, turns(number)) for number in (1, 2, 2)]
@@ -535,7 +535,7 @@ def test_narrow_takes_the_tools_away_before_they_are_called_again() -> None:
 
 
 def test_a_tool_that_is_used_up_is_offered_no_more_in_either_mode() -> None:
-    """The others stay; called all the same, it refuses the next request."""
+    """The other tools stay; if it is called anyway, the next request is refused."""
     service = make_service(limited(max_calls_per_tool={"issue_refund": 1}))
     offered = [TOOL, {"type": "function", "function": {"name": "issue_refund", "parameters": {}}}]
 

@@ -188,7 +188,7 @@ class Plain:
 
 
 class World:
-    """Two replicas and the plain model, which hear the same."""
+    """Two replicas and the plain model, which get the same input."""
 
     def __init__(self, limits: dict[str, Any], most_sessions: int, *, detects: bool) -> None:
         """Nothing has happened yet."""

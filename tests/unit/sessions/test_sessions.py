@@ -208,7 +208,7 @@ def test_what_needs_the_ring_can_be_refused_without_it(later: bool) -> None:
 
 
 def test_a_bug_in_the_store_is_told_apart() -> None:
-    """The request goes on, and the failure is one of ours."""
+    """The request passes, and the failure counts as an internal error."""
     service = make_service(agents(), store=FailingStore(error=ZeroDivisionError("a bug")))
 
     assert send(service, turn(1), session_id="s") == 200
@@ -216,7 +216,7 @@ def test_a_bug_in_the_store_is_told_apart() -> None:
 
 
 def test_only_a_request_that_needs_the_ring_waits_for_the_store() -> None:
-    """A request that shows its loop, or all that is looked at, is answered at once; a later one finds its turn all the same."""
+    """A request that shows its own loop, or its whole history, is answered at once; a later one still finds its turn."""
     service = make_service(agents(), store=FailingStore("nothing", later=True))
     edits = [Did((("edit", {"n": n}),), ("ok",)) for n in range(31)]
     whole = [

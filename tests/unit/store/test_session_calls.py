@@ -118,7 +118,7 @@ def test_what_sdks_send_is_counted_once(name: str) -> None:
 
 
 def test_two_agents_of_a_session_are_counted_each() -> None:
-    """A sub-agent's calls are its own, whatever its parent's are; and each goes on where it was."""
+    """A sub-agent's calls are counted apart from its parent's, and each count continues where it was."""
     parent, child = Client("chat", ids="last"), Client("chat", ids="last")
     child._number = 1_000  # an id of its own for each call
     ask, counted = in_memory(), 0

@@ -308,7 +308,7 @@ def test_what_refers_to_a_table_is_no_model_for_others() -> None:
 
 
 def test_the_cache_is_bounded_in_bytes() -> None:
-    """Whatever is sent, each part of the cache holds no more bytes than it may, and goes on to be of use."""
+    """Whatever is sent, each part of the cache stays within its bytes, and keeps working."""
     cache = Cache(limit=100_000)
     decoder = without_table(cache)
 

@@ -208,7 +208,7 @@ def test_an_answer_that_waits_for_a_window_is_complete() -> None:
 
 
 def test_what_is_sent_on_a_lost_stream_goes_nowhere() -> None:
-    """A peer that resets a stream, or breaks the connection, hears nothing more of it."""
+    """A peer that resets a stream, or breaks the connection, gets nothing more on it."""
     connection, _, streams = opened(headers(1), headers(3))
     receive(connection, frame(http2.RST_STREAM, 0, 1, bytes(4)) + frame(http2.PING, 0, 1, bytes(8)))
     connection.data_to_send()

@@ -154,7 +154,7 @@ def test_floods_end(make: Callable[[int], bytes]) -> None:
 
 @pytest.mark.parametrize("answer", [b"b", None], ids=["answered", "given up before"])
 def test_patience_comes_back_with_messages(answer: bytes | None) -> None:
-    """A peer that asks may go on for ever, with the frames that belong to that, even if its own clients always hang up."""
+    """A peer that makes calls is never ended for the frames that belong to them, even if its own clients always hang up."""
     peer = Peer(Http2Limits(patience=50))
 
     for number in range(1, 2_000, 2):
@@ -346,7 +346,7 @@ STREAM_NUMBERS = st.integers(0, 20).map(lambda number: 2 * number + 1)
 
 
 class HostilePeers(RuleBasedStateMachine):
-    """Two peers send whatever they like, their owner answers whatever it likes, and an innocent is beside them on one pool."""
+    """Two peers send anything, their owner answers anything, and a well-behaved third one shares their pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class HostilePeers(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), flags=st.sampled_from([0, 1, 4, 5]), number=STREAM_NUMBERS | st.none())
     def headers(self, which: int, flags: int, number: int | None) -> None:
-        """A request, trailers, or a header block that goes on."""
+        """A request, trailers, or a header block that continues."""
         if number is None:
             number = self.last[which] = self.last[which] + 2
         self._receive(which, headers(number, flags))

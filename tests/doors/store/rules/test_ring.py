@@ -40,7 +40,7 @@ def test_a_store_keeps_rings_as_the_definition_does(opened: Driver, steps: list[
 
 
 def test_rings_and_counters_are_asked_together(store: Driver) -> None:
-    """Pushes of one call have a ring each, in their order, and what is counted meanwhile is not disturbed."""
+    """Pushes of one call have a ring each, in their order, and do not affect counts in between."""
     pushes = [make_push("a")._replace(key=f"ring-{number}") for number in range(20)]
     store.push(pushes[5:6], 1_000)
 
