@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections asked for."""
     options = _parser().parse_args(arguments)
     print(f"measured: {describe_version()}\n", flush=True)
-    logging.disable(logging.WARNING)  # loops are detected by the thousand, and each line would stand between the bars
+    logging.disable(logging.WARNING)  # loops are detected by the thousand, and each line would break the progress bar
     sections: dict[str, Section] = {}
     failed = []
     for name in options.only or _SECTIONS:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tests.bench",
-        description="What Loopguard costs, beside a server that does nothing.",
+        description="What Loopguard costs, compared with a server that does nothing.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Attacks on the port: `python -m tests.bench.attack NAME PORT SECONDS CONNECTIONS`.
 
-Each sends as fast as the server reads, laborious bodies at 40 MB/s excepted. A connection that is ended is opened
+Each sends as fast as the server reads, except expensive bodies, at 40 MB/s. A connection that is ended is opened
 again, as an attacker would. Prints how many bytes were sent, and over how many connections.
 """
 
@@ -95,19 +95,19 @@ ATTACKS: dict[str, Callable[[int], bytes]] = {
 HANDSHAKES = "TLS handshakes"
 """An attack on a port with TLS, by another name because it has no frames."""
 
-LABORIOUS = "laborious JSON"
-"""Of one caller; beside it others' loops have to be found."""
+EXPENSIVE = "expensive JSON"
+"""All from one caller, while the loops of others must still be found."""
 
-LABORIOUS_PATH = "/v1/laborious"
-_LABORIOUS_RATE = 40_000_000
+EXPENSIVE_PATH = "/v1/expensive"
+_EXPENSIVE_RATE = 40_000_000
 _CROWD = 800
 
 
-def _laborious(batch: int) -> bytes:
+def _expensive(batch: int) -> bytes:
     """A request whose body is a megabyte of JSON with as many values as that can hold."""
     start = b'{"model":["%d"' % batch
     body = start + b",[[[[1]]]]" * ((2**20 - 200) // 10) + b"]}"
-    head = samples.headers_message(LABORIOUS_PATH, user="attacker", length=len(body))
+    head = samples.headers_message(EXPENSIVE_PATH, user="attacker", length=len(body))
     data = frame_message(head) + frame_message(samples.body_message(body))
     number = 2 * batch + 1
     pieces = (data[place : place + http2.MAX_FRAME] for place in range(0, len(data), http2.MAX_FRAME))
@@ -192,8 +192,8 @@ def main(name: str, port: str, seconds: str, connections: str) -> None:
     """Print what was sent."""
     if name == HANDSHAKES:
         found = knock(int(port), float(seconds))
-    elif name == LABORIOUS:
-        found = attack(_laborious, int(port), float(seconds), int(connections), _LABORIOUS_RATE)
+    elif name == EXPENSIVE:
+        found = attack(_expensive, int(port), float(seconds), int(connections), _EXPENSIVE_RATE)
     else:
         found = attack(ATTACKS[name], int(port), float(seconds), int(connections))
     print(json.dumps(found))

@@ -20,12 +20,12 @@ from extproc.transport.grpc import frame_message
 from extproc.transport.headers import encode
 from extproc.transport.health import EXT_PROC
 from tests.bench import samples
-from tests.bench.attack import ATTACKS, HANDSHAKES, HELLO, LABORIOUS, LABORIOUS_PATH, frame
+from tests.bench.attack import ATTACKS, EXPENSIVE, EXPENSIVE_PATH, HANDSHAKES, HELLO, frame
 from tests.bench.builds import SOURCES, find_compiled, serve
 from tests.bench.processes import command_module, free_port, running
 from tests.bench.report import Row, progress
 
-TITLE = "door: p99 of an innocent client (60 requests/s, a connection of its own), before and during attacks on another"
+TITLE = "door: p99 of a normal client (60 requests/s, its own connection), before and during attacks on other connections"
 
 _PER_SECOND = 60
 _LIMIT_MS = 200
@@ -34,7 +34,7 @@ _LIMIT_MS = 200
 _ROUNDS = 6
 """One more than the threshold of samples.policy."""
 
-_LABORIOUS_SECONDS = 20.0
+_EXPENSIVE_SECONDS = 20.0
 
 _BLOCK = encode(
     [
@@ -109,7 +109,7 @@ def run(*, quick: bool) -> list[Row]:
 def _serving(directory: Path, port: int, *flags: str) -> AbstractContextManager[int]:
     """A guard with a policy that compares bytes, and one that looks into bodies."""
     policy = directory / "policy.json"
-    looking = {"pathExact": LABORIOUS_PATH, "methods": ["POST"]}
+    looking = {"pathExact": EXPENSIVE_PATH, "methods": ["POST"]}
     policies = [samples.policy(window_seconds=60), samples.policy(1, looking, similarity="canonical")]
     policy.write_bytes(samples.bundle(policies))
     command = serve(find_compiled() or SOURCES, policy, port, "--admin", f"127.0.0.1:{free_port()}", *flags)
@@ -167,20 +167,20 @@ async def _compare(port: int, names: Sequence[str], seconds: float, tls: ssl.SSL
 
 
 async def _find_loops(port: int, users: int) -> list[Row]:
-    """Loops of many callers, before and while another one has the guard look into laborious bodies."""
+    """Loops of many callers, before and while another one has the guard look into expensive bodies."""
     innocent = await _connect(port)
     calm, before = await _loop(innocent, "calm", users)
-    async with _attacking(LABORIOUS, port, _LABORIOUS_SECONDS) as sent:
+    async with _attacking(EXPENSIVE, port, _EXPENSIVE_SECONDS) as sent:
         await asyncio.sleep(1)  # which uses up what the attacker has saved
         started = perf_counter()
         caught, during = await _loop(innocent, "busy", users)
         spent = perf_counter() - started
-    if spent > _LABORIOUS_SECONDS - 2:
+    if spent > _EXPENSIVE_SECONDS - 2:
         raise RuntimeError(f"the loops took {spent:.0f} s, longer than the attack")
-    note = f"of {users}; {users - calm} before; {sent['bytes'] / _LABORIOUS_SECONDS / 1e6:.0f} MB/s of laborious JSON meanwhile"
+    note = f"of {users}; {users - calm} before; {sent['bytes'] / _EXPENSIVE_SECONDS / 1e6:.0f} MB/s of expensive JSON"
     late = sum(latency > _LIMIT_MS for latency in during)
     return [
-        Row("one caller's laborious JSON: loops of others that pass", users - caught, "", 0, note),
+        Row("one caller's expensive JSON: loops of other callers missed", users - caught, "", 0, note),
         Row(
             "requests of others that time out",
             late,
@@ -199,7 +199,7 @@ async def _loop(innocent: _Innocent, name: str, users: int) -> tuple[int, list[f
     for _ in range(_ROUNDS):
         for user in range(users):
             started = perf_counter()
-            answers[user] = await innocent.ask(f"{name}-{user}", LABORIOUS_PATH)
+            answers[user] = await innocent.ask(f"{name}-{user}", EXPENSIVE_PATH)
             latencies.append((perf_counter() - started) * 1000)
     return sum(b"loop_detected" in answer for answer in answers.values()), latencies
 

@@ -1,4 +1,4 @@
-"""Bodies that are laborious to change: too much of anything, in every place that an edit of some API's body looks at."""
+"""Bodies that are expensive to edit: too much of anything, in every place that an edit of some API's body looks at."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class _Agents:
 
 
 def _measure_agents(count: int, calls: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """What limits of sessions cost beside `turns`, and `turns` alone, in microseconds, at each number of calls."""
+    """The cost of session limits on top of `turns`, and of `turns` alone, in microseconds, for each number of calls."""
     agents = _Agents(count)
     late: dict[int, list[tuple[float, float]]] = {number: [] for number in calls}
     for number in range(1, max(calls) + _AROUND + 1):
@@ -206,7 +206,7 @@ def _check_all_counted(serving: Service, count: int) -> None:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Measure the steps one by one, then whole streams against parsing alone."""
+    """Measure the steps one by one, then whole streams compared with parsing alone."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)  # as the server does once it listens
     fixture = _Fixture(500 if quick else 2_000)
@@ -234,29 +234,29 @@ def run(*, quick: bool) -> list[Row]:
         *(Row(f"  {'*' if counted else ' '} {name}", time, "us") for (name, counted), time in steps),
         Row("whole stream beyond parsing", difference(found, "whole", "parsing"), "us", note="with dispatch and metrics"),
         Row(
-            "1,000 overrides, beyond none",
+            "1,000 overrides: extra cost",
             difference(found, "overridden", "whole"),
             "us",
             _OVERRIDES_LIMIT_US,
             "of four shapes; two are looked up when the headers come, two with the body",
         ),
         Row(
-            "limits of a session beside turns, beyond turns",
+            "session limits in addition to turns",
             difference(found, "limited turns", "turns"),
             "us",
             _SESSION_LIMIT_US,
             f"of steps, tool calls, one tool and money, in sessions of {_SESSION_STEPS} steps",
         ),
         Row(
-            "the same beside exact, beyond exact",
+            "session limits in addition to exact",
             difference(found, "limited", "unlimited"),
             "us",
             _SESSION_LIMIT_US,
-            "which does not look into the body",
+            "which does not inspect the body",
         ),
         *(
-            Row(f"  beside turns in a history of {calls} calls", more, "us", note=f"turns: {alone:.3g} us")
+            Row(f"  with turns, in a history of {calls} calls", more, "us", note=f"turns: {alone:.3g} us")
             for calls, (more, alone) in agents.items()
         ),
-        Row("parsing both messages", median(found["parsing"]), "us", note="every server has to"),
+        Row("parsing both messages", median(found["parsing"]), "us", note="every server must do this"),
     ]

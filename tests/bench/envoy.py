@@ -1,4 +1,4 @@
-"""The guard behind the real Envoy, beside servers that do nothing: CPU time per request, of the server and of Envoy."""
+"""The guard behind the real Envoy, compared with servers that do nothing: CPU per request, of the server and of Envoy."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class _Comparison(NamedTuple):
 
 
 _COMPARISONS = (
-    _Comparison("guard", "go", "guard, compiled, against grpc-go", 1.0, "goal 0.9; "),
-    _Comparison("guard", "null", "guard, compiled, against grpc.aio", 0.15),
-    _Comparison("pure", "null", "guard, pure Python, against grpc.aio", 0.34),
-    _Comparison("changing", "guard", "guard, compiled, a changing header against none"),
-    _Comparison("grpcio", "null", "guard on --transport grpcio against grpc.aio"),
+    _Comparison("guard", "go", "guard, compiled, vs. grpc-go", 1.0, "goal 0.9; "),
+    _Comparison("guard", "null", "guard, compiled, vs. grpc.aio", 0.15),
+    _Comparison("pure", "null", "guard, pure Python, vs. grpc.aio", 0.34),
+    _Comparison("changing", "guard", "guard, compiled, a changing header vs. none"),
+    _Comparison("grpcio", "null", "guard on --transport grpcio vs. grpc.aio"),
 )
 
 
@@ -211,7 +211,7 @@ def _small_rows(found: Mapping[str, Sequence[_Cost]], missing: Mapping[str, str]
 def _large_rows(null: Sequence[_Cost], guard: Sequence[_Cost], label: str) -> list[Row]:
     excess = median(one.server / other.server for one, other in zip(guard, null, strict=True))
     return [
-        Row(f"1 MB: {label} against grpc.aio", excess, "x", _LIMIT_LARGE),
+        Row(f"1 MB: {label} vs. grpc.aio", excess, "x", _LIMIT_LARGE),
         Row("1 MB: null server on grpc.aio", median(cost.server for cost in null), "us"),
         Row(f"1 MB: {label}", median(cost.server for cost in guard), "us"),
     ]

@@ -16,7 +16,7 @@ from extproc.settings import Settings
 from tests.bench import edits, samples
 from tests.bench.report import Row, progress
 
-TITLE = "hostile: the longest that one message keeps the event loop busy"
+TITLE = "hostile: the longest time that one message blocks the event loop"
 
 _LIMIT_MS = 50
 _EDIT_LIMIT_MS = 20
@@ -70,7 +70,7 @@ def _cases() -> Mapping[str, Sequence[bytes]]:
 
 
 def _bodies() -> Mapping[str, bytes]:
-    """Bodies just below `max_inspect_bytes` that are laborious to look into; JSON in strings is decoded as well."""
+    """Bodies just below `max_inspect_bytes` that are expensive to inspect; JSON in strings is decoded as well."""
     room = 2**20 - 200
 
     def filled(item: str, start: str = '{"messages":[', end: str = "]}") -> bytes:
@@ -92,7 +92,7 @@ def _bodies() -> Mapping[str, bytes]:
         "1 MB body, keys out of order": b"{"
         + b",".join(b'"%06d":0' % (number * 7919 % 90_000) for number in range(90_000))
         + b"}",
-        "0.6 MB body, keys in order but for the last": b'{"model":{'
+        "0.6 MB body, keys in order except the last": b'{"model":{'
         + b",".join([b'"%06d":0' % number for number in range(49_000)])
         + b',"":0},"messages":[{"role":"user","content":"a"}]}',
         "1 MB body, words in one text": b'{"messages":[{"role":"user","content":"%b"}]}' % (b"a  " * (room // 3)),

@@ -1,7 +1,7 @@
 """A load generator that keeps a pace: `python -m tests.bench.paced PORT RATE SECONDS FIRST_NUMBER`.
 
 Every request is sent when it is due, whether those before it were answered or not, and its latency counts from that moment:
-a server that stops for a while has every request of that while against it. Prints latencies in milliseconds, by quantile, and
+a server that stops for a while is charged for every request of that time. Prints latencies in milliseconds, by quantile, and
 how many were answered, by status.
 """
 

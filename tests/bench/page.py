@@ -80,10 +80,10 @@ def run(*, quick: bool) -> list[Row]:
         }
         found = interleaved(rounds, works)
     built = "" if find_compiled() else f"pure Python: {explain_missing()}; "
-    many = f"p99 at the client {median(watched):.1f} against {median(calm):.1f} ms while {_BROWSERS} look"
+    many = f"p99 at the client {median(watched):.1f} vs. {median(calm):.1f} ms with {_BROWSERS} browsers"
     return [
         Row(
-            f"the page open in a browser, {_LOOPS} loops in it, beyond closed",
+            f"the page open in a browser, {_LOOPS} loops in it, minus closed",
             difference(found, "open", "closed") / _BROWSERS, "us", _LIMIT_US, f"{built}{many}",
         ),
         Row("closed", median(found["closed"]), "us"),

@@ -1,4 +1,4 @@
-"""What 10,000 policies cost a request, against 10: the index must make their number irrelevant."""
+"""What a request costs with 10,000 policies, compared with 10: the index must make their number irrelevant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio
 
-TITLE = "policies: a request that meets one of 10,000 policies, against one of 10"
+TITLE = "policies: a request that matches one of 10,000 policies, vs. one of 10"
 
 _MANY = 10_000
 _FEW = 10
@@ -110,4 +110,4 @@ def _measure(shape: Shape, rounds: int, requests: int) -> list[Row]:
 
 
 def _us(found: dict[str, list[float]]) -> str:
-    return f"{median(found['many']):.1f} us against {median(found['few']):.1f} us"
+    return f"{median(found['many']):.1f} us vs. {median(found['few']):.1f} us"

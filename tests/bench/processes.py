@@ -69,7 +69,7 @@ def apart(servers: Iterable[int], others: Iterable[int]) -> Iterator[None]:
 
 def _pin(pid: int, processors: set[int]) -> None:
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # it has already ended
             os.sched_setaffinity(int(thread.name), processors)
 
 

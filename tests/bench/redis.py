@@ -35,7 +35,7 @@ from tests.bench.timing import interleaved, process_cpu, ratio, spread
 from tests.support.records import replace
 from tests.support.servers import Server, server
 
-TITLE = "redis: counts in Valkey on loopback, beside counts in memory (POST 1 KB, one policy)"
+TITLE = "redis: counts in Valkey on loopback, vs. in memory (POST 1 KB, one policy)"
 
 _IN_FLIGHT = 64
 _RATE = 1_000
@@ -122,9 +122,9 @@ def _store_alone(valkey: Server, *, quick: bool) -> list[Row]:
     return [
         Row("64 in flight: round trips per request", trips / hits, "", _LIMIT_TRIPS, f"{hits / trips:.0f} hits per round trip"),
         Row(
-            "64 in flight: Loopguard's CPU per request without transport, Redis against memory",
+            "64 in flight: Loopguard's CPU per request without transport, Redis vs. memory",
             ratio(found, "redis", "memory"), "x", None,
-            f"{median(found['redis']):.0f} against {median(found['memory']):.0f} us",
+            f"{median(found['redis']):.0f} vs. {median(found['memory']):.0f} us",
         ),
         Row("64 in flight: Valkey's CPU per request", served, "us"),
         Row("hammered loop: commands per refused request", commands / refused, "", 0.1, f"{commands} for {refused:,}"),
@@ -237,7 +237,7 @@ def _behind_envoy(*, quick: bool) -> list[Row]:
     rows = [_cpu_row(cost)]
     for at, quantile in enumerate(_QUANTILES[:2]):
         added = calm[at] - found["memory"][at]
-        note = f"{calm[at]:.2f} against {found['memory'][at]:.2f} ms at the client"
+        note = f"{calm[at]:.2f} vs. {found['memory'][at]:.2f} ms at the client"
         rows.append(Row(f"1,000 requests/s: {quantile} added to memory's", added, "ms", None, note))
     for name in ("hung", "killed"):
         p50, p99, p999 = found[name]
@@ -248,10 +248,10 @@ def _behind_envoy(*, quick: bool) -> list[Row]:
 
 def _cpu_row(cost: Mapping[str, list[float]]) -> Row:
     """The requirement is of the compiled guard: what the client library costs weighs less on one that is slower itself."""
-    figures = f"{median(cost['redis']):.0f} against {median(cost['memory']):.0f} us; {spread(cost, 'redis', 'memory')}"
+    figures = f"{median(cost['redis']):.0f} vs. {median(cost['memory']):.0f} us; {spread(cost, 'redis', 'memory')}"
     compiled = find_compiled()
     return Row(
-        f"behind Envoy, 64 connections: CPU of the {'compiled' if compiled else 'pure'} guard, Redis against memory",
+        f"behind Envoy, 64 connections: CPU of the {'compiled' if compiled else 'pure'} guard, Redis vs. memory",
         ratio(cost, "redis", "memory"), "x", _LIMIT_CPU if compiled else None,
         figures if compiled else f"{figures}; {explain_missing()}",
     )  # fmt: skip

@@ -28,7 +28,7 @@ from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, difference, interleaved, process_cpu, resident_mb
 from tests.support.servers import Server, server
 
-TITLE = "sessions: a step beside a hit, in the store; 1,000,000 sessions in memory"
+TITLE = "sessions: a step in addition to a hit, in the store; 1,000,000 sessions in memory"
 
 _MILLION = 1_000_000
 _TOGETHER = 64
@@ -246,7 +246,7 @@ def run(*, quick: bool) -> list[Row]:
     room = run_module("tests.bench.sessions", str(sessions))
     return [
         Row(
-            "in memory: a step beside a hit",
+            "in memory: a step in addition to a hit",
             difference(found, "hit and step", "hit"),
             "us",
             None,
@@ -255,7 +255,7 @@ def run(*, quick: bool) -> list[Row]:
         Row("in memory: a settlement", median(found["settlement"]), "us"),
         Row("Valkey's CPU: a hit", spent["hit"], "us"),
         Row("Valkey's CPU: a hit and a step", spent["hit and step"], "us", None, "in the same round trip"),
-        Row("round trips, with a step against without", trips["hit and step"] / trips["hit"], "x", 1),
+        Row("round trips, with a step vs. without", trips["hit and step"] / trips["hit"], "x", 1),
         Row(f"{sessions:,} sessions begin: memory", room["mb"], "MB", None, f"{room['kept']:,.0f} are kept"),
         Row(f"{sessions:,} sessions begin: longest call", room["longest_ms"], "ms", _LIMIT_STALL_MS, "CPU"),
         *_run_long(quick=quick),

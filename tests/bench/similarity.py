@@ -22,7 +22,7 @@ from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio
 
-TITLE = "similarity: looking into an agent's request, against msgspec decoding the same bytes"
+TITLE = "similarity: inspecting an agent's request, vs. msgspec decoding the same bytes"
 
 _LIMITS = {"canonical": 8, "tail": 1.5, "tool_calls": 1.5, "turns": 1.5}
 _SIZES = (1_000, 10_000, 70_000, 500_000)
@@ -102,7 +102,7 @@ def request(size: int, result: str = _PROSE * 12) -> bytes:
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Measure every mode on every size, and decoding beside it."""
+    """Measure every mode on every size, and decoding in the same run."""
     rows = []
     for number, size in enumerate(_SIZES, 1):
         progress(f"similarity: {size // 1000} KB", number, len(_SIZES) + 1)
@@ -141,7 +141,7 @@ def _measure_steering(*, quick: bool) -> list[Row]:
             for action in ("warn", "steer")
         },
     )
-    note = "{:.0f} us against {:.0f} us"
+    note = "{:.0f} us vs. {:.0f} us"
     return [
         _measure_notes(size, times, quick=quick),
         *[
@@ -153,7 +153,7 @@ def _measure_steering(*, quick: bool) -> list[Row]:
                 note.format(median(found[f"{kind}, steer"]), median(found[f"{kind}, warn"])),
             )
             for kind, name, limit in (
-                ("stuck", "a request that is steered against one that is warned of", 1.3),
+                ("stuck", "a steered request vs. a warned one", 1.3),
                 ("at work", "a request that is not, under the same policies", 1.1),
             )
         ],
@@ -166,8 +166,8 @@ def _measure_notes(size: int, times: int, *, quick: bool) -> Row:
     noted = samples.body_message(ProcessingResponse.FromString(steering.answer()).request_body.response.body_mutation.body)
     bodies = {"plain": samples.body_message(_stuck(size)), "noted": noted}
     found = interleaved(9 if quick else 25, {name: _Streams("warn", body, times).run for name, body in bodies.items()})
-    note = f"{median(found['noted']):.0f} us against {median(found['plain']):.0f} us"
-    return Row("70 KB, a request with a note in it against one without", ratio(found, "noted", "plain"), "x", 1.3, note)
+    note = f"{median(found['noted']):.0f} us vs. {median(found['plain']):.0f} us"
+    return Row("70 KB, a request with a note vs. one without", ratio(found, "noted", "plain"), "x", 1.3, note)
 
 
 class _Streams:
@@ -223,7 +223,7 @@ def _measure(body: bytes, name: str, *, quick: bool, limited: bool) -> list[Row]
         9 if quick else 25,
         {key: lambda work=work: cpu_us(lambda: [work() for _ in range(times)], times) for key, work in works.items()},  # type: ignore[misc]  # a lambda's defaults
     )
-    note = f"{{:.1f}} us against {median(found['decode']):.1f} us"
+    note = f"{{:.1f}} us vs. {median(found['decode']):.1f} us"
     return [
         Row(
             f"{name}, {key}",

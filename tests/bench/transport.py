@@ -71,7 +71,7 @@ def _rows(
             difference(found, changing, same) if there else None, "us", limit_changing, note,
         ),
         Row(
-            f"{build}: with a paired shadow policy, against the enforcing one alone",
+            f"{build}: with a paired shadow policy, vs. the enforcing one alone",
             ratio(found, paired, same) if there else None, "", limit_paired, note,
         ),
     ]  # fmt: skip

@@ -389,7 +389,7 @@ def test_a_chat_is_one_wherever_it_is_sent() -> None:
     ],
     ids=["a large value", "a long name", "many values"],
 )
-def test_what_is_laborious_to_read_is_not_read(content: bytes) -> None:
+def test_what_is_expensive_to_read_is_not_read(content: bytes) -> None:
     """A refusal costs little, whatever stands in the request: what is longer than it need be counts as missing."""
     question = Question(HttpRequest("POST", "/v1/chat/completions"), content)
 

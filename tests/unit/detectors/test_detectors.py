@@ -911,7 +911,7 @@ def test_a_body_is_compared_by_its_text(spell: Any) -> None:  # noqa: ANN401  # 
     assert answers == [0, 0, 429]
 
 
-def test_laborious_bodies_of_one_caller_cost_the_others_nothing() -> None:
+def test_expensive_bodies_of_one_caller_cost_the_others_nothing() -> None:
     """Past its budget a caller's bodies are not inspected, and that is counted; loops of others are still refused."""
     service = make_service(policy("p", ANY, limit_keys=["header:x-team"], **TAIL))
     service.budget.allows("x-team=greedy", perf_counter())
