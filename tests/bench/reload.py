@@ -48,7 +48,7 @@ def run(*, quick: bool) -> list[Row]:
         rows += [
             Row(f"{name}: longest stall of the loop", found["stall_ms"], "ms", _LIMIT_STALL_MS, "median of the reloads"),
             Row(f"{name}: the same while idle", found["idle_ms"], "ms"),
-            Row(f"{name}: median delay of the loop's wake-ups during a reload", found["late_ms"], "ms", _LIMIT_LATE_MS),
+            Row(f"{name}: time-weighted median delay of the loop during a reload", found["late_ms"], "ms", _LIMIT_LATE_MS),
             Row(f"{name}: the same with Python's switch interval", found["late_default_ms"], "ms"),
             Row(f"{name}: from change to effect", found["seconds"], "s", _LIMIT_SECONDS),
             Row(f"{name}: the same with Python's switch interval", found["seconds_default"], "s"),
