@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec.structs import replace
+
 from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.table import NAME_SHOWN, Table, cut_caller
 from extproc.request.http import cut_text
@@ -27,34 +29,7 @@ _UNKNOWN: Final = Standing()
 """Of a session of which nothing is known yet."""
 
 
-class SessionCall:
-    """One request of a session that was let through.
-
-    Attributes:
-        name: the step's.
-        at: when it was seen first, in seconds since 1970.
-        model: that is asked, empty where it is unknown.
-        tool: that was called last, empty for none.
-        status: of the answer; 0 while that is not known, or where there was none.
-        usage: its tokens, None where it was not said.
-        settled: what became of it is known.
-        refused: another guard refused it after all.
-    """
-
-    __slots__ = ("at", "model", "name", "refused", "settled", "status", "tool", "usage")
-
-    def __init__(self, name: bytes, at: float, model: str, tool: str) -> None:
-        self.name = name
-        self.at = at
-        self.model = model
-        self.tool = tool
-        self.status = 0
-        self.usage: Usage | None = None
-        self.settled = False
-        self.refused = False
-
-
-_NO_CALL: Final = SessionCall(b"", 0.0, "", "")
+_NO_CALL: Final = CallRow(b"", 0.0, "", [])
 
 _CALL_NAME: Final = 4
 """Bytes of a call's name that tell it from the others of its session."""
@@ -88,7 +63,7 @@ class Run:
         self.told = now
         self.ordered = False
         self.refusal: SessionRefusal | None = None
-        self.calls: list[SessionCall] = []
+        self.calls: list[CallRow] = []
 
     @property
     def began(self) -> float:
@@ -101,16 +76,23 @@ class Run:
             self.standing = standing
             self.told = now
 
-    def add_call(self, name: bytes, model: str, tool: str, now: float) -> SessionCall:
+    def add_call(self, name: bytes, model: str, tool: str, now: float) -> CallRow:
         """A call that becomes known; the oldest makes room."""
         last = self.calls[-1] if self.calls else _NO_CALL
-        call = SessionCall(name, now, _cut_name(model, last.model), _cut_name(tool, last.tool))
+        tools = [tool] if tool else []
+        # Mostly model and tool are those of the call before, and are kept once.
+        call = CallRow(
+            name,
+            now,
+            last.model if model == last.model else cut_text(model, NAME_SHOWN),
+            last.tools if tools == last.tools else [cut_text(each, NAME_SHOWN) for each in tools],
+        )
         self.calls.append(call)
         if len(self.calls) > MAX_CALLS:
             del self.calls[0]
         return call
 
-    def find_call(self, name: bytes) -> SessionCall | None:
+    def find_call(self, name: bytes) -> CallRow | None:
         """A call that is known; None for one that is not."""
         for call in reversed(self.calls):
             if call.name == name:
@@ -183,7 +165,7 @@ class SessionTable(Table[Run]):
         run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
         run.update(standing, now)
         found = run.find_call(call) or run.add_call(call, model, "", now)
-        found.status, found.usage, found.settled, found.refused = status, usage, True, refused
+        found.status, found.tokens, found.settled, found.refused = status, usage, True, refused
 
     def make_document(self, *, shows_callers: bool) -> SessionDocument:
         """The table as it is now, the newest first; without callers' values unless they may be shown."""
@@ -215,19 +197,9 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         ordered=run.ordered,
         tools=[(name, count) for _, name, count in standing.tools],
         refusal=run.refusal,
-        calls=[_make_call(call) for call in run.calls.copy()] if detailed else [],
+        calls=[replace(call, name=call.name[:_CALL_NAME]) for call in run.calls.copy()] if detailed else [],
         **{name: getattr(standing, name) for name in COUNTED},
     )
-
-
-def _make_call(call: SessionCall) -> CallRow:
-    tokens, tools = None if call.usage is None else list(call.usage), [call.tool] if call.tool else []
-    return CallRow(call.name[:_CALL_NAME], call.at, call.model, tools, call.status, tokens, call.settled, call.refused)
-
-
-def _cut_name(name: str, last: str) -> str:
-    """A name as it is kept; mostly it is that of the call before."""
-    return last if name == last else cut_text(name, NAME_SHOWN)
 
 
 def _find_tool(standing: Standing) -> str:

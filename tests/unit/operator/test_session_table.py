@@ -95,7 +95,7 @@ def test_a_session_is_one_entry_with_what_it_has_used_up() -> None:
     assert (session["actual_cost"], session["estimated_cost"], session["reserved_cost"]) == (3, 1, 0)
     assert (session["started"], session["last_seen"]) == ("1970-01-01T00:16:40Z", "1970-01-01T00:16:45Z")
     assert (session["killed"], session["refused"], session["descriptors"]) == (None, None, {"x-team": "red"})
-    assert [(call.status, call.usage, call.settled) for call in get_run(table).calls] == [
+    assert [(call.status, call.tokens, call.settled) for call in get_run(table).calls] == [
         (503, USAGE, True),
         (0, None, False),
     ]
@@ -270,7 +270,7 @@ def test_replicas_tables_are_merged() -> None:
         (row,) = list_rows(*tables)
         assert (row.steps, row.cost, row.began, row.last, row.caller) == (2, 9, 1_000, 1_001, [("x-team", "red")])
         assert [(call.at, call.model, call.tools, call.status, call.tokens, call.settled) for call in row.calls] == [
-            (1_000, "gpt-4o", ["search"], 200, [100, 20, 30, 40], True),
+            (1_000, "gpt-4o", ["search"], 200, (100, 20, 30, 40), True),
             (1_001, "o3", [], 0, None, True),
         ]
 
