@@ -48,6 +48,16 @@ def option(
     return field(default=parse(default) if isinstance(default, str) else default, metadata=metadata)
 
 
+def switch(text: str) -> Any:  # noqa: ANN401  # as dataclasses.field
+    """Declare an option that is off unless it is given; `text` says what it is for."""
+    return option(False, parse_switch, text)
+
+
+def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401  # as dataclasses.field
+    """Declare an option that is one of these words, the first of them by default; `text` says what it is for."""
+    return option(default or words[0], parse_one_of(*words), text, "|".join(words))
+
+
 def parse_switch(text: str) -> bool:
     """A switch, which as a flag takes no value.
 

@@ -54,7 +54,7 @@ class Curve:
         self.minute = minute
 
 
-class LoopTable(Table[Loop]):
+class LoopTable(Table[Loop, LoopDocument]):
     """The loops of one process.
 
     Attributes:

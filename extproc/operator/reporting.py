@@ -18,7 +18,7 @@ from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
-from extproc.operator.session_table import OVERFLOW, SessionTable
+from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
 from extproc.sessions.limits import NARROW, SessionSubject
 from extproc.store.rules.session import Standing
 
@@ -135,18 +135,9 @@ class Reporter:
                 metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
-            self.sessions.note(
-                policy,
-                mode,
-                candidate.tenant,
-                candidate.session,
-                candidate.values,
-                standing,
-                candidate.model,
-                candidate.find_last_tool(),
-                candidate.call,
-                now,
-            )
+            name = RunName(candidate.tenant, policy, mode, candidate.session)
+            tool = candidate.find_last_tool()
+            self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now)
 
     def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
         """Requests that sessions have let through, and that go no further; `status` is of their answer, 0 for none."""
@@ -155,9 +146,8 @@ class Reporter:
             if isinstance(standing, Standing):
                 shared = candidate.standing is not None and candidate.standing.shared  # a settlement's answer does not say
                 session = OVERFLOW if shared else candidate.session
-                names = (candidate.plan.id, candidate.guard.mode, candidate.tenant, session)
-                model, call = candidate.model, candidate.call
-                self.sessions.settle(*names, standing, model, call, status, None, now, refused=True)
+                name = RunName(candidate.tenant, candidate.plan.id, candidate.guard.mode, session)
+                self.sessions.settle(name, standing, candidate.model, candidate.call, status, None, now, refused=True)
 
     def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
         """What became of requests of sessions."""
@@ -170,18 +160,8 @@ class Reporter:
             if standing.retry:
                 self.report_unknown_calls(1)
             else:
-                self.sessions.settle(
-                    each.policy,
-                    each.mode,
-                    each.tenant,
-                    each.session,
-                    standing,
-                    each.model,
-                    each.settlement.call,
-                    entry.status,
-                    usage,
-                    now,
-                )
+                name = RunName(each.tenant, each.policy, each.mode, each.session)
+                self.sessions.settle(name, standing, each.model, each.settlement.call, entry.status, usage, now)
 
     def report_unknown_calls(self, calls: int) -> None:
         """The access log tells of calls that no session has open: they were settled before, or too late, or are made up."""

@@ -5,7 +5,7 @@ What a session has used up comes from its ledger, which all replicas share; this
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -35,14 +35,27 @@ _CALL_NAME: Final = 4
 """Bytes of a call's name that tell it from the others of its session."""
 
 
+class RunName(NamedTuple):
+    """What tells a session from others.
+
+    Attributes:
+        tenant: hash of the caller, 16 hex digits.
+        policy: id of the one that it is under.
+        mode: `enforce` or `shadow`.
+        session: hash of its name, or `OVERFLOW`.
+    """
+
+    tenant: str
+    policy: str
+    mode: str
+    session: str
+
+
 class Run:
     """One session, under one policy.
 
     Attributes:
-        policy: its id.
-        mode: `enforce` or `shadow`.
-        tenant: hash of the caller, 16 hex digits.
-        session: hash of its name, or `OVERFLOW`.
+        name: of it.
         caller: the names and values of its descriptors, cut to what can be shown.
         last: when its last request came, in seconds since 1970.
         standing: the newest that is known.
@@ -52,11 +65,8 @@ class Run:
         calls: its newest, oldest first.
     """
 
-    def __init__(self, policy: str, mode: str, tenant: str, session: str, now: float) -> None:
-        self.policy = policy
-        self.mode = mode
-        self.tenant = tenant
-        self.session = session
+    def __init__(self, name: RunName, now: float) -> None:
+        self.name = name
         self.caller: list[tuple[str, str]] = []
         self.last = now
         self.standing = _UNKNOWN
@@ -100,15 +110,12 @@ class Run:
         return None
 
 
-class SessionTable(Table[Run]):
+class SessionTable(Table[Run, SessionDocument]):
     """The sessions of one process."""
 
     def note(  # noqa: PLR0913  # what is known of a request
         self,
-        policy: str,
-        mode: str,
-        tenant: str,
-        session: str,
+        name: RunName,
         caller: list[tuple[str, str]],
         standing: Standing,
         model: str,
@@ -119,10 +126,7 @@ class SessionTable(Table[Run]):
         """One request of a session.
 
         Args:
-            policy: its id.
-            mode: `enforce` or `shadow`.
-            tenant: hash of the caller.
-            session: hash of its name.
+            name: of the session.
             caller: names and values of the caller's descriptors.
             standing: what its step was answered.
             model: that it asks.
@@ -130,12 +134,11 @@ class SessionTable(Table[Run]):
             call: the step's name.
             now: in seconds since 1970.
         """
-        run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
-        run.update(standing, now)
         if standing.limit:
             limit, tool = LIMITS[standing.limit], _find_tool(standing)
             run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
@@ -144,10 +147,7 @@ class SessionTable(Table[Run]):
 
     def settle(  # noqa: PLR0913  # what is known of an answer
         self,
-        policy: str,
-        mode: str,
-        tenant: str,
-        session: str,
+        name: RunName,
         standing: Standing,
         model: str,
         call: bytes,
@@ -162,8 +162,7 @@ class SessionTable(Table[Run]):
         `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
         where they are unknown; `refused` says that another guard of ours has refused it.
         """
-        run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
-        run.update(standing, now)
+        run = self._get_or_begin(name, standing, now)
         found = run.find_call(call) or run.add_call(call, model, "", now)
         found.status, found.tokens, found.settled, found.refused = status, usage, True, refused
 
@@ -173,23 +172,22 @@ class SessionTable(Table[Run]):
         rows = [_make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED) for place, run in enumerate(runs)]
         return SessionDocument(rows)
 
-    def _get_or_begin(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
-        """The session under that name; it is new where there is none."""
-        key = (tenant, policy, mode, session)
-        run = self.use(key)
+    def _get_or_begin(self, name: RunName, standing: Standing, now: float) -> Run:
+        """The session under that name, which stands so; it is new where there is none."""
+        if standing.shared:
+            name = name._replace(session=OVERFLOW)
+        run = self.use(name)
         if run is None:
-            run = Run(policy, mode, tenant, session, now)
-            self.put(key, run)
+            run = Run(name, now)
+            self.put(name, run)
+        run.update(standing, now)
         return run
 
 
 def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
     standing = run.standing
     return SessionRow(
-        policy=run.policy,
-        mode=run.mode,
-        tenant=run.tenant,
-        session=run.session,
+        **run.name._asdict(),
         caller=run.caller if shows_callers else [],
         began=run.began,
         last=run.last,

@@ -565,7 +565,7 @@ def test_a_killed_session_is_refused_everywhere_until_it_is_released() -> None:
     both.refresh()
     assert send_steps(both.services[0], range(5)) == ["", "", "", "max_steps", "max_steps"]
     (killed,) = [run for run in both.services[1].reporter.sessions.copy() if run.ordered]
-    assert killed.session == hash_descriptor("header:x-session-id", "s")
+    assert killed.name.session == hash_descriptor("header:x-session-id", "s")
 
 
 def test_a_session_that_was_granted_more_goes_on_where_it_was() -> None:

@@ -29,6 +29,7 @@ from extproc.operator.board import Board
 from extproc.operator.loop_rows import MINUTES, LoopDocument
 from extproc.operator.loop_table import Curve
 from extproc.operator.session_rows import SessionDocument
+from extproc.operator.session_table import RunName
 from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
@@ -53,11 +54,8 @@ def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  
     """A session that has met a limit."""
     tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
     standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
-    fields: dict[str, Any] = {"policy": "agents", "mode": "enforce", "tenant": "a" * 16, "session": "5" * 16}
-    caller, now = [("x-user-id", name)], time.time()
-    service.reporter.sessions.note(
-        **{**fields, **changes}, caller=caller, standing=standing, model=name, tool=name, call=b"", now=now
-    )
+    run = RunName("a" * 16, "agents", "enforce", "5" * 16)._replace(**changes)
+    service.reporter.sessions.note(run, [("x-user-id", name)], standing, name, name, b"", time.time())
 
 
 def make_night(name: str = "storm") -> Service:

@@ -20,7 +20,7 @@ class Seen:
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=200))
 def test_whoever_has_been_quiet_longest_makes_room(uses: list[tuple[str, int]]) -> None:
     """Of its own tenant's where that has more than its share, else of all: as a list says that is put in order at each use."""
-    table: Table[Seen] = Table(MOST, SHARE)
+    table: Table[Seen, None] = Table(MOST, SHARE)
     order: list[tuple[str, str]] = []  # the quietest first
     for tenant, number in uses:
         key = (tenant, str(number))
@@ -41,7 +41,7 @@ def test_whoever_has_been_quiet_longest_makes_room(uses: list[tuple[str, int]]) 
 
 def test_rows_are_forgotten_whose_last_request_is_old() -> None:
     """Whatever has been noted about them since; their tenants' shares are theirs again."""
-    table: Table[Seen] = Table(MOST, SHARE)
+    table: Table[Seen, None] = Table(MOST, SHARE)
     for number in range(MOST):
         tenant = "a" if number < SHARE else str(number)
         table.put((tenant, str(number)), Seen(10 * number))
