@@ -76,6 +76,7 @@ _EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
 _HASH = re.compile(r"[0-9a-f]{16}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8}")
 _POLICY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadOrderError(LoopguardError):
@@ -337,15 +338,7 @@ def _read_fields(order: object) -> dict[str, Any]:
 def _find_broken(value: object) -> str:
     """A text in a field that has half of a surrogate pair, which JSON can spell and nothing can write; empty for none."""
     texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
-    return next((text for text in texts if isinstance(text, str) and _is_broken(text)), "")
-
-
-def _is_broken(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+    return next((text for text in texts if isinstance(text, str) and _SURROGATE.search(text)), "")
 
 
 def _read_kind(value: object) -> str:

@@ -248,10 +248,9 @@ class Reporter:
             self.report_failure("a loop could not be reported", error, policy=outcome.policy)
 
     def _log_loop(self, loop: Loop, outcome: Outcome) -> None:
-        suppressed = self._take_line(loop.tenant)
-        if suppressed is None:
-            return
-        extra = make_extra(
+        self._warn(
+            "loop detected",
+            loop.tenant,
             policy=loop.policy,
             detector=loop.detector,
             mode=loop.mode,
@@ -265,9 +264,7 @@ class Reporter:
             tool=" ".join(loop.tools) or None,
             route=loop.route or None,
             path=loop.path,
-            suppressed=suppressed or None,
         )
-        _LOG.warning("loop detected", extra=extra)
 
     def _report_limit(self, evaluation: Evaluation, outcome: Outcome, subject: SessionSubject) -> None:
         """A line for a session's first refusal in a row, its second, its fourth and so on."""
@@ -281,11 +278,10 @@ class Reporter:
                 self._log_limit(candidate, outcome, subject)
 
     def _log_limit(self, candidate: SessionCandidate, outcome: Outcome, subject: SessionSubject) -> None:
-        suppressed = self._take_line(outcome.tenant)
-        if suppressed is None:
-            return
         used, allowed = subject.shown
-        extra = make_extra(
+        self._warn(
+            "session limit reached",
+            outcome.tenant,
             policy=outcome.policy,
             mode=outcome.mode,
             action=outcome.action.value,
@@ -296,12 +292,10 @@ class Reporter:
             session=candidate.session,
             tenant=outcome.tenant,
             descriptors=dict(candidate.values) if self.show_callers else None,
-            suppressed=suppressed or None,
         )
-        _LOG.warning("session limit reached", extra=extra)
 
-    def _take_line(self, tenant: str) -> int | None:
-        """None when the tenant, or all together, have had their lines; else how many were suppressed since the last."""
+    def _warn(self, message: str, tenant: str, /, **shown: object) -> None:
+        """One line, unless the tenant, or all together, have had theirs; it says how many were suppressed since the last."""
         limit = self._tenants.use(tenant)
         if limit is None:
             limit = RateLimit(_DETECTIONS_PER_TENANT)
@@ -309,4 +303,5 @@ class Reporter:
         now = perf_counter()
         own = limit.take(now)
         every = None if own is None else self._detections.take(now)
-        return None if own is None or every is None else own + every
+        if own is not None and every is not None:
+            _LOG.warning(message, extra=make_extra(**shown, suppressed=own + every or None))

@@ -64,23 +64,15 @@ class Disagreements:
         """One more of a kind."""
         count, over = self._counts.get(kind, (0, 0))
         if not count and len(self._counts) >= _MAX_DISAGREEMENTS:
-            rarest = min(self._counts, key=self._read_count)
+            rarest = min(self._counts, key=lambda kind: self._counts[kind][0])
             count, _ = self._counts.pop(rarest)
             over = count
         self._counts[kind] = (count + 1, over)
 
-    def _read_count(self, kind: Kind) -> int:
-        return self._counts[kind][0]
-
     def list_most(self) -> list[tuple[Kind, int, int]]:
         """Kind, count, and by how much that may be too high; the most frequent first."""
         listed = [(kind, count, over) for kind, (count, over) in self._counts.copy().items()]
-        return sorted(listed, key=_rank)[:SHOWN]
-
-
-def _rank(entry: tuple[Kind, int, int]) -> tuple[int, Kind]:
-    kind, count, _ = entry
-    return -count, kind
+        return sorted(listed, key=lambda entry: (-entry[1], entry[0]))[:SHOWN]
 
 
 class Pair:
@@ -211,14 +203,13 @@ class Pairs:
         text = "Refusals of a canary: new (extra), made anyway (already), or missed"
         metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), lambda: self._list_counts(REFUSALS))
         text = "Compared requests that were refused, by any policy"
-        metrics.show_counts("canary_refused_total", text, _LABELS, self._list_refused)
+        metrics.show_counts(
+            "canary_refused_total", text, _LABELS, lambda: [(pair.labels, pair.refused) for pair in self.list_pairs()]
+        )
 
     def _list_counts(self, names: Sequence[str]) -> list[Counts]:
         """The counts of these names, of every pair."""
         return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
-
-    def _list_refused(self) -> list[Counts]:
-        return [(pair.labels, pair.refused) for pair in self.list_pairs()]
 
     def compare(self, evaluation: Evaluation, decision: Decision, *, refused: bool) -> None:
         """Count one request that has been decided, or the part of it that could be.

@@ -27,10 +27,9 @@ _NAME = 128
 
 
 class Samples:
-    """Of one pair."""
+    """Of one pair: at most `size`, with what was compared in them if `bodies` says so."""
 
     def __init__(self, size: int, *, bodies: bool) -> None:
-        """Keep this many, with what was compared in them if `bodies` says so."""
         self._size = size
         self._bodies = bodies
         self._seen = 0
