@@ -146,10 +146,7 @@ def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: 
 def add_flags(parser: argparse.ArgumentParser, declared: type[Options], prefix: str = "") -> None:
     """One flag for each option; what is not given stays out of the namespace.
 
-    Args:
-        parser: takes the flags.
-        declared: the options.
-        prefix: of the environment's variables, which the help then names as well.
+    Where the environment's variables have a prefix, the help names them as well.
     """
     for item in fields(declared):
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:

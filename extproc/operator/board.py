@@ -82,16 +82,7 @@ class Board(Generic[AnyDocument]):
         shows_callers: Callable[[], bool],
         replica: str = "",
     ) -> None:
-        """Nothing is shared until `share` runs.
-
-        Args:
-            name: of the board.
-            kind: of its documents.
-            table: of this replica.
-            store: that has the board.
-            shows_callers: whether callers' values may be shown now.
-            replica: the name of this one; a new one where it is empty.
-        """
+        """Nothing is shared until `share` runs; a replica without a name gets a new one."""
         self.replica = replica or make_replica_name()
         self._name = name
         self._kind = kind

@@ -303,12 +303,7 @@ class LoopEvents:
         self._told: dict[tuple[str, ...], tuple[Loop, int]] = {}
 
     def look(self, loops: Sequence[Loop], now: float) -> None:
-        """Tell what has changed since the last look.
-
-        Args:
-            loops: of the table.
-            now: in seconds since 1970; a loop that has been quiet for a minute has ended.
-        """
+        """Tell what has changed since the last look; `now` is in seconds since 1970."""
         going_on = {loop.name: loop for loop in loops if now - loop.last < QUIET_SECONDS}
         for name, (loop, strictest) in list(self._told.items()):
             if name not in going_on:

@@ -423,10 +423,7 @@ def _find_session_key(order: object) -> str:
 def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "") -> list[str]:
     """What an operator should know about an override, seen from the policies that are in force.
 
-    Args:
-        override: as it stands.
-        plans: the policies.
-        session_key: by which its session was named; empty for none.
+    `session_key` is what its session was named by; empty for a hash, and for none.
     """
     target = override.target
     meant = [plan for plan in plans if override.policy in ("", plan.id)]

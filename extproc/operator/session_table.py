@@ -55,7 +55,6 @@ class Run:
     """One session, under one policy.
 
     Attributes:
-        name: of it.
         caller: the names and values of its descriptors, cut to what can be shown.
         last: when its last request came, in seconds since 1970.
         standing: the newest that is known.
@@ -209,12 +208,7 @@ def _find_tool(standing: Standing) -> str:
 
 
 def name_killer(killed: int, *, ordered: bool) -> str:
-    """What has killed a session, empty for nothing.
-
-    Args:
-        killed: index into `KILLED`.
-        ordered: an operator has.
-    """
+    """What has killed a session, empty for nothing: an operator, if that was ordered, or what `KILLED` has at that place."""
     return OPERATOR if ordered else KILLED[killed]
 
 

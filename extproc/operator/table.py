@@ -44,12 +44,7 @@ class Table(Generic[AnyRow, Document]):
     """Rows by key, which begins with the tenant; of too many the least recently used one makes room."""
 
     def __init__(self, most: int = MAX_ROWS, share: int = MAX_TENANT_ROWS) -> None:
-        """Start empty.
-
-        Args:
-            most: rows in all.
-            share: rows of one tenant.
-        """
+        """Start empty, with room for `most` rows in all and for `share` of one tenant."""
         self._share = share
         self._rows: LRU[tuple[str, ...], AnyRow] = LRU(most)
         self._tenants: dict[str, LRU[tuple[str, ...], AnyRow]] = {}

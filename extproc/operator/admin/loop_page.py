@@ -74,11 +74,7 @@ def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
 
 
 def draw_charts(curves: list[dict[str, Any]]) -> list[PolicyChart]:
-    """A chart for each policy and mode, the busiest first.
-
-    Args:
-        curves: of a report.
-    """
+    """A chart for each policy and mode in a report's curves, the busiest first."""
     ordered = sorted(curves, key=lambda curve: (curve["policy"], curve["mode"]))
     charts = [_draw(policy, mode, list(own)) for (policy, mode), own in groupby(ordered, _name_chart)]
     return sorted(charts, key=lambda chart: -sum(total for _, total in chart.actions))

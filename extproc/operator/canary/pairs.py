@@ -176,12 +176,7 @@ class Pairs:
         self._by_live: dict[str, list[Pair]] = {}
 
     def follow(self, pairings: Sequence[Pairing], now: float) -> None:
-        """Take other policies; those that are still the same go on where they were.
-
-        Args:
-            pairings: of the policies in force from now on.
-            now: in seconds since 1970.
-        """
+        """Take other policies; those that are still the same go on where they were. `now` is in seconds since 1970."""
         known = {pair.pairing: pair for pair in self._by_candidate.values()}
         pairs = [known.get(pairing) or Pair(pairing, now, self._make_samples()) for pairing in pairings]
         self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}
@@ -212,13 +207,7 @@ class Pairs:
         return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
 
     def compare(self, evaluation: Evaluation, decision: Decision, *, refused: bool) -> None:
-        """Count one request that has been decided, or the part of it that could be.
-
-        Args:
-            evaluation: of the request.
-            decision: about it.
-            refused: it goes no further.
-        """
+        """Count one request that has been decided, or the part of it that could be; one that is refused goes no further."""
         trace = group_by_policy(decision.trace)
         evaluation.trace = trace
         for outcome in trace:
@@ -248,14 +237,7 @@ def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
 
 
 def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
-    """Keep what a person wants to know about a disagreement.
-
-    Args:
-        pair: that disagrees.
-        about: from `Pair.compare`.
-        evaluation: of the request.
-        outcome: of the policy that does something, or more.
-    """
+    """Keep what a person wants to know about a disagreement; `outcome` is that of the policy that does something, or more."""
     request = evaluation.request
     tools = outcome.repeat.tools if outcome.repeat is not None else outcome.subject.tools
     method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)
