@@ -257,14 +257,9 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> A
     policy = str(given.get("policy", ALL_POLICIES))
     default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
     seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
-    caller, session = given.get("caller", ""), given.get("session", "")
-    target = Target(
-        caller if isinstance(caller, str) else "",
-        caller if isinstance(caller, tuple) else (),
-        str(session),
-        str(given.get("fingerprint", "")),
-        str(given.get("tool", "")),
-    )
+    caller = given.get("caller", "")
+    named = {"caller": caller} if isinstance(caller, str) else {"descriptors": caller}
+    target = Target(**named, **{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
     identity: list[object] = [kind, policy, target]
     if kind == GRANT:
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first

@@ -222,10 +222,7 @@ class Reporter:
     def _report_missing(self, group: CandidateGroup) -> None:
         for policy, key in group.missing:
             self._metrics.missing_descriptor.labels(policy, key).inc()
-            reminder = self._reminders.get((policy, key))
-            if reminder is None:
-                reminder = self._reminders[policy, key] = Reminder(_REMIND_SECONDS)
-            requests = reminder.take(perf_counter())
+            requests = self._reminders.setdefault((policy, key), Reminder(_REMIND_SECONDS)).take(perf_counter())
             if requests and (suppressed := self._missing.take(perf_counter())) is not None:
                 extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
