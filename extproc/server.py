@@ -118,8 +118,8 @@ class Server:
         self._health = Health()
         # Only the one chosen is imported.
         self._grpc: Transport = resolve_name(_TRANSPORTS[settings.transport])(self.service, self._health)
-        self._sharing = Sharing(self.service.pairs, store)
         replica = make_replica_name()
+        self._sharing = Sharing(self.service.pairs, store, replica)
         self._events = open_events(settings, f"loopguard/{replica}", metrics)
         reporter = self.service.reporter
         loops = Board("loops", LoopDocument, reporter.loops, store, self._shows_callers, replica)

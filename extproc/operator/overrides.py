@@ -80,15 +80,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadOrderError(LoopguardError):
-    """What was asked for is no override.
-
-    Attributes:
-        problems: everything that is wrong with it.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
-        super().__init__("; ".join(self.problems))
+    """What was asked for is no override; the message has everything that is wrong with it."""
 
 
 class Seen(NamedTuple):
@@ -253,7 +245,7 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> A
     given = _read_fields(order)
     kind = str(given["kind"])
     if problems := list(_find_misfits(kind, given)):
-        raise BadOrderError(problems)
+        raise BadOrderError("; ".join(problems))
     policy = str(given.get("policy", ALL_POLICIES))
     default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
     seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
@@ -306,7 +298,7 @@ def _find_release_seconds(policy: str, plans: Iterable[Plan]) -> int:
 
 def _read_fields(order: object) -> dict[str, Any]:
     if not isinstance(order, dict):
-        raise BadOrderError([f"an override is an object, not {describe(order)}"])
+        raise BadOrderError(f"an override is an object, not {describe(order)}")
     known = ", ".join(_READERS)
     problems = [f"{describe(key)}: unknown key; known keys are {known}" for key in order if key not in _READERS]
     given: dict[str, Any] = {}
@@ -326,7 +318,7 @@ def _read_fields(order: object) -> dict[str, Any]:
     if not {"caller", "session", "fingerprint", "tool"} & order.keys():
         problems.append("a target is required: caller, session, fingerprint or tool")
     if problems:
-        raise BadOrderError(problems)
+        raise BadOrderError("; ".join(problems))
     return given
 
 

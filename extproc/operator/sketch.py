@@ -20,13 +20,11 @@ _ABOVE_ALL = "g"
 
 
 class Sketch:
-    """A set of hashes, each 16 hex digits."""
+    """A set of hashes, each 16 hex digits; fewer than `SIZE` are counted exactly."""
 
-    __slots__ = ("_bound", "_kept", "_size")
+    __slots__ = ("_bound", "_kept")
 
-    def __init__(self, hashes: Iterable[str] = (), size: int = SIZE) -> None:
-        """Start with these; fewer than `size` are counted exactly."""
-        self._size = size
+    def __init__(self, hashes: Iterable[str] = ()) -> None:
         self._kept: list[str] = []  # ascending
         self._bound = _ABOVE_ALL
         for name in hashes:
@@ -41,9 +39,9 @@ class Sketch:
         if place < len(kept) and kept[place] == name:
             return
         kept.insert(place, name)
-        if len(kept) > self._size:
+        if len(kept) > SIZE:
             kept.pop()
-        if len(kept) == self._size:
+        if len(kept) == SIZE:
             self._bound = kept[-1]
 
     def list_kept(self) -> list[str]:
@@ -53,10 +51,10 @@ class Sketch:
     @property
     def exact(self) -> bool:
         """None has been left out."""
-        return len(self._kept) < self._size
+        return len(self._kept) < SIZE
 
     def count(self) -> int:
         """How many different ones there were, or nearly."""
         if self.exact:
             return len(self._kept)
-        return round((self._size - 1) / ((int(self._bound, 16) + 1) / _SPREAD))
+        return round((SIZE - 1) / ((int(self._bound, 16) + 1) / _SPREAD))
