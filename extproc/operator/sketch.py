@@ -20,11 +20,13 @@ _ABOVE_ALL = "g"
 
 
 class Sketch:
-    """A set of hashes, each 16 hex digits; fewer than `SIZE` are counted exactly."""
+    """A set of hashes, each 16 hex digits."""
 
-    __slots__ = ("_bound", "_kept")
+    __slots__ = ("_bound", "_kept", "_size")
 
-    def __init__(self, hashes: Iterable[str] = ()) -> None:
+    def __init__(self, hashes: Iterable[str] = (), size: int = SIZE) -> None:
+        """Start with these; fewer than `size` are counted exactly."""
+        self._size = size
         self._kept: list[str] = []  # ascending
         self._bound = _ABOVE_ALL
         for name in hashes:
@@ -39,9 +41,9 @@ class Sketch:
         if place < len(kept) and kept[place] == name:
             return
         kept.insert(place, name)
-        if len(kept) > SIZE:
+        if len(kept) > self._size:
             kept.pop()
-        if len(kept) == SIZE:
+        if len(kept) == self._size:
             self._bound = kept[-1]
 
     def list_kept(self) -> list[str]:
@@ -51,10 +53,10 @@ class Sketch:
     @property
     def exact(self) -> bool:
         """None has been left out."""
-        return len(self._kept) < SIZE
+        return len(self._kept) < self._size
 
     def count(self) -> int:
         """How many different ones there were, or nearly."""
         if self.exact:
             return len(self._kept)
-        return round((SIZE - 1) / ((int(self._bound, 16) + 1) / _SPREAD))
+        return round((self._size - 1) / ((int(self._bound, 16) + 1) / _SPREAD))
