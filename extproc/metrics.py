@@ -44,12 +44,13 @@ class Metrics:
             registry.register(_Shown(lambda: _show_buckets(f"{_PREFIX}_{name}", text, buckets)))
             return buckets
 
-        def decided(name: str, text: str, decisions: Decisions) -> Decisions:
-            registry.register(_Shown(lambda: _show_decisions(f"{_PREFIX}_{name}", text, decisions)))
+        def decided(name: str, text: str) -> Decisions:
+            decisions: Decisions = {}
+            self.show_counts(name, text, ("policy", "mode", "action"), lambda: decisions.copy().items())
             return decisions
 
-        self.decisions = decided("requests_total", "Requests that a policy counted, by action", {})
-        self.loops = decided("loops_detected_total", "Counted requests that were part of a loop", {})
+        self.decisions = decided("requests_total", "Requests that a policy counted, by action")
+        self.loops = decided("loops_detected_total", "Counted requests that were part of a loop")
         by_detector = ("policy", "detector", "mode", "action")
         self.detections = counter("detections_total", "Requests that were part of a loop, by detector", *by_detector)
         self.compared_exactly = counter(
@@ -108,7 +109,10 @@ class Metrics:
         )
         self.policy_expired = gauge("policy_expired", "Expired policy files that are still in force")
         self.list_unenforced: Callable[[], list[tuple[str, str]]] = list  # policy and part of each
-        registry.register(_Shown(lambda: _show_unenforced(self.list_unenforced())))
+        text = "Parts of bundles that are not enforced (--allow-unenforced)"
+        self.show_counts(
+            "unenforced", text, ("policy", "part"), lambda: Counted(self.list_unenforced()).items(), GaugeMetricFamily
+        )
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
         self.handover_errors = counter(
@@ -119,15 +123,6 @@ class Metrics:
         self.tls_reloads = counter("tls_reloads_total", "TLS certificate reloads, by result", "result")
         self.tls_not_after = gauge("tls_not_after_seconds", "Expiry of the TLS certificate in use, in seconds since 1970")
         self.tls_refused = counter("tls_refused_total", "Connections refused in the TLS handshake (transport fast)")
-        self._add_sessions()
-        self._begin()
-
-    def _add_sessions(self) -> None:
-        """Register those of the limits of sessions."""
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, labels, namespace=_PREFIX, registry=self.registry)
-
         self.access_log_entries = counter(
             "access_log_entries_total",
             "Access log entries about session requests; dropped: too many; unknown: no session waits for it",
@@ -139,6 +134,7 @@ class Metrics:
         self.session_overflow = counter("session_overflow_total", text, "policy")
         text = "Requests from which used-up tools could not be removed"
         self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")
+        self._begin()
 
     def _begin(self) -> None:
         """Have what is alerted on there from the start: a counter's first event goes unseen where the series begins with it."""
@@ -154,9 +150,23 @@ class Metrics:
             self.policy_reloads.labels(result)
             self.tls_reloads.labels(result)
 
-    def show_counts(self, name: str, text: str, labels: Sequence[str], read: Callable[[], Iterable[Counts]]) -> None:
-        """Have a counter, which is kept elsewhere, read at a scrape: a value for each set of labels."""
-        self.registry.register(_Shown(lambda: _show_counts(f"{_PREFIX}_{name}", text, labels, read())))
+    def show_counts(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        read: Callable[[], Iterable[Counts]],
+        kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
+    ) -> None:
+        """Have numbers, which are kept elsewhere, read at a scrape: a value for each set of labels."""
+
+        def show() -> Metric:
+            shown = kind(f"{_PREFIX}_{name}", text, labels=labels)
+            for values, count in read():
+                shown.add_metric(values, count)
+            return shown
+
+        self.registry.register(_Shown(show))
 
 
 class _Shown(Collector):
@@ -169,25 +179,6 @@ class _Shown(Collector):
         return [self._show()]
 
     describe = collect  # the registry asks for the names
-
-
-def _show_counts(name: str, text: str, labels: Sequence[str], counts: Iterable[Counts]) -> Metric:
-    shown = CounterMetricFamily(name, text, labels=labels)
-    for values, count in counts:
-        shown.add_metric(values, count)
-    return shown
-
-
-def _show_unenforced(parts: Iterable[tuple[str, str]]) -> Metric:
-    text = "Parts of bundles that are not enforced (--allow-unenforced)"
-    shown = GaugeMetricFamily(f"{_PREFIX}_unenforced", text, labels=("policy", "part"))
-    for labels, count in Counted(parts).items():
-        shown.add_metric(labels, count)
-    return shown
-
-
-def _show_decisions(name: str, text: str, decisions: Decisions) -> Metric:
-    return _show_counts(name, text, ("policy", "mode", "action"), decisions.copy().items())
 
 
 def _show_buckets(name: str, text: str, buckets: Buckets) -> Metric:

@@ -48,6 +48,16 @@ def option(
     return field(default=parse(default) if isinstance(default, str) else default, metadata=metadata)
 
 
+def switch(text: str) -> Any:  # noqa: ANN401  # as dataclasses.field
+    """Declare an option that is off unless it is given; `text` says what it is for."""
+    return option(False, parse_switch, text)
+
+
+def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401  # as dataclasses.field
+    """Declare an option that is one of these words, the first of them by default; `text` says what it is for."""
+    return option(default or words[0], parse_one_of(*words), text, "|".join(words))
+
+
 def parse_switch(text: str) -> bool:
     """A switch, which as a flag takes no value.
 
@@ -136,10 +146,7 @@ def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: 
 def add_flags(parser: argparse.ArgumentParser, declared: type[Options], prefix: str = "") -> None:
     """One flag for each option; what is not given stays out of the namespace.
 
-    Args:
-        parser: takes the flags.
-        declared: the options.
-        prefix: of the environment's variables, which the help then names as well.
+    Where the environment's variables have a prefix, the help names them as well.
     """
     for item in fields(declared):
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:

@@ -366,15 +366,7 @@ def _compile(
     checked: datetime | None = None,
     unreadable: Sequence[BundleError] = (),
 ) -> _Loaded:
-    """Compile policy files, and free all that is not needed any more; runs in a worker thread during a reload.
-
-    Args:
-        files: contents by name.
-        settings: of the server.
-        now: decides what has expired.
-        checked: when that was decided, unless it is now.
-        unreadable: why further files cannot be read.
-    """
+    """See `build`; all that is not needed any more is freed. Runs in a worker thread during a reload."""
     archive = _Archive({file: zlib.compress(data, _LEVEL) for file, data in files.items()}, checked or now)
     with _uncollected():
         policies, engine = build(
@@ -403,9 +395,7 @@ def _digest(policy: Policy) -> int:
 def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
     """What a reload did: the ids of policies that it `added`, `removed` and `changed`, None for none.
 
-    Args:
-        before: a digest of each policy, by its id.
-        after: the same.
+    It goes by a digest of each policy, by its id.
     """
     found = {
         "added": [name for name in after if name not in before],

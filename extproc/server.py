@@ -9,11 +9,10 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from http import HTTPStatus
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import msgspec
@@ -117,17 +116,10 @@ class Server:
         metrics.list_unenforced = lambda: [(part.policy, part.part) for part in self._list_unenforced()]
         self._overrides = OverrideService(store, self.service, metrics)
         self._health = Health()
-        self._grpc = _import_transport(settings.transport)(self.service, self._health)
-        self._sharing = Sharing(self.service.pairs, store)
-        pages = {
-            "/healthz": self._healthz,
-            "/readyz": self._readyz,
-            "/policies": self._policies,
-            "/canary": self._canary,
-            "/canary/states": self._canary_states,
-            "/canary/samples": self._canary_samples,
-        }
+        # Only the one chosen is imported.
+        self._grpc: Transport = resolve_name(_TRANSPORTS[settings.transport])(self.service, self._health)
         replica = make_replica_name()
+        self._sharing = Sharing(self.service.pairs, store, replica)
         self._events = open_events(settings, f"loopguard/{replica}", metrics)
         reporter = self.service.reporter
         loops = Board("loops", LoopDocument, reporter.loops, store, self._shows_callers, replica)
@@ -137,7 +129,12 @@ class Server:
         loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers)
         session_pages = SessionPages(sessions, self._shows_callers)
         routes = [
-            *(route_page(path, make) for path, make in pages.items()),
+            route_page("/healthz", self._healthz),
+            route_page("/readyz", self._readyz),
+            route_page("/policies", self._policies),
+            route_page("/canary", self._canary),
+            route_page("/canary/states", self._canary_states),
+            route_page("/canary/samples", self._canary_samples),
             route_loop_page(loop_pages, session_pages),
             *loop_pages.list_routes(),
             *session_pages.list_routes(),
@@ -340,13 +337,6 @@ class Server:
         return asyncio.run_coroutine_threadsafe(self._sharing.collect(), self._loop).result(_ANSWER_SECONDS)
 
 
-def _import_transport(name: str) -> Callable[[Service, Health], Transport]:
-    """The class behind a transport's name; only the one chosen is imported."""
-    module, _, attribute = _TRANSPORTS[name].partition(":")
-    made: Callable[[Service, Health], Transport] = getattr(import_module(module), attribute)
-    return made
-
-
 def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Seen:
     """The hashes in what all replicas have reported."""
     rows: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
@@ -361,11 +351,9 @@ def _drop_zero(number: float | None) -> float | None:
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
     """Until the event, or that long."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-    except TimeoutError:
-        pass
 
 
 def freeze_objects() -> None:

@@ -5,7 +5,6 @@ that answers. No request waits for either. A replica that drains publishes once 
 is gone, so that a restart loses nothing; one that is killed loses the last two seconds.
 """
 # interpreted: works beside the requests
-# interpreted: works beside the requests
 
 from __future__ import annotations
 
@@ -14,11 +13,12 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import time
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
 from extproc.errors import StoreError
+from extproc.operator.table import Table
 from extproc.store import Store
 from extproc.store.rules.documents import MAX_DOCUMENT, make_replica_name
 
@@ -35,7 +35,6 @@ _COLLECT_SECONDS = 1.0
 _LEAST_CUT = 10
 
 AnyDocument = TypeVar("AnyDocument", bound="BoardDocument")
-Document_co = TypeVar("Document_co", bound="BoardDocument", covariant=True)
 
 
 class BoardDocument(Protocol):
@@ -48,23 +47,6 @@ class BoardDocument(Protocol):
     @classmethod
     def merge(cls, documents: Iterable[Self], now: float) -> Self:
         """One document of several replicas', without what has been quiet for too long; `now` in seconds since 1970."""
-        ...
-
-
-class SharedTable(Protocol[Document_co]):
-    """A table that is published."""
-
-    @property
-    def changes(self) -> int:
-        """The number of times that anything was noted."""
-        ...
-
-    def drop_quiet(self, before: float) -> None:
-        """Forget what has been quiet since before then, in seconds since 1970."""
-        ...
-
-    def make_document(self, *, shows_callers: bool) -> Document_co:
-        """The document about it; callers' values leave this process only where they may be shown."""
         ...
 
 
@@ -95,21 +77,12 @@ class Board(Generic[AnyDocument]):
         self,
         name: str,
         kind: type[AnyDocument],
-        table: SharedTable[AnyDocument],
+        table: Table[Any, AnyDocument],
         store: Store,
         shows_callers: Callable[[], bool],
         replica: str = "",
     ) -> None:
-        """Nothing is shared until `share` runs.
-
-        Args:
-            name: of the board.
-            kind: of its documents.
-            table: of this replica.
-            store: that has the board.
-            shows_callers: whether callers' values may be shown now.
-            replica: the name of this one; a new one where it is empty.
-        """
+        """Nothing is shared until `share` runs; a replica without a name gets a new one."""
         self.replica = replica or make_replica_name()
         self._name = name
         self._kind = kind

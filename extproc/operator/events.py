@@ -30,7 +30,7 @@ from extproc.errors import LoopguardError, UsageError
 from extproc.logs import Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.loop_rows import Loop
-from extproc.operator.session_table import Run, convert_amount, convert_dollars, name_killer
+from extproc.operator.session_table import Run, RunName, convert_amount, convert_dollars, name_killer
 from extproc.settings import Settings
 
 if TYPE_CHECKING:
@@ -303,12 +303,7 @@ class LoopEvents:
         self._told: dict[tuple[str, ...], tuple[Loop, int]] = {}
 
     def look(self, loops: Sequence[Loop], now: float) -> None:
-        """Tell what has changed since the last look.
-
-        Args:
-            loops: of the table.
-            now: in seconds since 1970; a loop that has been quiet for a minute has ended.
-        """
+        """Tell what has changed since the last look; `now` is in seconds since 1970."""
         going_on = {loop.name: loop for loop in loops if now - loop.last < QUIET_SECONDS}
         for name, (loop, strictest) in list(self._told.items()):
             if name not in going_on:
@@ -352,31 +347,30 @@ class SessionEvents:
     def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
         self._emit = emit
         self._shows_callers = shows_callers
-        self._told: dict[tuple[str, ...], tuple[str, str]] = {}
+        self._told: dict[RunName, tuple[str, str]] = {}
 
     def look(self, runs: Sequence[Run]) -> None:
         """Tell what has changed since the last look: of each session another limit, or what kills it, once."""
-        told: dict[tuple[str, ...], tuple[str, str]] = {}
+        told: dict[RunName, tuple[str, str]] = {}
         for run in runs:
-            name = run.policy, run.mode, run.tenant, run.session
-            known_limit, known_killer = self._told.get(name, ("", ""))
+            known_limit, known_killer = self._told.get(run.name, ("", ""))
             killer = name_killer(run.standing.killed, ordered=run.ordered)
             limit = run.refusal.limit if run.refusal is not None and run.refusal.at >= run.began else ""
             if killer and killer != known_killer:
-                self._emit("session_killed", run.policy, self._describe(run))
+                self._emit("session_killed", run.name.policy, self._describe(run))
             elif limit and limit != known_limit and not killer:
-                self._emit("session_limited", run.policy, self._describe(run))
-            told[name] = limit, killer
+                self._emit("session_limited", run.name.policy, self._describe(run))
+            told[run.name] = limit, killer
         self._told = told
 
     def _describe(self, run: Run) -> dict[str, object]:
         standing, refusal = run.standing, run.refusal
         return {
-            "gen_ai.agent.id": run.tenant,
-            "gen_ai.conversation.id": run.session,
+            "gen_ai.agent.id": run.name.tenant,
+            "gen_ai.conversation.id": run.name.session,
             "gen_ai.tool.name": (refusal.tool or None) if refusal is not None else None,
-            "policy": run.policy,
-            "mode": run.mode,
+            "policy": run.name.policy,
+            "mode": run.name.mode,
             "caller": dict(run.caller) if self._shows_callers() else None,
             "killed": name_killer(standing.killed, ordered=run.ordered) or None,
             "limit": refusal.limit if refusal is not None else None,

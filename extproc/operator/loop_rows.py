@@ -96,6 +96,16 @@ class Line(msgspec.Struct, array_like=True):
     minute: int
     counts: list[int]
 
+    def add(self, minute: int) -> None:
+        """One more request."""
+        if minute > self.minute:
+            self.counts, self.minute = self.list_counts(minute), minute
+        self.counts[-1] += 1
+
+    def list_counts(self, minute: int) -> list[int]:
+        """The hour that ends with this minute, oldest first."""
+        return [*self.counts[:MINUTES], *[0] * min(MINUTES, max(0, minute - self.minute))][-MINUTES:]
+
 
 class LoopDocument(msgspec.Struct, array_like=True):
     """What one replica publishes, or what all of them know.
@@ -145,7 +155,6 @@ def merge_lines(lines: Iterable[Line], minute: int) -> list[Line]:
     merged: dict[tuple[str, str, str], Line] = {}
     for line in lines:
         key = (line.policy, line.mode, line.action)
-        shifted = ([*line.counts[:MINUTES], *[0] * max(0, minute - line.minute)])[-MINUTES:]
         known = merged.setdefault(key, Line(*key, minute, [0] * MINUTES))
-        known.counts = [one + other for one, other in zip(known.counts, shifted, strict=True)]
+        known.counts = [one + other for one, other in zip(known.counts, line.list_counts(minute), strict=True)]
     return [merged[key] for key in sorted(merged) if any(merged[key].counts)]

@@ -13,7 +13,7 @@ import msgspec
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.candidates import Candidate
 from extproc.engine.evaluation import Evaluation
-from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument
+from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table, cut_caller
 from extproc.request.http import cut_text
 from extproc.sessions.prices import read_model
@@ -22,39 +22,7 @@ _MAX_CURVES: Final = 1_000
 _PATH_SHOWN: Final = 256
 
 
-class Curve:
-    """How many requests were acted on in each minute of the last hour.
-
-    Attributes:
-        minute: the newest one that counts anything, since 1970.
-        counts: a number for each minute, that of minute m at m modulo `MINUTES`.
-    """
-
-    __slots__ = ("counts", "minute")
-
-    def __init__(self, minute: int) -> None:
-        self.minute = minute
-        self.counts = [0] * MINUTES
-
-    def add(self, minute: int) -> None:
-        """One more request."""
-        if minute != self.minute:
-            self._go_on_to(minute)
-        self.counts[minute % MINUTES] += 1
-
-    def list_counts(self, minute: int) -> list[int]:
-        """The hour that ends with this minute, oldest first."""
-        oldest = minute - MINUTES + 1
-        known = range(self.minute - MINUTES + 1, self.minute + 1)
-        return [self.counts[at % MINUTES] if at in known else 0 for at in range(oldest, minute + 1)]
-
-    def _go_on_to(self, minute: int) -> None:
-        for between in range(max(self.minute + 1, minute - MINUTES + 1), minute + 1):
-            self.counts[between % MINUTES] = 0
-        self.minute = minute
-
-
-class LoopTable(Table[Loop]):
+class LoopTable(Table[Loop, LoopDocument]):
     """The loops of one process.
 
     Attributes:
@@ -63,7 +31,7 @@ class LoopTable(Table[Loop]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.curves: dict[tuple[str, str, str], Curve] = {}
+        self.curves: dict[tuple[str, str, str], Line] = {}
 
     def note(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> Loop:
         """One detector's outcome for one request, which is not ALLOW; returns its loop."""
@@ -89,15 +57,14 @@ class LoopTable(Table[Loop]):
         if not shows_callers:
             rows = [msgspec.structs.replace(loop, caller=[]) for loop in rows]
         minute = int(time()) // 60
-        lines = [Line(*key, minute, curve.list_counts(minute)) for key, curve in self.curves.copy().items()]
-        return LoopDocument(rows, [line for line in lines if any(line.counts)])
+        return LoopDocument(rows, merge_lines(self.curves.copy().values(), minute))
 
     def _draw(self, key: tuple[str, str, str], minute: int) -> None:
         curve = self.curves.get(key)
         if curve is None:
             if len(self.curves) >= _MAX_CURVES:
                 return
-            curve = self.curves[key] = Curve(minute)
+            curve = self.curves[key] = Line(*key, minute, [0] * MINUTES)
         curve.add(minute)
 
 

@@ -76,18 +76,11 @@ _EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
 _HASH = re.compile(r"[0-9a-f]{16}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8}")
 _POLICY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadOrderError(LoopguardError):
-    """What was asked for is no override.
-
-    Attributes:
-        problems: everything that is wrong with it.
-    """
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
-        super().__init__("; ".join(self.problems))
+    """What was asked for is no override; the message has everything that is wrong with it."""
 
 
 class Seen(NamedTuple):
@@ -252,18 +245,13 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> A
     given = _read_fields(order)
     kind = str(given["kind"])
     if problems := list(_find_misfits(kind, given)):
-        raise BadOrderError(problems)
+        raise BadOrderError("; ".join(problems))
     policy = str(given.get("policy", ALL_POLICIES))
     default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
     seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
-    caller, session = given.get("caller", ""), given.get("session", "")
-    target = Target(
-        caller if isinstance(caller, str) else "",
-        caller if isinstance(caller, tuple) else (),
-        str(session),
-        str(given.get("fingerprint", "")),
-        str(given.get("tool", "")),
-    )
+    caller = given.get("caller", "")
+    named = {"caller": caller} if isinstance(caller, str) else {"descriptors": caller}
+    target = Target(**named, **{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
     identity: list[object] = [kind, policy, target]
     if kind == GRANT:
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
@@ -310,7 +298,7 @@ def _find_release_seconds(policy: str, plans: Iterable[Plan]) -> int:
 
 def _read_fields(order: object) -> dict[str, Any]:
     if not isinstance(order, dict):
-        raise BadOrderError([f"an override is an object, not {describe(order)}"])
+        raise BadOrderError(f"an override is an object, not {describe(order)}")
     known = ", ".join(_READERS)
     problems = [f"{describe(key)}: unknown key; known keys are {known}" for key in order if key not in _READERS]
     given: dict[str, Any] = {}
@@ -330,22 +318,14 @@ def _read_fields(order: object) -> dict[str, Any]:
     if not {"caller", "session", "fingerprint", "tool"} & order.keys():
         problems.append("a target is required: caller, session, fingerprint or tool")
     if problems:
-        raise BadOrderError(problems)
+        raise BadOrderError("; ".join(problems))
     return given
 
 
 def _find_broken(value: object) -> str:
     """A text in a field that has half of a surrogate pair, which JSON can spell and nothing can write; empty for none."""
     texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
-    return next((text for text in texts if isinstance(text, str) and _is_broken(text)), "")
-
-
-def _is_broken(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+    return next((text for text in texts if isinstance(text, str) and _SURROGATE.search(text)), "")
 
 
 def _read_kind(value: object) -> str:
@@ -430,10 +410,7 @@ def _find_session_key(order: object) -> str:
 def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "") -> list[str]:
     """What an operator should know about an override, seen from the policies that are in force.
 
-    Args:
-        override: as it stands.
-        plans: the policies.
-        session_key: by which its session was named; empty for none.
+    `session_key` is what its session was named by; empty for a hash, and for none.
     """
     target = override.target
     meant = [plan for plan in plans if override.policy in ("", plan.id)]

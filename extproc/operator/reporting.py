@@ -18,7 +18,7 @@ from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
-from extproc.operator.session_table import OVERFLOW, SessionTable
+from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
 from extproc.sessions.limits import NARROW, SessionSubject
 from extproc.store.rules.session import Standing
 
@@ -135,18 +135,9 @@ class Reporter:
                 metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
-            self.sessions.note(
-                policy,
-                mode,
-                candidate.tenant,
-                candidate.session,
-                candidate.values,
-                standing,
-                candidate.model,
-                candidate.find_last_tool(),
-                candidate.call,
-                now,
-            )
+            name = RunName(candidate.tenant, policy, mode, candidate.session)
+            tool = candidate.find_last_tool()
+            self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now)
 
     def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
         """Requests that sessions have let through, and that go no further; `status` is of their answer, 0 for none."""
@@ -155,9 +146,8 @@ class Reporter:
             if isinstance(standing, Standing):
                 shared = candidate.standing is not None and candidate.standing.shared  # a settlement's answer does not say
                 session = OVERFLOW if shared else candidate.session
-                names = (candidate.plan.id, candidate.guard.mode, candidate.tenant, session)
-                model, call = candidate.model, candidate.call
-                self.sessions.settle(*names, standing, model, call, status, None, now, refused=True)
+                name = RunName(candidate.tenant, candidate.plan.id, candidate.guard.mode, session)
+                self.sessions.settle(name, standing, candidate.model, candidate.call, status, None, now, refused=True)
 
     def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
         """What became of requests of sessions."""
@@ -170,18 +160,8 @@ class Reporter:
             if standing.retry:
                 self.report_unknown_calls(1)
             else:
-                self.sessions.settle(
-                    each.policy,
-                    each.mode,
-                    each.tenant,
-                    each.session,
-                    standing,
-                    each.model,
-                    each.settlement.call,
-                    entry.status,
-                    usage,
-                    now,
-                )
+                name = RunName(each.tenant, each.policy, each.mode, each.session)
+                self.sessions.settle(name, standing, each.model, each.settlement.call, entry.status, usage, now)
 
     def report_unknown_calls(self, calls: int) -> None:
         """The access log tells of calls that no session has open: they were settled before, or too late, or are made up."""
@@ -242,10 +222,7 @@ class Reporter:
     def _report_missing(self, group: CandidateGroup) -> None:
         for policy, key in group.missing:
             self._metrics.missing_descriptor.labels(policy, key).inc()
-            reminder = self._reminders.get((policy, key))
-            if reminder is None:
-                reminder = self._reminders[policy, key] = Reminder(_REMIND_SECONDS)
-            requests = reminder.take(perf_counter())
+            requests = self._reminders.setdefault((policy, key), Reminder(_REMIND_SECONDS)).take(perf_counter())
             if requests and (suppressed := self._missing.take(perf_counter())) is not None:
                 extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
@@ -268,10 +245,9 @@ class Reporter:
             self.report_failure("a loop could not be reported", error, policy=outcome.policy)
 
     def _log_loop(self, loop: Loop, outcome: Outcome) -> None:
-        suppressed = self._take_line(loop.tenant)
-        if suppressed is None:
-            return
-        extra = make_extra(
+        self._warn(
+            "loop detected",
+            loop.tenant,
             policy=loop.policy,
             detector=loop.detector,
             mode=loop.mode,
@@ -285,9 +261,7 @@ class Reporter:
             tool=" ".join(loop.tools) or None,
             route=loop.route or None,
             path=loop.path,
-            suppressed=suppressed or None,
         )
-        _LOG.warning("loop detected", extra=extra)
 
     def _report_limit(self, evaluation: Evaluation, outcome: Outcome, subject: SessionSubject) -> None:
         """A line for a session's first refusal in a row, its second, its fourth and so on."""
@@ -301,11 +275,10 @@ class Reporter:
                 self._log_limit(candidate, outcome, subject)
 
     def _log_limit(self, candidate: SessionCandidate, outcome: Outcome, subject: SessionSubject) -> None:
-        suppressed = self._take_line(outcome.tenant)
-        if suppressed is None:
-            return
         used, allowed = subject.shown
-        extra = make_extra(
+        self._warn(
+            "session limit reached",
+            outcome.tenant,
             policy=outcome.policy,
             mode=outcome.mode,
             action=outcome.action.value,
@@ -316,12 +289,10 @@ class Reporter:
             session=candidate.session,
             tenant=outcome.tenant,
             descriptors=dict(candidate.values) if self.show_callers else None,
-            suppressed=suppressed or None,
         )
-        _LOG.warning("session limit reached", extra=extra)
 
-    def _take_line(self, tenant: str) -> int | None:
-        """None when the tenant, or all together, have had their lines; else how many were suppressed since the last."""
+    def _warn(self, message: str, tenant: str, /, **shown: object) -> None:
+        """One line, unless the tenant, or all together, have had theirs; it says how many were suppressed since the last."""
         limit = self._tenants.use(tenant)
         if limit is None:
             limit = RateLimit(_DETECTIONS_PER_TENANT)
@@ -329,4 +300,5 @@ class Reporter:
         now = perf_counter()
         own = limit.take(now)
         every = None if own is None else self._detections.take(now)
-        return None if own is None or every is None else own + every
+        if own is not None and every is not None:
+            _LOG.warning(message, extra=make_extra(**shown, suppressed=own + every or None))

@@ -25,16 +25,27 @@ _SKEW = 1.0
 
 
 class CallRow(msgspec.Struct, array_like=True):
-    """A call; see `SessionCall`."""
+    """One request of a session that was let through.
+
+    Attributes:
+        name: the step's; replicas tell each other the first bytes of it.
+        at: when it was seen first, in seconds since 1970.
+        model: that is asked, empty where it is unknown.
+        tools: the one that was called last; empty for none.
+        status: of the answer; 0 while that is not known, or where there was none.
+        tokens: as in `Usage`, None where they were not said.
+        settled: what became of it is known.
+        refused: another guard refused it after all.
+    """
 
     name: bytes
     at: float
     model: str
     tools: list[str]
-    status: int
-    tokens: list[int] | None
-    settled: bool
-    refused: bool
+    status: int = 0
+    tokens: tuple[int, ...] | None = None
+    settled: bool = False
+    refused: bool = False
 
     def absorb(self, other: CallRow) -> None:
         """Take what a replica knows of the same call that has seen it later."""

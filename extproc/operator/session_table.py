@@ -5,7 +5,9 @@ What a session has used up comes from its ledger, which all replicas share; this
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.table import NAME_SHOWN, Table, cut_caller
@@ -27,47 +29,32 @@ _UNKNOWN: Final = Standing()
 """Of a session of which nothing is known yet."""
 
 
-class SessionCall:
-    """One request of a session that was let through.
-
-    Attributes:
-        name: the step's.
-        at: when it was seen first, in seconds since 1970.
-        model: that is asked, empty where it is unknown.
-        tool: that was called last, empty for none.
-        status: of the answer; 0 while that is not known, or where there was none.
-        usage: its tokens, None where it was not said.
-        settled: what became of it is known.
-        refused: another guard refused it after all.
-    """
-
-    __slots__ = ("at", "model", "name", "refused", "settled", "status", "tool", "usage")
-
-    def __init__(self, name: bytes, at: float, model: str, tool: str) -> None:
-        self.name = name
-        self.at = at
-        self.model = model
-        self.tool = tool
-        self.status = 0
-        self.usage: Usage | None = None
-        self.settled = False
-        self.refused = False
-
-
-_NO_CALL: Final = SessionCall(b"", 0.0, "", "")
+_NO_CALL: Final = CallRow(b"", 0.0, "", [])
 
 _CALL_NAME: Final = 4
 """Bytes of a call's name that tell it from the others of its session."""
+
+
+class RunName(NamedTuple):
+    """What tells a session from others.
+
+    Attributes:
+        tenant: hash of the caller, 16 hex digits.
+        policy: id of the one that it is under.
+        mode: `enforce` or `shadow`.
+        session: hash of its name, or `OVERFLOW`.
+    """
+
+    tenant: str
+    policy: str
+    mode: str
+    session: str
 
 
 class Run:
     """One session, under one policy.
 
     Attributes:
-        policy: its id.
-        mode: `enforce` or `shadow`.
-        tenant: hash of the caller, 16 hex digits.
-        session: hash of its name, or `OVERFLOW`.
         caller: the names and values of its descriptors, cut to what can be shown.
         last: when its last request came, in seconds since 1970.
         standing: the newest that is known.
@@ -77,18 +64,15 @@ class Run:
         calls: its newest, oldest first.
     """
 
-    def __init__(self, policy: str, mode: str, tenant: str, session: str, now: float) -> None:
-        self.policy = policy
-        self.mode = mode
-        self.tenant = tenant
-        self.session = session
+    def __init__(self, name: RunName, now: float) -> None:
+        self.name = name
         self.caller: list[tuple[str, str]] = []
         self.last = now
         self.standing = _UNKNOWN
         self.told = now
         self.ordered = False
         self.refusal: SessionRefusal | None = None
-        self.calls: list[SessionCall] = []
+        self.calls: list[CallRow] = []
 
     @property
     def began(self) -> float:
@@ -101,16 +85,23 @@ class Run:
             self.standing = standing
             self.told = now
 
-    def add_call(self, name: bytes, model: str, tool: str, now: float) -> SessionCall:
+    def add_call(self, name: bytes, model: str, tool: str, now: float) -> CallRow:
         """A call that becomes known; the oldest makes room."""
         last = self.calls[-1] if self.calls else _NO_CALL
-        call = SessionCall(name, now, _cut_name(model, last.model), _cut_name(tool, last.tool))
+        tools = [tool] if tool else []
+        # Mostly model and tool are those of the call before, and are kept once.
+        call = CallRow(
+            name,
+            now,
+            last.model if model == last.model else cut_text(model, NAME_SHOWN),
+            last.tools if tools == last.tools else [cut_text(each, NAME_SHOWN) for each in tools],
+        )
         self.calls.append(call)
         if len(self.calls) > MAX_CALLS:
             del self.calls[0]
         return call
 
-    def find_call(self, name: bytes) -> SessionCall | None:
+    def find_call(self, name: bytes) -> CallRow | None:
         """A call that is known; None for one that is not."""
         for call in reversed(self.calls):
             if call.name == name:
@@ -118,15 +109,12 @@ class Run:
         return None
 
 
-class SessionTable(Table[Run]):
+class SessionTable(Table[Run, SessionDocument]):
     """The sessions of one process."""
 
     def note(  # noqa: PLR0913  # what is known of a request
         self,
-        policy: str,
-        mode: str,
-        tenant: str,
-        session: str,
+        name: RunName,
         caller: list[tuple[str, str]],
         standing: Standing,
         model: str,
@@ -137,10 +125,7 @@ class SessionTable(Table[Run]):
         """One request of a session.
 
         Args:
-            policy: its id.
-            mode: `enforce` or `shadow`.
-            tenant: hash of the caller.
-            session: hash of its name.
+            name: of the session.
             caller: names and values of the caller's descriptors.
             standing: what its step was answered.
             model: that it asks.
@@ -148,12 +133,11 @@ class SessionTable(Table[Run]):
             call: the step's name.
             now: in seconds since 1970.
         """
-        run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
+        run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
-        run.update(standing, now)
         if standing.limit:
             limit, tool = LIMITS[standing.limit], _find_tool(standing)
             run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
@@ -162,10 +146,7 @@ class SessionTable(Table[Run]):
 
     def settle(  # noqa: PLR0913  # what is known of an answer
         self,
-        policy: str,
-        mode: str,
-        tenant: str,
-        session: str,
+        name: RunName,
         standing: Standing,
         model: str,
         call: bytes,
@@ -180,10 +161,9 @@ class SessionTable(Table[Run]):
         `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
         where they are unknown; `refused` says that another guard of ours has refused it.
         """
-        run = self._get_or_begin(policy, mode, tenant, OVERFLOW if standing.shared else session, now)
-        run.update(standing, now)
+        run = self._get_or_begin(name, standing, now)
         found = run.find_call(call) or run.add_call(call, model, "", now)
-        found.status, found.usage, found.settled, found.refused = status, usage, True, refused
+        found.status, found.tokens, found.settled, found.refused = status, usage, True, refused
 
     def make_document(self, *, shows_callers: bool) -> SessionDocument:
         """The table as it is now, the newest first; without callers' values unless they may be shown."""
@@ -191,23 +171,22 @@ class SessionTable(Table[Run]):
         rows = [_make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED) for place, run in enumerate(runs)]
         return SessionDocument(rows)
 
-    def _get_or_begin(self, policy: str, mode: str, tenant: str, session: str, now: float) -> Run:
-        """The session under that name; it is new where there is none."""
-        key = (tenant, policy, mode, session)
-        run = self.use(key)
+    def _get_or_begin(self, name: RunName, standing: Standing, now: float) -> Run:
+        """The session under that name, which stands so; it is new where there is none."""
+        if standing.shared:
+            name = name._replace(session=OVERFLOW)
+        run = self.use(name)
         if run is None:
-            run = Run(policy, mode, tenant, session, now)
-            self.put(key, run)
+            run = Run(name, now)
+            self.put(name, run)
+        run.update(standing, now)
         return run
 
 
 def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
     standing = run.standing
     return SessionRow(
-        policy=run.policy,
-        mode=run.mode,
-        tenant=run.tenant,
-        session=run.session,
+        **run.name._asdict(),
         caller=run.caller if shows_callers else [],
         began=run.began,
         last=run.last,
@@ -215,19 +194,9 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         ordered=run.ordered,
         tools=[(name, count) for _, name, count in standing.tools],
         refusal=run.refusal,
-        calls=[_make_call(call) for call in run.calls.copy()] if detailed else [],
+        calls=[replace(call, name=call.name[:_CALL_NAME]) for call in run.calls.copy()] if detailed else [],
         **{name: getattr(standing, name) for name in COUNTED},
     )
-
-
-def _make_call(call: SessionCall) -> CallRow:
-    tokens, tools = None if call.usage is None else list(call.usage), [call.tool] if call.tool else []
-    return CallRow(call.name[:_CALL_NAME], call.at, call.model, tools, call.status, tokens, call.settled, call.refused)
-
-
-def _cut_name(name: str, last: str) -> str:
-    """A name as it is kept; mostly it is that of the call before."""
-    return last if name == last else cut_text(name, NAME_SHOWN)
 
 
 def _find_tool(standing: Standing) -> str:
@@ -239,12 +208,7 @@ def _find_tool(standing: Standing) -> str:
 
 
 def name_killer(killed: int, *, ordered: bool) -> str:
-    """What has killed a session, empty for nothing.
-
-    Args:
-        killed: index into `KILLED`.
-        ordered: an operator has.
-    """
+    """What has killed a session, empty for nothing: an operator, if that was ordered, or what `KILLED` has at that place."""
     return OPERATOR if ordered else KILLED[killed]
 
 

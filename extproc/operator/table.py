@@ -37,18 +37,14 @@ class TableRow(Protocol):
 
 
 AnyRow = TypeVar("AnyRow", bound=TableRow)
+Document = TypeVar("Document")
 
 
-class Table(Generic[AnyRow]):
+class Table(Generic[AnyRow, Document]):
     """Rows by key, which begins with the tenant; of too many the least recently used one makes room."""
 
     def __init__(self, most: int = MAX_ROWS, share: int = MAX_TENANT_ROWS) -> None:
-        """Start empty.
-
-        Args:
-            most: rows in all.
-            share: rows of one tenant.
-        """
+        """Start empty, with room for `most` rows in all and for `share` of one tenant."""
         self._share = share
         self._rows: LRU[tuple[str, ...], AnyRow] = LRU(most)
         self._tenants: dict[str, LRU[tuple[str, ...], AnyRow]] = {}
@@ -71,6 +67,10 @@ class Table(Generic[AnyRow]):
         if dropped is not None:
             self._forget(dropped)
         self._tenants.setdefault(key[0], LRU(self._share)).share(key, self._rows)
+
+    def make_document(self, *, shows_callers: bool) -> Document:
+        """What a board has of the table; callers' values leave this process only where they may be shown."""
+        raise NotImplementedError
 
     def copy(self) -> list[AnyRow]:
         """All rows as of now, the least recently used first; they go on changing."""

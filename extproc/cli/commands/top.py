@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -28,19 +28,6 @@ Replicas that share a store know all loops: ask any of them. For replicas with s
 output is not a terminal, it is printed once."""
 
 _SORTS = ("cost", "requests", "count", "last", "first")
-_COLUMNS = (
-    "caller",
-    "session",
-    "policy",
-    "tool, path",
-    "since",
-    "last",
-    "count",
-    "requests",
-    "not forwarded",
-    "tokens",
-    "cost",
-)
 _RIGHT = ("count", "requests", "not forwarded", "tokens", "cost")
 _MINUTE, _HOUR = 60, 3_600
 
@@ -108,7 +95,7 @@ def make_table(report: dict[str, Any]) -> Table:
     for loop in report["loops"]:
         style = "" if loop["looping"] else "dim"
         # Text, because what clients choose must be no markup of ours.
-        table.add_row(*(Text(escape_controls(cell), style) for cell in _write_cells(loop, now)))
+        table.add_row(*(Text(escape_controls(cell), style) for cell in (write(loop, now) for write in _COLUMNS.values())))
     return table
 
 
@@ -130,22 +117,8 @@ def _foot(report: dict[str, Any]) -> str:
     return f"{problem}{report['estimate']}"
 
 
-def _write_cells(loop: dict[str, Any], now: float) -> list[str]:
-    caller = ", ".join(f"{name}={value}" for name, value in (loop["descriptors"] or {}).items()) or loop["caller"]
-    detector = "" if loop["detector"] == "default" else f"/{loop['detector']}"
-    return [
-        caller,
-        loop["session"] or "",
-        f"{loop['policy']}{detector}",
-        " ".join([*loop["tools"], loop["path"]]),
-        _write_age(now - _read_time(loop["first_seen"])),
-        _write_age(now - _read_time(loop["last_seen"])),
-        str(loop["count"]),
-        _write_requests(loop),
-        str(loop["requests_not_sent_on"]),
-        f"~{loop['input_tokens']}",
-        "" if loop["cost_usd"] is None else f"${loop['cost_usd']:.2f}",
-    ]
+def _write_caller(loop: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in (loop["descriptors"] or {}).items()) or str(loop["caller"])
 
 
 def _write_requests(loop: dict[str, Any]) -> str:
@@ -157,7 +130,6 @@ def _write_requests(loop: dict[str, Any]) -> str:
 
 
 def _read_time(text: str) -> float:
-
     return datetime.fromisoformat(text).timestamp()
 
 
@@ -167,3 +139,19 @@ def _write_age(seconds: float) -> str:
     if seconds < _HOUR:
         return f"{seconds // _MINUTE:.0f}m"
     return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"
+
+
+_COLUMNS: dict[str, Callable[[dict[str, Any], float], str]] = {
+    "caller": lambda loop, _: _write_caller(loop),
+    "session": lambda loop, _: loop["session"] or "",
+    "policy": lambda loop, _: loop["policy"] + ("" if loop["detector"] == "default" else f"/{loop['detector']}"),
+    "tool, path": lambda loop, _: " ".join([*loop["tools"], loop["path"]]),
+    "since": lambda loop, now: _write_age(now - _read_time(loop["first_seen"])),
+    "last": lambda loop, now: _write_age(now - _read_time(loop["last_seen"])),
+    "count": lambda loop, _: str(loop["count"]),
+    "requests": lambda loop, _: _write_requests(loop),
+    "not forwarded": lambda loop, _: str(loop["requests_not_sent_on"]),
+    "tokens": lambda loop, _: f"~{loop['input_tokens']}",
+    "cost": lambda loop, _: "" if loop["cost_usd"] is None else f"${loop['cost_usd']:.2f}",
+}
+"""What a column is called, and how its cells are written from a loop and the moment of the report."""

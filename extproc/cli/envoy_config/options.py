@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from ipaddress import ip_address
 
 from extproc.errors import UsageError
-from extproc.options import option, parse_one_of, parse_switch, require_together
+from extproc.options import choice, option, require_together, switch
 from extproc.settings import Address, SubjectName, parse_address, parse_subject_names
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
@@ -90,13 +90,10 @@ class EnvoyOptions:
     """The flags of `loopguard envoy-config`."""
 
     upstream: Address | None = option(None, _parse_upstream, "where requests go; required for a bootstrap", "HOST:PORT")
-    upstream_protocol: str = option(
-        "http1",
-        parse_one_of("http1", "http2", "as-client"),
-        "protocol of the upstream: http2 for gRPC; as-client: the client's",
-        "http1|http2|as-client",
+    upstream_protocol: str = choice(
+        "protocol of the upstream: http2 for gRPC; as-client: the client's", "http1", "http2", "as-client"
     )
-    upstream_tls: bool = option(False, parse_switch, "use TLS to the upstream and verify its certificate")
+    upstream_tls: bool = switch("use TLS to the upstream and verify its certificate")
     upstream_ca: str = option(
         "/etc/ssl/certs/ca-certificates.crt",
         str,
@@ -122,11 +119,10 @@ class EnvoyOptions:
         "DNS|IP|URI,...",
         gather=",".join,
     )
-    body_mode: str = option(
-        "strict",
-        parse_one_of("strict", "tolerant"),
+    body_mode: str = choice(
         "what happens to a body above the limit: strict refuses it with 413, tolerant lets it through uncounted",
-        "strict|tolerant",
+        "strict",
+        "tolerant",
     )
     buffer_limit: int = option(10 * 2**20, _parse_bytes, "largest request body to inspect", "BYTES")
     tolerant_routes: tuple[str, ...] = option(
@@ -137,26 +133,20 @@ class EnvoyOptions:
         "NAME|/PATH,...",
         gather=",".join,
     )
-    failure_mode: str = option(
-        "allow",
-        parse_one_of("allow", "deny"),
-        "what happens to a request that Loopguard did not answer",
-        "allow|deny",
-    )
-    shadow_mode: str = option(
-        "off",
-        parse_one_of("off", "observability", "partial"),
+    failure_mode: str = choice("what happens to a request that Loopguard did not answer", "allow", "deny")
+    shadow_mode: str = choice(
         "count without enforcing: observability: requests never wait; partial: no body is refused, for serve --shadow",
-        "off|observability|partial",
+        "off",
+        "observability",
+        "partial",
     )
-    usage: str = option(
-        "exact",
-        parse_one_of("exact", "estimated"),
+    usage: str = choice(
         "where cost limits get tokens from: exact: Envoy 1.38 or newer reads them in answers; "
         "estimated: the sizes of requests and answers",
-        "exact|estimated",
+        "exact",
+        "estimated",
     )
-    snippet: bool = option(False, parse_switch, "print the parts that an existing configuration needs, each with its place")
+    snippet: bool = switch("print the parts that an existing configuration needs, each with its place")
     routes: tuple[str, ...] = option(
         (),
         _parse_names,

@@ -88,14 +88,7 @@ class AdminClient:
         body: object = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401  # as json.loads
-        """What an endpoint answers, decoded from JSON.
-
-        Args:
-            path: of the endpoint.
-            method: of HTTP.
-            params: the query.
-            body: sent as JSON; None for none.
-            headers: sent beside httpx' own.
+        """What an endpoint answers, decoded from JSON, as `body` is sent; `headers` stand beside httpx' own.
 
         Raises:
             LoopguardError: there is no answer, or one that refuses; the message has what the server said.

@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import cache
 from http import HTTPStatus
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,18 +75,10 @@ def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
 
 
 def draw_charts(curves: list[dict[str, Any]]) -> list[PolicyChart]:
-    """A chart for each policy and mode, the busiest first.
-
-    Args:
-        curves: of a report.
-    """
-    ordered = sorted(curves, key=lambda curve: (curve["policy"], curve["mode"]))
-    charts = [_draw(policy, mode, list(own)) for (policy, mode), own in groupby(ordered, _name_chart)]
+    """A chart for each policy and mode in a report's curves, the busiest first."""
+    name = itemgetter("policy", "mode")
+    charts = [_draw(policy, mode, list(own)) for (policy, mode), own in groupby(sorted(curves, key=name), name)]
     return sorted(charts, key=lambda chart: -sum(total for _, total in chart.actions))
-
-
-def _name_chart(curve: dict[str, Any]) -> tuple[str, str]:
-    return curve["policy"], curve["mode"]
 
 
 def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:

@@ -49,7 +49,6 @@ class LoopPages(TablePages[LoopDocument]):
     """Answers about loops."""
 
     def __init__(self, board: Board[LoopDocument], prices: Prices, shows_callers: Callable[[], bool]) -> None:
-        """Answer from this board with these prices."""
         super().__init__(board, shows_callers)
         self._prices = prices
 

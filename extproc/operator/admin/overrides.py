@@ -26,13 +26,7 @@ _ANSWER_SECONDS = 5.0
 def route_overrides(
     service: OverrideService, credentials: Credentials, find_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> list[Route]:
-    """`/overrides`: GET lists, POST gives, DELETE of one of them revokes.
-
-    Args:
-        service: takes orders.
-        credentials: say who may give them.
-        find_loop: the event loop that it works on.
-    """
+    """`/overrides`: GET lists, POST gives, DELETE of one of them revokes; `find_loop` finds the service's event loop."""
 
     def list_all() -> Page:
         return Page(HTTPStatus.OK, {"overrides": [describe_override(override) for override in service.list_standing()]})

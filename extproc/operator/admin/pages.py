@@ -31,12 +31,7 @@ _HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
 
 
 class Page(NamedTuple):
-    """One answer.
-
-    Attributes:
-        status: of HTTP.
-        body: sent as JSON.
-    """
+    """One answer; its body is sent as JSON."""
 
     status: HTTPStatus
     body: Any

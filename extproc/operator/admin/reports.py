@@ -52,7 +52,6 @@ class TablePages(Generic[AnyDocument]):
     """
 
     def __init__(self, board: Board[AnyDocument], shows_callers: Callable[[], bool]) -> None:
-        """Answer from this board."""
         self._board = board
         self._shows_callers = shows_callers
         self.may_see_callers: Callable[[Request], bool] = is_near

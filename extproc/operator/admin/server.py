@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 
 from starlette.types import ASGIApp
@@ -71,7 +70,7 @@ class AdminServer:
         except BaseException:
             sockets[0].close()
             raise
-        self._thread = threading.Thread(target=self._run, args=(sockets,), name="admin", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets)), name="admin", daemon=True)
         self._thread.start()
         return f"{address.text.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
 
@@ -80,9 +79,6 @@ class AdminServer:
         if self._thread is not None:
             self._server.should_exit = True
             self._thread.join()
-
-    def _run(self, sockets: list[socket.socket]) -> None:
-        asyncio.run(self._server.serve(sockets))
 
 
 class _Protocol(H11Protocol):

@@ -6,7 +6,7 @@ The names of what is counted are those of in-process SDKs' session reports.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from http import HTTPStatus
 from time import time
 from typing import Any
@@ -54,7 +54,8 @@ class SessionPages(TablePages[SessionDocument]):
         if not rows:
             known = "it may have been idle for an hour, or too old for every replica to know it"
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
-        runs = [describe_run(row, shows_callers=self._sees_callers(request)) for row in rows]
+        shown = self._sees_callers(request)
+        runs = [{**describe_session(row, shows_callers=shown), "steps": list(map(_describe_call, row.calls))} for row in rows]
         return send_page(Page(HTTPStatus.OK, {**describe_view(view, time()), "sessions": runs}))
 
 
@@ -90,12 +91,6 @@ def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
     }
 
 
-def describe_run(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
-    """The same, and its newest calls."""
-    steps = [_describe_call(call) for call in row.calls]
-    return {**describe_session(row, shows_callers=shows_callers), "steps": steps}
-
-
 def _describe_refusal(refusal: SessionRefusal) -> dict[str, Any]:
     return {
         "at": write_time(refusal.at),
@@ -121,14 +116,11 @@ def _describe_call(call: CallRow) -> dict[str, Any]:
 
 def _add_up(sessions: list[dict[str, Any]]) -> dict[str, Any]:
     counted = ("total_step_count", "total_tool_calls", "total_block_count")
+    money = ("actual_cost", "estimated_cost")
     return {
         "sessions": len(sessions),
         "callers": len({session["caller"] for session in sessions}),
         "killed": sum(session["killed"] is not None for session in sessions),
         **{name: sum(session[name] for session in sessions) for name in counted},
-        **{name: _sum_dollars(session[name] for session in sessions) for name in ("actual_cost", "estimated_cost")},
+        **{name: round(math.fsum(session[name] for session in sessions), _DIGITS) for name in money},
     }
-
-
-def _sum_dollars(amounts: Iterable[float]) -> float:
-    return round(math.fsum(amounts), _DIGITS)

@@ -64,23 +64,15 @@ class Disagreements:
         """One more of a kind."""
         count, over = self._counts.get(kind, (0, 0))
         if not count and len(self._counts) >= _MAX_DISAGREEMENTS:
-            rarest = min(self._counts, key=self._read_count)
+            rarest = min(self._counts, key=lambda kind: self._counts[kind][0])
             count, _ = self._counts.pop(rarest)
             over = count
         self._counts[kind] = (count + 1, over)
 
-    def _read_count(self, kind: Kind) -> int:
-        return self._counts[kind][0]
-
     def list_most(self) -> list[tuple[Kind, int, int]]:
         """Kind, count, and by how much that may be too high; the most frequent first."""
         listed = [(kind, count, over) for kind, (count, over) in self._counts.copy().items()]
-        return sorted(listed, key=_rank)[:SHOWN]
-
-
-def _rank(entry: tuple[Kind, int, int]) -> tuple[int, Kind]:
-    kind, count, _ = entry
-    return -count, kind
+        return sorted(listed, key=lambda entry: (-entry[1], entry[0]))[:SHOWN]
 
 
 class Pair:
@@ -184,12 +176,7 @@ class Pairs:
         self._by_live: dict[str, list[Pair]] = {}
 
     def follow(self, pairings: Sequence[Pairing], now: float) -> None:
-        """Take other policies; those that are still the same go on where they were.
-
-        Args:
-            pairings: of the policies in force from now on.
-            now: in seconds since 1970.
-        """
+        """Take other policies; those that are still the same go on where they were. `now` is in seconds since 1970."""
         known = {pair.pairing: pair for pair in self._by_candidate.values()}
         pairs = [known.get(pairing) or Pair(pairing, now, self._make_samples()) for pairing in pairings]
         self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}
@@ -211,23 +198,16 @@ class Pairs:
         text = "Refusals of a canary: new (extra), made anyway (already), or missed"
         metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), lambda: self._list_counts(REFUSALS))
         text = "Compared requests that were refused, by any policy"
-        metrics.show_counts("canary_refused_total", text, _LABELS, self._list_refused)
+        metrics.show_counts(
+            "canary_refused_total", text, _LABELS, lambda: [(pair.labels, pair.refused) for pair in self.list_pairs()]
+        )
 
     def _list_counts(self, names: Sequence[str]) -> list[Counts]:
         """The counts of these names, of every pair."""
         return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
 
-    def _list_refused(self) -> list[Counts]:
-        return [(pair.labels, pair.refused) for pair in self.list_pairs()]
-
     def compare(self, evaluation: Evaluation, decision: Decision, *, refused: bool) -> None:
-        """Count one request that has been decided, or the part of it that could be.
-
-        Args:
-            evaluation: of the request.
-            decision: about it.
-            refused: it goes no further.
-        """
+        """Count one request that has been decided, or the part of it that could be; one that is refused goes no further."""
         trace = group_by_policy(decision.trace)
         evaluation.trace = trace
         for outcome in trace:
@@ -257,14 +237,7 @@ def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
 
 
 def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
-    """Keep what a person wants to know about a disagreement.
-
-    Args:
-        pair: that disagrees.
-        about: from `Pair.compare`.
-        evaluation: of the request.
-        outcome: of the policy that does something, or more.
-    """
+    """Keep what a person wants to know about a disagreement; `outcome` is that of the policy that does something, or more."""
     request = evaluation.request
     tools = outcome.repeat.tools if outcome.repeat is not None else outcome.subject.tools
     method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)

@@ -24,12 +24,7 @@ def describe_canaries(states: Iterable[State], rules: Rules) -> list[dict[str, A
 
 
 def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
-    """All there is to say about one pair.
-
-    Args:
-        states: of one or more replicas.
-        rules: for the verdict.
-    """
+    """All there is to say about one pair."""
     state = merge_states(states)
     counts, compared = state.counts, state.compared
     went_on = compared - counts["refused"]

@@ -27,10 +27,9 @@ _NAME = 128
 
 
 class Samples:
-    """Of one pair."""
+    """Of one pair: at most `size`, with what was compared in them if `bodies` says so."""
 
     def __init__(self, size: int, *, bodies: bool) -> None:
-        """Keep this many, with what was compared in them if `bodies` says so."""
         self._size = size
         self._bodies = bodies
         self._seen = 0
@@ -38,13 +37,7 @@ class Samples:
         self._random = Random()  # noqa: S311  # a sample, no secret
 
     def offer(self, evaluation: Evaluation, outcome: Outcome, session: str) -> None:
-        """Take a refusal in, or leave it out.
-
-        Args:
-            evaluation: of the request.
-            outcome: what the candidate made of it.
-            session: hash of its name, empty for none.
-        """
+        """Take a refusal in, or leave it out; `session` is the hash of its name, empty for none."""
         self._seen += 1
         place = len(self._kept) if len(self._kept) < self._size else self._random.randrange(self._seen)
         if place < self._size:

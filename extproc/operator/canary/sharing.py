@@ -13,7 +13,6 @@ from extproc.logs import make_extra
 from extproc.operator.canary.pairs import Pair, Pairs
 from extproc.operator.canary.states import State, decode_state, encode_state, read_state
 from extproc.store import Store
-from extproc.store.rules.documents import make_replica_name
 
 _LOG = logging.getLogger("loopguard")
 
@@ -30,11 +29,10 @@ _REFRESH_SECONDS = 3_600.0
 class Sharing:
     """One replica's part in the counts of all of them."""
 
-    def __init__(self, pairs: Pairs, store: Store, replica: str = "") -> None:
-        """Nothing has been published; `replica` is for tests, a replica finds a name of its own."""
+    def __init__(self, pairs: Pairs, store: Store, replica: str) -> None:
         self._pairs = pairs
         self._store = store
-        self._replica = replica or make_replica_name()
+        self._replica = replica
         self._published: dict[str, tuple[int, float]] = {}  # by identity: how much had been counted, and when that was
         self._trouble = ""
 

@@ -500,7 +500,7 @@ def test_a_session_has_one_name() -> None:
     service = _refuse(LIVE, candidate)
 
     names = {sample["session"] for sample in samples_of(service)}
-    assert names == {run.session for run in service.reporter.sessions.copy()} == {hash_session("header:x-run", "run")}
+    assert names == {run.name.session for run in service.reporter.sessions.copy()} == {hash_session("header:x-run", "run")}
     assert names == {loop.session for loop in service.reporter.loops.copy()}
 
 

@@ -20,7 +20,7 @@ from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
 from extproc.operator import events as events_module
 from extproc.operator.events import MAX_QUEUED, TYPES, Events, LoopEvents, SessionEvents, UnreachableError, open_events
-from extproc.operator.session_table import SessionTable
+from extproc.operator.session_table import RunName, SessionTable
 from extproc.settings import Settings
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.documents import policy
@@ -199,7 +199,8 @@ def test_a_session_meets_a_limit_and_is_killed_once() -> None:
             *[Standing(1) for _ in range(2)],
         ]
     ):
-        table.note("p", "enforce", "a" * 16, "5" * 16, [("user", "secret")], standing, "m", "", bytes([now]), 1_000.0 + now)
+        name = RunName("a" * 16, "p", "enforce", "5" * 16)
+        table.note(name, [("user", "secret")], standing, "m", "", bytes([now]), 1_000.0 + now)
         watcher.look(table.copy())
 
     assert [(kind, subject, data["limit"], data["killed"]) for kind, subject, data in told] == [

@@ -28,7 +28,6 @@ from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.board import Board, View, unpack_all
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
-from extproc.operator.loop_table import Curve
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.prices import Prices, read_model
 from extproc.settings import parse_address
@@ -202,7 +201,7 @@ def test_a_storm_in_the_log_does_not_hide_a_stuck_agent(caplog: pytest.LogCaptur
 
 def test_the_curve_is_the_last_hour() -> None:
     """Each minute has its count, minutes without any are zero, and what is older than an hour is gone."""
-    curve = Curve(100)
+    curve = Line("p", "enforce", "reject", 100, [0] * MINUTES)
     for minute in (100, 100, 103):
         curve.add(minute)
 

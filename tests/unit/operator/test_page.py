@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
@@ -26,9 +27,9 @@ from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board
-from extproc.operator.loop_rows import MINUTES, LoopDocument
-from extproc.operator.loop_table import Curve
+from extproc.operator.loop_rows import MINUTES, Line, LoopDocument
 from extproc.operator.session_rows import SessionDocument
+from extproc.operator.session_table import RunName
 from extproc.sessions.prices import Prices
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
@@ -53,11 +54,8 @@ def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  
     """A session that has met a limit."""
     tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
     standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
-    fields: dict[str, Any] = {"policy": "agents", "mode": "enforce", "tenant": "a" * 16, "session": "5" * 16}
-    caller, now = [("x-user-id", name)], time.time()
-    service.reporter.sessions.note(
-        **{**fields, **changes}, caller=caller, standing=standing, model=name, tool=name, call=b"", now=now
-    )
+    run = RunName("a" * 16, "agents", "enforce", "5" * 16)._replace(**changes)
+    service.reporter.sessions.note(run, [("x-user-id", name)], standing, name, name, b"", time.time())
 
 
 def make_night(name: str = "storm") -> Service:
@@ -78,11 +76,11 @@ def make_night(name: str = "storm") -> Service:
     return service
 
 
-def _draw_hour(curves: dict[tuple[str, str, str], Curve]) -> None:
+def _draw_hour(curves: dict[tuple[str, str, str], Line]) -> None:
     """An hour as it might have been, before what happened now."""
     for place, curve in enumerate(curves.values()):
         for ago in range(1, MINUTES - 15 * place):
-            curve.counts[(curve.minute - ago) % MINUTES] = max(0, 40 - ago + (ago * 7) % 11)
+            curve.counts[-1 - ago] = max(0, 40 - ago + (ago * 7) % 11)
 
 
 @contextmanager
@@ -171,7 +169,7 @@ def test_scripts_in_names_are_text() -> None:
         loop.policy = loop.detector = SCRIPT
         loop.tools = [SCRIPT]
     for key, curve in list(service.reporter.loops.curves.items()):
-        service.reporter.loops.curves[SCRIPT, key[1], key[2]] = curve
+        service.reporter.loops.curves[SCRIPT, key[1], key[2]] = replace(curve, policy=SCRIPT)
     note_session(service, SCRIPT)
     note_session(service, SCRIPT, policy=SCRIPT, tenant=SCRIPT, session=SCRIPT, mode=SCRIPT)
     with serving(service) as url:

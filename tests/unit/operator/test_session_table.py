@@ -22,7 +22,7 @@ from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages, report_sessions
 from extproc.operator.board import Board, View, unpack_all
 from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow, merge_sessions
-from extproc.operator.session_table import OVERFLOW, Run, SessionTable
+from extproc.operator.session_table import OVERFLOW, Run, RunName, SessionTable
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.rates import Usage
 from extproc.settings import parse_address
@@ -42,13 +42,18 @@ def name_call(number: int) -> bytes:
     return number.to_bytes(8, "little")
 
 
+def name_run(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with those that tell a session from others put together as its name."""
+    return {"name": RunName(*(fields.pop(field) for field in RunName._fields)), **fields}
+
+
 def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
     """One request of a session."""
     fields: dict[str, Any] = {
         "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "caller": [("x-team", "red")],
         "model": "gpt-4o", "tool": "search",
     }  # fmt: skip
-    table.note(**{**fields, **changes}, standing=standing, call=name_call(call), now=now)
+    table.note(**name_run(fields | changes), standing=standing, call=name_call(call), now=now)
 
 
 def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float = 1_000.0, **changes: Any) -> None:  # noqa: ANN401
@@ -57,7 +62,7 @@ def settle(table: SessionTable, standing: Standing, call: int = 0, *, now: float
         "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "model": "gpt-4o",
         "status": 200, "usage": USAGE,
     }  # fmt: skip
-    table.settle(**{**fields, **changes}, standing=standing, call=name_call(call), now=now)
+    table.settle(**name_run(fields | changes), standing=standing, call=name_call(call), now=now)
 
 
 def list_rows(*tables: SessionTable, since: float = 0) -> list[SessionRow]:
@@ -95,7 +100,7 @@ def test_a_session_is_one_entry_with_what_it_has_used_up() -> None:
     assert (session["actual_cost"], session["estimated_cost"], session["reserved_cost"]) == (3, 1, 0)
     assert (session["started"], session["last_seen"]) == ("1970-01-01T00:16:40Z", "1970-01-01T00:16:45Z")
     assert (session["killed"], session["refused"], session["descriptors"]) == (None, None, {"x-team": "red"})
-    assert [(call.status, call.usage, call.settled) for call in get_run(table).calls] == [
+    assert [(call.status, call.tokens, call.settled) for call in get_run(table).calls] == [
         (503, USAGE, True),
         (0, None, False),
     ]
@@ -188,7 +193,7 @@ def test_sessions_that_are_too_many_are_one() -> None:
     for number in range(50):
         note(table, Standing(steps=number + 1, shared=True), number, session=f"{number:016x}")
 
-    assert [(run.session, run.standing.steps) for run in table.copy()] == [(OVERFLOW, 50)]
+    assert [(run.name.session, run.standing.steps) for run in table.copy()] == [(OVERFLOW, 50)]
 
 
 def test_policies_modes_and_tenants_have_sessions_of_their_own() -> None:
@@ -211,7 +216,7 @@ def test_one_tenants_sessions_do_not_push_out_anothers() -> None:
     for number in range(MAX_TENANT_ROWS + 50):
         note(table, Standing(steps=1), session=f"{number:016x}")
 
-    assert [run.session for run in table.copy() if run.tenant == TENANT] == [
+    assert [run.name.session for run in table.copy() if run.name.tenant == TENANT] == [
         f"{number:016x}" for number in range(50, MAX_TENANT_ROWS + 50)
     ]
     assert len(table.copy()) == MAX_TENANT_ROWS + 1
@@ -251,7 +256,7 @@ def test_quiet_sessions_are_forgotten() -> None:
 
     table.drop_quiet(1_500)
 
-    assert [run.tenant for run in table.copy()] == [OTHER]
+    assert [run.name.tenant for run in table.copy()] == [OTHER]
     assert [row.tenant for row in list_rows(table, since=2_001)] == []
 
 
@@ -270,7 +275,7 @@ def test_replicas_tables_are_merged() -> None:
         (row,) = list_rows(*tables)
         assert (row.steps, row.cost, row.began, row.last, row.caller) == (2, 9, 1_000, 1_001, [("x-team", "red")])
         assert [(call.at, call.model, call.tools, call.status, call.tokens, call.settled) for call in row.calls] == [
-            (1_000, "gpt-4o", ["search"], 200, [100, 20, 30, 40], True),
+            (1_000, "gpt-4o", ["search"], 200, (100, 20, 30, 40), True),
             (1_001, "o3", [], 0, None, True),
         ]
 

@@ -20,7 +20,7 @@ class Seen:
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 4)), max_size=200))
 def test_the_longest_quiet_entry_makes_room(uses: list[tuple[str, int]]) -> None:
     """Of its own tenant's where that has more than its share, else of all: as a list says that is put in order at each use."""
-    table: Table[Seen] = Table(MOST, SHARE)
+    table: Table[Seen, None] = Table(MOST, SHARE)
     order: list[tuple[str, str]] = []  # the quietest first
     for tenant, number in uses:
         key = (tenant, str(number))
@@ -41,7 +41,7 @@ def test_the_longest_quiet_entry_makes_room(uses: list[tuple[str, int]]) -> None
 
 def test_rows_are_forgotten_whose_last_request_is_old() -> None:
     """Later changes to them do not matter; their tenants get their shares back."""
-    table: Table[Seen] = Table(MOST, SHARE)
+    table: Table[Seen, None] = Table(MOST, SHARE)
     for number in range(MOST):
         tenant = "a" if number < SHARE else str(number)
         table.put((tenant, str(number)), Seen(10 * number))

@@ -218,8 +218,8 @@ def test_refusals_are_logged_more_and_more_seldom(caplog: pytest.LogCaptureFixtu
         "limit": "max_steps",
         "used": 1,
         "allowed": 1,
-        "session": session.session,
-        "tenant": session.tenant,
+        "session": session.name.session,
+        "tenant": session.name.tenant,
     }
 
 
@@ -435,7 +435,7 @@ def test_each_policy_looks_for_the_name_of_a_session_in_its_own_places(similarit
 
     ask(service, turns(1, run="c"), session="b", x_run="a")
 
-    named = {run.policy: run.session for run in service.reporter.sessions.copy()}
+    named = {run.name.policy: run.name.session for run in service.reporter.sessions.copy()}
     assert named == {name: hash_session(key, value) for (name, key), value in zip(keys.items(), "abc", strict=True)}
 
 
@@ -445,7 +445,7 @@ def test_whose_a_session_is_says_its_own_policy() -> None:
 
     ask(service, turns(1), team="t", x_user="u")
 
-    assert [run.tenant for run in service.reporter.sessions.copy()] == [hash_tenant("x-team=t")]
+    assert [run.name.tenant for run in service.reporter.sessions.copy()] == [hash_tenant("x-team=t")]
 
 
 def test_agents_of_a_session_count_together() -> None:

@@ -275,8 +275,8 @@ class World:
         newest: dict[tuple[str, str], Any] = {}
         for service in self._replicas:
             for run in service.reporter.sessions.copy():
-                known = newest.setdefault((run.tenant, run.session), run)
-                newest[run.tenant, run.session] = max(known, run, key=lambda run: float(run.told))
+                known = newest.setdefault((run.name.tenant, run.name.session), run)
+                newest[run.name.tenant, run.name.session] = max(known, run, key=lambda run: float(run.told))
         return sorted(read_numbers(run.standing) for run in newest.values())
 
 
