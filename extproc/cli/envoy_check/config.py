@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from extproc.cli.envoy_check.document import ConfigPlace
+from extproc.cli.envoy_check.needs import Needs
 from extproc.errors import UsageError
 
 _MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
@@ -165,6 +166,7 @@ class Manager:
     """An HTTP connection manager: filters and routes behind one port.
 
     Attributes:
+        resources: all that is configured.
         listener: that it is in.
         place: of its own settings.
         filters: of HTTP, in the order in which requests meet them.
@@ -172,6 +174,7 @@ class Manager:
         missing: why routes are not known, empty where they are.
     """
 
+    resources: Resources
     listener: ConfigPlace
     place: ConfigPlace
     filters: Sequence[HttpFilter]
@@ -235,6 +238,7 @@ def _read_manager(listener: ConfigPlace, place: ConfigPlace, resources: Resource
             missing = f"they come from RDS as {name!r}" if name else "they come from neither route_config nor RDS"
         routes = found or routes
     return Manager(
+        resources,
         listener,
         place,
         [_read_filter(item, resources) for item in place.get("http_filters").items()],
@@ -266,16 +270,18 @@ class Guard:
     """A filter that asks Loopguard, and the routes on which it does.
 
     Attributes:
+        needs: of the policies.
         manager: that it is in.
         filter: itself.
         guarded: the routes of whose requests it shows something, each with what holds for it there.
         blind: the routes that speak of it, and of whose requests it shows nothing all the same.
     """
 
+    needs: Needs
     manager: Manager
     filter: HttpFilter
     guarded: Sequence[GuardedRoute]
-    blind: Sequence[GuardedRoute] = ()
+    blind: Sequence[GuardedRoute]
 
     @property
     def observes(self) -> bool:
@@ -319,22 +325,23 @@ class GuardedRoute:
         return headers != "SKIP" or trailers == "SEND" or self.body_mode != "NONE"
 
 
-def find_guards(manager: Manager, names: Sequence[str]) -> list[Guard]:
+def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Guard]:
     """The filters of a manager that ask Loopguard.
 
     Args:
         manager: whose filters.
+        needs: of the policies.
         names: of filters that do; empty: those that mention Loopguard.
     """
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
     meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
-    return [_make_guard(manager, item) for item in meant]
+    return [_make_guard(manager, needs, item) for item in meant]
 
 
-def _make_guard(manager: Manager, item: HttpFilter) -> Guard:
+def _make_guard(manager: Manager, needs: Needs, item: HttpFilter) -> Guard:
     routes = list(_list_on(manager, item))
     blind = [route for route in routes if not route.is_shown and _list_said(item, route.route)]
-    return Guard(manager, item, [route for route in routes if route.is_shown], blind)
+    return Guard(needs, manager, item, [route for route in routes if route.is_shown], blind)
 
 
 def list_processors(manager: Manager) -> list[str]:
