@@ -32,7 +32,6 @@ class Source:
     """One policy file as it was read.
 
     Attributes:
-        file: its path.
         sha256: of its bytes, in hex.
         policies: in the file's order; none once they are freed.
         bundle_version: None for a single policy or a list.
@@ -78,7 +77,6 @@ class PolicySet:
     """Everything that was loaded, with what the user should know about it.
 
     Attributes:
-        sources: one for each file.
         warnings: works as written, but perhaps not as meant.
         unenforced: parts of a drop-in bundle that this version does not enforce.
         scrap: what reading left behind, policy by policy; to be freed together with the policies, and not before. Whatever is

@@ -25,12 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the bootstrap, or what another one needs; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used, or a policy selects by a route that cannot be placed.
-        BundleErrors: with everything that is wrong in the policies.
-    """
+    """Print the bootstrap, or what another one needs; returns the exit code."""
     policies = load_policies(given.policy)
     chosen = options.read_options(EnvoyOptions, vars(given))
     sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))

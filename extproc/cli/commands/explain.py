@@ -14,7 +14,7 @@ from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import takes_websocket
-from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
+from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome
 from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
@@ -60,12 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        BundleErrors: with everything that is wrong in the policies.
-    """
+    """Print it; returns the exit code."""
     policies = load_policies(options.policy)
     body = _read_body(options.data)
     request = _make_request(options, body)
@@ -149,7 +144,7 @@ def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
     """Which session the request is of, and what that may use up."""
     guard = candidate.limiter
     calls = len(candidate.calls.records) // RECORD
-    shown = f"{calls} {'call' if calls == 1 else 'calls'} of tools" if not candidate.unreadable else candidate.unreadable
+    shown = f"{count(calls, 'call')} of tools" if not candidate.unreadable else candidate.unreadable
     dollars, model = candidate.reserve / NANO_DOLLARS, candidate.model or "no model"
     rows = [
         ("policy", f"{candidate.plan.id} ({guard.mode})"),
@@ -215,7 +210,7 @@ def _describe_decision(candidate: LoopCandidate) -> str:
     if not detector.stateless:
         allowed = detector.list_thresholds(candidate.subject)[0] - 1
         return (
-            f"allow {allowed} identical request{'' if allowed == 1 else 's'}, then {_describe_steps(candidate)}; "
+            f"allow {count(allowed, 'identical request')}, then {_describe_steps(candidate)}; "
             f"window {detector.window_type}, {detector.window_seconds} s"
         )
     state = detector.similarity.describe(found)
@@ -243,8 +238,8 @@ def _make_outcome(candidate: LoopCandidate, step: int) -> Outcome:
     cooldown_ms = candidate.hit.cooldown_ms if isinstance(candidate.hit, Hit) and last else 0
     if found is not None and not found.looping:
         found = found._replace(count=found.threshold, step=step)
-    count = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)
-    return detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
+    counted = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)
+    return detector.judge(candidate.fingerprint, candidate.tenant, counted, subject, found)
 
 
 def _describe_action(candidate: LoopCandidate, step: int) -> str:

@@ -40,13 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        BundleErrors: with everything that is wrong in the policies.
-        LoopguardError: a log cannot be read, or has no request that can be replayed.
-    """
+    """Print the report; returns the exit code."""
     from extproc.cli.replay.judge import Judge  # noqa: PLC0415  # this and rich take 0.2 s to import; other commands need neither
     from extproc.cli.replay.page import write_page  # noqa: PLC0415  # same
     from extproc.cli.replay.report import ReplayReport  # noqa: PLC0415  # same

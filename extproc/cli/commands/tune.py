@@ -53,13 +53,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the pairs and a recommendation; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        BundleErrors: with everything that is wrong in the policies.
-        LoopguardError: a log cannot be read, has no request that can be replayed, or the policy cannot be written.
-    """
+    """Print the pairs and a recommendation; returns the exit code."""
     from extproc.cli.replay.tune import Sweep, recommend, write_policy  # noqa: PLC0415  # as in `replay`
 
     policies = load_policies(options.policy)

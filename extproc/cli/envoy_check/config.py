@@ -32,9 +32,7 @@ class Resources:
     """All that is configured, each thing once.
 
     Attributes:
-        listeners: in their order.
         routes: RouteConfigurations that do not stand in a listener.
-        clusters: as they are.
         extensions: configurations of filters that come by themselves (ECDS).
         comes_later: there are resources that xDS brings and that are not here.
         version: of Envoy, None where nothing tells it.
@@ -127,7 +125,6 @@ class Route:
     """One entry of a virtual host.
 
     Attributes:
-        place: of it.
         around: its virtual host, and the RouteConfiguration.
         number: of it in its host, from 1.
     """
@@ -166,9 +163,6 @@ class Manager:
     """An HTTP connection manager: filters and routes behind one port.
 
     Attributes:
-        resources: all that is configured.
-        listener: that it is in.
-        place: of its own settings.
         filters: of HTTP, in the order in which requests meet them.
         routes: in the order in which Envoy tries them.
         missing: why routes are not known, empty where they are.
@@ -194,9 +188,7 @@ class HttpFilter:
     """An entry of `http_filters`.
 
     Attributes:
-        place: of it.
         kind: the name of its configuration's message, empty where that is not known.
-        config: where its configuration stands.
     """
 
     place: ConfigPlace
@@ -270,9 +262,6 @@ class Guard:
     """A filter that asks Loopguard, and the routes on which it does.
 
     Attributes:
-        needs: of the policies.
-        manager: that it is in.
-        filter: itself.
         guarded: the routes of whose requests it shows something, each with what holds for it there.
         blind: the routes that speak of it, and of whose requests it shows nothing all the same.
     """
@@ -299,7 +288,6 @@ class GuardedRoute:
     """A route on which a filter is on.
 
     Attributes:
-        route: itself.
         mode: its processing mode, which a route's own replaces as a whole.
         overrides: of the route, the nearest first.
     """
@@ -326,13 +314,7 @@ class GuardedRoute:
 
 
 def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Guard]:
-    """The filters of a manager that ask Loopguard.
-
-    Args:
-        manager: whose filters.
-        needs: of the policies.
-        names: of filters that do; empty: those that mention Loopguard.
-    """
+    """The filters of a manager that ask Loopguard: those of these names, and without any those that mention Loopguard."""
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
     meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
     return [_make_guard(manager, needs, item) for item in meant]

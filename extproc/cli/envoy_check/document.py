@@ -29,7 +29,6 @@ class ConfigPlace:
     """A value and where it stands. What is not there is a place, too: the one where it would be, with None for its value.
 
     Attributes:
-        value: of JSON.
         pointer: to it (RFC 6901).
         lines: line numbers by pointer, where they are known.
     """

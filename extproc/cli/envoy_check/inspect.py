@@ -20,8 +20,6 @@ class RouteReport:
     """One route.
 
     Attributes:
-        listener: that its requests come through.
-        route: itself.
         modes: how bodies are shown, one for each filter that guards it; none where it is not guarded.
     """
 
@@ -32,12 +30,7 @@ class RouteReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What is there and what is wrong with it.
-
-    Attributes:
-        routes: all of them.
-        findings: what hurts, and notes.
-    """
+    """What is there and what is wrong with it."""
 
     routes: Sequence[RouteReport]
     findings: Sequence[Finding]

@@ -19,7 +19,6 @@ class Needs:
         uploads: the largest body that has to pass, in bytes.
         hold: how long an answer may take at most where requests are throttled, in seconds; 0 where none is.
         warns: some request goes on with a warning.
-        keys: limit keys.
         selectors: of the policies that do something, by id.
         outcomes: some policy limits what comes of answers: what they cost, or whether they are errors.
         usage: some policy limits what they cost.
