@@ -60,15 +60,15 @@ def parse_switch(text: str) -> bool:
     return word in _YES
 
 
-def parse_one_of(*choices: str) -> Callable[[str], str]:
-    """A parser that takes these words and no other."""
+def choose(text: str, *choices: str, default: str = "") -> Any:  # noqa: ANN401  # as dataclasses.field
+    """Declare an option that is one of these words, by default the first."""
 
-    def parse(text: str) -> str:
-        if text not in choices:
+    def parse(given: str) -> str:
+        if given not in choices:
             raise ValueError(f"must be one of {', '.join(choices)}")
-        return text
+        return given
 
-    return parse
+    return option(default or choices[0], parse, text, "|".join(choices))
 
 
 def parse_integer(least: int, most: int | None = None) -> Callable[[str], int]:

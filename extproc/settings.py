@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from extproc import options
 from extproc.logs import LogFormat
-from extproc.options import ENVIRONMENT_ONLY, option, parse_integer, parse_one_of, parse_seconds, parse_switch
+from extproc.options import ENVIRONMENT_ONLY, choose, option, parse_integer, parse_seconds, parse_switch
 
 ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
@@ -151,9 +151,7 @@ class Settings:
     allow_plaintext: bool = option(
         False, parse_switch, "do not warn about a port without TLS, because a mesh or a network policy limits access"
     )
-    transport: Literal["fast", "grpcio"] = option(
-        "fast", parse_one_of("fast", "grpcio"), "gRPC server: fast is built in, grpcio is the reference", "fast|grpcio"
-    )
+    transport: Literal["fast", "grpcio"] = choose("gRPC server: fast is built in, grpcio is the reference", "fast", "grpcio")
     admin: Address = option(
         "127.0.0.1:9900", parse_address, "where the page of loops, /metrics, /healthz and others are served", "HOST:PORT"
     )
@@ -169,19 +167,13 @@ class Settings:
     scope: str = option(
         "", _parse_scope, "attachment name: processes with different scopes count separately in one store", "NAME"
     )
-    on_store_error: Literal["allow", "reject"] = option(
-        "allow",
-        parse_one_of("allow", "reject"),
-        "while the store is down, allow: count in this process; reject: answer 503",
-        "allow|reject",
+    on_store_error: Literal["allow", "reject"] = choose(
+        "while the store is down, allow: count in this process; reject: answer 503", "allow", "reject"
     )
     shadow: bool = option(False, parse_switch, "force every policy into shadow mode: count and report, never act")
     record: bool = option(False, parse_switch, "add every matched request to the access log for replay, callers hashed")
     shadow_samples: int = option(
-        "0",
-        parse_integer(0, MAX_SAMPLES),
-        "redacted new refusals to keep of each canary, for `loopguard canary review`",
-        "N",
+        "0", parse_integer(0, MAX_SAMPLES), "redacted new refusals to keep of each canary, for `loopguard canary review`", "N"
     )
     shadow_sample_bodies: bool = option(
         False, parse_switch, "keep what was compared in these samples, which may include tool arguments and results"
@@ -204,14 +196,10 @@ class Settings:
         "SECONDS",
     )
     drain_timeout: float = option(35.0, _parse_delay, "after the delay, time for open streams to finish", "SECONDS")
-    log_format: LogFormat = option("text", parse_one_of("text", "json"), "format of log lines", "text|json")
-    log_level: str = option(
-        "info", parse_one_of("debug", "info", "warning", "error"), "lowest level to log", "debug|info|warning|error"
-    )
+    log_format: LogFormat = choose("format of log lines", "text", "json")
+    log_level: str = choose("lowest level to log", "debug", "info", "warning", "error", default="info")
     show_callers: bool = option(
-        False,
-        parse_switch,
-        "show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 turns it on and off)",
+        False, parse_switch, "show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 turns it on and off)"
     )
     events: str = option("", str, "send loops to other programs, as CloudEvents", "FILE|-|https://...")
     events_secret_file: str = option("", str, "file with the secret that signs events", "PATH")

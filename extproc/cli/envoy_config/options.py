@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from ipaddress import ip_address
 
 from extproc.errors import UsageError
-from extproc.options import option, parse_one_of, parse_switch, require_together
+from extproc.options import choose, option, parse_switch, require_together
 from extproc.settings import Address, SubjectName, parse_address, parse_subject_names
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
@@ -25,28 +25,30 @@ def is_ip(host: str) -> bool:
     return True
 
 
-def _parse_peer(example: str) -> Callable[[str], Address]:
-    """A parser of where Envoy connects to: `HOST:PORT` or `unix:/path`."""
-
-    def parse(text: str) -> Address:
-        try:
-            peer = parse_address(text)
-        except ValueError:
-            peer = None
-        if peer is None or not (peer.is_unix or (peer.port and (is_ip(peer.host) or _HOST_NAME.match(peer.host)))):
-            raise ValueError(f"must be HOST:PORT, such as {example}")
-        if text.startswith(":"):
-            raise ValueError(f"must name a host, such as {example}")
-        return peer
-
-    return parse
+def _parse_fitting(text: str, fits: Callable[[Address], object], wanted: str) -> Address:
+    try:
+        address = parse_address(text)
+    except ValueError:
+        address = None
+    if address is None or not fits(address):
+        raise ValueError(f"must be {wanted}")
+    return address
 
 
-_parse_endpoint = _parse_peer("127.0.0.1:50051 or unix:/run/loopguard.sock")
+def _is_peer(address: Address) -> object:
+    """Envoy can connect there."""
+    return address.is_unix or (address.port and (is_ip(address.host) or _HOST_NAME.match(address.host)))
+
+
+def _parse_peer(text: str, example: str = "127.0.0.1:50051 or unix:/run/loopguard.sock") -> Address:
+    peer = _parse_fitting(text, _is_peer, f"HOST:PORT, such as {example}")
+    if text.startswith(":"):
+        raise ValueError(f"must name a host, such as {example}")
+    return peer
 
 
 def _parse_endpoints(text: str) -> tuple[Address, ...]:
-    peers = tuple(_parse_endpoint(item.strip()) for item in text.split(","))
+    peers = tuple(_parse_peer(item.strip()) for item in text.split(","))
     resolved = [peer.text for peer in peers if not (peer.is_unix or is_ip(peer.host))]
     if resolved and any(peer.is_unix for peer in peers):  # validates, and then Envoy never finds any of them healthy
         raise ValueError(f"must not mix Unix sockets with host names such as {resolved[0]!r}: give its IP address")
@@ -55,7 +57,7 @@ def _parse_endpoints(text: str) -> tuple[Address, ...]:
 
 def _parse_upstream(text: str) -> Address:
     example = "api.example.com:443"
-    peer = _parse_peer(example)(text)
+    peer = _parse_peer(text, example)
     if peer.is_unix:
         raise ValueError(f"must be HOST:PORT, such as {example}")
     return peer
@@ -63,13 +65,8 @@ def _parse_upstream(text: str) -> Address:
 
 def _parse_local(text: str) -> Address:
     """Where Envoy listens; it resolves no names for that."""
-    try:
-        local = parse_address(text)
-    except ValueError:
-        local = None
-    if local is None or local.is_unix or not is_ip(local.host):
-        raise ValueError("must be IP:PORT, such as 127.0.0.1:10000 or 0.0.0.0:10000")
-    return local
+    wanted = "IP:PORT, such as 127.0.0.1:10000 or 0.0.0.0:10000"
+    return _parse_fitting(text, lambda local: not local.is_unix and is_ip(local.host), wanted)
 
 
 def _parse_names(text: str) -> tuple[str, ...]:
@@ -90,19 +87,11 @@ class EnvoyOptions:
     """The flags of `loopguard envoy-config`."""
 
     upstream: Address | None = option(None, _parse_upstream, "where requests go; required for a bootstrap", "HOST:PORT")
-    upstream_protocol: str = option(
-        "http1",
-        parse_one_of("http1", "http2", "as-client"),
-        "protocol of the upstream: http2 for gRPC; as-client: the client's",
-        "http1|http2|as-client",
+    upstream_protocol: str = choose(
+        "protocol of the upstream: http2 for gRPC; as-client: the client's", "http1", "http2", "as-client"
     )
     upstream_tls: bool = option(False, parse_switch, "use TLS to the upstream and verify its certificate")
-    upstream_ca: str = option(
-        "/etc/ssl/certs/ca-certificates.crt",
-        str,
-        "CA certificates to verify the upstream with",
-        "PATH",
-    )
+    upstream_ca: str = option("/etc/ssl/certs/ca-certificates.crt", str, "CA certificates to verify the upstream with", "PATH")
     listen: Address = option("127.0.0.1:10000", _parse_local, "where Envoy listens", "IP:PORT")
     admin: Address = option("127.0.0.1:9901", _parse_local, "where Envoy's admin page listens", "IP:PORT")
     endpoints: tuple[Address, ...] = option(
@@ -122,11 +111,10 @@ class EnvoyOptions:
         "DNS|IP|URI,...",
         gather=",".join,
     )
-    body_mode: str = option(
-        "strict",
-        parse_one_of("strict", "tolerant"),
+    body_mode: str = choose(
         "what happens to a body above the limit: strict refuses it with 413, tolerant lets it through uncounted",
-        "strict|tolerant",
+        "strict",
+        "tolerant",
     )
     buffer_limit: int = option(10 * 2**20, _parse_bytes, "largest request body to inspect", "BYTES")
     tolerant_routes: tuple[str, ...] = option(
@@ -137,24 +125,18 @@ class EnvoyOptions:
         "NAME|/PATH,...",
         gather=",".join,
     )
-    failure_mode: str = option(
-        "allow",
-        parse_one_of("allow", "deny"),
-        "what happens to a request that Loopguard did not answer",
-        "allow|deny",
-    )
-    shadow_mode: str = option(
-        "off",
-        parse_one_of("off", "observability", "partial"),
+    failure_mode: str = choose("what happens to a request that Loopguard did not answer", "allow", "deny")
+    shadow_mode: str = choose(
         "count without enforcing: observability: requests never wait; partial: no body is refused, for serve --shadow",
-        "off|observability|partial",
+        "off",
+        "observability",
+        "partial",
     )
-    usage: str = option(
-        "exact",
-        parse_one_of("exact", "estimated"),
+    usage: str = choose(
         "where cost limits get tokens from: exact: Envoy 1.38 or newer reads them in answers; "
         "estimated: the sizes of requests and answers",
-        "exact|estimated",
+        "exact",
+        "estimated",
     )
     snippet: bool = option(False, parse_switch, "print the parts that an existing configuration needs, each with its place")
     routes: tuple[str, ...] = option(
