@@ -23,6 +23,7 @@ from extproc.policy.messages import describe, explain
 from extproc.policy.pairings import find_pairing_errors, read_claim
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
 from extproc.request.limit_keys import IP_ADDRESS, UNSUPPORTED_KEYS
+from extproc.sessions.session_limits import SessionLimits
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -89,6 +90,14 @@ class PolicySet:
     unenforced: tuple[Unenforced, ...]
     scrap: list[object]
     notes: tuple[BundleError, ...] = ()
+
+    def list_acting(self) -> list[Policy]:
+        """The policies that do something."""
+        return [policy for source in self.sources for policy in source.policies if policy.spec.is_enabled()]
+
+    def list_session_limits(self) -> list[SessionLimits]:
+        """Those of the policies that do something."""
+        return [limits for policy in self.list_acting() if (limits := policy.spec.session_limits) is not None]
 
     def require_enforced(self) -> None:
         """Take no bundle of which a part is not enforced: no limit is lost without being told.

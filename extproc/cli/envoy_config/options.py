@@ -147,6 +147,11 @@ class EnvoyOptions:
         gather=",".join,
     )
 
+    @property
+    def observes(self) -> bool:
+        """Requests never wait for Loopguard."""
+        return self.shadow_mode == "observability"
+
     def __post_init__(self) -> None:
         """Refuse half of what TLS needs, and what another flag has decided already.
 

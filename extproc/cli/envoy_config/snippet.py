@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import describe_guard, describe_route, find_tolerant, read_template
-from extproc.cli.envoy_config.routes import GuardedPath, find_acting, plan_routes
+from extproc.cli.envoy_config.routes import GuardedPath, plan_routes
 from extproc.cli.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
 
@@ -71,7 +71,7 @@ def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
     """Ids of policies that select by the name of a route, none of which is among these."""
     return [
         policy.id
-        for policy in find_acting(policies)
+        for policy in policies.list_acting()
         if policy.spec.selector.routes and not set(policy.spec.selector.routes) & set(names)
     ]
 
