@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from extproc.errors import BundleError, BundleErrors
 from extproc.objects import Place
 from extproc.policy import rules
-from extproc.policy.bundle import Envelope, KillSwitch, Override, Policy
+from extproc.policy.bundle import Envelope, KillSwitch, Override, Policy, read_moment
 from extproc.policy.files import read_what_can_be
 from extproc.policy.messages import describe, explain
 from extproc.policy.pairings import find_pairing_errors, read_claim
@@ -194,9 +194,6 @@ class _Report:
             for first, policies in self.notes.values()
         )
 
-    def note_id(self, place: Place, identity: str) -> None:
-        self.ids.append((identity, self.file, write_pointer(place)))
-
 
 def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Source | None:
     """One file's policies, or None when the file's shape is beyond use; errors go to `report`."""
@@ -311,7 +308,7 @@ def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  
         for where, message in rules.find_errors(entry.get("spec")):
             report.refuse((*place, "spec", *where), message)
         if isinstance(entry.get("id"), str):
-            report.note_id((*place, "id"), entry["id"])
+            report.ids.append((entry["id"], report.file, write_pointer((*place, "id"))))
     if policy is None or len(report.errors) > before:
         return None
     _remark(policy, place, report)
@@ -341,18 +338,9 @@ def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) ->
         if isinstance(override, dict) and override.get("enabled") is True:
             expiries.append(((name, "expires_at"), "expired", override.get("expires_at")))
     for place, what, value in expiries:
-        moment = _parse_moment(value)
+        moment = read_moment(value)  # the models report what is none
         if moment is not None and moment <= now:
             report.refuse(place, f"{what} at {moment.isoformat()}; it must be in the future")
-
-
-def _parse_moment(value: object) -> datetime | None:
-    """A time with its zone, or None for anything else, which the models report."""
-    try:
-        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
-    return moment if moment is not None and moment.tzinfo is not None else None
 
 
 def _report_duplicate_ids(report: _Report) -> None:

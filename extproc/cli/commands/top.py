@@ -140,7 +140,6 @@ def _write_cells(loop: dict[str, Any], now: float) -> list[str]:
 
 
 def _write_requests(loop: dict[str, Any]) -> str:
-    """How many requests there were, by what became of them."""
     if loop["shadow"] is not None:
         return " ".join(f"{number} would {action}" for action, number in loop["shadow"].items())
     words = ("refused", "throttled", "steered", "warned")

@@ -111,7 +111,6 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
 
 
 def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: Sequence[Guard]) -> Finding:
-    """Why no route is guarded."""
     if guards:
         place = guards[0].filter.place
         return Finding(

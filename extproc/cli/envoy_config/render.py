@@ -109,7 +109,6 @@ def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool
 
 
 def _reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
-    """Whether Envoy looks for tokens in answers."""
     costs = any(limits.max_cost_per_session is not None for limits in policies.list_session_limits())
     return costs and options.usage == "exact" and not options.observes
 
@@ -126,7 +125,6 @@ def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
 
 
 def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
-    """How tokens are found in answers."""
     return {
         "event_rules": write_event_rules(),
         "answer_rules": write_rules(),
@@ -201,7 +199,6 @@ def _either_case(digit: str) -> str:
 
 
 def _write_address(place: Address) -> str:
-    """Envoy's `Address`."""
     if place.is_unix:
         return f"{{pipe: {{path: {_quote(place.text.removeprefix('unix:'))}}}}}"
     both = ", ipv4_compat: true" if place.host == "::" else ""

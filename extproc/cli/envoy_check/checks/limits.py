@@ -101,7 +101,6 @@ def check_request_timeout(guard: Guard) -> Iterator[Finding]:
 
 
 def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
-    """What says how long nothing may happen on a request."""
     own = route.route.place.get("route", "idle_timeout")
     return own if own.is_there else guard.manager.place.get("stream_idle_timeout")
 
