@@ -51,13 +51,10 @@ class Resources:
         if kind in _KINDS:
             getattr(self, _KINDS[kind]).append(message)
 
-    def find_cluster(self, name: str) -> ConfigPlace | None:
-        """By its name."""
-        return next((cluster for cluster in self.clusters if cluster.get("name").text() == name), None)
 
-    def find_routes(self, name: str) -> ConfigPlace | None:
-        """A RouteConfiguration, by its name."""
-        return next((routes for routes in self.routes if routes.get("name").text() == name), None)
+def find_named(places: Sequence[ConfigPlace], name: str) -> ConfigPlace | None:
+    """The one that has this name."""
+    return next((place for place in places if place.get("name").text() == name), None)
 
 
 def find_resources(document: ConfigPlace) -> Resources:
@@ -225,7 +222,7 @@ def _read_manager(listener: ConfigPlace, place: ConfigPlace, resources: Resource
     routes, missing = place.get("route_config"), ""
     if not routes.is_there:
         name = place.get("rds", "route_config_name").text()
-        found = resources.find_routes(name) if name else None
+        found = find_named(resources.routes, name) if name else None
         if found is None:
             missing = f"they come from RDS as {name!r}" if name else "they come from neither route_config nor RDS"
         routes = found or routes
@@ -241,8 +238,7 @@ def _read_manager(listener: ConfigPlace, place: ConfigPlace, resources: Resource
 
 def _read_filter(place: ConfigPlace, resources: Resources) -> HttpFilter:
     if place.get("config_discovery").is_there:
-        name = place.get("name").text()
-        extension = next((found for found in resources.extensions if found.get("name").text() == name), None)
+        extension = find_named(resources.extensions, place.get("name").text())
         kind, config = (extension or place.get("config_discovery")).get("typed_config").message()
     else:
         kind, config = place.get("typed_config").message()

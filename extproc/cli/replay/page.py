@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
 from extproc.cli.replay.report import SERIES
-from extproc.errors import LoopguardError
 
 WIDTH = 900
 HEIGHT = 150
@@ -65,18 +63,6 @@ class Chart(NamedTuple):
     bars: Sequence[Bar]
     highest: int
     stretch: str
-
-
-def write_page(file: Path, document: dict[str, Any]) -> None:
-    """Put the page of a report where it is wanted.
-
-    Raises:
-        LoopguardError: it cannot be written.
-    """
-    try:
-        file.write_text(render_page(document), encoding="utf-8")
-    except OSError as error:
-        raise LoopguardError(f"cannot write {file}: {error.strerror}") from error
 
 
 def render_page(document: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard
+from extproc.cli.envoy_check.config import Guard, find_named
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 
@@ -18,7 +18,7 @@ def check_cluster(guard: Guard) -> Iterator[Finding]:
     """The cluster of a filter."""
     if not guard.cluster:
         return
-    cluster = guard.manager.resources.find_cluster(guard.cluster)
+    cluster = find_named(guard.manager.resources.clusters, guard.cluster)
     if cluster is None:
         yield _report_missing(guard)
         return
