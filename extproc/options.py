@@ -55,7 +55,13 @@ def switch(text: str) -> Any:  # noqa: ANN401  # as dataclasses.field
 
 def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401  # as dataclasses.field
     """Declare an option that is one of these words, the first of them by default; `text` says what it is for."""
-    return option(default or words[0], parse_one_of(*words), text, "|".join(words))
+
+    def parse(given: str) -> str:
+        if given not in words:
+            raise ValueError(f"must be one of {', '.join(words)}")
+        return given
+
+    return option(default or words[0], parse, text, "|".join(words))
 
 
 def parse_switch(text: str) -> bool:
@@ -68,17 +74,6 @@ def parse_switch(text: str) -> bool:
     if word not in (*_YES, *_NO):
         raise ValueError("must be true or false")
     return word in _YES
-
-
-def parse_one_of(*choices: str) -> Callable[[str], str]:
-    """A parser that takes these words and no other."""
-
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return text
-
-    return parse
 
 
 def parse_integer(least: int, most: int | None = None) -> Callable[[str], int]:

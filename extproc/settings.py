@@ -171,10 +171,7 @@ class Settings:
     shadow: bool = switch("force every policy into shadow mode: count and report, never act")
     record: bool = switch("add every matched request to the access log for replay, callers hashed")
     shadow_samples: int = option(
-        "0",
-        parse_integer(0, MAX_SAMPLES),
-        "redacted new refusals to keep of each canary, for `loopguard canary review`",
-        "N",
+        "0", parse_integer(0, MAX_SAMPLES), "redacted new refusals to keep of each canary, for `loopguard canary review`", "N"
     )
     shadow_sample_bodies: bool = switch("keep what was compared in these samples, which may include tool arguments and results")
     allow_unverified_jwt: bool = switch("read jwt: limit keys from bearer tokens with unverified signatures")

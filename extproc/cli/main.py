@@ -57,11 +57,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of the command that is asked for.
-
-    Raises:
-        UsageError: an argument is missing, unusable, or none that there is.
-    """
     options, rest = _make_parser(arguments).parse_known_args(arguments)
     if rest:  # the parser itself would point to the help of all commands
         raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see 'loopguard {options.command} --help'")
@@ -86,7 +81,3 @@ def _make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         command.add_flags(made)
         made.set_defaults(run=command.run)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

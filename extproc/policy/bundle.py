@@ -127,14 +127,18 @@ def _check_note(value: str) -> str:
     return value
 
 
-def _check_timestamp(value: object) -> object:
-    if not isinstance(value, str):
-        raise make_error("must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'")
+def read_moment(value: object) -> datetime | None:
+    """A time with its zone, as ISO 8601 has it; None for anything else."""
     try:
-        moment = datetime.fromisoformat(value)
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
-        moment = None
-    if moment is None or moment.tzinfo is None:
+        return None
+    return moment if moment is not None and moment.tzinfo is not None else None
+
+
+def _check_timestamp(value: object) -> object:
+    moment = read_moment(value)
+    if moment is None:
         raise make_error("must be an ISO 8601 time with its zone, such as '2026-12-31T00:00:00Z'")
     return moment
 

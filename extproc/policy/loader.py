@@ -17,12 +17,13 @@ from pydantic import BaseModel, ValidationError
 from extproc.errors import BundleError, BundleErrors
 from extproc.objects import Place
 from extproc.policy import rules
-from extproc.policy.bundle import Envelope, KillSwitch, Override, Policy
+from extproc.policy.bundle import Envelope, KillSwitch, Override, Policy, read_moment
 from extproc.policy.files import read_what_can_be
 from extproc.policy.messages import describe, explain
 from extproc.policy.pairings import find_pairing_errors, read_claim
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
 from extproc.request.limit_keys import IP_ADDRESS, UNSUPPORTED_KEYS
+from extproc.sessions.session_limits import SessionLimits
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -32,7 +33,6 @@ class Source:
     """One policy file as it was read.
 
     Attributes:
-        file: its path.
         sha256: of its bytes, in hex.
         policies: in the file's order; none once they are freed.
         bundle_version: None for a single policy or a list.
@@ -78,7 +78,6 @@ class PolicySet:
     """Everything that was loaded, with what the user should know about it.
 
     Attributes:
-        sources: one for each file.
         warnings: works as written, but perhaps not as meant.
         unenforced: parts of a drop-in bundle that this version does not enforce.
         scrap: what reading left behind, policy by policy; to be freed together with the policies, and not before. Whatever is
@@ -91,6 +90,14 @@ class PolicySet:
     unenforced: tuple[Unenforced, ...]
     scrap: list[object]
     notes: tuple[BundleError, ...] = ()
+
+    def list_acting(self) -> list[Policy]:
+        """The policies that do something."""
+        return [policy for source in self.sources for policy in source.policies if policy.spec.is_enabled()]
+
+    def list_session_limits(self) -> list[SessionLimits]:
+        """Those of the policies that do something."""
+        return [limits for policy in self.list_acting() if (limits := policy.spec.session_limits) is not None]
 
     def require_enforced(self) -> None:
         """Take no bundle of which a part is not enforced: no limit is lost without being told.
@@ -186,9 +193,6 @@ class _Report:
             replace(first, message=f"{first.message} (and {policies - 1} more)") if policies > 1 else first
             for first, policies in self.notes.values()
         )
-
-    def note_id(self, place: Place, identity: str) -> None:
-        self.ids.append((identity, self.file, write_pointer(place)))
 
 
 def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Source | None:
@@ -304,7 +308,7 @@ def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  
         for where, message in rules.find_errors(entry.get("spec")):
             report.refuse((*place, "spec", *where), message)
         if isinstance(entry.get("id"), str):
-            report.note_id((*place, "id"), entry["id"])
+            report.ids.append((entry["id"], report.file, write_pointer((*place, "id"))))
     if policy is None or len(report.errors) > before:
         return None
     _remark(policy, place, report)
@@ -334,18 +338,9 @@ def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) ->
         if isinstance(override, dict) and override.get("enabled") is True:
             expiries.append(((name, "expires_at"), "expired", override.get("expires_at")))
     for place, what, value in expiries:
-        moment = _parse_moment(value)
+        moment = read_moment(value)  # the models report what is none
         if moment is not None and moment <= now:
             report.refuse(place, f"{what} at {moment.isoformat()}; it must be in the future")
-
-
-def _parse_moment(value: object) -> datetime | None:
-    """A time with its zone, or None for anything else, which the models report."""
-    try:
-        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
-    return moment if moment is not None and moment.tzinfo is not None else None
 
 
 def _report_duplicate_ids(report: _Report) -> None:

@@ -66,8 +66,6 @@ class Claim(NamedTuple):
     """What one raw policy says about itself, however broken the rest of it is.
 
     Attributes:
-        identity: its id.
-        mode: of it.
         canary_of: the id that it names; None where it watches no policy, which is an error of its own.
     """
 

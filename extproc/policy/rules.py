@@ -149,7 +149,6 @@ def _find_name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
 
 
 def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Rules between the fields of one raw loop_detection entry."""
     if not isinstance(loop, dict):
         return
     name = loop.get("similarity", "exact")

@@ -81,17 +81,12 @@ def _explain(error: ValueError | RecursionError) -> str:
 
 
 def _find_repeated(document: Any) -> Iterator[Place]:  # noqa: ANN401  # raw JSON
-    for place, value in _walk(document):
-        for name in value.repeated if isinstance(value, _Repeating) else ():
-            yield (*place, name)
-
-
-def _walk(document: Any) -> Iterator[tuple[Place, Any]]:  # noqa: ANN401  # raw JSON
-    """Every value and its place, in the document's order; without recursion, because the parser goes deeper than Python may."""
+    """In the document's order; without recursion, because the parser goes deeper than Python may."""
     waiting: list[tuple[Place, Any]] = [((), document)]
     while waiting:
         place, value = waiting.pop()
-        yield place, value
+        for name in value.repeated if isinstance(value, _Repeating) else ():
+            yield (*place, name)
         items: Iterable[tuple[str | int, Any]] = ()
         if isinstance(value, dict):
             items = value.items()

@@ -1,14 +1,17 @@
 """The subcommands of `loopguard`, one file each.
 
 Each has `HELP`, a line that says what it does; `EXAMPLES`, the end of its --help; `add_flags`, which declares its flags; and
-`run`, which does it and returns the exit code. What only `run` needs and takes long to import is imported there.
+`run`, which does it and returns the exit code. What only `run` needs and takes long to import is imported there. It raises
+UsageError for a flag that cannot be used, BundleErrors with everything that is wrong in the policies, and any other
+LoopguardError where a server, a log or a file fails it: `main` prints them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet, load
@@ -60,6 +63,16 @@ def check_paths(paths: Sequence[str]) -> Sequence[str]:
     if not all(paths):  # such as that of a shell's variable that is not set
         raise UsageError("a policy path is empty; give a policy file or a directory of them")
     return paths
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things; the noun gets its `s`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def write_caller(row: Mapping[str, Any]) -> str:
+    """The caller in a row of the admin port: by the descriptors where they are told, else by the hash."""
+    return ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items()) or str(row["caller"])
 
 
 def load_policies(paths: Sequence[str]) -> PolicySet:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from extproc.cli.commands import count
 from extproc.errors import LoopguardError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
@@ -77,13 +78,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the servers; returns the exit code.
-
-    Raises:
-        LoopguardError: a server does not answer, or there is nothing to tell.
-    """
-    code: int = options.ask(options)
-    return code
+    """Ask the servers; returns the exit code."""
+    return int(options.ask(options))
 
 
 def show_status(options: argparse.Namespace) -> int:
@@ -231,8 +227,7 @@ def _print_canary(console: Console, canary: dict[str, Any]) -> None:
     console.print(word.replace("_", " "), style=f"bold {_COLORS[word]}")
     for reason in canary["reasons"]:
         console.print(f"  {reason}")
-    replicas = f"{canary['replicas']} replica{'' if canary['replicas'] == 1 else 's'}"
-    console.print(f"  compared since {canary['since']}, by {replicas}")
+    console.print(f"  compared since {canary['since']}, by {count(canary['replicas'], 'replica')}")
     newly = canary["newly_refused"]
     about = "" if newly["exact"] else "about "
     console.print(f"  newly refused: tenants {about}{newly['tenants']} of {newly['of_tenants']}, sessions {newly['sessions']}")

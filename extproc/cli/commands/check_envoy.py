@@ -59,15 +59,7 @@ def _parse_size(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report.
-
-    Returns:
-        the exit code: 1 where something hurts.
-
-    Raises:
-        UsageError: there is no configuration to be read, or no finding that is to be ignored.
-        BundleErrors: with everything that is wrong in the policies.
-    """
+    """Print the report; returns the exit code: 1 where something hurts."""
     from rich.console import Console  # noqa: PLC0415  # only this command needs it
 
     from extproc.cli.envoy_check.config import find_resources  # noqa: PLC0415  # as above: yaml and the service's parts

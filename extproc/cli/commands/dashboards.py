@@ -34,11 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write them; returns the exit code.
-
-    Raises:
-        UsageError: the folder cannot be written, or has files that would be lost.
-    """
+    """Write them; returns the exit code."""
     folder = Path(options.directory)
     texts = {folder / name: read_dashboard(name) for name in FILES}
     try:

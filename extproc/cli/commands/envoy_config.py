@@ -9,7 +9,6 @@ from extproc import options
 from extproc.cli.commands import add_policy_flag, load_policies
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
-from extproc.cli.envoy_config.routes import find_acting
 from extproc.cli.envoy_config.snippet import find_unseen, render_snippet
 
 HELP = "print an Envoy bootstrap that guards the policies' routes, or the parts for an existing one"
@@ -25,16 +24,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the bootstrap, or what another one needs; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used, or a policy selects by a route that cannot be placed.
-        BundleErrors: with everything that is wrong in the policies.
-    """
+    """Print the bootstrap, or what another one needs; returns the exit code."""
     policies = load_policies(given.policy)
     chosen = options.read_options(EnvoyOptions, vars(given))
     sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))
-    acting = list(find_acting(policies))
+    acting = policies.list_acting()
     if not acting:
         sys.stderr.write("warning: no policy has loop_detection enabled, so this guards nothing\n")
     if chosen.routes and (unseen := find_unseen(policies, chosen.routes)):

@@ -14,9 +14,9 @@ from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import takes_websocket
-from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
+from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome
-from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
+from extproc.engine.candidates import LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
@@ -60,12 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        BundleErrors: with everything that is wrong in the policies.
-    """
+    """Print it; returns the exit code."""
     policies = load_policies(options.policy)
     body = _read_body(options.data)
     request = _make_request(options, body)
@@ -94,12 +89,15 @@ def run(options: argparse.Namespace) -> int:
     for group in evaluation.groups:
         for candidate in group.candidates:
             policy = candidate.plan.id
-            _print_candidate(candidate, evaluation, body, ramps.get(policy, []) + _list_missing(missing, policy, request))
+            more = ramps.get(policy, []) + _list_missing(missing, policy, request)
+            if isinstance(candidate, LoopCandidate):
+                _print_detector(candidate, evaluation, body, more)
+            elif isinstance(candidate, SessionCandidate):
+                _print_session(candidate, more)
     return 0
 
 
 def _print_switch(switch: Switch, *, shadow: bool) -> None:
-    """The kill switch that holds for the request."""
     told = f"reject with {KILLED_STATUS} (Retry-After: {KILLED_SECONDS})"
     rows = [("kill switch", f"{switch.place} ({switch.scope_key})"), ("decision", f"report: would {told}" if shadow else told)]
     _print_rows(rows if not switch.reason else [rows[0], ("reason", switch.reason), rows[1]])
@@ -121,7 +119,6 @@ def _list_missing(missing: Sequence[tuple[str, str]], policy: str, request: Http
 
 
 def _list_session_keys(engine: Engine, policy: str) -> _Rows:
-    """Where a session's name was looked for."""
     plan = engine.find_plan(policy)
     keys = [key.key for key in plan.limiter.names.list_keys()] if plan is not None and plan.limiter is not None else []
     return list(zip(chain(["missing"], repeat("")), [*(f"{key}, or" for key in keys[:-1]), *keys[-1:]], strict=False))
@@ -137,19 +134,10 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
     return ""
 
 
-def _print_candidate(candidate: Candidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
-    """What one guard of a policy sees in the request, and what it will do about it."""
-    if isinstance(candidate, LoopCandidate):
-        _print_detector(candidate, evaluation, body, more)
-    elif isinstance(candidate, SessionCandidate):
-        _print_session(candidate, more)
-
-
 def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
-    """Which session the request is of, and what that may use up."""
     guard = candidate.limiter
     calls = len(candidate.calls.records) // RECORD
-    shown = f"{calls} {'call' if calls == 1 else 'calls'} of tools" if not candidate.unreadable else candidate.unreadable
+    shown = f"{count(calls, 'call')} of tools" if not candidate.unreadable else candidate.unreadable
     dollars, model = candidate.reserve / NANO_DOLLARS, candidate.model or "no model"
     rows = [
         ("policy", f"{candidate.plan.id} ({guard.mode})"),
@@ -165,7 +153,6 @@ def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
 
 
 def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
-    """What one detector of a policy sees in the request, and what it will do about it."""
     detector, hit = candidate.detector, candidate.hit
     rows = [("policy", f"{candidate.plan.id} ({detector.mode})")]
     if detector.name != DEFAULT_DETECTOR or detector.looks:
@@ -215,7 +202,7 @@ def _describe_decision(candidate: LoopCandidate) -> str:
     if not detector.stateless:
         allowed = detector.list_thresholds(candidate.subject)[0] - 1
         return (
-            f"allow {allowed} identical request{'' if allowed == 1 else 's'}, then {_describe_steps(candidate)}; "
+            f"allow {count(allowed, 'identical request')}, then {_describe_steps(candidate)}; "
             f"window {detector.window_type}, {detector.window_seconds} s"
         )
     state = detector.similarity.describe(found)
@@ -227,7 +214,6 @@ def _describe_decision(candidate: LoopCandidate) -> str:
 
 
 def _describe_steps(candidate: LoopCandidate) -> str:
-    """What is done from each of the thresholds on."""
     first, *others = candidate.detector.list_thresholds(candidate.subject)
     begins = candidate.repeat.threshold if candidate.repeat is not None else first  # a tool may have one of its own
     later = [(step, threshold - first + begins) for step, threshold in enumerate(others, 1)]
@@ -243,12 +229,11 @@ def _make_outcome(candidate: LoopCandidate, step: int) -> Outcome:
     cooldown_ms = candidate.hit.cooldown_ms if isinstance(candidate.hit, Hit) and last else 0
     if found is not None and not found.looping:
         found = found._replace(count=found.threshold, step=step)
-    count = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)
-    return detector.judge(candidate.fingerprint, candidate.tenant, count, subject, found)
+    counted = Count(threshold, looping=last, cooldown_ms=cooldown_ms, span_ms=0)
+    return detector.judge(candidate.fingerprint, candidate.tenant, counted, subject, found)
 
 
 def _describe_action(candidate: LoopCandidate, step: int) -> str:
-    """What is done about the request that reaches the threshold of this step."""
     outcome = _make_outcome(candidate, step)
     framed = candidate.subject.frame("", "")
     status = (outcome.refusal.status or AUTO_STATUS) if framed is None else framed.status

@@ -25,12 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Have the servers do it; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        LoopguardError: a server does not answer, or refuses.
-    """
+    """Have the servers do it; returns the exit code."""
     amounts = {"steps": options.steps, "tool_calls": options.tool_calls, "cost": options.cost}
     if all(amount is None for amount in amounts.values()):
         raise UsageError("give at least one of --steps, --tool-calls and --cost")

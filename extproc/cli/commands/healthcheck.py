@@ -52,11 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the status; returns the exit code.
-
-    Raises:
-        UsageError: half of what TLS needs is given.
-    """
+    """Print the status; returns the exit code."""
     hush_grpc()
     from extproc.transport.grpcio import ClientTls, check_health  # noqa: PLC0415  # grpc takes 0.2 s to import
 

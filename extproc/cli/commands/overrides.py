@@ -28,12 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the servers; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        LoopguardError: a server does not answer, or refuses.
-    """
+    """Ask the servers; returns the exit code."""
     for client in open_clients(options.admin):
         if options.revoke:
             client.ask(f"/overrides/{options.revoke}", method="DELETE", headers=make_headers(options))

@@ -58,13 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the change, and make it where that is wanted; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        BundleErrors: with everything that is wrong in the files, now or after the change.
-        LoopguardError: there is no such change, or it cannot be written.
-    """
+    """Show the change, and make it where that is wanted; returns the exit code."""
     if not 1 <= options.percent <= EVERYBODY:
         raise UsageError(f"--percent must be 1 to {EVERYBODY}, not {options.percent}")
     file, now = options.file, datetime.now(UTC)
@@ -91,14 +85,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list_remarks(options: argparse.Namespace, spec: Mapping[str, Any], known: PolicySet, promoted: PolicySet) -> Iterator[str]:
-    """What comes of the change that the diff does not say.
-
-    Args:
-        options: of the command line.
-        spec: of the policy before.
-        known: what was loaded before.
-        promoted: what will be.
-    """
+    """What comes of the change that the diff does not say."""
     yield from (f"warning: {warning}" for warning in promoted.warnings if warning not in known.warnings)
     if promoted.sources[0].forces_shadow(datetime.now(UTC)):
         yield "note: while global_shadow is on, all policies of the file stay in shadow mode"
@@ -159,14 +146,7 @@ def _describe_share(percent: int) -> str:
 
 
 def _promote(text: str, place: Place, spec: Mapping[str, Any], percent: int) -> str:
-    """The text of a policy file in which the policy acts on a larger share.
-
-    Args:
-        text: of the file.
-        place: of the policy's spec.
-        spec: the same.
-        percent: from then on.
-    """
+    """The text of a policy file in which the policy whose spec stands at a place acts on a larger share."""
     if spec.get("mode") == SHADOW:
         text = replace_value(text, (*place, "mode"), "enforce")
     if "enforce_percent" in spec:

@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
-from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, print_lines
+from extproc.cli.commands import load_policies
+from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, print_lines, write_file
 from extproc.errors import UsageError
 from extproc.request.hash_key import read_hash_key
 
@@ -30,9 +30,7 @@ _TOP = 10
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard replay`."""
-    add_policy_flag(parser)
     add_log_flags(parser)
-    add_key_flag(parser)
     parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="number of worst offenders to show (default 10)")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts for a browser")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
@@ -40,15 +38,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        BundleErrors: with everything that is wrong in the policies.
-        LoopguardError: a log cannot be read, or has no request that can be replayed.
-    """
+    """Print the report; returns the exit code."""
     from extproc.cli.replay.judge import Judge  # noqa: PLC0415  # this and rich take 0.2 s to import; other commands need neither
-    from extproc.cli.replay.page import write_page  # noqa: PLC0415  # same
+    from extproc.cli.replay.page import render_page  # noqa: PLC0415  # same
     from extproc.cli.replay.report import ReplayReport  # noqa: PLC0415  # same
     from extproc.cli.replay.table import print_report  # noqa: PLC0415  # same
 
@@ -61,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
             report.add(entry, judge.judge(entry.recorded))
     document = report.make_document(logs, judge, options.top)
     if options.html is not None:
-        write_page(Path(options.html), document)
+        write_file(options.html, render_page(document))
     if options.json:
         print(json.dumps(document))
     else:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
+from extproc.cli.commands import count, write_caller
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
 
@@ -36,12 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the servers; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        LoopguardError: a server does not answer, or knows no such session.
-    """
+    """Ask the servers; returns the exit code."""
     path = f"/sessions/{quote(options.session, safe='')}" if options.session else "/sessions"
     chosen = {name: str(getattr(options, name)) for name in ("sort", "policy", "caller", "limit")}
     params = {name: value for name, value in chosen.items() if value and not options.session}
@@ -61,19 +57,17 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"other replicas' sessions are missing or old: {report['problem']}")
     if not report["sessions"]:
         known = report.get("known", 0)
-        lines.append(
-            f"none of {known} {'session' if known == 1 else 'sessions'} matches" if known else "no session in the last hour"
-        )
+        lines.append(f"none of {count(known, 'session')} matches" if known else "no session in the last hour")
     for session in report["sessions"]:
         lines.append(_write_session(session))
         if "steps" in session:
-            lines += [f"  called {count} times: {tool}" for tool, count in session["tool_call_counts"].items()]
+            lines += [f"  called {times} times: {tool}" for tool, times in session["tool_call_counts"].items()]
             lines += [_write_step(step) for step in session["steps"]]
     return lines
 
 
 def _write_session(session: Mapping[str, Any]) -> str:
-    caller = ", ".join(f"{name}={value}" for name, value in (session["descriptors"] or {}).items()) or session["caller"]
+    caller = write_caller(session)
     estimated = f" (${session['estimated_cost']:.2f} estimated)" if session["estimated_cost"] else ""
     counts = f"{session['total_step_count']} steps, {session['total_tool_calls']} tool calls"
     said = [

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from extproc.cli.commands import count, write_caller
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
@@ -49,12 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the loops until Ctrl-C, or once; returns the exit code.
-
-    Raises:
-        UsageError: a flag is unusable.
-        LoopguardError: a server cannot be asked.
-    """
+    """Show the loops until Ctrl-C, or once; returns the exit code."""
     from rich.console import Console  # noqa: PLC0415  # only this command needs it
     from rich.live import Live  # noqa: PLC0415  # as above
 
@@ -102,14 +98,10 @@ def make_table(report: dict[str, Any]) -> Table:
 def _head(report: dict[str, Any]) -> str:
     total, known = report["total"], report["known"]
     if known and not total["loops"]:
-        return f"none of {_count(known, 'loop')} matches"
-    callers, requests = _count(total["callers"], "caller"), _count(total["requests"], "request")
+        return f"none of {count(known, 'loop')} matches"
+    callers, requests = count(total["callers"], "caller"), count(total["requests"], "request")
     told = f"{total['looping']} of {total['loops']} loops active, {callers}, {requests}"
-    return f"{told}, {total['requests_not_sent_on']} not forwarded; {_count(len(report['replicas']), 'replica')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{told}, {total['requests_not_sent_on']} not forwarded; {count(len(report['replicas']), 'replica')}"
 
 
 def _foot(report: dict[str, Any]) -> str:
@@ -117,14 +109,9 @@ def _foot(report: dict[str, Any]) -> str:
     return f"{problem}{report['estimate']}"
 
 
-def _write_caller(loop: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in (loop["descriptors"] or {}).items()) or str(loop["caller"])
-
-
 def _write_requests(loop: dict[str, Any]) -> str:
-    """How many requests there were, by what became of them."""
     if loop["shadow"] is not None:
-        return " ".join(f"{count} would {action}" for action, count in loop["shadow"].items())
+        return " ".join(f"{number} would {action}" for action, number in loop["shadow"].items())
     words = ("refused", "throttled", "steered", "warned")
     return " ".join(f"{loop[word]} {word}" for word in words if loop[word])
 
@@ -142,7 +129,7 @@ def _write_age(seconds: float) -> str:
 
 
 _COLUMNS: dict[str, Callable[[dict[str, Any], float], str]] = {
-    "caller": lambda loop, _: _write_caller(loop),
+    "caller": lambda loop, _: write_caller(loop),
     "session": lambda loop, _: loop["session"] or "",
     "policy": lambda loop, _: loop["policy"] + ("" if loop["detector"] == "default" else f"/{loop['detector']}"),
     "tool, path": lambda loop, _: " ".join([*loop["tools"], loop["path"]]),

@@ -6,12 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from extproc.cli.commands import add_key_flag, add_policy_flag, load_policies
-from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, print_lines
-from extproc.errors import BundleErrors, LoopguardError, UsageError
+from extproc.cli.commands import load_policies
+from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, print_lines, write_file
+from extproc.errors import BundleErrors, UsageError
 from extproc.logs import escape_controls
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD
 from extproc.request.hash_key import read_hash_key
@@ -38,9 +37,7 @@ _PERCENT = 1.0
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `loopguard tune`."""
-    add_policy_flag(parser)
     add_log_flags(parser)
-    add_key_flag(parser)
     parser.add_argument("--id", metavar="POLICY", help="the policy; required if there are several")
     parser.add_argument("--detector", metavar="NAME", help="its detector; required if several have a window")
     parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
@@ -53,13 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the pairs and a recommendation; returns the exit code.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        BundleErrors: with everything that is wrong in the policies.
-        LoopguardError: a log cannot be read, has no request that can be replayed, or the policy cannot be written.
-    """
+    """Print the pairs and a recommendation; returns the exit code."""
     from extproc.cli.replay.tune import Sweep, recommend, write_policy  # noqa: PLC0415  # as in `replay`
 
     policies = load_policies(options.policy)
@@ -80,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     ready = None if advice.pair is None else write_policy(source, detector.name, advice.pair)
     problems = _find_problems(ready)
     if options.output is not None and ready is not None:
-        _write(Path(options.output), ready)
+        write_file(options.output, json.dumps(ready, indent=2) + "\n")
     document = {
         "tune": 1,
         "policy": detector.policy,
@@ -155,13 +146,6 @@ def _find_problems(ready: dict[str, Any] | None) -> list[str]:
     except BundleErrors as errors:
         return [f"{error.pointer}: {error.message}" for error in errors.errors]
     return []
-
-
-def _write(file: Path, ready: dict[str, Any]) -> None:
-    try:
-        file.write_text(json.dumps(ready, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise LoopguardError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _print_tables(

@@ -7,7 +7,7 @@ import os
 import sys
 from datetime import UTC, datetime
 
-from extproc.cli.commands import check_paths
+from extproc.cli.commands import check_paths, count
 from extproc.logs import escape_controls
 from extproc.policy.files import read_what_can_be
 from extproc.settings import ENV_PREFIX, read_settings
@@ -32,12 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Report warnings and notes, and how much is good; returns the exit code.
-
-    Raises:
-        UsageError: a path is empty, or the environment variable is neither true nor false.
-        BundleErrors: with all for which serve would not start.
-    """
+    """Report warnings and notes, and how much is good; returns the exit code."""
     from extproc.reload import build  # noqa: PLC0415  # with the engine, which takes long to import
 
     files, unreadable = read_what_can_be(check_paths(options.path))
@@ -46,8 +41,8 @@ def run(options: argparse.Namespace) -> int:
         print(escape_controls(f"warning: {warning}"), file=sys.stderr)
     for note in policies.notes:
         print(escape_controls(f"note: {note}"), file=sys.stderr)
-    count = sum(len(source.policies) for source in policies.sources)
-    print(f"good: {_pluralize(count, 'policy', 'policies')} in {_pluralize(len(policies.sources), 'file', 'files')}")
+    number = sum(len(source.policies) for source in policies.sources)
+    print(f"good: {number} {'policy' if number == 1 else 'policies'} in {count(len(policies.sources), 'file')}")
     return 0
 
 
@@ -56,7 +51,3 @@ def _allows_unenforced(options: argparse.Namespace) -> bool:
         return bool(options.allow_unenforced)
     environ = {name: value for name, value in os.environ.items() if name == _VARIABLE}
     return read_settings({}, environ).allow_unenforced
-
-
-def _pluralize(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from extproc.cli.envoy_check.document import ConfigPlace
+from extproc.cli.envoy_check.needs import Needs
 from extproc.errors import UsageError
 
 _MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
@@ -31,9 +32,7 @@ class Resources:
     """All that is configured, each thing once.
 
     Attributes:
-        listeners: in their order.
         routes: RouteConfigurations that do not stand in a listener.
-        clusters: as they are.
         extensions: configurations of filters that come by themselves (ECDS).
         comes_later: there are resources that xDS brings and that are not here.
         version: of Envoy, None where nothing tells it.
@@ -52,13 +51,10 @@ class Resources:
         if kind in _KINDS:
             getattr(self, _KINDS[kind]).append(message)
 
-    def find_cluster(self, name: str) -> ConfigPlace | None:
-        """By its name."""
-        return next((cluster for cluster in self.clusters if cluster.get("name").text() == name), None)
 
-    def find_routes(self, name: str) -> ConfigPlace | None:
-        """A RouteConfiguration, by its name."""
-        return next((routes for routes in self.routes if routes.get("name").text() == name), None)
+def find_named(places: Sequence[ConfigPlace], name: str) -> ConfigPlace | None:
+    """The one that has this name."""
+    return next((place for place in places if place.get("name").text() == name), None)
 
 
 def find_resources(document: ConfigPlace) -> Resources:
@@ -126,7 +122,6 @@ class Route:
     """One entry of a virtual host.
 
     Attributes:
-        place: of it.
         around: its virtual host, and the RouteConfiguration.
         number: of it in its host, from 1.
     """
@@ -165,13 +160,12 @@ class Manager:
     """An HTTP connection manager: filters and routes behind one port.
 
     Attributes:
-        listener: that it is in.
-        place: of its own settings.
         filters: of HTTP, in the order in which requests meet them.
         routes: in the order in which Envoy tries them.
         missing: why routes are not known, empty where they are.
     """
 
+    resources: Resources
     listener: ConfigPlace
     place: ConfigPlace
     filters: Sequence[HttpFilter]
@@ -191,9 +185,7 @@ class HttpFilter:
     """An entry of `http_filters`.
 
     Attributes:
-        place: of it.
         kind: the name of its configuration's message, empty where that is not known.
-        config: where its configuration stands.
     """
 
     place: ConfigPlace
@@ -230,11 +222,12 @@ def _read_manager(listener: ConfigPlace, place: ConfigPlace, resources: Resource
     routes, missing = place.get("route_config"), ""
     if not routes.is_there:
         name = place.get("rds", "route_config_name").text()
-        found = resources.find_routes(name) if name else None
+        found = find_named(resources.routes, name) if name else None
         if found is None:
             missing = f"they come from RDS as {name!r}" if name else "they come from neither route_config nor RDS"
         routes = found or routes
     return Manager(
+        resources,
         listener,
         place,
         [_read_filter(item, resources) for item in place.get("http_filters").items()],
@@ -245,8 +238,7 @@ def _read_manager(listener: ConfigPlace, place: ConfigPlace, resources: Resource
 
 def _read_filter(place: ConfigPlace, resources: Resources) -> HttpFilter:
     if place.get("config_discovery").is_there:
-        name = place.get("name").text()
-        extension = next((found for found in resources.extensions if found.get("name").text() == name), None)
+        extension = find_named(resources.extensions, place.get("name").text())
         kind, config = (extension or place.get("config_discovery")).get("typed_config").message()
     else:
         kind, config = place.get("typed_config").message()
@@ -266,16 +258,15 @@ class Guard:
     """A filter that asks Loopguard, and the routes on which it does.
 
     Attributes:
-        manager: that it is in.
-        filter: itself.
         guarded: the routes of whose requests it shows something, each with what holds for it there.
         blind: the routes that speak of it, and of whose requests it shows nothing all the same.
     """
 
+    needs: Needs
     manager: Manager
     filter: HttpFilter
     guarded: Sequence[GuardedRoute]
-    blind: Sequence[GuardedRoute] = ()
+    blind: Sequence[GuardedRoute]
 
     @property
     def observes(self) -> bool:
@@ -293,7 +284,6 @@ class GuardedRoute:
     """A route on which a filter is on.
 
     Attributes:
-        route: itself.
         mode: its processing mode, which a route's own replaces as a whole.
         overrides: of the route, the nearest first.
     """
@@ -319,22 +309,17 @@ class GuardedRoute:
         return headers != "SKIP" or trailers == "SEND" or self.body_mode != "NONE"
 
 
-def find_guards(manager: Manager, names: Sequence[str]) -> list[Guard]:
-    """The filters of a manager that ask Loopguard.
-
-    Args:
-        manager: whose filters.
-        names: of filters that do; empty: those that mention Loopguard.
-    """
+def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Guard]:
+    """The filters of a manager that ask Loopguard: those of these names, and without any those that mention Loopguard."""
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
     meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
-    return [_make_guard(manager, item) for item in meant]
+    return [_make_guard(manager, needs, item) for item in meant]
 
 
-def _make_guard(manager: Manager, item: HttpFilter) -> Guard:
+def _make_guard(manager: Manager, needs: Needs, item: HttpFilter) -> Guard:
     routes = list(_list_on(manager, item))
     blind = [route for route in routes if not route.is_shown and _list_said(item, route.route)]
-    return Guard(manager, item, [route for route in routes if route.is_shown], blind)
+    return Guard(needs, manager, item, [route for route in routes if route.is_shown], blind)
 
 
 def list_processors(manager: Manager) -> list[str]:

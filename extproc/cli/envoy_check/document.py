@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from extproc.errors import UsageError
+from extproc.policy.strict_json import write_pointer
 
 _TYPED_STRUCTS = (".udpa.type.v1.TypedStruct", ".xds.type.v3.TypedStruct")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s\Z")
@@ -29,7 +30,6 @@ class ConfigPlace:
     """A value and where it stands. What is not there is a place, too: the one where it would be, with None for its value.
 
     Attributes:
-        value: of JSON.
         pointer: to it (RFC 6901).
         lines: line numbers by pointer, where they are known.
     """
@@ -80,7 +80,7 @@ class ConfigPlace:
             yield key, self.entry(key)
 
     def _step(self, step: str, value: object) -> ConfigPlace:
-        return ConfigPlace(value, f"{self.pointer}/{step.replace('~', '~0').replace('/', '~1')}", self.lines)
+        return ConfigPlace(value, self.pointer + write_pointer((step,)), self.lines)
 
     def text(self, default: str = "") -> str:
         """A string, or the name of an enum's value."""
@@ -175,16 +175,12 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):
             self.flatten_mapping(node)
             keys = [(str(self.construct_object(key)), key, value) for key, value in node.value]
-            made = {name: self._note(value, f"{pointer}/{_escape(name)}", (*around, node)) for name, _, value in keys}
-            self._lines.update({f"{pointer}/{_escape(name)}": key.start_mark.line + 1 for name, key, _ in keys})
+            made = {name: self._note(value, pointer + write_pointer((name,)), (*around, node)) for name, _, value in keys}
+            self._lines.update({pointer + write_pointer((name,)): key.start_mark.line + 1 for name, key, _ in keys})
             return made
         if isinstance(node, yaml.SequenceNode):
             return [self._note(item, f"{pointer}/{number}", (*around, node)) for number, item in enumerate(node.value)]
         return self.construct_object(node)
-
-
-def _escape(step: str) -> str:
-    return step.replace("~", "~0").replace("/", "~1")
 
 
 def fetch_dump(url: str) -> ConfigPlace:

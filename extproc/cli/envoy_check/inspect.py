@@ -20,8 +20,6 @@ class RouteReport:
     """One route.
 
     Attributes:
-        listener: that its requests come through.
-        route: itself.
         modes: how bodies are shown, one for each filter that guards it; none where it is not guarded.
     """
 
@@ -32,12 +30,7 @@ class RouteReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What is there and what is wrong with it.
-
-    Attributes:
-        routes: all of them.
-        findings: what hurts, and notes.
-    """
+    """What is there and what is wrong with it."""
 
     routes: Sequence[RouteReport]
     findings: Sequence[Finding]
@@ -62,10 +55,10 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
     guards: list[Guard] = []
     managers = list(find_managers(resources))
     for manager in managers:
-        own = find_guards(manager, names)
+        own = find_guards(manager, needs, names)
         guards += own
         routes += _report_routes(manager, own)
-        findings += _check_manager(manager, own, needs, resources)
+        findings += _check_manager(manager, own, needs)
     if not any(guard.guarded for guard in guards):
         findings.insert(0, _explain_nothing(resources, managers, guards))
     return CheckReport(_merge_routes(routes), [finding for finding in _merge(findings) if finding.code not in ignored])
@@ -80,13 +73,13 @@ def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteR
         yield RouteReport(manager.name, route, modes.get(route.place.pointer, []))
 
 
-def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs, resources: Resources) -> Iterator[Finding]:
+def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs) -> Iterator[Finding]:
     if manager.missing:
         problem = f"the routes of {manager.name} are not in this configuration, so they were not checked: {manager.missing}"
         yield note("routes-missing", manager.place, problem, "check-envoy --admin, with an Envoy that has them")
     for guard in guards:
         if guard.guarded:
-            yield from (finding for check in CHECKS for finding in check(guard, needs, resources))
+            yield from (finding for check in CHECKS for finding in check(guard))
     yield from _check_twice(guards)
     if any(guard.guarded for guard in guards):
         yield from _check_selectors(manager, guards, needs)
@@ -118,7 +111,6 @@ def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) ->
 
 
 def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: Sequence[Guard]) -> Finding:
-    """Why no route is guarded."""
     if guards:
         place = guards[0].filter.place
         return Finding(

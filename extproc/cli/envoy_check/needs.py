@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from extproc.ext_proc.transaction import HOLD_MARGIN_MS
-from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Policy, Selector
+from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Selector
 from extproc.policy.loader import PolicySet
 
 
@@ -19,7 +19,6 @@ class Needs:
         uploads: the largest body that has to pass, in bytes.
         hold: how long an answer may take at most where requests are throttled, in seconds; 0 where none is.
         warns: some request goes on with a warning.
-        keys: limit keys.
         selectors: of the policies that do something, by id.
         outcomes: some policy limits what comes of answers: what they cost, or whether they are errors.
         usage: some policy limits what they cost.
@@ -49,9 +48,8 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
     if policies is None:
         hold = (MAX_DELAY_MS + HOLD_MARGIN_MS) / 1000
         return Needs(known=False, uploads=uploads, hold=hold, warns=True, keys=["ip:address"], selectors=())
-    acting = [policy for source in policies.sources for policy in source.policies if policy.spec.is_enabled()]
-    enforced = list(_list_enforced(acting))
-    limits = [policy.spec.session_limits for policy in acting if policy.spec.session_limits is not None]
+    acting, limits = policies.list_acting(), policies.list_session_limits()
+    enforced = [loop for policy in acting if policy.spec.mode == "enforce" for _, loop in policy.spec.detectors()]
     holds = [loop.max_delay_ms + HOLD_MARGIN_MS for loop in enforced if "throttle" in _list_actions(loop)]
     return Needs(
         known=True,
@@ -63,12 +61,6 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
         outcomes=any(limit.needs_answers() for limit in limits),
         usage=any(limit.max_cost_per_session is not None for limit in limits),
     )
-
-
-def _list_enforced(policies: Sequence[Policy]) -> Iterator[LoopDetection]:
-    for policy in policies:
-        if policy.spec.mode == "enforce":
-            yield from (loop for _, loop in policy.spec.detectors())
 
 
 def _list_actions(loop: LoopDetection) -> set[str]:

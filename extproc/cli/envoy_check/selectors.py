@@ -22,9 +22,9 @@ def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[Route]:
         yield from (route for route in routes if route.name in selector.routes)
         return
     if selector.pathExact is not None:
-        yield from _find_by_path(routes, selector.pathExact)
+        yield from _find_by_path(routes, selector.pathExact, below=False)
     if selector.pathPrefix is not None:
-        yield from _find_below(routes, selector.pathPrefix)
+        yield from _find_by_path(routes, selector.pathPrefix, below=True)
 
 
 def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
@@ -32,53 +32,30 @@ def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
     domains = {route.around[0].pointer: route.around[0].get("domains").names() for route in routes}
     found: set[str] = set()
     for host in map(normalize_host, hosts):
-        for serves in (_names, _matches_wildcard, _is_for_all):
-            serving = {pointer for pointer, listed in domains.items() if any(serves(domain, host) for domain in listed)}
-            if serving:
-                found |= serving
-                break
+        ranks = {pointer: max([0, *(_rank(domain, host) for domain in listed)]) for pointer, listed in domains.items()}
+        found |= {pointer for pointer, rank in ranks.items() if rank and rank == max(ranks.values())}
     return found
 
 
-def _names(domain: str, host: str) -> bool:
-    return normalize_host(domain) == host
-
-
-def _matches_wildcard(domain: str, host: str) -> bool:
+def _rank(domain: str, host: str) -> int:
+    """How closely a domain means a host: 3 by its name, 2 by a wildcard, 1 as all that there are, 0 not at all."""
     inside = domain.strip("*")
-    return (
-        len(inside) < len(domain)
-        and bool(inside)
-        and (host.endswith(inside) if domain.startswith("*") else host.startswith(inside))
-    )
+    if normalize_host(domain) == host:
+        return 3
+    if not inside or inside == domain:
+        return int(domain == "*")
+    return 2 * (host.endswith(inside) if domain.startswith("*") else host.startswith(inside))
 
 
-def _is_for_all(domain: str, _: str) -> bool:
-    return domain == "*"
-
-
-def _find_by_path(routes: Sequence[Route], path: str) -> Iterator[Route]:
-    done: set[str] = set()  # virtual hosts in which the path has found its route
+def _find_by_path(routes: Sequence[Route], path: str, *, below: bool) -> Iterator[Route]:
+    done: set[str] = set()  # virtual hosts in which the path, or everything below it, has found its route
     for route in routes:
         host = route.around[0].pointer
-        if host not in done and _takes(route, path):
+        takes = host not in done and _takes(route, path)
+        if takes or (below and host not in done and _is_inside(route, path)):
             yield route
-            if _takes_all_of_a_path(route):
-                done.add(host)
-
-
-def _find_below(routes: Sequence[Route], prefix: str) -> Iterator[Route]:
-    done: set[str] = set()  # virtual hosts in which everything below the prefix has found its route
-    for route in routes:
-        host = route.around[0].pointer
-        if host in done:
-            continue
-        if _takes(route, prefix):
-            yield route
-            if _takes_all_below(route, prefix):
-                done.add(host)
-        elif _is_inside(route, prefix):
-            yield route
+        if takes and _takes_all_of_a_path(route) and (not below or _is_wide(route)):
+            done.add(host)
 
 
 def _takes(route: Route, path: str) -> bool:
@@ -109,15 +86,14 @@ def _takes_all_of_a_path(route: Route) -> bool:
     )
 
 
-def _takes_all_below(route: Route, prefix: str) -> bool:
-    match = route.place.get("match")
-    wide = match.get("prefix").is_there or match.get("path_separated_prefix").is_there
-    return wide and _takes(route, prefix) and _takes_all_of_a_path(route)
+def _is_wide(route: Route) -> bool:
+    """What is below a path that it takes is its own as well."""
+    return any(route.place.get("match", name).is_there for name in ("prefix", "path_separated_prefix"))
 
 
 def takes_everything(route: Route) -> bool:
     """Whatever the request is, this route takes it."""
-    return _takes_all_below(route, "/")
+    return _is_wide(route) and _takes(route, "/") and _takes_all_of_a_path(route)
 
 
 def _is_inside(route: Route, prefix: str) -> bool:

@@ -25,28 +25,30 @@ def is_ip(host: str) -> bool:
     return True
 
 
-def _parse_peer(example: str) -> Callable[[str], Address]:
-    """A parser of where Envoy connects to: `HOST:PORT` or `unix:/path`."""
-
-    def parse(text: str) -> Address:
-        try:
-            peer = parse_address(text)
-        except ValueError:
-            peer = None
-        if peer is None or not (peer.is_unix or (peer.port and (is_ip(peer.host) or _HOST_NAME.match(peer.host)))):
-            raise ValueError(f"must be HOST:PORT, such as {example}")
-        if text.startswith(":"):
-            raise ValueError(f"must name a host, such as {example}")
-        return peer
-
-    return parse
+def _parse_fitting(text: str, fits: Callable[[Address], object], wanted: str) -> Address:
+    try:
+        address = parse_address(text)
+    except ValueError:
+        address = None
+    if address is None or not fits(address):
+        raise ValueError(f"must be {wanted}")
+    return address
 
 
-_parse_endpoint = _parse_peer("127.0.0.1:50051 or unix:/run/loopguard.sock")
+def _is_peer(address: Address) -> object:
+    """Envoy can connect there."""
+    return address.is_unix or (address.port and (is_ip(address.host) or _HOST_NAME.match(address.host)))
+
+
+def _parse_peer(text: str, example: str = "127.0.0.1:50051 or unix:/run/loopguard.sock") -> Address:
+    peer = _parse_fitting(text, _is_peer, f"HOST:PORT, such as {example}")
+    if text.startswith(":"):
+        raise ValueError(f"must name a host, such as {example}")
+    return peer
 
 
 def _parse_endpoints(text: str) -> tuple[Address, ...]:
-    peers = tuple(_parse_endpoint(item.strip()) for item in text.split(","))
+    peers = tuple(_parse_peer(item.strip()) for item in text.split(","))
     resolved = [peer.text for peer in peers if not (peer.is_unix or is_ip(peer.host))]
     if resolved and any(peer.is_unix for peer in peers):  # validates, and then Envoy never finds any of them healthy
         raise ValueError(f"must not mix Unix sockets with host names such as {resolved[0]!r}: give its IP address")
@@ -55,7 +57,7 @@ def _parse_endpoints(text: str) -> tuple[Address, ...]:
 
 def _parse_upstream(text: str) -> Address:
     example = "api.example.com:443"
-    peer = _parse_peer(example)(text)
+    peer = _parse_peer(text, example)
     if peer.is_unix:
         raise ValueError(f"must be HOST:PORT, such as {example}")
     return peer
@@ -63,13 +65,8 @@ def _parse_upstream(text: str) -> Address:
 
 def _parse_local(text: str) -> Address:
     """Where Envoy listens; it resolves no names for that."""
-    try:
-        local = parse_address(text)
-    except ValueError:
-        local = None
-    if local is None or local.is_unix or not is_ip(local.host):
-        raise ValueError("must be IP:PORT, such as 127.0.0.1:10000 or 0.0.0.0:10000")
-    return local
+    wanted = "IP:PORT, such as 127.0.0.1:10000 or 0.0.0.0:10000"
+    return _parse_fitting(text, lambda local: not local.is_unix and is_ip(local.host), wanted)
 
 
 def _parse_names(text: str) -> tuple[str, ...]:
@@ -154,6 +151,11 @@ class EnvoyOptions:
         "NAME,...",
         gather=",".join,
     )
+
+    @property
+    def observes(self) -> bool:
+        """Requests never wait for Loopguard."""
+        return self.shadow_mode == "observability"
 
     def __post_init__(self) -> None:
         """Refuse half of what TLS needs, and what another flag has decided already.

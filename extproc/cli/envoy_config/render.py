@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 from extproc.cli.envoy_config.options import EnvoyOptions, is_ip
-from extproc.cli.envoy_config.routes import GuardedPath, find_acting, plan_routes
+from extproc.cli.envoy_config.routes import GuardedPath, plan_routes
 from extproc.cli.envoy_config.template import cut_parts, fill
 from extproc.cli.envoy_config.usage import write_event_rules, write_rules, write_streamed_matchers
 from extproc.errors import UsageError
@@ -23,7 +23,6 @@ _UPSTREAM_PROTOCOLS = {
     "as-client": "use_downstream_protocol_config: {http_protocol_options: {}, http2_protocol_options: {}}",
 }
 _SAN_TYPES = {"DNS": "DNS", "URI": "URI", "IP Address": "IP_ADDRESS"}
-_FAILURE_MODES = {"allow": "true", "deny": "false"}
 _ESCAPE = re.compile("%[0-9A-F]{2}")
 
 
@@ -69,25 +68,25 @@ def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[G
 
 def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
     """The templates' values, but for those of routes and of the upstream."""
+    needed = any(limits.needs_answers() for limits in policies.list_session_limits())
+    by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in options.endpoints)
     return {
-        **_describe_mode(options),
-        **_describe_answers(policies, options),
-        **_describe_loopguard(options.endpoints),
+        "observing": options.observes,
+        "waiting": not options.observes,
+        "partial": options.shadow_mode == "partial",
+        "keeps_length": _is_tolerant(options) or bool(options.tolerant_routes),
+        "failure_mode_allow": str(options.failure_mode == "allow").lower(),
+        **_describe_rules(options),
+        "outcomes": needed and not options.observes,
+        "usage": _reads_usage(policies, options),
+        "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
+        "loopguard_endpoints": "\n".join(
+            f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in options.endpoints
+        ),
         **_describe_loopguard_tls(options),
         "listen": _write_address(options.listen),
         "admin": _write_address(options.admin),
         "buffer_limit": str(options.buffer_limit),
-    }
-
-
-def _describe_mode(options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """Whether requests wait for Loopguard, and what becomes of those that it cannot answer for."""
-    return {
-        "observing": options.shadow_mode == "observability",
-        "waiting": options.shadow_mode != "observability",
-        "partial": options.shadow_mode == "partial",
-        "keeps_length": _is_tolerant(options) or bool(options.tolerant_routes),
-        "failure_mode_allow": _FAILURE_MODES[options.failure_mode],
     }
 
 
@@ -98,10 +97,10 @@ def _is_tolerant(options: EnvoyOptions) -> bool:
 
 def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool) -> Mapping[str, str | bool]:
     """What a guarded route shows; `tolerant` where it is so although others are not."""
-    observes = options.shadow_mode == "observability"  # answers are ignored: there is nothing to hold, to tell or to receive
+    observes = options.observes  # answers are ignored: there is nothing to hold, to tell or to receive
     buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else "strict"]
     return {
-        "usage": reads_usage(policies, options),
+        "usage": _reads_usage(policies, options),
         "bounded": not observes,
         "tolerant": tolerant,
         "body_mode": "STREAMED" if observes else buffered,
@@ -109,11 +108,9 @@ def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool
     }
 
 
-def reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
-    """Whether Envoy looks for tokens in answers."""
-    limits = [policy.spec.session_limits for policy in find_acting(policies)]
-    costs = any(each is not None and each.max_cost_per_session is not None for each in limits)
-    return costs and options.usage == "exact" and options.shadow_mode != "observability"
+def _reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
+    costs = any(limits.max_cost_per_session is not None for limits in policies.list_session_limits())
+    return costs and options.usage == "exact" and not options.observes
 
 
 def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
@@ -127,33 +124,13 @@ def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
     return {name: found[name] for name in ("entries", "usage", "cluster")}
 
 
-def _describe_answers(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """What Loopguard is told about answers, and how Envoy finds it."""
-    limits = [policy.spec.session_limits for policy in find_acting(policies)]
-    needed = any(each is not None and each.needs_answers() for each in limits)
-    return {
-        **_describe_rules(options),
-        "outcomes": needed and options.shadow_mode != "observability",
-        "usage": reads_usage(policies, options),
-    }
-
-
 def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
-    """How tokens are found in answers."""
     return {
         "event_rules": write_event_rules(),
         "answer_rules": write_rules(),
         "streamed_matchers": write_streamed_matchers(),
         # As many digits as the limit has, or more, are no less than a tenth of it.
         "large_digits": str(len(str(options.buffer_limit))),
-    }
-
-
-def _describe_loopguard(endpoints: Sequence[Address]) -> Mapping[str, str]:
-    by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in endpoints)
-    return {
-        "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
-        "loopguard_endpoints": "\n".join(f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in endpoints),
     }
 
 
@@ -222,7 +199,6 @@ def _either_case(digit: str) -> str:
 
 
 def _write_address(place: Address) -> str:
-    """Envoy's `Address`."""
     if place.is_unix:
         return f"{{pipe: {{path: {_quote(place.text.removeprefix('unix:'))}}}}}"
     both = ", ipv4_compat: true" if place.host == "::" else ""

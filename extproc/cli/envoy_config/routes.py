@@ -57,14 +57,15 @@ def plan_routes(policies: PolicySet) -> list[GuardedPath]:
     """
     users: dict[_Anchor, list[Policy]] = {}
     by_name_alone: list[Policy] = []
-    for policy in find_acting(policies):
+    for policy in policies.list_acting():
         anchors = list(_find_anchors(policy))
         for anchor in anchors:
             users.setdefault(anchor, []).append(policy)
         if not anchors:
             by_name_alone.append(policy)
-    for route in _list_killed(policies):
-        users.setdefault(_Anchor(route, exact=True), [])
+    for _, switch in (numbered for source in policies.sources for numbered in source.kill_switches):
+        if switch.route is not None:  # which may be no policy's path
+            users.setdefault(_Anchor(switch.route, exact=True), [])
     names = {anchor: _choose_name(anchor, asking) for anchor, asking in users.items()}
     homeless = [policy for policy in by_name_alone if not set(names.values()) & set(_list_wanted_names(policy))]
     if homeless:
@@ -74,22 +75,6 @@ def plan_routes(policies: PolicySet) -> list[GuardedPath]:
         GuardedPath(anchor.path, anchor.exact, tuple(policy.id for policy in users[anchor]), _name(anchor, names))
         for anchor in sorted(users, key=_Anchor.rank)
     ]
-
-
-def _list_killed(policies: PolicySet) -> Iterator[str]:
-    """The paths that kill switches name, which may be none of a policy's."""
-    for source in policies.sources:
-        for _, switch in source.kill_switches:
-            if switch.route is not None:
-                yield switch.route
-
-
-def find_acting(policies: PolicySet) -> Iterator[Policy]:
-    """The policies that do something."""
-    for source in policies.sources:
-        for policy in source.policies:
-            if policy.spec.is_enabled():
-                yield policy
 
 
 def _find_anchors(policy: Policy) -> Iterator[_Anchor]:

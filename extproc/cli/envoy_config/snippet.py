@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import describe_guard, describe_route, find_tolerant, read_template
-from extproc.cli.envoy_config.routes import GuardedPath, find_acting, plan_routes
+from extproc.cli.envoy_config.routes import GuardedPath, plan_routes
 from extproc.cli.envoy_config.template import cut_parts
 from extproc.policy.loader import PolicySet
 
@@ -50,13 +50,6 @@ _PLACES = {  # by their names in the templates, in the order of the templates
 }
 
 
-class _Part(NamedTuple):
-    """One document of the snippet."""
-
-    place: _Place
-    text: str
-
-
 def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
     """All parts as YAML documents, each with its place in a comment.
 
@@ -64,29 +57,29 @@ def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
         UsageError: a policy selects by a route that cannot be placed, or a tolerant route is none of those to guard.
     """
     parts = enumerate(_make_parts(policies, options), 1)
-    return _HEAD + "".join(f"---\n# {number}. {part.place.path}: {part.place.words}\n{part.text}" for number, part in parts)
+    return _HEAD + "".join(f"---\n# {number}. {place.path}: {place.words}\n{text}" for number, (place, text) in parts)
 
 
 def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
     """Ids of policies that select by the name of a route, none of which is among these."""
     return [
         policy.id
-        for policy in find_acting(policies)
+        for policy in policies.list_acting()
         if policy.spec.selector.routes and not set(policy.spec.selector.routes) & set(names)
     ]
 
 
-def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
+def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_Place, str]]:
     values = defaultdict[str, str | bool](str, describe_guard(policies, options))  # what stands in no part is left blank
     found = cut_parts(read_template("bootstrap"), values)
     for name, place in _PLACES.items():
         if name == "route":
             yield from _make_route_parts(policies, options)
         elif name in found:
-            yield _Part(place, found[name])
+            yield place, found[name]
 
 
-def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_Part]:
+def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_Place, str]]:
     """One part for the routes that are as strict as the filter, and one for those that are not."""
     routes = [GuardedPath("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
@@ -97,7 +90,7 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[_P
             found = cut_parts(read_template("guarded_route"), values)
             for part in ("route", "action"):
                 if part in found:
-                    yield _Part(_PLACES[part]._replace(words=_name_routes(chosen)), found[part])
+                    yield _PLACES[part]._replace(words=_name_routes(chosen)), found[part]
 
 
 def _name_routes(routes: Sequence[GuardedPath]) -> str:

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 
+from extproc.cli.commands import add_key_flag, add_policy_flag
 from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
 from extproc.engine.engine import Engine
 from extproc.errors import LoopguardError, UsageError
@@ -26,6 +28,7 @@ COUNT = make_type(parse_integer(1))
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of commands that read logs."""
+    add_policy_flag(parser)
     parser.add_argument(
         "log", nargs="+", metavar="LOG", help="access log or file of records, plain or gzip; - for standard input"
     )
@@ -44,6 +47,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
         help="maximum fingerprints in memory (default 1000000)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a line cannot be used")
+    add_key_flag(parser)
 
 
 def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
@@ -98,6 +102,18 @@ def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
             bar.update(task, completed=read, description=f"{logs.lines:,} lines")
 
         yield advance
+
+
+def write_file(path: str, text: str) -> None:
+    """Put a text where it is wanted.
+
+    Raises:
+        LoopguardError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LoopguardError(f"cannot write {Path(path)}: {error.strerror}") from error
 
 
 def _describe_nothing(logs: Logs) -> str:

@@ -32,12 +32,7 @@ class Top(Generic[Key, Item]):
     """
 
     def __init__(self, limit: int, make: Callable[[], Item]) -> None:
-        """None yet.
-
-        Args:
-            limit: this many items are kept at once.
-            make: an item that has not counted anything.
-        """
+        """None yet; at most `limit` items are kept at once."""
         self.dropped = 0
         self._limit = limit
         self._make = make
@@ -67,7 +62,6 @@ class Timeline:
     """Several counts over time, in buckets that grow as the time does.
 
     Attributes:
-        width_ms: of a bucket.
         buckets: number of the bucket, counted from 1970 on, -> counts.
     """
 
@@ -80,12 +74,7 @@ class Timeline:
         self.buckets: dict[int, list[int]] = {}
 
     def add(self, time: int, series: int) -> None:
-        """One more.
-
-        Args:
-            time: in milliseconds since 1970.
-            series: what it is one more of.
-        """
+        """One more of a series, at a time in milliseconds since 1970."""
         counts = self.buckets.get(time // self.width_ms)
         if counts is None:
             while len(self.buckets) >= _BUCKETS:

@@ -15,57 +15,49 @@ from extproc.request.http import HttpRequest, explain_unknowable_body
 from extproc.store.memory import MemoryStore
 
 
-def prepare(engine: Engine, recorded: Recorded, request: HttpRequest, key: HashKey) -> Evaluation | None:
-    """A recorded request as far as it can be known without counting it; None when no policy matches it.
+class Replayed:
+    """The policies, and a store in memory whose clock is the log's."""
 
-    Args:
-        engine: the policies.
-        recorded: what is known of the request.
-        request: made of that.
-        key: of keyed hashes.
-    """
-    evaluation = engine.prepare(request, key=key)
-    if evaluation is None:
-        return None
-    content = recorded.content
-    if content is None:
-        evaluation.read_body(recorded.sums, recorded.unknown, None, "no_body")
+    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY) -> None:
+        self._engine = engine
+        self._key = key
+        self._metrics = Metrics()
+        self._now = 0  # by the log
+        self._store = MemoryStore(self._metrics, max_entries, lambda: self._now)
+
+    @property
+    def evictions(self) -> int:
+        """Live fingerprints that were dropped for want of room, so that some counts are too low."""
+        return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
+
+    def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
+        """A recorded request as far as it can be known without counting it; None when no policy matches it."""
+        evaluation = self._engine.prepare(request, key=self._key)
+        if evaluation is None:
+            return None
+        self._now = recorded.time
+        content = recorded.content
+        if content is None:
+            evaluation.read_body(recorded.sums, recorded.unknown, None, "no_body")
+            return evaluation
+        # Of a partial record the headers are not known that this looks at; they were known when it was recorded.
+        reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
+        evaluation.read_body(None if reason else NO_BODY.plus(content), reason, content)
         return evaluation
-    # Of a partial record the headers are not known that this looks at; they were known when it was recorded.
-    reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
-    evaluation.read_body(None if reason else NO_BODY.plus(content), reason, content)
-    return evaluation
 
 
-class Judge:
+class Judge(Replayed):
     """Decides about requests, one after the other.
 
     Attributes:
         unmatched: requests that no policy matched.
         killed: requests that a kill switch stopped before any policy was asked.
-        evictions: live fingerprints that were dropped for want of room, so that some counts are too low.
     """
 
     def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY) -> None:
-        """Nothing has been counted.
-
-        Args:
-            engine: the policies.
-            max_entries: of the store.
-            key: of keyed hashes.
-        """
+        super().__init__(engine, max_entries, key)
         self.unmatched = self.killed = 0
-        self._engine = engine
-        self._key = key
-        self._metrics = Metrics()
-        self._now = 0  # by the log
-        memory = MemoryStore(self._metrics, max_entries, lambda: self._now)
-        self._counting = Counting(memory, memory, self._metrics, reject=False)
-
-    @property
-    def evictions(self) -> int:
-        """See the class."""
-        return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
+        self._counting = Counting(self._store, self._store, self._metrics, reject=False)
 
     def judge(self, recorded: Recorded) -> tuple[Evaluation, Decision] | None:
         """What the policies make of the next request; None when none is asked."""
@@ -73,11 +65,10 @@ class Judge:
         if self._is_killed(request, recorded.time):
             self.killed += 1
             return None
-        evaluation = prepare(self._engine, recorded, request, self._key)
+        evaluation = self._prepare(recorded, request)
         if evaluation is None:
             self.unmatched += 1
             return None
-        self._now = recorded.time
         counts, shadow_counts = self._count(evaluation.enforcing), self._count(evaluation.shadow)
         return evaluation, evaluation.decide(counts, shadow_counts)
 

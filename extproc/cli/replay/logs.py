@@ -107,9 +107,7 @@ class _Source:
     """One log.
 
     Attributes:
-        name: as it was given.
         newest: the time of its latest request, in milliseconds.
-        lines: read so far.
     """
 
     def __init__(self, name: str, raw: BufferedReader, problems: Problems) -> None:
@@ -167,7 +165,6 @@ class Logs:
     """The logs of one run.
 
     Attributes:
-        problems: with their lines.
         size: of all of them together, in bytes; None where one is no file.
         first: time of the earliest request, in milliseconds since 1970; None before there is one.
         last: of the latest.
@@ -190,7 +187,6 @@ class Logs:
         self.last: int | None = None
         self._reorder_ms = round(reorder_seconds * 1000)
         self._sources = [_Source(name, self._open(name, stack), self.problems) for name in names]
-        self._held_bytes = 0
 
     def _open(self, name: str, stack: ExitStack) -> BufferedReader:
         if name == STDIN:

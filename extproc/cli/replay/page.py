@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 
 from extproc.cli.replay.report import SERIES
-from extproc.errors import LoopguardError
 
 WIDTH = 900
 HEIGHT = 150
@@ -32,8 +30,6 @@ class PageSection(NamedTuple):
 
     Attributes:
         kind: of the requests, one of SERIES.
-        y: its upper edge.
-        height: of it.
     """
 
     kind: str
@@ -45,10 +41,7 @@ class Bar(NamedTuple):
     """What happened in one stretch of time.
 
     Attributes:
-        x: its left edge.
-        width: of it.
         parts: from the bottom upwards.
-        title: the same in words.
     """
 
     x: float
@@ -61,9 +54,6 @@ class Chart(NamedTuple):
     """Bars over the time of the log.
 
     Attributes:
-        width: of the drawing.
-        height: of it.
-        bars: in the order of time.
         highest: requests that the highest bar stands for.
         stretch: how long each bar's time is, in words.
     """
@@ -73,18 +63,6 @@ class Chart(NamedTuple):
     bars: Sequence[Bar]
     highest: int
     stretch: str
-
-
-def write_page(file: Path, document: dict[str, Any]) -> None:
-    """Put the page of a report where it is wanted.
-
-    Raises:
-        LoopguardError: it cannot be written.
-    """
-    try:
-        file.write_text(render_page(document), encoding="utf-8")
-    except OSError as error:
-        raise LoopguardError(f"cannot write {file}: {error.strerror}") from error
 
 
 def render_page(document: dict[str, Any]) -> str:
@@ -108,15 +86,7 @@ def render_page(document: dict[str, Any]) -> str:
 
 
 def draw_chart(timeline: dict[str, Any], span: tuple[float, float], width: int, height: int, columns: Sequence[int]) -> Chart:
-    """Draw some columns of a timeline.
-
-    Args:
-        timeline: as the report has it.
-        span: when the log begins and ends, in seconds since 1970.
-        width: of the drawing.
-        height: of it.
-        columns: of the timeline's points, from the bottom of a bar upwards.
-    """
+    """Draw columns of a timeline's points, from the bottom of a bar upwards; `span` is the log's, in seconds since 1970."""
     seconds = timeline["seconds"]
     begin = span[0] // seconds * seconds
     scale = width / max(seconds, span[1] + seconds - begin)

@@ -203,11 +203,7 @@ def _explain(line: bytes, error: Exception, *, in_field: bool) -> UnusableError:
 
 
 def _read_time(value: float | str) -> int:
-    """Milliseconds since 1970.
-
-    Raises:
-        ValueError: it is no such time.
-    """
+    """Milliseconds since 1970."""
     if isinstance(value, str):
         moment = datetime.fromisoformat(value)
         if moment.tzinfo is None:
@@ -219,11 +215,7 @@ def _read_time(value: float | str) -> int:
 
 
 def _read_body(record: Record) -> bytes | None:
-    """The body; None where the record has none.
-
-    Raises:
-        ValueError: it has one that cannot be read.
-    """
+    """The body; None where the record has none."""
     data, record.body = bytes(record.body), msgspec.Raw()  # which would hold on to the whole line
     if data and data != b"null":
         return _TEXT.decode(data).encode() if data.startswith(b'"') else data
@@ -234,11 +226,6 @@ def _read_body(record: Record) -> bytes | None:
 
 
 def _read_sums(record: Record) -> Body | None:
-    """The body's length and checksums.
-
-    Raises:
-        ValueError: they are no such things.
-    """
     if record.body_bytes is None:
         return None
     if not 0 <= record.body_bytes < _MAX_BYTES:

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from extproc.cli.replay.judge import prepare
+from extproc.cli.replay.judge import Replayed
 from extproc.cli.replay.records import Recorded
 from extproc.engine.candidates import Candidate, LoopCandidate
 from extproc.engine.engine import Engine
-from extproc.metrics import Metrics
 from extproc.operator.sketch import Sketch
 from extproc.policy.bundle import Policy
 from extproc.request.hash_key import PROCESS_KEY, HashKey
-from extproc.store.memory import MemoryStore
 from extproc.store.rules.hit import Hit
 
 FEWEST_REQUESTS = 1_000
@@ -64,7 +62,7 @@ class _Cell:
         self.tenants = Sketch(size=_KEPT)
 
 
-class Sweep:
+class Sweep(Replayed):
     """Counts one detector's requests for all pairs.
 
     Attributes:
@@ -82,41 +80,22 @@ class Sweep:
         max_entries: int,
         key: HashKey = PROCESS_KEY,
     ) -> None:
-        """Nothing has been counted.
-
-        Args:
-            engine: the policies, the detector's among them.
-            target: policy and detector.
-            windows: in seconds, ascending.
-            thresholds: ascending.
-            max_entries: fingerprints kept at once, for all windows together.
-            key: of keyed hashes.
-        """
+        """Nothing has been counted: `target` is a policy and its detector, and all windows share the store's entries."""
+        super().__init__(engine, max_entries, key)
         self.requests = self.uncounted = 0
         self.tenants = Sketch(size=4 * _KEPT)
-        self._engine = engine
-        self._key = key
         self._target = target
         self._windows = windows
         self._thresholds = thresholds
         self._cells = {(window, threshold): _Cell() for window in windows for threshold in thresholds}
-        self._metrics = Metrics()
-        self._now = 0
-        self._store = MemoryStore(self._metrics, max_entries, lambda: self._now)
-
-    @property
-    def evictions(self) -> int:
-        """Live fingerprints that were dropped for want of room, so that some counts are too low."""
-        return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
 
     def add(self, recorded: Recorded) -> None:
         """One more request."""
-        evaluation = prepare(self._engine, recorded, recorded.make_request(), self._key)
+        evaluation = self._prepare(recorded, recorded.make_request())
         if evaluation is None:
             return
         candidates = [each for group in evaluation.groups for each in group.candidates if isinstance(each, LoopCandidate)]
         found = [each for each in candidates if (each.plan.id, each.detector.name) == self._target]
-        self._now = recorded.time
         for candidate in found:
             self.requests += 1
             self.tenants.add(candidate.tenant)
@@ -157,11 +136,7 @@ def recommend(pairs: Sequence[WindowPair], requests: int, tenants: int, percent:
 
     Of pairs that act on equally many the shortest window is taken, and then the highest threshold: the least that does it.
 
-    Args:
-        pairs: to choose from.
-        requests: that were counted.
-        tenants: whose they were.
-        percent: share of the callers that may be touched; one caller always may.
+    `percent` is the share of the callers that may be touched; one caller always may.
     """
     allowed = max(1, int(tenants * percent / 100))
     bound = f"{allowed:,} of {tenants:,} callers ({percent:g}%)"

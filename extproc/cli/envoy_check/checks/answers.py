@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, Resources, is_on
+from extproc.cli.envoy_check.config import Guard, is_on
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
-from extproc.cli.envoy_check.needs import Needs
 
 _LOGGER = "envoy.extensions.access_loggers.grpc.v3.HttpGrpcAccessLogConfig"
 _READERS = {
@@ -17,9 +16,9 @@ _READERS = {
 """The filters that read tokens, by the answers in which they do."""
 
 
-def check_entries(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_entries(guard: Guard) -> Iterator[Finding]:
     """The access log tells Loopguard."""
-    if not needs.outcomes or guard.observes:
+    if not guard.needs.outcomes or guard.observes:
         return
     place = guard.manager.place.get("access_log")
     if guard.cluster not in [_find_receiver(logger) for logger in place.items()]:
@@ -33,9 +32,9 @@ def _find_receiver(logger: ConfigPlace) -> str:
     return config.get("common_config", "grpc_service", "envoy_grpc", "cluster_name").text() if kind == _LOGGER else ""
 
 
-def check_usage(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_usage(guard: Guard) -> Iterator[Finding]:
     """Envoy reads tokens in answers; where it does not, they are estimated, which may be meant."""
-    if not needs.usage or guard.observes:
+    if not guard.needs.usage or guard.observes:
         return
     for answers, kind in _READERS.items():
         readers = [item for item in guard.manager.filters if item.kind == kind]

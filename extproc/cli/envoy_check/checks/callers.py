@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, Resources
+from extproc.cli.envoy_check.config import Guard
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
-from extproc.cli.envoy_check.needs import Needs
 
 MARKS = ("x-fairvisor-warning", "x-loopguard-steered", "x-loopguard-narrowed")
 _MULTIPLIERS = ("x-envoy-retry-on", "x-envoy-max-retries")
@@ -16,36 +15,34 @@ _EXPLICIT = (1, 36)
 """Of this Envoy on, no address is internal unless it is configured."""
 
 
-def check_address(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_address(guard: Guard) -> Iterator[Finding]:
     """Where X-Forwarded-For is believed, a client can claim any address, and another one with every request."""
     manager = guard.manager.place
     place = manager.get("use_remote_address")
-    if place.flag() or manager.get("original_ip_detection_extensions").is_there or not needs.reads("ip:"):
+    if place.flag() or manager.get("original_ip_detection_extensions").is_there or not guard.needs.reads("ip:"):
         return
     problem = "Envoy takes the client's address from X-Forwarded-For, so a client can choose its own ip:address"
     right = "use_remote_address: true, and behind a load balancer xff_num_trusted_hops"
-    yield Finding("client-address", place, problem, right, hurts=needs.known)
+    yield Finding("client-address", place, problem, right, hurts=guard.needs.known)
 
 
-def check_envoy_headers(guard: Guard, _: Needs, resources: Resources) -> Iterator[Finding]:
+def check_envoy_headers(guard: Guard) -> Iterator[Finding]:
     """A client that Envoy takes for internal has one request, which is counted once, sent many times."""
     place = guard.manager.place.get("internal_address_config")
-    removed = _list_removed(guard)
-    if removed.issuperset(_MULTIPLIERS):
+    version = guard.manager.resources.version
+    if _list_removed(guard).issuperset(_MULTIPLIERS):
         return
     ranges = [item.get("address_prefix").text() for item in place.get("cidr_ranges").items()]
     multiplies = "can make Envoy send one counted request many times, with x-envoy-retry-on and x-envoy-max-retries"
     if ranges and not all(prefix == "0.0.0.0" for prefix in ranges):  # noqa: S104  # recognised, not bound
         yield note("envoy-headers", place, f"a client in {', '.join(ranges)} {multiplies}", _NO_NETWORK)
-    elif place.is_there and not ranges:
-        yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NO_NETWORK)
-    elif not place.is_there and resources.version is None:
+    elif not place.is_there and version is None:
         yield note("envoy-headers", place, f"before Envoy 1.36, a client in a private network {multiplies}", _NO_NETWORK)
-    elif not place.is_there and resources.version is not None and resources.version < _EXPLICIT:
+    elif not ranges and (place.is_there or (version or _EXPLICIT) < _EXPLICIT):
         yield Finding("envoy-headers", place, f"a client in a private network {multiplies}", _NO_NETWORK)
 
 
-def check_marks(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_marks(guard: Guard) -> Iterator[Finding]:
     """Loopguard's marks are Loopguard's to give."""
     missing = [name for name in MARKS if name not in _list_removed(guard)]
     if missing and not guard.observes:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, Resources
+from extproc.cli.envoy_check.config import Guard, find_named
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
-from extproc.cli.envoy_check.needs import Needs
 
 _OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DEFAULT_REQUESTS = 1024
@@ -15,13 +14,13 @@ _ENOUGH = 10_000
 """As many as Loopguard holds at once by default."""
 
 
-def check_cluster(guard: Guard, _: Needs, resources: Resources) -> Iterator[Finding]:
+def check_cluster(guard: Guard) -> Iterator[Finding]:
     """The cluster of a filter."""
     if not guard.cluster:
         return
-    cluster = resources.find_cluster(guard.cluster)
+    cluster = find_named(guard.manager.resources.clusters, guard.cluster)
     if cluster is None:
-        yield _report_missing(guard, resources)
+        yield _report_missing(guard)
         return
     yield from _check_protocol(cluster)
     yield from _check_breakers(cluster)
@@ -30,9 +29,9 @@ def check_cluster(guard: Guard, _: Needs, resources: Resources) -> Iterator[Find
         yield note("health-checks", cluster.get("health_checks"), problem, "health_checks with grpc_health_check, every second")
 
 
-def _report_missing(guard: Guard, resources: Resources) -> Finding:
+def _report_missing(guard: Guard) -> Finding:
     place = guard.filter.config.get("grpc_service", "envoy_grpc", "cluster_name")
-    if resources.comes_later:
+    if guard.manager.resources.comes_later:
         return note("cluster", place, f"the cluster {guard.cluster!r} is not in this configuration, so it was not checked")
     return Finding("cluster", place, f"there is no cluster {guard.cluster!r}: Envoy accepts that, and never asks Loopguard")
 

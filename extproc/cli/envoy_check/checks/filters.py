@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, Resources
+from extproc.cli.envoy_check.config import Guard
 from extproc.cli.envoy_check.findings import Finding, note
-from extproc.cli.envoy_check.needs import Needs
 
 _JWT = "envoy.filters.http.jwt_authn"
 _DEFAULT_MESSAGE_TIMEOUT = 0.2
@@ -14,16 +13,7 @@ _PATIENT = 1.0
 """A message timeout from this many seconds on is felt where a Loopguard hangs."""
 
 
-def check_order(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
-    """Behind the router no filter is asked."""
-    kinds = list(guard.manager.filters)
-    routers = [number for number, item in enumerate(kinds) if item.is_a("router.v3.Router")]
-    if routers and kinds.index(guard.filter) > routers[0]:
-        problem = "it comes after the router, which must be the last filter: Envoy refuses this listener"
-        yield Finding("filter-order", guard.filter.place, problem, "before envoy.filters.http.router")
-
-
-def check_processing_mode(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_processing_mode(guard: Guard) -> Iterator[Finding]:
     """Loopguard needs headers and whole bodies of requests, and nothing of what upstreams answer."""
     for route in guard.blind:
         problem = "it is on for this route, but sends nothing of its requests: the route is not guarded"
@@ -71,7 +61,7 @@ def _explain_body_mode(mode: str, *, observes: bool) -> Iterator[str]:
         yield f"observability_mode does not support {mode}"
 
 
-def check_content_length(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_content_length(guard: Guard) -> Iterator[Finding]:
     """BUFFERED_PARTIAL takes a header away that upstreams may insist on."""
     partial = [route.name for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     place = guard.filter.config.get("allow_content_length_header")
@@ -80,7 +70,7 @@ def check_content_length(guard: Guard, _: Needs, __: Resources) -> Iterator[Find
         yield Finding("content-length", place, problem, "allow_content_length_header: true (Envoy 1.38)", partial)
 
 
-def check_failure_mode(guard: Guard, _: Needs, resources: Resources) -> Iterator[Finding]:
+def check_failure_mode(guard: Guard) -> Iterator[Finding]:
     """What becomes of requests while Loopguard is away."""
     place = guard.filter.config.get("failure_mode_allow")
     if place.flag():
@@ -91,28 +81,28 @@ def check_failure_mode(guard: Guard, _: Needs, resources: Resources) -> Iterator
         return
     problem = "while Loopguard is down, requests on guarded routes get a 500, or a 504 if it is too slow"
     # A dump leaves out what has its default, and so does Envoy Gateway.
-    chosen = place.is_there or resources.version is not None or guard.filter.is_of_envoy_gateway
+    chosen = place.is_there or guard.manager.resources.version is not None or guard.filter.is_of_envoy_gateway
     yield Finding(
         "failure-mode", place, problem, "failure_mode_allow: true; or set it to false, if that is intended", hurts=not chosen
     )
 
 
-def check_message_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_message_timeout(guard: Guard) -> Iterator[Finding]:
     """A throttled request has to be held for longer than an answer takes otherwise."""
     if guard.observes:
         return
     usual, longest = guard.filter.config.get("message_timeout"), guard.filter.config.get("max_message_timeout")
     timeout = usual.seconds(_DEFAULT_MESSAGE_TIMEOUT)
     patience = max(timeout, longest.seconds(0))
-    if patience < needs.hold:
-        problem = f"a throttled request takes up to {needs.hold:g} s, but Envoy waits only {patience:g} s: it fails"
-        yield Finding("message-timeout", longest, problem, f"max_message_timeout: {max(35, needs.hold):g}s")
+    if patience < guard.needs.hold:
+        problem = f"a throttled request takes up to {guard.needs.hold:g} s, but Envoy waits only {patience:g} s: it fails"
+        yield Finding("message-timeout", longest, problem, f"max_message_timeout: {max(35, guard.needs.hold):g}s")
     if timeout > _PATIENT:
         problem = f"if Loopguard hangs, each request waits {timeout:g} s for it"
         yield note("message-timeout", usual, problem, "message_timeout: 0.2s, and max_message_timeout for throttled requests")
 
 
-def check_answers(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_answers(guard: Guard) -> Iterator[Finding]:
     """Refusals and warnings have to be carried out."""
     config = guard.filter.config
     place = config.get("disable_immediate_response")
@@ -129,7 +119,7 @@ def check_answers(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
         )
 
 
-def check_metadata(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_metadata(guard: Guard) -> Iterator[Finding]:
     """What Loopguard decided is for the access log and for the client."""
     place = guard.filter.config.get("metadata_options", "receiving_namespaces", "untyped")
     if "loopguard" not in place.names() and not guard.observes:
@@ -137,22 +127,24 @@ def check_metadata(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
         yield Finding("metadata", place, problem, "receiving_namespaces: {untyped: [loopguard]}")
 
 
-def check_attributes(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_attributes(guard: Guard) -> Iterator[Finding]:
     """Addresses and routes are told where they are asked for."""
     place = guard.filter.config.get("request_attributes")
-    if needs.reads("ip:") and "source.address" not in place.names():
+    if guard.needs.reads("ip:") and "source.address" not in place.names():
         problem = "policies with ip:address do not get the address, so callers without other limit keys are not counted"
-        yield Finding("attributes", place, problem, "request_attributes: [source.address, xds.route_name]", hurts=needs.known)
-    if needs.names_routes and "xds.route_name" not in place.names():
+        yield Finding(
+            "attributes", place, problem, "request_attributes: [source.address, xds.route_name]", hurts=guard.needs.known
+        )
+    if guard.needs.names_routes and "xds.route_name" not in place.names():
         problem = "policies that select routes by name do not get the name: they never match"
         yield Finding("attributes", place, problem, "request_attributes: [source.address, xds.route_name]")
 
 
-def check_claims(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_claims(guard: Guard) -> Iterator[Finding]:
     """Policies with `jwt:` keys read claims that jwt_authn has verified before, and filed where Loopguard gets them from."""
     filters = list(guard.manager.filters)
     verifiers = [item for item in filters if item.is_a("jwt_authn.v3.JwtAuthentication")]
-    if not needs.reads("jwt:"):
+    if not guard.needs.reads("jwt:"):
         return
     if not verifiers:
         problem = "policies have jwt: keys, and no filter verifies a token here: these keys are always missing"

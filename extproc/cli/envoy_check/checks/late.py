@@ -1,4 +1,4 @@
-"""Whether a request may come to a guarded route when it is too late to ask Loopguard.
+"""Whether Loopguard is asked too late, or a request comes to a guarded route when it is too late to ask.
 
 Envoy sets up a request's filters by the first route that it finds, and leaves out those that are off there. A filter that
 clears the route cache has it look for a route again, with other headers, claims or a model that is known by then. Sources:
@@ -11,16 +11,24 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from extproc.cli.envoy_check.config import Guard, HttpFilter, Resources, Route, is_on, mentions_loopguard
+from extproc.cli.envoy_check.config import Guard, HttpFilter, Route, is_on, mentions_loopguard
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding
-from extproc.cli.envoy_check.needs import Needs
 from extproc.cli.envoy_check.selectors import takes_everything
 
 _FIRST = "the processing_mode of guarded routes in their overrides, and of the filter, not `disabled`, all SKIP"
 
 
-def check_late_routes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_order(guard: Guard) -> Iterator[Finding]:
+    """Behind the router no filter is asked."""
+    kinds = list(guard.manager.filters)
+    routers = [number for number, item in enumerate(kinds) if item.is_a("router.v3.Router")]
+    if routers and kinds.index(guard.filter) > routers[0]:
+        problem = "it comes after the router, which must be the last filter: Envoy refuses this listener"
+        yield Finding("filter-order", guard.filter.place, problem, "before envoy.filters.http.router")
+
+
+def check_late_routes(guard: Guard) -> Iterator[Finding]:
     """A filter that chooses the route anew stands before Loopguard's, which is off nowhere."""
     filters = list(guard.manager.filters)
     routes = guard.manager.routes

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
+from extproc.cli.envoy_check.config import Guard, GuardedRoute
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
-from extproc.cli.envoy_check.needs import Needs
 from extproc.ext_proc.stream import BUFFER_LIMIT_METADATA
 from extproc.ext_proc.upload import SMALLEST_LIMIT
 
@@ -18,13 +17,15 @@ _DEFAULT_WINDOW = 2**24
 _DEFAULT_IDLE = 300.0
 
 
-def check_buffer_limit(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
     """A body above the limit gets a 413 where bodies are buffered as a whole. For HTTP/2 the limit is another one."""
     if guard.manager.place.get("codec_type").text() == "HTTP2":
         return
     listener = guard.manager.listener.get("per_connection_buffer_limit_bytes")
     for mode, hurts in (("BUFFERED", True), ("BUFFERED_PARTIAL", False)):
-        small = [route for route in guard.guarded if route.body_mode == mode and _find_limit(guard, route) < needs.uploads]
+        small = [
+            route for route in guard.guarded if route.body_mode == mode and _find_limit(guard, route) < guard.needs.uploads
+        ]
         if small:
             limit = min(_find_limit(guard, route) for route in small)
             outcome = "gets a 413 from Envoy, although it would pass on unguarded routes" if hurts else "passes uncounted"
@@ -32,7 +33,7 @@ def check_buffer_limit(guard: Guard, needs: Needs, _: Resources) -> Iterator[Fin
                 "buffer-limit",
                 listener,
                 f"a body above {limit:,.0f} bytes {outcome}",
-                f"per_connection_buffer_limit_bytes: {needs.uploads}",
+                f"per_connection_buffer_limit_bytes: {guard.needs.uploads}",
                 [route.name for route in small],
                 hurts=hurts,
             )
@@ -44,16 +45,16 @@ def _find_limit(guard: Guard, route: GuardedRoute) -> float:
     return max(limit, *(level.get("request_body_buffer_limit").number(0) for level in route.route.levels[:2]))
 
 
-def check_http2_window(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_http2_window(guard: Guard) -> Iterator[Finding]:
     """For HTTP/2 the limit of a body is the stream's window."""
     manager = guard.manager.place
     window = manager.get("http2_protocol_options", "initial_stream_window_size")
     buffered = [route.name for route in guard.guarded if route.body_mode == "BUFFERED"]
     if not buffered or manager.get("codec_type").text("AUTO") == "HTTP1":
         return
-    right = f"http2_protocol_options: {{initial_stream_window_size: {needs.uploads}, max_concurrent_streams: 100}}"
+    right = f"http2_protocol_options: {{initial_stream_window_size: {guard.needs.uploads}, max_concurrent_streams: 100}}"
     limit = window.number(_DEFAULT_WINDOW)
-    if limit < needs.uploads:
+    if limit < guard.needs.uploads:
         problem = f"an HTTP/2 body above {limit:,.0f} bytes gets a 413 from Envoy: the stream's window is the limit"
         yield Finding("http2-window", window, problem, right, buffered)
     elif not window.is_there:
@@ -61,7 +62,7 @@ def check_http2_window(guard: Guard, needs: Needs, _: Resources) -> Iterator[Fin
         yield note("http2-window", window, problem, right)
 
 
-def check_told_limit(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_told_limit(guard: Guard) -> Iterator[Finding]:
     """By its size a body that was cut off at the buffer limit is told from one that ends in trailers."""
     partial = [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     if not partial or guard.observes:
@@ -83,15 +84,15 @@ def check_told_limit(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]
         yield note("told-limit", place, f"{problem} (`body_truncated`): an HTTP/2 client can send one", right, names)
 
 
-def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_request_timeout(guard: Guard) -> Iterator[Finding]:
     """An upload that stalls has to end, and one that is held must not."""
     place = guard.manager.place.get("request_timeout")
     timeout = place.seconds(0)
     if guard.observes:
         return
-    if 0 < timeout < needs.hold:
-        problem = f"a throttled request is held for up to {needs.hold:g} s, but Envoy answers 408 after {timeout:g} s"
-        yield Finding("request-timeout", place, problem, f"request_timeout: {max(60, needs.hold + 1):g}s")
+    if 0 < timeout < guard.needs.hold:
+        problem = f"a throttled request is held for up to {guard.needs.hold:g} s, but Envoy answers 408 after {timeout:g} s"
+        yield Finding("request-timeout", place, problem, f"request_timeout: {max(60, guard.needs.hold + 1):g}s")
     for route in guard.guarded if not timeout else ():
         idle = _find_idle(guard, route)
         if not idle.seconds(_DEFAULT_IDLE) and not _has_an_end(guard, route):
@@ -100,7 +101,6 @@ def check_request_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[
 
 
 def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
-    """What says how long nothing may happen on a request."""
     own = route.route.place.get("route", "idle_timeout")
     return own if own.is_there else guard.manager.place.get("stream_idle_timeout")
 
@@ -112,20 +112,22 @@ def _has_an_end(guard: Guard, route: GuardedRoute) -> bool:
     return any(place.seconds(0) for place in places)
 
 
-def check_expect(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_idle_timeout(guard: Guard) -> Iterator[Finding]:
+    """Nothing happens on a request that is held."""
+    for route in guard.guarded:
+        nearest = _find_idle(guard, route)
+        timeout = nearest.seconds(_DEFAULT_IDLE)
+        if 0 < timeout < guard.needs.hold and not guard.observes:
+            problem = (
+                f"a throttled request is held for up to {guard.needs.hold:g} s, but ends after {timeout:g} s without activity"
+            )
+            yield Finding("idle-timeout", nearest, problem, f"at least {guard.needs.hold + 1:g}s", [route.name])
+
+
+def check_expect(guard: Guard) -> Iterator[Finding]:
     """An upstream that sees nothing before the whole body is there cannot ask for it."""
     place = guard.manager.place.get("proxy_100_continue")
     waiting = [route.name for route in guard.guarded if route.body_mode.startswith("BUFFERED")]
     if place.flag() and waiting and not guard.observes:
         problem = "a client that sends Expect: 100-continue waits: the upstream should answer, but sees nothing before the body"
         yield note("expect", place, problem, "proxy_100_continue: false, so that Envoy answers", waiting)
-
-
-def check_idle_timeout(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
-    """Nothing happens on a request that is held."""
-    for route in guard.guarded:
-        nearest = _find_idle(guard, route)
-        timeout = nearest.seconds(_DEFAULT_IDLE)
-        if 0 < timeout < needs.hold and not guard.observes:
-            problem = f"a throttled request is held for up to {needs.hold:g} s, but ends after {timeout:g} s without activity"
-            yield Finding("idle-timeout", nearest, problem, f"at least {needs.hold + 1:g}s", [route.name])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, Resources
+from extproc.cli.envoy_check.config import Guard
 from extproc.cli.envoy_check.findings import Finding, note
-from extproc.cli.envoy_check.needs import Needs
 
 
-def check_spelling(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_spelling(guard: Guard) -> Iterator[Finding]:
     """Envoy chooses the route by the path as it is then."""
     if len(guard.guarded) == len(guard.manager.routes):
         return  # whichever route it is, it is guarded
@@ -21,7 +20,7 @@ def check_spelling(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
             yield Finding("path-spelling", place, problem, f"{name}: true")
 
 
-def check_escaped_slashes(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_escaped_slashes(guard: Guard) -> Iterator[Finding]:
     """What %2F is, only the upstream knows."""
     place = guard.manager.place.get("path_with_escaped_slashes_action")
     if len(guard.guarded) < len(guard.manager.routes) and not place.is_there:

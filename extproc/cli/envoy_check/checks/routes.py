@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from extproc.cli.envoy_check.config import Guard, GuardedRoute, Resources
+from extproc.cli.envoy_check.config import Guard, GuardedRoute
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
-from extproc.cli.envoy_check.needs import Needs
 
 _WARNING = re.compile(r"%DYNAMIC_METADATA\(\W*loopguard\W+warning\W*\)%")
 _HEADER = '{header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopguard:warning)%"}}'
 
 
-def check_client_header(guard: Guard, needs: Needs, _: Resources) -> Iterator[Finding]:
+def check_client_header(guard: Guard) -> Iterator[Finding]:
     """A client hears of a warning by a header that Envoy makes of metadata."""
     silent = [route for route in guard.guarded if not _tells_clients(route)]
-    if silent and needs.warns and not guard.observes:
+    if silent and guard.needs.warns and not guard.observes:
         place = silent[0].route.around[0].get("response_headers_to_add")
         problem = "clients do not see warnings: no response header is made from Loopguard's metadata"
         yield Finding(
@@ -34,7 +33,7 @@ def _tells_clients(route: GuardedRoute) -> bool:
     return any(_WARNING.search(value) for value in headers)
 
 
-def check_upgrades(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_upgrades(guard: Guard) -> Iterator[Finding]:
     """Upgrades may meet other filters than requests do: then WebSockets for model calls are not refused either."""
     for item in guard.manager.place.get("upgrade_configs").items():
         filters = item.get("filters")
@@ -45,7 +44,7 @@ def check_upgrades(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
             yield Finding("upgrades", filters, problem, f"{guard.filter.name} among them, or no filters here")
 
 
-def check_retries(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_retries(guard: Guard) -> Iterator[Finding]:
     """What Envoy sends again by itself is counted once."""
     for route in guard.guarded:
         place = _find_retries(route)
@@ -56,7 +55,7 @@ def check_retries(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
             yield note("retries", place, problem, routes=[route.name])
 
 
-def check_kept_bodies(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_kept_bodies(guard: Guard) -> Iterator[Finding]:
     """A body that is collected in parts, and kept to be sent again, may reach the upstream with a part of it twice."""
     for route in guard.guarded:
         if route.body_mode != "BUFFERED_PARTIAL" or not _keeps_bodies(route):
@@ -86,7 +85,7 @@ def _find_retries(route: GuardedRoute) -> ConfigPlace | None:
     return next((place for place in places if place.get("retry_on").text()), None)
 
 
-def check_overrides(guard: Guard, _: Needs, __: Resources) -> Iterator[Finding]:
+def check_overrides(guard: Guard) -> Iterator[Finding]:
     """What a route says to no effect."""
     for route in guard.guarded:
         for overrides in route.overrides:
