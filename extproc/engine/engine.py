@@ -34,6 +34,7 @@ class Engine:
     Attributes:
         plans: enabled policies in bundle order.
         pairings: the shadow policies among them that are compared with an enforcing one.
+        has_switches: there are kill switches to ask `find_switch` for.
     """
 
     def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
@@ -56,7 +57,7 @@ class Engine:
         self._idle = frozenset(policy.id for _, policy in every if not policy.spec.is_enabled())
         self._index = Index(entries)
         self._switches = KillSwitches(policies.sources)
-        self._has_switches = len(self._switches) > 0
+        self.has_switches = len(self._switches) > 0
         self.pairings = find_pairings([policy for _, policy in guarding])
         for pairing in self.pairings:
             for name in (pairing.live, pairing.candidate):
@@ -96,7 +97,7 @@ class Engine:
             now: in seconds since 1970.
             handed_over: as `prepare` takes it; its kill switches come behind the others.
         """
-        found = self._switches.find(request, now) if self._has_switches else None
+        found = self._switches.find(request, now) if self.has_switches else None
         if found is None and handed_over is not None:
             return handed_over.find_switch(request, now)
         return found
