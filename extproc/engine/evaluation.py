@@ -26,9 +26,9 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import Marks, cut_notes
 from extproc.sessions.limits import SessionGuard
-from extproc.store.rules.hit import UNCOUNTED, Hit
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Step
+from extproc.store.rules.windows import UNCOUNTED, Hit
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
@@ -386,26 +386,17 @@ class Evaluation:
         reason: str = "",
         content: bytes | memoryview | None = None,
         withheld: str = "inspect_limit",
+        *,
+        shadow: bool = True,
     ) -> None:
-        """Work out the fingerprints, now that the body is known or known to stay unknown; see `open_body`."""
-        self.open_body(sums, reason, content, withheld)
-        self.read_with(self.enforcing)
-        self.read_with(self.shadow)
-
-    def open_body(
-        self,
-        sums: Body | None,
-        reason: str = "",
-        content: bytes | memoryview | None = None,
-        withheld: str = "inspect_limit",
-    ) -> None:
-        """Make what the candidates read, which `read_with` has them do.
+        """Work out the fingerprints, now that the body is known or known to stay unknown.
 
         Args:
             sums: of the body; None when it is not known: candidates that need it do not count the request.
             reason: why the body is not known, for `uncounted`.
             content: the body's bytes, None where no policy may look into them.
             withheld: why not.
+            shadow: also those of the shadow policies, else `read_shadow` does that later.
         """
         if sums is None:
             for group in self.groups:
@@ -421,6 +412,9 @@ class Evaluation:
         query = write_query(request.read_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
         self._body = RequestBody(request.path, head, sums, document, unreadable, self._scope)
+        self._read_with(self.enforcing)
+        if shadow:
+            self._read_with(self.shadow)
 
     def _open_document(self, content: bytes | memoryview) -> tuple[Document | None, str]:
         """The body without notes, to look into, or None and why it cannot be read."""
@@ -474,12 +468,19 @@ class Evaluation:
             group.failures.append((group.candidates[0].plan.id, error))
             return None
 
-    def withhold(self, reason: str) -> None:
-        """Let no candidate look into the body from now on."""
-        if self._body is not None:
-            self._body.document, self._body.unreadable = None, reason
+    def read_shadow(self, withheld: str = "") -> None:
+        """Work out the fingerprints of the shadow policies.
 
-    def read_with(self, group: CandidateGroup) -> None:
+        As many calls deep as `read_body`: a body that is nested too deep for the enforcing policies is so for these.
+
+        Args:
+            withheld: why they may not look into the body; empty if they may.
+        """
+        if withheld and self._body is not None:
+            self._body.document, self._body.unreadable = None, withheld
+        self._read_with(self.shadow)
+
+    def _read_with(self, group: CandidateGroup) -> None:
         """Work out the fingerprints of a group, once the body is open."""
         body = self._body
         if body is None or not group.candidates:

@@ -23,11 +23,9 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.rules.documents import BOARDS, ORDERS, Documents, MemoryDocuments
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
-from extproc.store.rules.sliding_log import log, read_log_times
-from extproc.store.rules.tally import Tally, tally
+from extproc.store.rules.windows import Count, Hit, Tally, log, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES: Final = 1024

@@ -39,7 +39,7 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
-from extproc.store.rules.hit import Hit
+from extproc.store.rules.windows import Hit
 
 LIMITS: Final = (
     "",
