@@ -491,11 +491,7 @@ class SessionCandidate(Candidate):
         return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
 
     def take_back(self, outcome: int) -> Settlement:
-        """What the ledger is told of a request that it has let through, and that goes no further.
-
-        Args:
-            outcome: `session.REFUSED` or `session.WITHDRAWN`.
-        """
+        """What the ledger is told of a request that it has let through, and that is REFUSED or WITHDRAWN."""
         return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
 
     def find_last_tool(self) -> str:

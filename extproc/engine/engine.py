@@ -90,13 +90,7 @@ class Engine:
         return [name for name in names if name not in self._places]
 
     def find_switch(self, request: HttpRequest, now: float, handed_over: Engine | None = None) -> Switch | None:
-        """The first kill switch that holds for a request, before any policy is asked; None for none.
-
-        Args:
-            request: the request.
-            now: in seconds since 1970.
-            handed_over: as `prepare` takes it; its kill switches come behind the others.
-        """
+        """The first kill switch that holds for a request, before any policy is asked, those handed over last; None for none."""
         found = self._switches.find(request, now) if self.has_switches else None
         if found is None and handed_over is not None:
             return handed_over.find_switch(request, now)
@@ -113,7 +107,7 @@ class Engine:
         """Match policies and read descriptors, after which the request's facts are let go; None when no policy matches.
 
         Args:
-            request: the request.
+            request: what they read.
             scope: attachment name, so that a gateway and a sidecar on one store do not count a request twice.
             pinned: ids of the policies that apply, in place of those whose selectors match; unknown ones are passed over.
             handed_over: the policies that came with the request's route; they take the place of those with the same id.

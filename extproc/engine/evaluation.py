@@ -96,10 +96,7 @@ class CandidateGroup:
     def admit(self, plan: Plan, request: HttpRequest, last: Candidate | None = None) -> bool:
         """Make the plan's detectors candidates, or note why they are none; returns whether they are.
 
-        Args:
-            plan: that matches.
-            request: the request.
-            last: the candidate before, of either group; what was read for that one need not be read again.
+        What was read for the last candidate, of either group, need not be read again.
         """
         try:
             if last is not None and plan.reads_like(last.plan, last.values):
@@ -175,11 +172,7 @@ class CandidateGroup:
         return any(candidate.memory is not None and candidate.memory.waits for candidate in self.candidates)
 
     def recall(self, rings: Sequence[Sequence[bytes]]) -> None:
-        """Take what the store has kept; one that cannot is no candidate any more.
-
-        Args:
-            rings: the answers to the pushes, in their order.
-        """
+        """Take what the store has answered to the pushes, in their order; one that cannot is no candidate any more."""
         left = iter(rings)
         recalled = []
         for candidate in self.candidates:
@@ -305,13 +298,6 @@ class Evaluation:
     )
 
     def __init__(self, request: HttpRequest, scope: str = "", key: HashKey = PROCESS_KEY) -> None:
-        """Start with nothing matched.
-
-        Args:
-            request: the request.
-            scope: the attachment name in every key of the store.
-            key: of the marks of notes.
-        """
         self.request = request
         self.content: bytes | memoryview | None = None
         self.document: Document | None = None

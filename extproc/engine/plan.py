@@ -181,15 +181,7 @@ class Detector:
         return self.threshold if subject is self.similarity else subject.threshold or self.threshold
 
     def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
-        """What the store is asked to count, None for nothing.
-
-        Args:
-            scope: attachment name.
-            tenant: hash of the descriptors.
-            digest: fingerprint and check.
-            subject: of the request.
-            repeat: what the request itself says about a loop.
-        """
+        """What the store is asked to count, None for nothing; `digest` is fingerprint and check."""
         key = f"{self._key}{scope}:{tenant}:{digest}"
         if not self.stateless:
             # From here on the strictest of the actions holds, which the store decides: that one refuses, and trips.
@@ -346,7 +338,7 @@ class Plan:
         """The caller's descriptors by name, those in the body excepted.
 
         Args:
-            request: the caller's.
+            request: has them.
             missing: takes (policy, limit key) of what the request does not have.
 
         Raises:
@@ -420,15 +412,7 @@ class Plan:
         return values
 
     def _check_missing(self, values: list[tuple[str, str]], *, may_follow: bool) -> None:
-        """Some descriptor is missing.
-
-        Args:
-            values: the others.
-            may_follow: one that stands in the body may make up for it.
-
-        Raises:
-            NotCounted: this policy does not count the request then.
-        """
+        """Raise NotCounted where the policy wants more descriptors than these; others `may_follow`, from the body."""
         if self._missing == "skip" or (self._missing == "require_one" and not values and not may_follow):
             raise NotCounted("missing_descriptor")
 

@@ -158,7 +158,7 @@ class AccessLog:
 
     def _report(self, error: Exception) -> None:
         self._failed.inc()
-        suppressed = self._errors.take(monotonic())
+        suppressed = self._errors.admit(monotonic())
         if suppressed is not None:
             _LOG.error("an access log entry was lost", exc_info=error, extra=make_extra(suppressed=suppressed or None))
 

@@ -275,12 +275,7 @@ def _parse_any(data: bytes) -> EnvoyMessage:
 
 
 def cut_body(data: bytes, kind: str) -> bytes | memoryview:
-    """The HttpBody in a message that has one, as it stands on the wire.
-
-    Args:
-        data: the message.
-        kind: `request_body` or `response_body`.
-    """
+    """The HttpBody in a message that has one, of kind `request_body` or `response_body`, as it stands on the wire."""
     if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):  # as it comes from Envoy
         size, position = read_varint(data, 1)
         return memoryview(data)[position : position + size]
@@ -435,12 +430,7 @@ def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
 
 
 def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -> HttpRequest:
-    """The request that a request_headers message tells of.
-
-    Args:
-        message: the first of its stream.
-        allow_unverified_jwt: where Envoy verified no claim, take it from the bearer token as it is.
-    """
+    """The request of a request_headers message; where allowed, its bearer token supplies the claims that Envoy did not verify."""
     headers = message.headers
     if allow_unverified_jwt:
         message.token = headers.get("authorization", b"")

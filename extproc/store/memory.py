@@ -67,13 +67,7 @@ class MemoryStore:
     def __init__(
         self, metrics: Metrics, max_entries: int = DEFAULT_MAX_ENTRIES, clock: Callable[[], int] = _read_clock
     ) -> None:
-        """Start empty.
-
-        Args:
-            metrics: is told how much is kept.
-            max_entries: bounds the entries kept at once.
-            clock: tells the time, in milliseconds.
-        """
+        """Start empty; the clock tells the time in milliseconds."""
         self._clock = clock
         self._max_entries = max_entries
         self._max_bytes = max_entries * _MEAN_BYTES
