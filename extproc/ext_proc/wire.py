@@ -430,7 +430,7 @@ def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
 
 
 def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -> HttpRequest:
-    """The request of a request_headers message; where allowed, its bearer token supplies the claims that Envoy did not verify."""
+    """The request of a request_headers message; its bearer token may supply claims that Envoy did not verify."""
     headers = message.headers
     if allow_unverified_jwt:
         message.token = headers.get("authorization", b"")
