@@ -21,7 +21,7 @@ class RateLimit:
         self._passed = 0
         self._suppressed = 0
 
-    def take(self, now: float) -> int | None:
+    def admit(self, now: float) -> int | None:
         """None when the event must be dropped, else how many were dropped since the last that was not.
 
         Args:
@@ -46,7 +46,7 @@ class Reminder:
         self._next = float("-inf")
         self._events = 0
 
-    def take(self, now: float) -> int:
+    def count(self, now: float) -> int:
         """One more event; returns how many there were, this one included, since the last that was let through, else 0.
 
         Args:

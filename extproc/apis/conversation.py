@@ -125,7 +125,6 @@ class Shape:
         *,
         fallback: bool = False,
     ) -> None:
-        """Keep them as given."""
         self.path = path
         self.body = body
         self.kept = [field.name for field in fields(body) if field.name != path[0]]

@@ -40,11 +40,6 @@ class Place(NamedTuple):
         """In the body, in bytes: what stands before it is the text that goes on, where there is one."""
         return self.value.end - 1
 
-    @property
-    def continues(self) -> bool:
-        """The note goes on a text that is there."""
-        return self.around is None
-
 
 def splice(patch: Patch, places: list[Place], note: str, separator: str = "") -> bytes:
     """A body with a note in each of these places; the separator goes between a text and its note.

@@ -146,6 +146,35 @@ class Similarity:
         yield from ()
 
 
+class HistorySimilarity(Similarity):
+    """What looks for a loop in the history that a request carries itself."""
+
+    looks: ClassVar[bool] = True
+    stateless: ClassVar[bool] = True
+
+    def explain(self, repeat: Repeat) -> tuple[str, str, str]:
+        """What repeated and how often; what brings nothing new, and what to do instead, which ends that sentence."""
+        raise NotImplementedError
+
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
+        """See `Similarity`; what the tools were called with and what they said stays out of it."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().write_message(outcome, method, path)
+        what, again, instead = self.explain(repeat)
+        reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
+        refused = f"Loop detected: {what}, so this request was refused.{reason}"
+        return f"{refused} Neither {again} nor waiting will bring anything new{instead}"
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
+        """See `Similarity`."""
+        repeat = outcome.repeat
+        if repeat is None:
+            return super().advise(outcome, method, path)
+        what, again, instead = self.explain(repeat)
+        return Advice(what, repeat.reason.strip(), f"{again.capitalize()} will not bring anything new{instead}")
+
+
 def format_duration(milliseconds: int) -> str:
     """A span in the unit that a reader would use, such as `2.5 minutes`."""
     seconds = milliseconds / 1000

@@ -81,13 +81,7 @@ class KeptTurn:
     __slots__ = ("_before", "complete", "entry", "identity", "newest", "place")
 
     def __init__(self, history: History, place: int, newest: Turn) -> None:
-        """Take what is needed, and let go of the request.
-
-        Args:
-            history: that it shows.
-            place: of the newest turn in it.
-            newest: that turn.
-        """
+        """Take what is needed of the history, and let go of the request."""
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
         self.newest = newest.reduce()
@@ -98,11 +92,7 @@ class KeptTurn:
         self._before = before.action_hash if before is not None else None
 
     def extend(self, entries: Sequence[bytes]) -> History:
-        """The turns up to this one, as far as a ring has them.
-
-        Args:
-            entries: of the newest turns of the session's requests, the oldest first, this one's own among them.
-        """
+        """The turns up to this one, as far as a ring's entries have them: the oldest first, this one's own among them."""
         past = list(entries[-MAX_TURNS:][::-1])
         if self.entry in past:
             del past[: past.index(self.entry) + 1]

@@ -16,9 +16,9 @@ from extproc.apis import open_conversation
 from extproc.apis.contents import is_injected, read_arguments, read_result, unpack
 from extproc.apis.conversation import ASSISTANT, OTHER_ROLE, TOOL
 from extproc.apis.messages import CALL, RESULT, TEXT, Message, Part
-from extproc.decision import Advice, Outcome, Repeat
+from extproc.decision import Repeat
 from extproc.detectors.actions import MAX_NAME
-from extproc.detectors.base import Similarity
+from extproc.detectors.base import HistorySimilarity
 from extproc.detectors.keys import MAX_CALLS, SimilarityKeys, ToolCallsKeys
 from extproc.detectors.tools import Limit, count_rounds
 from extproc.objects import JsonObject, Place
@@ -83,12 +83,10 @@ class ShownCall:
         return spelled + _SEPARATOR + self.outcome() if results else spelled
 
 
-class ToolCalls(Similarity):
+class ToolCalls(HistorySimilarity):
     """A detector's settings, ready to look into conversations."""
 
     keys: ClassVar[type[JsonObject]] = ToolCallsKeys
-    looks: ClassVar[bool] = True
-    stateless: ClassVar[bool] = True
 
     def __init__(self, keys: SimilarityKeys) -> None:
         self._limits = keys.make_limits(self.default_threshold)
@@ -130,23 +128,9 @@ class ToolCalls(Similarity):
             return "no call of the last turn, or fewer calls than any threshold"
         return f"{quote_all(repeat.tools)}: {repeat.count} of {repeat.calls} calls"
 
-    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
-        """See `Similarity`; what the tools were called with and what they said stays out of it."""
-        repeat = outcome.repeat
-        if repeat is None:
-            return super().write_message(outcome, method, path)
-        reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
-        return (
-            f"Loop detected: {_name_calls(repeat)}, so this request was refused.{reason} Neither calling again nor waiting "
-            f"will bring anything new: {_INSTEAD}"
-        )
-
-    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
-        """See `Similarity`."""
-        repeat = outcome.repeat
-        if repeat is None:
-            return super().advise(outcome, method, path)
-        return Advice(_name_calls(repeat), repeat.reason.strip(), f"Calling again will not bring anything new: {_INSTEAD}")
+    def explain(self, repeat: Repeat) -> tuple[str, str, str]:
+        """See `HistorySimilarity`."""
+        return _name_calls(repeat), "calling again", f": {_INSTEAD}"
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:

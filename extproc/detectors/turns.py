@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from extproc.decision import Advice, Outcome, Repeat
-from extproc.detectors.base import Memory, Similarity
+from extproc.decision import Repeat
+from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.keys import SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
 from extproc.detectors.tools import find_window_errors
@@ -35,12 +35,10 @@ _QUOTED = 150
 """The same where a few turns have to do."""
 
 
-class Turns(Similarity):
+class Turns(HistorySimilarity):
     """A detector's settings, ready to look into conversations."""
 
     keys: ClassVar[type[JsonObject]] = TurnsKeys
-    looks: ClassVar[bool] = True
-    stateless: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
     default_threshold: ClassVar[int | None] = 3
 
@@ -123,26 +121,10 @@ class Turns(Similarity):
             return "the newest turn is not part of a loop"
         return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule})"
 
-    def write_message(self, outcome: Outcome, method: str, path: str) -> str:
-        """See `Similarity`; what the tools were called with and what they said stays out of it."""
-        repeat = outcome.repeat
-        if repeat is None:
-            return super().write_message(outcome, method, path)
-        reason = f" {repeat.reason.strip()}" if repeat.reason.strip() else ""
+    def explain(self, repeat: Repeat) -> tuple[str, str, str]:
+        """See `HistorySimilarity`."""
         what, progress = _explain(repeat)
-        return (
-            f"Loop detected: {what}, so this request was refused.{reason} Neither repeating it nor waiting will bring anything "
-            f"new. Progress means {progress}. {_OTHERWISE}"
-        )
-
-    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
-        """See `Similarity`."""
-        repeat = outcome.repeat
-        if repeat is None:
-            return super().advise(outcome, method, path)
-        what, progress = _explain(repeat)
-        instead = f"Repeating it will not bring anything new. Progress means {progress}. {_OTHERWISE}"
-        return Advice(what, repeat.reason.strip(), instead)
+        return what, "repeating it", f". Progress means {progress}. {_OTHERWISE}"
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
@@ -166,13 +148,6 @@ class TurnMemory:
     """See `Memory`."""
 
     def __init__(self, turns: Turns, kept: KeptTurn, found: Repeat | None) -> None:
-        """Take what is kept.
-
-        Args:
-            turns: the similarity.
-            kept: of the request.
-            found: what the request itself says.
-        """
         self.entry = kept.entry
         self.identity = kept.identity
         self.waits = not turns.is_final(found) and not kept.complete and turns.rule.may_loop(kept.newest)

@@ -13,18 +13,17 @@ from typing import Final, TypeAlias
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
-from extproc.engine.loop import Detector
 from extproc.engine.orders import ALLOW, BLOCK, RELEASE, ActiveOverride, Overrides, find_kill, find_kind, sum_grants
-from extproc.engine.plan import Plan
+from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.request.http import cut_text
 from extproc.sessions.histories import read_known_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
 from extproc.sessions.names import SessionNames
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
+from extproc.store.rules.windows import Count, Hit
 
 Guard: TypeAlias = Detector | SessionGuard
 """What can stop a request."""
@@ -492,11 +491,7 @@ class SessionCandidate(Candidate):
         return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
 
     def take_back(self, outcome: int) -> Settlement:
-        """What the ledger is told of a request that it has let through, and that goes no further.
-
-        Args:
-            outcome: `session.REFUSED` or `session.WITHDRAWN`.
-        """
+        """What the ledger is told of a request that it has let through, and that is REFUSED or WITHDRAWN."""
         return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
 
     def find_last_tool(self) -> str:

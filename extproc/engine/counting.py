@@ -64,17 +64,9 @@ MaybeCounts: TypeAlias = Counts | Asked | Awaitable[Counts]
 
 
 class Counting:
-    """The store, and what takes its place."""
+    """The store, and what takes its place: a store in this process, or no counts at all where those are to be rejected."""
 
     def __init__(self, store: Store, local: MemoryStore, metrics: Metrics, *, reject: bool) -> None:
-        """Put the parts together.
-
-        Args:
-            store: counts.
-            local: counts while `store` cannot.
-            metrics: is told of failures.
-            reject: have no counts then.
-        """
         self.store = store
         self._local = local
         self._metrics = metrics
@@ -152,12 +144,7 @@ class Counting:
             _complete(error, pushes, self._local.push)
 
     def settle(self, settlements: Sequence[Settlement], report: Callable[[Sequence[Answer]], None]) -> None:
-        """Tell ledgers what became of requests.
-
-        Args:
-            settlements: what became of them.
-            report: is told how their sessions stand then, now or when the store has answered.
-        """
+        """Tell ledgers what became of requests; `report` is told how their sessions stand, now or once it has answered."""
         if not settlements:
             return
         try:
@@ -186,13 +173,7 @@ class Counting:
         report(_complete(error, settlements, self._local.hit))
 
     def collect(self, group: CandidateGroup, pending: Pending, started: float) -> Counts:
-        """What the store has answered, or what takes its place.
-
-        Args:
-            group: whose counts they are.
-            pending: is done.
-            started: when the store was asked, by `perf_counter`.
-        """
+        """What the store, asked at `started`, has answered, or what takes its place."""
         try:
             return cast("list[Answer]", pending.result())
         except Exception as error:  # noqa: BLE001  # sorted out by the callee

@@ -34,6 +34,7 @@ class Engine:
     Attributes:
         plans: enabled policies in bundle order.
         pairings: the shadow policies among them that are compared with an enforcing one.
+        has_switches: there are kill switches to ask `find_switch` for.
     """
 
     def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
@@ -56,7 +57,7 @@ class Engine:
         self._idle = frozenset(policy.id for _, policy in every if not policy.spec.is_enabled())
         self._index = Index(entries)
         self._switches = KillSwitches(policies.sources)
-        self._has_switches = len(self._switches) > 0
+        self.has_switches = len(self._switches) > 0
         self.pairings = find_pairings([policy for _, policy in guarding])
         for pairing in self.pairings:
             for name in (pairing.live, pairing.candidate):
@@ -89,14 +90,8 @@ class Engine:
         return [name for name in names if name not in self._places]
 
     def find_switch(self, request: HttpRequest, now: float, handed_over: Engine | None = None) -> Switch | None:
-        """The first kill switch that holds for a request, before any policy is asked; None for none.
-
-        Args:
-            request: the request.
-            now: in seconds since 1970.
-            handed_over: as `prepare` takes it; its kill switches come behind the others.
-        """
-        found = self._switches.find(request, now) if self._has_switches else None
+        """The first kill switch that holds for a request, before any policy is asked, those handed over last; None for none."""
+        found = self._switches.find(request, now) if self.has_switches else None
         if found is None and handed_over is not None:
             return handed_over.find_switch(request, now)
         return found
@@ -112,7 +107,7 @@ class Engine:
         """Match policies and read descriptors, after which the request's facts are let go; None when no policy matches.
 
         Args:
-            request: the request.
+            request: what they read.
             scope: attachment name, so that a gateway and a sidecar on one store do not count a request twice.
             pinned: ids of the policies that apply, in place of those whose selectors match; unknown ones are passed over.
             handed_over: the policies that came with the request's route; they take the place of those with the same id.

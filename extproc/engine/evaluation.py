@@ -26,9 +26,9 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import Marks, cut_notes
 from extproc.sessions.limits import SessionGuard
-from extproc.store.rules.hit import UNCOUNTED, Hit
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Step
+from extproc.store.rules.windows import UNCOUNTED, Hit
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
@@ -96,10 +96,7 @@ class CandidateGroup:
     def admit(self, plan: Plan, request: HttpRequest, last: Candidate | None = None) -> bool:
         """Make the plan's detectors candidates, or note why they are none; returns whether they are.
 
-        Args:
-            plan: that matches.
-            request: the request.
-            last: the candidate before, of either group; what was read for that one need not be read again.
+        What was read for the last candidate, of either group, need not be read again.
         """
         try:
             if last is not None and plan.reads_like(last.plan, last.values):
@@ -175,11 +172,7 @@ class CandidateGroup:
         return any(candidate.memory is not None and candidate.memory.waits for candidate in self.candidates)
 
     def recall(self, rings: Sequence[Sequence[bytes]]) -> None:
-        """Take what the store has kept; one that cannot is no candidate any more.
-
-        Args:
-            rings: the answers to the pushes, in their order.
-        """
+        """Take what the store has answered to the pushes, in their order; one that cannot is no candidate any more."""
         left = iter(rings)
         recalled = []
         for candidate in self.candidates:
@@ -305,13 +298,6 @@ class Evaluation:
     )
 
     def __init__(self, request: HttpRequest, scope: str = "", key: HashKey = PROCESS_KEY) -> None:
-        """Start with nothing matched.
-
-        Args:
-            request: the request.
-            scope: the attachment name in every key of the store.
-            key: of the marks of notes.
-        """
         self.request = request
         self.content: bytes | memoryview | None = None
         self.document: Document | None = None
@@ -386,26 +372,17 @@ class Evaluation:
         reason: str = "",
         content: bytes | memoryview | None = None,
         withheld: str = "inspect_limit",
+        *,
+        shadow: bool = True,
     ) -> None:
-        """Work out the fingerprints, now that the body is known or known to stay unknown; see `open_body`."""
-        self.open_body(sums, reason, content, withheld)
-        self.read_with(self.enforcing)
-        self.read_with(self.shadow)
-
-    def open_body(
-        self,
-        sums: Body | None,
-        reason: str = "",
-        content: bytes | memoryview | None = None,
-        withheld: str = "inspect_limit",
-    ) -> None:
-        """Make what the candidates read, which `read_with` has them do.
+        """Work out the fingerprints, now that the body is known or known to stay unknown.
 
         Args:
             sums: of the body; None when it is not known: candidates that need it do not count the request.
             reason: why the body is not known, for `uncounted`.
             content: the body's bytes, None where no policy may look into them.
             withheld: why not.
+            shadow: also those of the shadow policies, else `read_shadow` does that later.
         """
         if sums is None:
             for group in self.groups:
@@ -421,6 +398,9 @@ class Evaluation:
         query = write_query(request.read_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
         self._body = RequestBody(request.path, head, sums, document, unreadable, self._scope)
+        self._read_with(self.enforcing)
+        if shadow:
+            self._read_with(self.shadow)
 
     def _open_document(self, content: bytes | memoryview) -> tuple[Document | None, str]:
         """The body without notes, to look into, or None and why it cannot be read."""
@@ -474,12 +454,19 @@ class Evaluation:
             group.failures.append((group.candidates[0].plan.id, error))
             return None
 
-    def withhold(self, reason: str) -> None:
-        """Let no candidate look into the body from now on."""
-        if self._body is not None:
-            self._body.document, self._body.unreadable = None, reason
+    def read_shadow(self, withheld: str = "") -> None:
+        """Work out the fingerprints of the shadow policies.
 
-    def read_with(self, group: CandidateGroup) -> None:
+        As many calls deep as `read_body`: a body that is nested too deep for the enforcing policies is so for these.
+
+        Args:
+            withheld: why they may not look into the body; empty if they may.
+        """
+        if withheld and self._body is not None:
+            self._body.document, self._body.unreadable = None, withheld
+        self._read_with(self.shadow)
+
+    def _read_with(self, group: CandidateGroup) -> None:
         """Work out the fingerprints of a group, once the body is open."""
         body = self._body
         if body is None or not group.candidates:

@@ -86,12 +86,7 @@ class HandedOver:
         return [part for _, made in self._known.items() if isinstance(made, _HandedOver) for part in made.unenforced]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
-        """What came of this content before, None when it is new.
-
-        Args:
-            text: JSON, as a policy file holds it.
-            now: ends a `global_shadow`.
-        """
+        """What came of this content before, None when it is new."""
         name = _cut(text)
         found = self._known.use(name)
         if isinstance(found, _HandedOver) and found.shadowed != _is_shadowed(found.sources, now):
@@ -100,12 +95,7 @@ class HandedOver:
         return found.engine if isinstance(found, _HandedOver) else found
 
     def compile(self, text: str, now: datetime) -> Engine | RefusedPolicy:
-        """Compile new content and remember what came of it.
-
-        Args:
-            text: JSON, as a policy file holds it.
-            now: compared with each `expires_at`.
-        """
+        """Compile new content and remember what came of it."""
         made = self._make_engine(text, now, now)
         self._known.put(_cut(text), made)
         return made.engine if isinstance(made, _HandedOver) else made

@@ -200,17 +200,7 @@ class Overrides:
         fingerprint: str,
         tools: Sequence[str],
     ) -> Sequence[ActiveOverride]:
-        """All others that hold for a request under a policy.
-
-        Args:
-            policy: as there, and so are `now`, `values` and `caller`.
-            now: as there.
-            values: as there.
-            caller: as there.
-            session: hash of its name; empty where it has none.
-            fingerprint: of the request.
-            tools: that are called.
-        """
+        """All others that hold for a request under a policy; `session` is the hash of its name, empty where it has none."""
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_body:
             filed = shape.find(values, caller, session, fingerprint, tools)

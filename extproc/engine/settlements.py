@@ -89,12 +89,7 @@ class Settled:
 
 
 def list_settlements(engine: Engine, entry: Entry) -> list[Settled]:
-    """What is settled for each of the sessions; nothing for those whose policy is not there any more.
-
-    Args:
-        engine: the policies in force.
-        entry: of the access log.
-    """
+    """What is settled for each of the sessions; nothing for those whose policy is not there any more."""
     made = [_settle(engine, named, entry) for named in entry.sessions]
     return [settled for settled in made if settled is not None]
 

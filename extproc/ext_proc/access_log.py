@@ -140,7 +140,7 @@ class AccessLog:
         if len(data) > MAX_MESSAGE:
             self._dropped.inc()
             return 0
-        entries, count = _read_message(data)
+        entries, count = read_message(data)
         taken = sum([self._hand_on(entry) for entry in entries])
         self._taken.inc(taken)
         if count > MAX_ENTRIES:
@@ -158,22 +158,17 @@ class AccessLog:
 
     def _report(self, error: Exception) -> None:
         self._failed.inc()
-        suppressed = self._errors.take(monotonic())
+        suppressed = self._errors.admit(monotonic())
         if suppressed is not None:
             _LOG.error("an access log entry was lost", exc_info=error, extra=make_extra(suppressed=suppressed or None))
 
 
-def read_entries(message: bytes) -> list[Entry]:
-    """The requests of which a StreamAccessLogsMessage tells, but for those that belong to no session.
+def read_message(message: bytes) -> tuple[list[Entry], int]:
+    """The entries of requests that belong to sessions, of as many as one message may have, and how many it has.
 
     Raises:
-        ProtocolError: the bytes are no such message.
+        ProtocolError: the bytes are no StreamAccessLogsMessage.
     """
-    return _read_message(message)[0]
-
-
-def _read_message(message: bytes) -> tuple[list[Entry], int]:
-    """The same, of as many as one message may have, and how many it has."""
     entries: list[Entry] = []
     count = 0
     reader = Reader(message)

@@ -68,16 +68,6 @@ class Service:
         settings: Settings,
         key: HashKey = PROCESS_KEY,
     ) -> None:
-        """Put the parts together.
-
-        Args:
-            engine: the policies in force.
-            store: counts.
-            local: counts while `store` cannot.
-            metrics: of all that happens.
-            settings: of the process.
-            key: of keyed hashes.
-        """
         self.engine = engine
         self.key = key
         self.counting = Counting(store, local, metrics, reject=settings.on_store_error == "reject")

@@ -224,9 +224,10 @@ class Stream(Waiting):
         request = read_request(message, allow_unverified_jwt=service.settings.allow_unverified_jwt)
         policy_json = message.read_attribute(POLICY_ATTRIBUTE)
         handed_over = service.compile_handed_over(policy_json) if policy_json is not None else None
-        switch = self._engine.find_switch(request, time(), handed_over)
-        if switch is not None and (killed := transaction.kill(request, switch)) is not None:
-            return killed
+        if self._engine.has_switches or handed_over is not None:
+            switch = self._engine.find_switch(request, time(), handed_over)
+            if switch is not None and (killed := transaction.kill(request, switch)) is not None:
+                return killed
         evaluation = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
         return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
 

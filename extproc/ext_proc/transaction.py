@@ -239,15 +239,12 @@ class Transaction:
         clock = perf_counter if small else thread_time  # what other processes take of the processor is no tenant's fault
         most = _SMALL_SECONDS if small else inf
         began = clock()
-        evaluation.open_body(sums, reason, content)
-        evaluation.read_with(evaluation.enforcing)
+        evaluation.read_body(sums, reason, content, shadow=False)
         looked = clock()
         budget.spend(tenant, min(looked - began, most), shadow=watches)
         if not evaluation.shadow.candidates:
             return
-        if not budget.allows(tenant, self.started, shadow=True):
-            evaluation.withhold("inspect_budget")
-        evaluation.read_with(evaluation.shadow)
+        evaluation.read_shadow("" if budget.allows(tenant, self.started, shadow=True) else "inspect_budget")
         budget.spend(tenant, min(clock() - looked, most), shadow=True)
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:

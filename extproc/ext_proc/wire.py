@@ -36,7 +36,8 @@ BODY_GRPC: Final = int(ProcessingMode.GRPC)
 BODY_UNTOLD: Final = -1
 
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
-_ROUTE = "xds.route_name"
+_ROUTE: Final = "xds.route_name"
+_ROUTE_NAME: Final = _ROUTE.encode()
 _ENTRY = 160
 """Bytes of an attribute that are kept: of a longer name the beginning."""
 
@@ -114,8 +115,19 @@ _KNOWN: Final[dict[int, _KnownHeaders]] = {}
 """By the number of headers: most of a request's are those of the one before from the same kind of client."""
 
 
-class EnvoyMessage:
-    """One ProcessingRequest.
+class _RouteAlone(Facts):
+    """The route of a request whose message has gone."""
+
+    def __init__(self, entry: bytes) -> None:
+        self._entry = entry
+
+    def route(self) -> str:
+        """See `Facts`."""
+        return _read_text_entry(self._entry)
+
+
+class EnvoyMessage(Facts):
+    """One ProcessingRequest, which knows what stands beside the headers of its request.
 
     Attributes:
         kind: the name of its phase, empty for one that does not exist yet.
@@ -125,9 +137,22 @@ class EnvoyMessage:
         observed: Envoy does not wait for the answer.
         body_mode: how bodies are sent; BODY_UNTOLD in all messages but a stream's first, and where Envoy does not say.
         response_mode: the same of responses' bodies.
+        token: the authorization whose claims are believed although Envoy has verified none; empty for none.
     """
 
-    __slots__ = ("_beside", "_parsed", "body", "body_mode", "ended", "headers", "kind", "observed", "response_mode")
+    __slots__ = (
+        "_beside",
+        "_parsed",
+        "_unverified",
+        "body",
+        "body_mode",
+        "ended",
+        "headers",
+        "kind",
+        "observed",
+        "response_mode",
+        "token",
+    )
 
     def __init__(self, kind: str, beside: bytes, parsed: ProcessingRequest | None = None) -> None:
         """A message that says nothing yet.
@@ -140,6 +165,8 @@ class EnvoyMessage:
         self.kind = kind
         self._beside = beside
         self._parsed = parsed
+        self._unverified: dict[str, str] | None = None
+        self.token = b""
         self.headers: dict[str, bytes] = {}
         self.body: bytes | memoryview = b""
         self.ended = False
@@ -162,11 +189,6 @@ class EnvoyMessage:
         headers = self.parse_beside().response_headers.headers.headers
         return next((header.raw_value for header in headers if header.key == ":status"), b"")
 
-    def cut_attribute(self, name: str) -> bytes:
-        """The bytes of an attribute's value, for `_read_text_entry`; empty where there is none. Quicker than to read it."""
-        place = self._beside.find(name.encode())
-        return self._beside[place + len(name) : place + len(name) + _ENTRY] if place >= 0 else b""
-
     def parse_beside(self) -> ProcessingRequest:
         """Attributes and metadata; headers and body may be missing.
 
@@ -176,6 +198,39 @@ class EnvoyMessage:
         if self._parsed is None:
             self._parsed = ProcessingRequest.FromString(self._beside)
         return self._parsed
+
+    def route(self) -> str:
+        """See `Facts`."""
+        return self.read_attribute(_ROUTE) or ""
+
+    def address(self) -> str:
+        """See `Facts`."""
+        return _strip_port(self.read_attribute("source.address") or "")
+
+    def claim(self, name: str) -> str:
+        """The claim as Envoy verified it; an unverified one fills the gap where that is allowed."""
+        metadata = self.parse_beside().metadata_context.filter_metadata
+        found: Value | None = None
+        if _JWT_NAMESPACE in metadata:
+            # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
+            for payload in metadata[_JWT_NAMESPACE].fields.values():
+                verified = payload.struct_value.fields
+                if name in verified:
+                    found = verified[name]
+        if found is not None:
+            kind = found.WhichOneof("kind")
+            return write_claim(getattr(found, kind)) if kind else ""
+        if self._unverified is None:
+            self._unverified = decode_claims(self.token.decode("utf-8", "surrogateescape")) if self.token else {}
+        return self._unverified.get(name, "")
+
+    def let_go(self) -> Facts:
+        """See `Facts`; the route's bytes are cut out, which is quicker than to read it."""
+        place = self._beside.find(_ROUTE_NAME)
+        if place < 0:
+            return NO_FACTS
+        place += len(_ROUTE_NAME)
+        return _RouteAlone(self._beside[place : place + _ENTRY])
 
 
 def parse_message(data: bytes) -> EnvoyMessage:
@@ -220,12 +275,7 @@ def _parse_any(data: bytes) -> EnvoyMessage:
 
 
 def cut_body(data: bytes, kind: str) -> bytes | memoryview:
-    """The HttpBody in a message that has one, as it stands on the wire.
-
-    Args:
-        data: the message.
-        kind: `request_body` or `response_body`.
-    """
+    """The HttpBody in a message that has one, of kind `request_body` or `response_body`, as it stands on the wire."""
     if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):  # as it comes from Envoy
         size, position = read_varint(data, 1)
         return memoryview(data)[position : position + size]
@@ -330,7 +380,9 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
         if key == _OBSERVABILITY_MODE:
             message.observed, position = _read_flag(data, position, key)
         elif key == _PROTOCOL_CONFIG:
-            message.body_mode, position = _read_body_mode(data, position)
+            if data[position + 1] != 2 or data[position + 2] != _BODY_MODE or data[position + 3] >= _MORE:  # noqa: PLR2004  # bytes
+                raise _UnusualError  # the body mode does not stand alone in there
+            message.body_mode, position = data[position + 3], position + 4
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
             size, position = _read_size(data, position + 1)
             position += size
@@ -377,83 +429,20 @@ def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
     return value != 0, position + 2
 
 
-def _read_body_mode(data: bytes, position: int) -> tuple[int, int]:
-    """The body mode in the protocol_config at `position`, alone in there, and where that stops."""
-    value = data[position + 3]
-    if data[position + 1] != 2 or data[position + 2] != _BODY_MODE or value >= _MORE:  # noqa: PLR2004  # bytes in it
-        raise _UnusualError
-    return value, position + 4
-
-
 def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -> HttpRequest:
-    """The request that a request_headers message tells of.
-
-    Args:
-        message: the first of its stream.
-        allow_unverified_jwt: where Envoy verified no claim, take it from the bearer token as it is.
-    """
+    """The request of a request_headers message; its bearer token may supply claims that Envoy did not verify."""
     headers = message.headers
-    token = headers.get("authorization", b"") if allow_unverified_jwt else b""
+    if allow_unverified_jwt:
+        message.token = headers.get("authorization", b"")
     request = HttpRequest(
         headers.get(":method", b"").decode("utf-8", "surrogateescape"),
         headers.get(":path", b"").decode("utf-8", "surrogateescape"),
         headers.get(":authority", b"").decode("utf-8", "surrogateescape"),
         headers,
-        _EnvoyFacts(message, token),
+        message,
     )
     request.opens_responses = opens_websocket(request) and takes_websocket(request.path)
     return request
-
-
-class _RouteAlone(Facts):
-    """The route of a request whose message has gone."""
-
-    def __init__(self, entry: bytes) -> None:
-        self._entry = entry
-
-    def route(self) -> str:
-        """See `Facts`."""
-        return _read_text_entry(self._entry)
-
-
-class _EnvoyFacts(Facts):
-    """What Envoy's message says beside the headers."""
-
-    def __init__(self, message: EnvoyMessage, token: bytes) -> None:
-        """Read nothing yet; `token` is the authorization to believe, empty for none."""
-        self._message = message
-        self._token = token
-        self._unverified: dict[str, str] | None = None
-
-    def route(self) -> str:
-        """See `Facts`."""
-        return self._message.read_attribute(_ROUTE) or ""
-
-    def let_go(self) -> Facts:
-        """See `Facts`."""
-        entry = self._message.cut_attribute(_ROUTE)
-        return _RouteAlone(entry) if entry else NO_FACTS
-
-    def address(self) -> str:
-        """See `Facts`."""
-        return _strip_port(self._message.read_attribute("source.address") or "")
-
-    def claim(self, name: str) -> str:
-        """The claim as Envoy verified it; an unverified one fills the gap where that is allowed."""
-        metadata = self._message.parse_beside().metadata_context.filter_metadata
-        found: Value | None = None
-        if _JWT_NAMESPACE in metadata:
-            # jwt_authn files each payload under a name of the operator's choice (payload_in_metadata).
-            for payload in metadata[_JWT_NAMESPACE].fields.values():
-                verified = payload.struct_value.fields
-                if name in verified:
-                    found = verified[name]
-        if found is not None:
-            kind = found.WhichOneof("kind")
-            return write_claim(getattr(found, kind)) if kind else ""
-        if self._unverified is None:
-            self._unverified = decode_claims(self._token.decode("utf-8", "surrogateescape")) if self._token else {}
-        return self._unverified.get(name, "")
 
 
 def _strip_port(address: str) -> str:

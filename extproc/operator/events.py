@@ -153,7 +153,7 @@ class Events:
             try:
                 self._sink.send(events)
             except UnreachableError as error:
-                if self._reminder.take(time.monotonic()):
+                if self._reminder.count(time.monotonic()):
                     _LOG.warning("events are not accepted, trying again", extra=make_extra(reason=str(error)))
                 if self._ending.wait(waits * (0.5 + secrets.randbelow(1_000) / 1_000)):
                     self._drop(len(events), str(error))
@@ -169,7 +169,7 @@ class Events:
     def _drop(self, number: int, reason: str) -> None:
         if number:
             self._counter.labels("dropped").inc(number)
-            if self._reminder.take(time.monotonic()):
+            if self._reminder.count(time.monotonic()):
                 _LOG.warning("events are dropped", extra=make_extra(reason=reason))
 
 

@@ -189,11 +189,11 @@ class Reporter:
         """One more request that something stopped; how many there were, once a minute, else 0."""
         if name not in self._stopped and len(self._stopped) >= _MOST_REMINDERS:
             self._stopped.clear()
-        return self._stopped.setdefault(name, Reminder(_REMIND_SECONDS)).take(perf_counter())
+        return self._stopped.setdefault(name, Reminder(_REMIND_SECONDS)).count(perf_counter())
 
     def report_failure(self, message: str, error: BaseException, **more: object) -> None:
         """One line for something that went wrong, unless there are too many of them."""
-        suppressed = self._failures.take(perf_counter())
+        suppressed = self._failures.admit(perf_counter())
         if suppressed is not None:
             extra = make_extra(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
             _LOG.error(message, exc_info=error, extra=extra)
@@ -211,7 +211,7 @@ class Reporter:
     def report_unknown_policies(self, names: Sequence[str]) -> None:
         """A route names policies that are not there."""
         self._metrics.handover_errors.labels("unknown_policy").inc()
-        if (suppressed := self._failures.take(perf_counter())) is not None:
+        if (suppressed := self._failures.admit(perf_counter())) is not None:
             extra = make_extra(
                 policies=[name[:_NAME_SHOWN] for name in names[:_PROBLEMS_SHOWN]],
                 metadata=POLICY_METADATA,
@@ -222,8 +222,8 @@ class Reporter:
     def _report_missing(self, group: CandidateGroup) -> None:
         for policy, key in group.missing:
             self._metrics.missing_descriptor.labels(policy, key).inc()
-            requests = self._reminders.setdefault((policy, key), Reminder(_REMIND_SECONDS)).take(perf_counter())
-            if requests and (suppressed := self._missing.take(perf_counter())) is not None:
+            requests = self._reminders.setdefault((policy, key), Reminder(_REMIND_SECONDS)).count(perf_counter())
+            if requests and (suppressed := self._missing.admit(perf_counter())) is not None:
                 extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
 
@@ -298,7 +298,7 @@ class Reporter:
             limit = RateLimit(_DETECTIONS_PER_TENANT)
             self._tenants.put(tenant, limit)
         now = perf_counter()
-        own = limit.take(now)
-        every = None if own is None else self._detections.take(now)
+        own = limit.admit(now)
+        every = None if own is None else self._detections.admit(now)
         if own is not None and every is not None:
             _LOG.warning(message, extra=make_extra(**shown, suppressed=own + every or None))

@@ -28,6 +28,8 @@ _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up
 class Facts:
     """What is known about a request beside its headers, read only when a policy asks; here: nothing."""
 
+    __slots__ = ()
+
     def route(self) -> str:
         """Envoy's route name, empty when unknown."""
         return ""

@@ -172,15 +172,7 @@ _SESSIONS: Final[Memo[str, _Histories]] = Memo(_MOST_SESSIONS)
 
 
 def read_known_calls(document: Document, session: str) -> CallHistory:
-    """What `history.read_tool_calls` finds.
-
-    Args:
-        document: to look into.
-        session: that it belongs to, by a name that is unique to it.
-
-    Raises:
-        NotCounted: as there.
-    """
+    """What `history.read_tool_calls` finds, and raises; the name of the session is unique to it."""
     if len(document) < _SMALL:
         return read_tool_calls(document)
     histories = _SESSIONS.get(session)

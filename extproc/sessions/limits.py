@@ -266,13 +266,7 @@ class SessionGuard:
         return key.startswith(self._key)
 
     def find_keys(self, scope: str, tenant: str, session: str) -> SessionKeys:
-        """Where a session is kept.
-
-        Args:
-            scope: attachment name.
-            tenant: hash of the descriptors.
-            session: hash of its name, or what takes the place of that since a release.
-        """
+        """Where a session is kept; `session` is the hash of its name, or what takes the place of that since a release."""
         place = (self._key, scope, tenant, session)
         keys = _KEYS.get(place)
         if keys is None:
@@ -322,11 +316,7 @@ class SessionGuard:
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
         """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON.
 
-        Args:
-            name: of the ledger that has counted the request.
-            call: the step's.
-            model: that is asked.
-            reserve: what it will cost, in nano-dollars.
+        The name is that of the ledger that has counted the request; `reserve` is in nano-dollars.
         """
         return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_model(model)},"reserve":{reserve}}}'
 

@@ -19,12 +19,7 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 
 def read_model(path: str, content: bytes | memoryview | None) -> str:
-    """The model that a request asks, empty where it does not say.
-
-    Args:
-        path: of the request.
-        content: its body, None where it may not be read.
-    """
+    """The model that a request asks, empty where it does not say."""
     try:
         named = _decode(content).model if content else ""
     except (msgspec.MsgspecError, ValueError, RecursionError):

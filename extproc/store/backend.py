@@ -15,7 +15,7 @@ from extproc.errors import StoreError
 from extproc.store.link import ErrorReply, Link, RedisReply, ServerAddress, blame_bug, explain_refusal
 from extproc.store.pending import Pending
 from extproc.store.resp import write_keys, write_word
-from extproc.store.rules.hit import Hit
+from extproc.store.rules.windows import Hit
 from extproc.store.scripts import MAX_WEIGHT, Script, ScriptCall, count_call
 from extproc.store.topology import ShardServers
 

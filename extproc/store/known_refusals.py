@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.windows import Count, Hit
 
 MAX_LOOPS = 10_000
 SETTLE_MS = 100

@@ -23,11 +23,9 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.rules.documents import BOARDS, ORDERS, Documents, MemoryDocuments
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
-from extproc.store.rules.sliding_log import log, read_log_times
-from extproc.store.rules.tally import Tally, tally
+from extproc.store.rules.windows import Count, Hit, Tally, log, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES: Final = 1024
@@ -69,19 +67,14 @@ class MemoryStore:
     def __init__(
         self, metrics: Metrics, max_entries: int = DEFAULT_MAX_ENTRIES, clock: Callable[[], int] = _read_clock
     ) -> None:
-        """Start empty.
-
-        Args:
-            metrics: is told how much is kept.
-            max_entries: bounds the entries kept at once.
-            clock: tells the time, in milliseconds.
-        """
+        """Start empty; the clock tells the time in milliseconds."""
         self._clock = clock
         self._max_entries = max_entries
+        self._max_bytes = max_entries * _MEAN_BYTES
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
         self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
         self._at_hand: LRU[str, Ledger] = LRU(self._most_at_hand)  # unpacked
-        self._entries = 0
+        self._entries = 0  # ledgers at hand among them
         self._bytes = 0
         self._puts = 0
         self._hand = 0
@@ -91,7 +84,7 @@ class MemoryStore:
 
     def __len__(self) -> int:
         """Entries kept now, some of which may have expired."""
-        return self._entries + len(self._at_hand)
+        return self._entries
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once and never raises a StoreError."""
@@ -143,16 +136,15 @@ class MemoryStore:
 
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms
-        shard = self._find_shard(hit.key)
-        entry = self._take(shard, hit.key, window)
+        entry = self._take(hit.key, window)
         if entry is None and hit.cooldown_ms > window:
-            entry = self._take(shard, hit.key, hit.cooldown_ms)
+            entry = self._take(hit.key, hit.cooldown_ms)
         if hit.window_type == "sliding_log":
             entry, count = log(entry if isinstance(entry, bytearray) else None, hit, now)
         else:
             state, count = tally(_read_tally(entry) if isinstance(entry, bytes) else None, hit, now)
             entry = _TALLY.pack(state[2], state[3], state[1], min(state[0], _MAX_COUNT))
-        self._put(shard, hit.key, hit.cooldown_ms if count.cooldown_ms and hit.cooldown_ms > window else window, entry, now)
+        self._put(hit.key, hit.cooldown_ms if count.cooldown_ms and hit.cooldown_ms > window else window, entry, now)
         return count
 
     def _step(self, asked: Step, now: int) -> Standing:
@@ -181,23 +173,23 @@ class MemoryStore:
 
     def _enter(self, asked: Step, now: int) -> bool:
         """Whether the tenant may begin one more session."""
-        shard, lifetime = self._find_shard(asked.tenant), asked.limits.idle_ms
-        entry = self._take(shard, asked.tenant, lifetime)
+        lifetime = asked.limits.idle_ms
+        entry = self._take(asked.tenant, lifetime)
         begun, room = enter(entry if isinstance(entry, bytes) else None, asked.limits, now)
-        self._put(shard, asked.tenant, lifetime, begun, now)
+        self._put(asked.tenant, lifetime, begun, now)
         return room
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
         """A session's ledger, to be changed and kept; None where there is none, or it is to be forgotten."""
         ledger = self._at_hand.use(key)
         if ledger is None:
-            entry = self._take(self._find_shard(key), key, limits.idle_ms)
+            entry = self._take(key, limits.idle_ms)
             if not isinstance(entry, bytes):
                 return None
             ledger = Ledger(entry, now)
         if not ledger.is_over(limits, now):
             return ledger
-        self._at_hand.drop(key)
+        self._drop_at_hand(key)
         return None
 
     def _keep_ledger(self, key: str, ledger: Ledger, now: int) -> None:
@@ -205,12 +197,17 @@ class MemoryStore:
         at_hand = self._at_hand
         if at_hand.peek(key) is not None:
             if ledger.is_large():
-                at_hand.drop(key)
+                self._drop_at_hand(key)
                 self._put_away(key, ledger, now)
         elif ledger.is_large() or (len(at_hand) >= self._most_at_hand and not self._make_room(now)):
             self._put_away(key, ledger, now)
         else:
             at_hand.put(key, ledger)
+            self._entries += 1
+
+    def _drop_at_hand(self, key: str) -> None:
+        if self._at_hand.drop(key) is not None:
+            self._entries -= 1
 
     def _make_room(self, now: int) -> bool:
         """Put the ledger away that was not asked for longest; where even that was lately, none gains by changing places."""
@@ -220,35 +217,32 @@ class MemoryStore:
         ledger = self._at_hand.peek(oldest)
         if ledger is None or now - ledger.last < _LATELY_MS:
             return False
-        self._at_hand.drop(oldest)
+        self._drop_at_hand(oldest)
         self._put_away(oldest, ledger, now)
         return True
 
     def _put_away(self, key: str, ledger: Ledger, now: int) -> None:
-        self._put(self._find_shard(key), key, ledger.idle_ms, ledger.pack(), now)
+        self._put(key, ledger.idle_ms, ledger.pack(), now)
 
     def _push(self, pushed: Push, now: int) -> list[bytes]:
-        shard = self._find_shard(pushed.key)
-        entry = self._take(shard, pushed.key, pushed.ttl_ms)
+        entry = self._take(pushed.key, pushed.ttl_ms)
         ring = (_read_times(entry)[0], bytes(entry[_TIMES.size :])) if entry is not None else None
         (last, records), entries = push(ring, pushed, now)
-        self._put(shard, pushed.key, pushed.ttl_ms, _TIMES.pack(last, 0) + records, now)
+        self._put(pushed.key, pushed.ttl_ms, _TIMES.pack(last, 0) + records, now)
         return entries
 
-    def _find_shard(self, key: str) -> _Shard:
-        return self._shards[hash(key) % len(self._shards)]
-
-    def _take(self, shard: _Shard, key: str, lifetime: int) -> _Entry | None:
+    def _take(self, key: str, lifetime: int) -> _Entry | None:
         """Take an entry out, to be changed and put back."""
-        entries = shard.get(lifetime)
+        entries = self._shards[hash(key) % len(self._shards)].get(lifetime)
         entry = entries.pop(key, None) if entries is not None else None
         if entry is not None:
             self._entries -= 1
             self._bytes -= len(entry)
         return entry
 
-    def _put(self, shard: _Shard, key: str, lifetime: int, entry: _Entry, now: int) -> None:
+    def _put(self, key: str, lifetime: int, entry: _Entry, now: int) -> None:
         """Keep an entry as the one used last, and make room for it."""
+        shard = self._shards[hash(key) % len(self._shards)]
         entries = shard.get(lifetime)
         if entries is None:
             entries = shard[lifetime] = {}
@@ -256,15 +250,11 @@ class MemoryStore:
         self._entries += 1
         self._bytes += len(entry)
         self._puts += 1
-        if self._is_full():
+        if self._entries > self._max_entries or self._bytes > self._max_bytes:
             self._sweep(now)
-            while self._is_full() and self._entries > 1:
-                self._evict(shard, key)
+            self._shrink(shard, key)
         elif not self._puts % _SWEEP_EVERY:
             self._sweep(now)
-
-    def _is_full(self) -> bool:
-        return self._entries + len(self._at_hand) > self._max_entries or self._bytes > self._max_entries * _MEAN_BYTES
 
     def _sweep(self, now: int) -> None:
         """Remove expired entries from the fronts of one shard; the next call takes the next shard."""
@@ -280,7 +270,14 @@ class MemoryStore:
                 last, lasts_until = _read_times(entries[key])
                 if now < max(last + lifetime, lasts_until):
                     break
-                self._take(shard, key, lifetime)
+                self._take(key, lifetime)
+
+    def _shrink(self, shard: _Shard, newest: str) -> None:
+        """Drop entries until they are few and small enough, or the newest, of this shard, is the only one but for ledgers."""
+        while self._entries > self._max_entries or self._bytes > self._max_bytes:
+            if self._entries - len(self._at_hand) <= 1:
+                return
+            self._evict(shard, newest)
 
     def _evict(self, shard: _Shard, newest: str) -> None:
         """Make room: drop the least recently used entry beside the newest, or, where that is alone, of the next shard."""
@@ -294,7 +291,7 @@ class MemoryStore:
             ]
             if fronts:
                 _, lifetime, key = min(fronts)
-                self._take(shard, key, lifetime)
+                self._take(key, lifetime)
                 self._evictions.inc()
                 return
             position = (position + 1) % len(self._shards)

@@ -20,9 +20,9 @@ from extproc.store.known_refusals import KnownRefusals
 from extproc.store.pending import Pending
 from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.rules.documents import BOARDS, ORDERS, Documents
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question, Settlement
+from extproc.store.rules.windows import Count, Hit
 from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call
 from extproc.store.shard import Finish, Shard
 from extproc.store.side_connections import SideConnections

@@ -15,9 +15,9 @@ from typing import Any, Final
 from extproc.errors import StoreError
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push, read_entries, split_records
 from extproc.store.rules.session import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
+from extproc.store.rules.windows import Count, Hit
 
 MAX_WEIGHT: Final = 16
 """Of the calls that go as one script, which all other clients of the server have to wait for: it takes 1 ms at worst."""

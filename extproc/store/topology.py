@@ -89,7 +89,6 @@ class SingleLayout:
     changes = 0
 
     def __init__(self, name: str, make: Callable[[], ShardServers]) -> None:
-        """Take the name, for operators, and what makes connections."""
         self.owners: Sequence[str] = (name,)
         self._make = make
 

@@ -115,7 +115,7 @@ class Acceptor:
             self._loop.add_reader(self.socket, self._accept)
 
     def _log(self, message: str, **more: object) -> None:
-        suppressed = self._refusals.take(self._loop.time())
+        suppressed = self._refusals.admit(self._loop.time())
         if suppressed is not None:
             _LOG.warning(message, extra=make_extra(**more, suppressed=suppressed or None))
 

@@ -456,7 +456,7 @@ class FastServer:
 
     def log_error(self, error: ProtocolError) -> None:
         """One line for a connection that broke the protocol, unless there are too many of them."""
-        suppressed = self._errors.take(asyncio.get_running_loop().time())
+        suppressed = self._errors.admit(asyncio.get_running_loop().time())
         if suppressed is not None:
             extra = make_extra(error=str(error), code=error.code, suppressed=suppressed or None)
             _LOG.info("connection ended for a protocol error", extra=extra)

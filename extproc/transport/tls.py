@@ -85,11 +85,7 @@ class Certificates:
         self._taken = self._looked_at = self._peek()
 
     def make_listen_options(self, handshake_seconds: float) -> Mapping[str, Any]:
-        """What `create_server` has to be told to speak TLS.
-
-        Args:
-            handshake_seconds: in which a peer has to be done with its handshake.
-        """
+        """What `create_server` has to be told to speak TLS."""
         return {
             "ssl": _Current(self),
             "ssl_handshake_timeout": handshake_seconds,
@@ -124,7 +120,7 @@ class Certificates:
     def log_refusal(self, reason: str) -> None:
         """Count a peer that was not let in, and write a line about it, unless there are too many of them."""
         self._metrics.tls_refused.inc()
-        suppressed = self._refusals.take(time.monotonic())
+        suppressed = self._refusals.admit(time.monotonic())
         if suppressed is not None:
             _LOG.info("connection refused in its TLS handshake", extra=make_extra(error=reason, suppressed=suppressed or None))
 

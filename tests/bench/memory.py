@@ -16,12 +16,12 @@ from hashlib import blake2b
 from pathlib import Path
 from time import perf_counter_ns, thread_time
 
-from extproc.engine.loop import Detector
+from extproc.engine.plan import Detector
 from extproc.metrics import Metrics
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.hit import Hit
+from extproc.store.rules.windows import Hit
 from tests.bench import samples
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress

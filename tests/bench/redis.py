@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple, cast
 
-from extproc.engine.loop import Detector
+from extproc.engine.plan import Detector
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.ext_proc.transaction import Reply
@@ -23,7 +23,7 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import Store, open_store
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.hit import Hit
+from extproc.store.rules.windows import Hit
 from tests.bench import samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy

@@ -21,8 +21,8 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import Store, open_store
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.hit import Hit
 from extproc.store.rules.session import RECORD, SUCCEEDED, Limits, Question, Settlement, Step, add_up
+from extproc.store.rules.windows import Hit
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, difference, interleaved, process_cpu, resident_mb

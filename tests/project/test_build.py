@@ -22,7 +22,7 @@ from tests.support.harness import Process
 from tests.support.image import compile_only
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-HOT = ("ext_proc/stream", "engine/engine", "request/fingerprint", "store/memory", "store/rules/tally", "transport/http2")
+HOT = ("ext_proc/stream", "engine/engine", "request/fingerprint", "store/memory", "store/rules/windows", "transport/http2")
 
 
 def build_wheel(folder: Path, project: Path = ROOT, **environment: str) -> tuple[list[str], str]:
@@ -131,7 +131,7 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
         shutil.copytree(ROOT / name, project / name)
     for name in ("pyproject.toml", "hatch_build.py", "README.md"):
         shutil.copy(ROOT / name, project)
-    compile_only(project, "extproc/store/rules/hit.py")
+    compile_only(project, "extproc/store/rules/windows.py")
     with (project / "extproc" / "store" / "rules" / "hit.py").open("a") as module:
         module.write("\nCount(1, 2, 3)\n")
 
@@ -140,7 +140,7 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
     if "for want of a C compiler" in said:
         pytest.skip("no C compiler works here: NOT tested")
     assert wheels == []
-    assert re.search(r"extproc/store/rules/hit\.py:\d+: error: ", said)
+    assert re.search(r"extproc/store/rules/windows\.py:\d+: error: ", said)
     assert "LOOPGUARD_PURE=1" in said
 
 

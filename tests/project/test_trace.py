@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.trace import REQUESTS, trace
 
-BUDGET = {"exact": (18, 98), "turns": (29, 163), "session": (33, 217)}
+BUDGET = {"exact": (15, 90), "turns": (28, 159), "session": (32, 210)}
 """Modules and functions at most, by request."""
 
 

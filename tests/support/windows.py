@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push
+from extproc.store.rules.windows import Count, Hit
 from tests.support.records import replace
 
 WINDOW_TYPES = ("sliding_ttl", "sliding_log", "fixed")

@@ -34,14 +34,14 @@ def test_a_rate_limit_counts_what_it_drops() -> None:
     """In each second a bounded number passes, and the next one that passes tells how many did not."""
     limit = RateLimit(2)
 
-    taken = [limit.take(now) for now in (10.0, 10.1, 10.2, 10.9, 11.0, 11.5, 11.6, 13.0, 13.1, 14.0)]
+    taken = [limit.admit(now) for now in (10.0, 10.1, 10.2, 10.9, 11.0, 11.5, 11.6, 13.0, 13.1, 14.0)]
 
     assert taken == [0, 0, None, None, 2, 0, None, 1, 0, 0]
 
 
 def test_a_rate_limit_passes_the_first_event_whatever_the_clock_says() -> None:
     """A clock that starts at zero is no reason to drop anything."""
-    assert [RateLimit(1).take(now) for now in (0.0, 0.5, 1e9)] == [0, 0, 0]
+    assert [RateLimit(1).admit(now) for now in (0.0, 0.5, 1e9)] == [0, 0, 0]
 
 
 def test_a_line_of_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,8 +31,8 @@ from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
 from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.session import NANO_DOLLARS, RECORD
+from extproc.store.rules.windows import Count, Hit
 
 HELP = "show what the policies make of one request"
 EXAMPLES = """examples:

@@ -18,7 +18,7 @@ from extproc.request.hash_key import read_hash_key
 if TYPE_CHECKING:
     from extproc.cli.replay.tune import WindowPair
     from extproc.engine.engine import Engine
-    from extproc.engine.loop import Detector
+    from extproc.engine.plan import Detector
 
 HELP = "find a window and a threshold for a policy from recorded traffic"
 EXAMPLES = """examples:

@@ -17,7 +17,7 @@ from extproc.engine.engine import Engine
 from extproc.operator.sketch import Sketch
 from extproc.policy.bundle import Policy
 from extproc.request.hash_key import PROCESS_KEY, HashKey
-from extproc.store.rules.hit import Hit
+from extproc.store.rules.windows import Hit
 
 FEWEST_REQUESTS = 1_000
 FEWEST_TENANTS = 20

@@ -110,15 +110,7 @@ def refuse_killed(request: HttpRequest) -> bytes:
 
 
 def refuse_blocked(policy: str, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
-    """The immediate response to a request that an operator has blocked.
-
-    Args:
-        policy: in which the block holds for it.
-        seconds: until it ends.
-        request: that is refused.
-        content: its body.
-        subject: what it is about, which may have a shape of its own.
-    """
+    """The immediate response to a request that an operator has blocked under a policy, for this many seconds more."""
     return _refuse_stopped(Reason.BLOCKED, str(seconds), policy, request, content, subject)
 
 

@@ -38,15 +38,8 @@ class Original(NamedTuple):
     content: bytes | memoryview | None
     why: str = ""
 
-    def take(self, most: int) -> bytes | memoryview:
-        """All of it.
-
-        Args:
-            most: bytes of a body that is looked into.
-
-        Raises:
-            NotEdited: it cannot be changed, or has more.
-        """
+    def read(self, most: int) -> bytes | memoryview:
+        """All of it; raises NotEdited where it cannot be changed, or has more than this many bytes."""
         if self.content is None:
             raise NotEdited(self.why)
         if len(self.content) > most:
@@ -73,12 +66,6 @@ class Changes:
     """Changes the bodies of requests that have been decided."""
 
     def __init__(self, reporter: Reporter, budget: InspectionBudget) -> None:
-        """Put the parts together.
-
-        Args:
-            reporter: is told what cannot be done.
-            budget: of time, which this takes out of.
-        """
         self._reporter = reporter
         self._budget = budget
 
@@ -108,7 +95,7 @@ class Changes:
         tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
         most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
         try:
-            body = narrow(evaluation.request, original.take(most), None if strict else tools)
+            body = narrow(evaluation.request, original.read(most), None if strict else tools)
         except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
             why = self._find_reason(error)
             self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
@@ -123,7 +110,7 @@ class Changes:
         """Put a note into the request, or let it go on with a warning where it cannot have one."""
         try:
             candidate = evaluation.find_candidate(outcome)
-            body = changed.body if changed.body is not None else original.take(candidate.plan.steers)
+            body = changed.body if changed.body is not None else original.read(candidate.plan.steers)
             note = write_note(outcome, evaluation.request, candidate.guard)
             return decision, Changed(
                 steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate)), (*changed.marks, STEERED)

@@ -34,17 +34,12 @@ class NotEdited(Exception):  # says what becomes of the request
     """
 
     def __init__(self, reason: str) -> None:
-        """Say why."""
         super().__init__(reason)
         self.reason = reason
 
 
 def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, Patch]:
     """A request's body to be changed: its byte order mark, which is no part of its JSON, and the rest.
-
-    Args:
-        request: whose body it is.
-        body: all of it.
 
     Raises:
         NotEdited: it is signed, compressed, no JSON, may be read in two ways, or is too much.

@@ -8,6 +8,8 @@
 | `session` | what a session has used up, and how many a tenant has begun | packed |
 | `documents` | documents by name, each until its end | a sorted set, a hash and a string |
 
+The Python of `tally` and `sliding_log` is in `windows.py`, that of the others under their names.
+
 The rules are pure and exact, in whole milliseconds, with `now` as an argument. Both languages answer the same: one set of cases
 drives the memory store, which uses the Python, and Redis and Valkey, which use the Lua.
 

@@ -310,7 +310,7 @@ local function count_equal(l, calls, window)
   return equal
 end
 
-local function judge(l, asked, retry)
+local function find_limit(l, asked, retry)
   if l.killed == 1 then return 1, l.consecutive_blocks, asked.blocks end
   if l.killed > 0 then return 1, l.consecutive_errors, asked.errors end
   if asked.max_steps >= 0 and l.steps >= asked.max_steps and not retry then return 2, l.steps, asked.max_steps end
@@ -416,7 +416,7 @@ local function take_step(key, tenant, shared_key, asked)
   local known, times = find_identity(l, asked.identity)
   if not known and #asked.calls > 0 then learn(l, asked) end -- the same request shows the same calls
   local retry = known ~= nil and times < MAX_RETRIES_PER_STEP
-  local limit, used, allowed, tool = judge(l, asked, retry)
+  local limit, used, allowed, tool = find_limit(l, asked, retry)
   if limit > 0 then block(l, asked) else let_through(l, asked, retry) end
   close_old(l, asked.now)
   keep(key, l, asked)

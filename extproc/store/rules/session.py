@@ -39,7 +39,7 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
-from extproc.store.rules.hit import Hit
+from extproc.store.rules.windows import Hit
 
 LIMITS: Final = (
     "",
@@ -460,7 +460,7 @@ class Ledger:
         if asked.calls and times < 0:  # the same request shows the same calls
             self._learn(asked)
         retry = 0 <= times < MAX_RETRIES_PER_STEP
-        limit, used, allowed, tool = self._judge(asked, retry)
+        limit, used, allowed, tool = self._find_limit(asked, retry)
         if limit:
             self._block(asked.limits)
         else:
@@ -595,7 +595,7 @@ class Ledger:
                 self.names += pack_name(names.get(tool, ""))
                 missing.discard(tool)
 
-    def _judge(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
+    def _find_limit(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
         """Which limit refuses a request, an index into `LIMITS`; used and allowed of it; the tool that it is about."""
         limits = asked.limits
         if self.killed:

@@ -8,7 +8,7 @@
 --          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
 --
 -- A key's value is a list: cooling_until, then the times in milliseconds, oldest first. The times decide; the key's own expiry
--- only collects garbage. The arithmetic is that of sliding_log.py, request by request.
+-- only collects garbage. The arithmetic is that of windows.py, request by request.
 
 local ANSWER = '>I8BI8I8I8'
 local GARBAGE_MS = 1000

@@ -9,7 +9,7 @@
 --          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
 --
 -- A key's value is a version, count, first, last and cooling_until, packed; the times are milliseconds. The value decides; the
--- key's own expiry only collects garbage. The arithmetic is that of tally.py, request by request.
+-- key's own expiry only collects garbage. The arithmetic is that of windows.py, request by request.
 
 local VERSION = 0
 -- Older releases have a count of four bytes there, and times of eight, of which the first byte is 0. So that both count together

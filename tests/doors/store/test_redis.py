@@ -37,8 +37,8 @@ from extproc.store.remote import RemoteStore
 from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.resp import write_keys, write_word
 from extproc.store.rules.documents import BOARDS, KINDS
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.session import Question, Step
+from extproc.store.rules.windows import Count, Hit
 from extproc.store.scripts import count_call, session_call
 from extproc.store.side_connections import SideConnections
 from extproc.store.topology import SLOTS, ClusterLayout, SingleLayout, SingleServer, find_slot, spread_tags

@@ -30,7 +30,7 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store
 try:
-    from extproc.store.rules.hit import Hit
+    from extproc.store.rules.windows import Hit
     from extproc.store.rules.ring import Push
     from extproc.store.rules.session import LIMITS, REFUSED, SUCCEEDED, Limits, Settlement, Step
 except ImportError:

@@ -30,7 +30,7 @@ from extproc.request.document import Document
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.http import HttpRequest
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.hit import UNCOUNTED, Count
+from extproc.store.rules.windows import UNCOUNTED, Count
 from tests.support.documents import policy
 from tests.support.engine import ANY, keys, make_engine
 from tests.support.looping import encoded, looked_into, looping, post, several

@@ -19,11 +19,11 @@ from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, Tur
 from extproc.detectors.tools import Limit, ToolLimits
 from extproc.detectors.turn import MAX_ENTRY, decode_turn, encode_turn
 from extproc.detectors.turns import Turns
-from extproc.engine.loop import Detector
+from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document, NotCounted
-from extproc.store.rules.hit import UNCOUNTED
 from extproc.store.rules.ring import Push, Ring, push
+from extproc.store.rules.windows import UNCOUNTED
 from tests.support.loops import WRITERS, Write
 from tests.support.model_requests import HOSTILE, REQUESTS
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_chat, as_responses, as_text

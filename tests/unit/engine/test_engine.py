@@ -20,7 +20,7 @@ from extproc.policy.bundle import LoopDetection
 from extproc.request.fingerprint import NO_BODY, Body
 from extproc.request.http import HttpRequest
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.windows import Count, Hit
 from tests.support.documents import policy
 from tests.support.engine import ANY, LOOP, NOW, get, keys, make_engine
 from tests.support.records import replace

@@ -16,7 +16,7 @@ from extproc.metrics import Metrics
 from extproc.request.fingerprint import MAX_TARGET, NO_BODY
 from extproc.request.http import HttpRequest, StatedFacts, compile_descriptors
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.hit import Hit
+from extproc.store.rules.windows import Hit
 from tests.support import ROOT
 from tests.support.documents import policy
 from tests.support.engine import ANY, LOOP, get, make_engine

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from extproc.engine.settlements import Entry
 from extproc.errors import ProtocolError
-from extproc.ext_proc.access_log import MAX_ENTRIES, MAX_MESSAGE, AccessLog, read_entries
+from extproc.ext_proc.access_log import MAX_ENTRIES, MAX_MESSAGE, AccessLog, read_message
 from extproc.metrics import Metrics
 from extproc.pb.als_pb2 import StreamAccessLogsMessage
 from extproc.sessions.rates import Usage
@@ -21,6 +21,11 @@ from tests.support.envoy_logs import JSON, SESSION, log
 from tests.support.protobuf import field
 
 STREAM = {"content-type": "text/event-stream; charset=utf-8"}
+
+
+def read_entries(message: bytes) -> list[Entry]:
+    """Those of sessions."""
+    return read_message(message)[0]
 
 
 def read(**entry: Any) -> Entry:  # noqa: ANN401  # see `add_entry`

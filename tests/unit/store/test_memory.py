@@ -8,8 +8,8 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.store import open_store
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.hit import Hit
 from extproc.store.rules.ring import Push
+from extproc.store.rules.windows import Hit
 from tests.support.records import replace
 from tests.support.windows import (
     make_hit,

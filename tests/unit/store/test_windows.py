@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.store.rules.hit import Count, Hit
 from extproc.store.rules.ring import Push, Ring, push
-from extproc.store.rules.sliding_log import log
-from extproc.store.rules.tally import tally
+from extproc.store.rules.windows import Count, Hit, log, tally
 from tests.support.examples import examples
 from tests.support.windows import (
     COOLDOWN_STEPS,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from extproc.store.rules.hit import Count
 from extproc.store.rules.ring import Push
+from extproc.store.rules.windows import Count
 from tests.support.servers import Driver
 from tests.support.windows import (
     PUSH_STEPS,

@@ -16,7 +16,7 @@ from extproc.metrics import Metrics
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.http import HttpRequest
 from extproc.store import open_store
-from extproc.store.rules.hit import Count, Hit
+from extproc.store.rules.windows import Count, Hit
 from tests.support.documents import policy
 from tests.support.engine import make_engine
 from tests.support.records import replace

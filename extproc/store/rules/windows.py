@@ -1,8 +1,8 @@
-"""A request to be counted under a key, and what counting it finds: what all windows share.
+"""A request to be counted under a key, and what counting it finds: the rules of `tally.lua` and `sliding_log.lua`.
 
-- `sliding_ttl`: one count whose time to live is reset by every request counted.
-- `fixed`: one count that starts with the first request and ends `window_ms` later.
-- `sliding_log`: the requests of the last `window_ms`, each remembered by its time.
+- `sliding_ttl`: one count whose time to live is reset by every request counted (`tally`).
+- `fixed`: one count that starts with the first request and ends `window_ms` later (`tally`).
+- `sliding_log`: the requests of the last `window_ms`, each remembered by its time (`log`).
 
 A request is acted on (`looping`) when it takes the count to the threshold or past it, or while a cooldown runs. A trip is the
 request that takes the count across the threshold while no cooldown runs; it starts one. Refusals do not restart the cooldown:
@@ -14,6 +14,16 @@ What lies further ahead is forgotten, so that a window or a cooldown never lasts
 """
 
 from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from typing import TypeAlias
+
+Tally: TypeAlias = tuple[int, int, int, int]
+"""The state behind `sliding_ttl` and `fixed`: count, first, last, cooling_until; times in milliseconds of the store's clock."""
+
+_LOG_END = struct.Struct("=qq")
+_LOG_TIME = struct.Struct("=q")
 
 
 class Hit:
@@ -100,7 +110,7 @@ UNCOUNTED = Count(0, False, 0, 0)
 """Of what no store was asked about."""
 
 
-def judge(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tuple[bool, int]:
+def _apply_threshold(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tuple[bool, int]:
     """Whether to act, and until when the cooldown runs from now on."""
     ahead = cooling_until - hit.cooldown_ms - now
     if ahead > 0:  # it starts in the future
@@ -109,3 +119,64 @@ def judge(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tu
     if not cooling and before < hit.threshold <= count:
         return True, now + hit.cooldown_ms
     return cooling or count >= hit.threshold, cooling_until
+
+
+def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
+    """Count one request in a `sliding_ttl` or `fixed` window; `state` is None for a key never seen."""
+    if state is None:
+        if hit.threshold > 1:
+            return (1, now, now, 0), Count(1, False, 0, 0)
+        state = (0, now, now, 0)
+    count, first, last, cooling_until = state
+    if now < last:
+        count, first, last = (count, first - (last - now), now) if last - now < hit.window_ms else (0, now, now)
+    if count and now < (first if hit.window_type == "fixed" else last) + hit.window_ms:
+        before, began = count, first
+    else:
+        before, began = 0, now
+    looping, cooling_until = _apply_threshold(before, before + 1, cooling_until, hit, now)
+    answer = Count(before + 1, looping, cooling_until - now if cooling_until > now else 0, now - began)
+    if looping and not hit.count_refused:
+        return (count, first, last, cooling_until), answer
+    return (before + 1, began, now, cooling_until), answer
+
+
+def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
+    """Count one request in a `sliding_log` window.
+
+    Args:
+        state: 64-bit integers, `time, time, ..., cooling_until`, changed in place; None for a key never seen. Old times go at
+            the front and new ones come at the back because a bytearray is quick at just that; the garbage collector, which
+            takes 100 ms to walk a million arrays, never looks at one.
+        hit: what to count.
+        now: milliseconds of the store's clock.
+    """
+    if state is None:
+        if hit.threshold > 1:
+            return bytearray(_LOG_END.pack(now, 0)), Count(1, False, 0, 0)
+        state = bytearray(_LOG_TIME.pack(0))
+    with memoryview(state).cast("q") as times:  # closed again, because while it is open the state cannot change its length
+        known = len(times) - 1
+        cooling_until = times[known]
+        ahead = times[known - 1] - now if known else 0
+        if 0 < ahead < hit.window_ms:
+            for place in range(known):
+                times[place] -= ahead
+        gone = bisect_right(times, now - hit.window_ms, 0, known) if ahead < hit.window_ms else known
+        before = known - gone
+        began = times[gone] if before else now
+    looping, cooling_until = _apply_threshold(before, before + 1, cooling_until, hit, now)
+    answer = Count(min(before + 1, hit.count_to), looping, max(0, cooling_until - now), now - began)
+    if looping and not hit.count_refused:
+        state[-_LOG_TIME.size :] = _LOG_TIME.pack(cooling_until)
+    else:
+        state[-_LOG_TIME.size :] = _LOG_END.pack(now, cooling_until)
+        gone += before == hit.count_to
+    del state[: gone * _LOG_TIME.size]
+    return state, answer
+
+
+def read_log_times(state: bytearray) -> tuple[int, int]:
+    """When the last request was counted and until when the cooldown runs; a log without requests is as old as its cooldown."""
+    (cooling_until,) = _LOG_TIME.unpack_from(state, -_LOG_TIME.size)
+    return _LOG_END.unpack_from(state, -_LOG_END.size) if len(state) > _LOG_TIME.size else (cooling_until, cooling_until)
