@@ -9,7 +9,7 @@ from tests.support.architecture import PAGE, fill_page
 
 def test_the_page_is_up_to_date() -> None:
     """What is committed is what `python -m tests.support.architecture` would write."""
-    assert fill_page(PAGE.read_text()) == PAGE.read_text(), "run python -m tests.support.architecture"
+    assert fill_page(PAGE.read_text()) == PAGE.read_text(), "run make reference"
 
 
 def test_a_page_without_a_place_is_refused() -> None:

@@ -10,14 +10,14 @@ from tests.support import ROOT
 
 PAGE = ROOT / "CONTRIBUTING.md"
 EXAMPLES = {
-    "A detector": ("extproc", r'detectors\.tail|"tail"|\bTail\b'),
-    "An API": ("extproc", r"Ollama's own|apis.ollama"),
-    "A session limit": ("extproc", r"max_steps"),
-    "A kind of state in the store": ("extproc/store", r"rules\.ring\b|ring\.(py|lua)"),
-    "A field of a refusal": ("extproc", r"x-loopguard-count"),
-    "A command": ("extproc", r"\bhealthcheck\b"),
+    "A detector": (("extproc", "tests/support"), r'detectors\.tail|"tail"|\bTail\b|, tail,'),
+    "An API": (("extproc", "tests/unit/cli"), r"Ollama's own|apis.ollama|\"eval_count\""),
+    "A session limit": (("extproc",), r'max_steps|"--steps"|"steps": "steps"|grant\.steps'),
+    "A kind of state in the store": (("extproc/store", "tests/support"), r"rules\.ring\b|ring\.(py|lua)|`ring`"),
+    "A field of a refusal": (("extproc", "tests/unit/ext_proc"), r"x-loopguard-count"),
+    "A command": (("extproc",), r"\bhealthcheck\b"),
 }
-"""For each recipe where its example is looked for, and how it is found."""
+"""For each recipe the folders in which its example is looked for, and how it is found."""
 
 
 def read_recipes() -> dict[str, list[str]]:
@@ -27,20 +27,28 @@ def read_recipes() -> dict[str, list[str]]:
 
 
 def list_paths(text: str) -> list[str]:
-    """The paths in front of the colons of a list."""
-    items = re.findall(r"^- (.+?)(?::|$)", text, re.MULTILINE)
-    return [path for item in items for path in re.findall(r"`([^`]+)`", item)]
+    """The paths in a list, `a.{b,c}` being two."""
+    items = re.findall(r"^- (.+)$", text, re.MULTILINE)
+    return [path for item in items for word in re.findall(r"`([^` ]*[./][^` ]+)`", item) for path in expand(word)]
+
+
+def expand(word: str) -> list[str]:
+    """As a shell does it."""
+    before, brace, rest = word.partition("{")
+    choices, _, after = rest.partition("}")
+    return [f"{before}{choice}{after}" for choice in choices.split(",")] if brace else [word]
 
 
 @pytest.mark.parametrize("heading", EXAMPLES)
 def test_a_recipe_lists_every_file_of_its_example(heading: str) -> None:
     """What a newcomer has to change is listed, and nothing else."""
-    folder, pattern = EXAMPLES[heading]
-    files = [file for file in (ROOT / folder).rglob("*") if file.suffix in {".py", ".lua"} and "pb" not in file.parts]
+    folders, pattern = EXAMPLES[heading]
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.*") if "pb" not in file.parts]
+    files = [file for file in files if file.suffix in {".py", ".lua"}]
     found = {str(file.relative_to(ROOT)) for file in files if re.search(pattern, file.read_text())}
     listed = read_recipes()[heading]
 
-    assert {path for path in listed if path.startswith("extproc/")} == found
+    assert {path for path in listed if path.startswith(("extproc/", *folders))} == found
     assert [path for path in listed if not (ROOT / path).is_file()] == []
 
 

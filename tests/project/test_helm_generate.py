@@ -19,7 +19,7 @@ def test_nothing_is_out_of_date() -> None:
     """What stands in the chart is what `python helm/generate.py` would write."""
     stale = [file.name for file, text in generated().items() if file.read_text() != text]
 
-    assert stale == [], "run python helm/generate.py"
+    assert stale == [], "run make chart"
 
 
 def test_the_command_tells_and_mends_what_is_out_of_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

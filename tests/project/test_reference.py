@@ -11,7 +11,7 @@ from docs import generate
 
 def test_the_reference_is_up_to_date() -> None:
     """What is committed is what `python docs/generate.py` would write."""
-    assert generate.PAGE.read_text() == generate.make_page(), "run python docs/generate.py"
+    assert generate.PAGE.read_text() == generate.make_page(), "run make reference"
 
 
 def test_the_command_reports_and_replaces_a_stale_page(
