@@ -291,12 +291,12 @@ class Reporter:
             descriptors=dict(candidate.values) if self.show_callers else None,
         )
 
-    def _warn(self, message: str, tenant: str, /, **shown: object) -> None:
-        """One line, unless the tenant, or all together, have had theirs; it says how many were suppressed since the last."""
-        limit = self._tenants.use(tenant)
+    def _warn(self, message: str, whose: str, **shown: object) -> None:
+        """One line, unless that tenant, or all together, have had theirs; it says how many were suppressed since the last."""
+        limit = self._tenants.use(whose)
         if limit is None:
             limit = RateLimit(_DETECTIONS_PER_TENANT)
-            self._tenants.put(tenant, limit)
+            self._tenants.put(whose, limit)
         now = perf_counter()
         own = limit.admit(now)
         every = None if own is None else self._detections.admit(now)
