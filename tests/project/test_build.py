@@ -132,7 +132,7 @@ def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> Non
     for name in ("pyproject.toml", "hatch_build.py", "README.md"):
         shutil.copy(ROOT / name, project)
     compile_only(project, "extproc/store/rules/windows.py")
-    with (project / "extproc" / "store" / "rules" / "hit.py").open("a") as module:
+    with (project / "extproc" / "store" / "rules" / "windows.py").open("a") as module:
         module.write("\nCount(1, 2, 3)\n")
 
     wheels, said = build_wheel(tmp_path, project)
