@@ -1,4 +1,4 @@
-"""Counts in every store answer as the windows do, `hit.py` with `tally` and `sliding_log`; time is an argument."""
+"""Counts in every store answer as `windows.py` says; time is an argument."""
 
 from __future__ import annotations
 
