@@ -41,6 +41,7 @@ from extproc.request.limit_keys import (
     CallerKey,
     FirstOf,
     HeadCallerKey,
+    HeadKey,
     ScopeKey,
     is_in_body,
 )
@@ -54,6 +55,15 @@ SHADOW: Final = "shadow"
 
 EVERYBODY: Final = 100
 """The percentage of callers at which no caller is left out, not even those who cannot be told apart."""
+
+MAX_LABELS: Final = 8
+"""As many as are shown."""
+
+NO_ALIASES: Any = Field(default_factory=dict, json_schema_extra={"default": {}})
+
+_HASH = re.compile(r"[0-9a-f]{16}\Z")
+ALIAS = re.compile(r"[A-Za-z0-9_.@-]{1,64}\Z")
+"""The name of a caller; a hash looks like one, too."""
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
@@ -114,6 +124,18 @@ def _check_id(value: str) -> str:
     return value
 
 
+def _check_hash(value: str) -> str:
+    if not _HASH.match(value):
+        raise make_error("must be the 16 hex digits of a caller, as in logs")
+    return value
+
+
+def _check_alias(value: str) -> str:
+    if not ALIAS.match(value) or _HASH.match(value):
+        raise make_error("must be 1 to 64 of the characters A-Z a-z 0-9 _ . @ -, and no hash")
+    return value
+
+
 def _check_note(value: str) -> str:
     try:
         fields = list(Formatter().parse(value))
@@ -153,6 +175,8 @@ Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 NoteTemplate = Annotated[str, Field(max_length=1_000), AfterValidator(_check_note)]
+CallerHash = Annotated[str, AfterValidator(_check_hash), Field(json_schema_extra={"pattern": "^[0-9a-f]{16}$"})]
+Alias = Annotated[str, AfterValidator(_check_alias), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.@-]{1,64}$"})]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
@@ -284,6 +308,8 @@ class Spec(JsonObject):
         canary_of: id of the enforcing policy to compare this shadow policy with. Default: the only one with the same selector.
         limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address`, `credential`,
             `body:<JSON Pointer>`, or the first of several of them.
+        labels: up to 8 limit keys outside the body, whose values are shown beside the caller's hash and count for nothing.
+        aliases: names for callers, by the hash of the caller or of its credential; they hold for all policies.
         missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, and not at all with
             none; `skip` never counts them; `share` counts all with none as one caller.
         uncountable: requests that a detector cannot count: `allow` lets them pass, `reject` refuses them.
@@ -304,6 +330,8 @@ class Spec(JsonObject):
     keep_counts: bool = False
     canary_of: Id | None = None
     limit_keys: list[CallerKey] = NO_ITEMS
+    labels: Annotated[list[HeadKey], Field(max_length=MAX_LABELS)] = NO_ITEMS
+    aliases: dict[CallerHash, Alias] = NO_ALIASES
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     uncountable: Literal["allow", "reject"] = "allow"
     bypass: list[Bypass] = NO_ITEMS

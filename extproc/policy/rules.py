@@ -330,6 +330,7 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
         *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
         (("spec", "fallback_limit", "limit_keys"), spec.fallback_limit.limit_keys if spec.fallback_limit else []),
         (("spec", "ramp_by"), spec.ramp_by or []),
+        (("spec", "labels"), spec.labels),
         (("spec", "session", "keys"), spec.session.keys if spec.session else []),
     ]
     for place, keys in places:
