@@ -44,6 +44,7 @@ from extproc.request.limit_keys import (
     HeadKey,
     ScopeKey,
     is_in_body,
+    list_sources,
 )
 from extproc.request.notes import PLACEHOLDERS
 from extproc.sessions.session_limits import Session, SessionLimits
@@ -346,6 +347,10 @@ class Spec(JsonObject):
         """`limit_keys` of the policy united with those of its rules and its fallback, each once, in order."""
         keys = [*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]
         return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
+
+    def list_sources(self) -> list[str]:
+        """The same and those of labels, in place of a `first_of` what it chooses among."""
+        return list(dict.fromkeys(list_sources([*self.all_limit_keys(), *self.list_ramp_keys(), *self.labels])))
 
     def list_ramp_keys(self) -> list[str | FirstOf]:
         """The limit keys that choose the callers of `enforce_percent`."""
