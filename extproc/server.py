@@ -342,8 +342,8 @@ def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Se
     """The hashes in what all replicas have reported."""
     rows: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
     fingerprints = frozenset(loop.fingerprint for loop in loops.document.rows)
-    callers = {(name, row.policy, row.tenant) for row in rows for name in (row.tenant, row.alias, *row.credentials) if name}
-    return Seen(Counter(name for name, _, _ in callers), frozenset(row.session for row in rows), fingerprints)
+    callers = {(name, row.tenant) for row in rows for name in (row.tenant, row.alias, *row.credentials) if name}
+    return Seen(Counter(name for name, _ in callers), frozenset(row.session for row in rows), fingerprints)
 
 
 def _drop_zero(number: float | None) -> float | None:

@@ -95,7 +95,7 @@ class Seen(NamedTuple):
 
     Attributes:
         callers: what callers are ordered about by (hashes of all their descriptors together, hashes of their secrets, aliases),
-            and how many (policy, caller) each stands for.
+            and how many callers each stands for.
         sessions: hashes of names.
         fingerprints: of loops.
     """
@@ -511,7 +511,7 @@ def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> I
         return
     for kind, value in hashes:
         if kind == "callers" and (shared := seen.callers.get(value, 0)) > 1:
-            yield f"this applies to {shared} callers, each counted under its policy, that share {value}"
+            yield f"this applies to {shared} callers, which share {value}"
         if value not in getattr(seen, kind):
             yield (
                 f"as far as this server knows, this does nothing: the {kind[:-1]} {value} was not reported in the last hour. "
