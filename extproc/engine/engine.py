@@ -47,6 +47,9 @@ class Engine:
         """
         parts = Parts()
         every = [(source.forces_shadow(now), policy) for source in policies.sources for policy in source.policies]
+        parts.aliases.update(
+            {copy_text(name): copy_text(alias) for _, policy in every for name, alias in policy.spec.aliases.items()}
+        )
         guarding = [(forced, policy) for forced, policy in every if policy.spec.is_enabled()]
         entries = [
             (policy.spec.selector, Plan(policy, parts, shadow=shadow or forced or policy.spec.mode == "shadow"))
@@ -113,6 +116,7 @@ class Engine:
             handed_over: the policies that came with the request's route; they take the place of those with the same id.
             key: of keyed hashes.
         """
+        request.hash_key = key
         plans = self._find_named(pinned) if pinned else self.match(request)
         if handed_over is not None:
             own = {plan.id: plan for plan in handed_over.match(request)}

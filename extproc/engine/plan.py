@@ -19,8 +19,9 @@ from extproc.objects import MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, is_below
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
-from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
-from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS
+from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors, read_plainly
+from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
+from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
@@ -54,11 +55,16 @@ class _BypassRule(NamedTuple):
 
 
 class Parts:
-    """What policies of one load have in common: of thousands most are alike, and each part is kept once."""
+    """What policies of one load have in common: of thousands most are alike, and each part is kept once.
+
+    Attributes:
+        aliases: names of callers, by hash.
+    """
 
     def __init__(self) -> None:
         self._similarities: dict[str, Similarity] = {}
-        self._descriptors: dict[tuple[str, ...], _Descriptors] = {}
+        self._descriptors: dict[tuple[str | FirstOf, ...], _Descriptors] = {}
+        self.aliases: dict[str, str] = {}
 
     def find_similarity(self, loop: LoopDetection) -> Similarity:
         """The similarity of an entry, one object for all entries whose keys are equal."""
@@ -68,7 +74,7 @@ class Parts:
             made = self._similarities[keys] = make_similarity(loop)
         return made
 
-    def find_descriptors(self, limit_keys: Sequence[str]) -> _Descriptors:
+    def find_descriptors(self, limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
         """The descriptors of these limit keys, and beside them those that stand in the body."""
         keys = tuple(limit_keys)
         made = self._descriptors.get(keys)
@@ -77,12 +83,19 @@ class Parts:
         return made
 
 
-def _compile_descriptors(limit_keys: Sequence[str]) -> _Descriptors:
+def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
     read = compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
     return (
         tuple(item for item in read if item.source != BODY),
         tuple((item, split_pointer(item.argument)) for item in read if item.source == BODY),
     )
+
+
+def _list_secrets(descriptor: Descriptor) -> list[tuple[str, str, str]]:
+    """Name, start of the value and limit key of the secrets that a descriptor may have."""
+    if not descriptor.parts:
+        return [(descriptor.name, "", descriptor.key)] if is_secret(descriptor.key) else []
+    return [(descriptor.name, f"{part.key}:", part.key) for part in descriptor.list_sources() if is_secret(part.key)]
 
 
 def _compile_bypass(entry: Bypass) -> _BypassRule:
@@ -247,6 +260,8 @@ class Plan:
     """A policy with its guards.
 
     Attributes:
+        labels: what is shown of callers and counts for nothing.
+        aliases: names of callers, by the hash of a caller or of its secret.
         ramp: chooses the callers that the policy acts on, None where these are all or none.
         watching: the same policy in shadow, for the others.
         paired: what it makes of a request is compared with what another one does.
@@ -257,9 +272,12 @@ class Plan:
         "_bypass",
         "_descriptors",
         "_missing",
+        "_secrets",
+        "aliases",
         "detectors",
         "id",
         "inspects",
+        "labels",
         "limiter",
         "mode",
         "needs_body",
@@ -293,6 +311,9 @@ class Plan:
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         self.reads_body = bool(self._body_descriptors)
+        self._secrets = [secret for descriptor in self._descriptors for secret in _list_secrets(descriptor)]
+        self.labels, _ = parts.find_descriptors(spec.labels)
+        self.aliases = parts.aliases
         self.rings: Rings | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
             self.rings = Rings(self.id, spec.session, namespace=namespace)
@@ -361,6 +382,40 @@ class Plan:
             self._check_missing(values, may_follow=self.reads_body)
         return values
 
+    def read_labels(self, request: HttpRequest) -> list[tuple[str, str]]:
+        """What is shown of the caller, by name."""
+        values = []
+        for label in self.labels:
+            try:
+                value = label.read(request, label.argument)
+            except NotCounted:  # it was not recorded
+                continue
+            if value:
+                values.append((label.name, value))
+        return values
+
+    def list_credentials(self, values: Sequence[tuple[str, str]]) -> list[str]:
+        """The hashes of secrets among a request's descriptors, each once."""
+        found = [
+            value[len(prefix) :]
+            for name, value in values
+            for secret, prefix, _ in self._secrets
+            if name == secret and value.startswith(prefix)
+        ]
+        return list(dict.fromkeys(found))
+
+    def list_secrets(self) -> list[str]:
+        """The names of descriptors whose values are hashes of secrets."""
+        return [name for name, prefix, _ in self._secrets if not prefix]
+
+    def read_earlier(self, request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Descriptors with the values that the version before read: orders may still name these.
+
+        Empty where there is no other.
+        """
+        plain = {name: read_plainly(request, key) for name, prefix, key in self._secrets if not prefix and key != CREDENTIAL}
+        return [(name, plain.get(name, value)) for name, value in values] if plain else []
+
     def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
         """Whether it would read of a request what another one has read, which is so of a canary and its policy mostly."""
         alike = self._descriptors is other._descriptors and not self._bypass and not other._bypass
@@ -380,9 +435,10 @@ class Plan:
         """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += self.limiter.names.list_keys() if self.limiter is not None else []
+        keys += self.ramp.descriptors if self.ramp is not None else ()
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
-        ramp = [key.partition(":")[::2] for key in (self.ramp.keys if self.ramp is not None else ())]
-        return [*[(key.source, key.argument) for key in keys], *ramp, *bypassing]
+        read = [part.key.partition(":") for key in keys for part in key.list_sources()]
+        return [*[(source, argument) for source, _, argument in read], *bypassing]
 
     def read_body_descriptors(
         self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]

@@ -38,10 +38,13 @@ from extproc.objects import (
 )
 from extproc.request.fingerprint import normalize_path
 from extproc.request.limit_keys import (
+    CallerKey,
+    FirstOf,
+    HeadCallerKey,
     HeadKey,
-    LimitKey,
     ScopeKey,
     is_in_body,
+    list_sources,
 )
 from extproc.request.notes import PLACEHOLDERS
 from extproc.sessions.session_limits import Session, SessionLimits
@@ -53,6 +56,15 @@ SHADOW: Final = "shadow"
 
 EVERYBODY: Final = 100
 """The percentage of callers at which no caller is left out, not even those who cannot be told apart."""
+
+MAX_LABELS: Final = 8
+"""As many as are shown."""
+
+NO_ALIASES: Any = Field(default_factory=dict, json_schema_extra={"default": {}})
+
+_HASH = re.compile(r"[0-9a-f]{16}\Z")
+ALIAS = re.compile(r"[A-Za-z0-9_.@-]{1,64}\Z")
+"""The name of a caller; a hash looks like one, too."""
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
@@ -113,6 +125,18 @@ def _check_id(value: str) -> str:
     return value
 
 
+def _check_hash(value: str) -> str:
+    if not _HASH.match(value):
+        raise make_error("must be the 16 hex digits of a caller, as in logs")
+    return value
+
+
+def _check_alias(value: str) -> str:
+    if not ALIAS.match(value) or _HASH.match(value):
+        raise make_error("must be 1 to 64 of the characters A-Z a-z 0-9 _ . @ -, and no hash")
+    return value
+
+
 def _check_note(value: str) -> str:
     try:
         fields = list(Formatter().parse(value))
@@ -152,6 +176,8 @@ Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 NoteTemplate = Annotated[str, Field(max_length=1_000), AfterValidator(_check_note)]
+CallerHash = Annotated[str, AfterValidator(_check_hash), Field(json_schema_extra={"pattern": "^[0-9a-f]{16}$"})]
+Alias = Annotated[str, AfterValidator(_check_alias), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.@-]{1,64}$"})]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
@@ -252,7 +278,7 @@ class Rule(JsonObject):
     """
 
     name: str
-    limit_keys: list[LimitKey] = NO_ITEMS
+    limit_keys: list[CallerKey] = NO_ITEMS
     algorithm: Literal["token_bucket", "cost_based", "token_bucket_llm"] | None = None
     algorithm_config: dict[str, Any] | None = None
     match: dict[str, Any] | None = None
@@ -267,7 +293,7 @@ class FallbackLimit(JsonObject):
 
     model_config = ConfigDict(extra="allow")
 
-    limit_keys: list[LimitKey] = NO_ITEMS
+    limit_keys: list[CallerKey] = NO_ITEMS
 
 
 class Spec(JsonObject):
@@ -281,8 +307,10 @@ class Spec(JsonObject):
         ramp_seed: policies with the same seed choose the same callers. Default: the policy's id.
         keep_counts: with `true`, enforcing and shadow mode share counts.
         canary_of: id of the enforcing policy to compare this shadow policy with. Default: the only one with the same selector.
-        limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address` or
-            `body:<JSON Pointer>`.
+        limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address`, `credential`,
+            `body:<JSON Pointer>`, or the first of several of them.
+        labels: up to 8 limit keys outside the body, whose values are shown beside the caller's hash and count for nothing.
+        aliases: names for callers, by the hash of the caller or of its credential; they hold for all policies.
         missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, and not at all with
             none; `skip` never counts them; `share` counts all with none as one caller.
         uncountable: requests that a detector cannot count: `allow` lets them pass, `reject` refuses them.
@@ -298,11 +326,13 @@ class Spec(JsonObject):
     selector: Selector
     mode: Literal["enforce", "shadow"] = "enforce"
     enforce_percent: Annotated[int, Field(ge=1, le=EVERYBODY)] | None = None
-    ramp_by: Annotated[list[HeadKey], Field(min_length=1)] | None = None
+    ramp_by: Annotated[list[HeadCallerKey], Field(min_length=1)] | None = None
     ramp_seed: Id | None = None
     keep_counts: bool = False
     canary_of: Id | None = None
-    limit_keys: list[LimitKey] = NO_ITEMS
+    limit_keys: list[CallerKey] = NO_ITEMS
+    labels: Annotated[list[HeadKey], Field(max_length=MAX_LABELS)] = NO_ITEMS
+    aliases: dict[CallerHash, Alias] = NO_ALIASES
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     uncountable: Literal["allow", "reject"] = "allow"
     bypass: list[Bypass] = NO_ITEMS
@@ -313,12 +343,16 @@ class Spec(JsonObject):
     fallback_limit: FallbackLimit | None = None
     circuit_breaker: dict[str, Any] | None = None
 
-    def all_limit_keys(self) -> list[str]:
+    def all_limit_keys(self) -> list[str | FirstOf]:
         """`limit_keys` of the policy united with those of its rules and its fallback, each once, in order."""
         keys = [*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]
         return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
 
-    def list_ramp_keys(self) -> list[str]:
+    def list_sources(self) -> list[str]:
+        """The same and those of labels, in place of a `first_of` what it chooses among."""
+        return list(dict.fromkeys(list_sources([*self.all_limit_keys(), *self.list_ramp_keys(), *self.labels])))
+
+    def list_ramp_keys(self) -> list[str | FirstOf]:
         """The limit keys that choose the callers of `enforce_percent`."""
         return self.ramp_by or [key for key in self.all_limit_keys() if not is_in_body(key)]
 
