@@ -30,7 +30,7 @@ from extproc.metrics import Metrics
 from extproc.objects import copy_text
 from extproc.policy.bundle import Policy
 from extproc.policy.files import find_directories, read_files, read_what_can_be
-from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, parse
+from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, locate_raw, parse
 from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")
@@ -124,6 +124,11 @@ class Reloader:
         """Every source that is in force, and its policies as they are written."""
         sources, archive = self.sources, self._archive
         return [(source, list_raw(data)) for source, data in zip(sources, archive.open().values(), strict=True)]
+
+    def locate_policies(self) -> dict[str, tuple[str, Any]]:
+        """Every policy that is in force, by its id: where it stands, as `validate` writes places, and as it is written."""
+        found = [(file, locate_raw(data)) for file, data in self._archive.open().items()]
+        return {name: (f"{file}: {place}", raw) for file, own in found for name, (place, raw) in own.items()}
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
         """Read the files again; when they changed, or `force` says so, load them and swap.

@@ -167,6 +167,11 @@ class Loopguard(Process):
         finally:
             connection.close()
 
+    @property
+    def admin_url(self) -> str:
+        """Of its admin port, for commands."""
+        return f"http://127.0.0.1:{self._admin}"
+
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value, summed over all label sets that agree with `labels`; 0 when there is none."""
         total = 0.0

@@ -29,6 +29,7 @@ COMMANDS = (
     "envoy-config",
     "check-envoy",
     "dashboards",
+    "doctor",
     "top",
     "sessions",
     "release",
@@ -73,6 +74,11 @@ def count(number: int, noun: str) -> str:
 def write_caller(row: Mapping[str, Any]) -> str:
     """The caller in a row of the admin port: by the descriptors where they are told, else by the hash."""
     return ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items()) or str(row["caller"])
+
+
+def write_coverage(report: Mapping[str, Any]) -> list[str]:
+    """How much of the traffic is guarded, a line for each server that knows of its own alone; none from an older version."""
+    return [seen["line"] for seen in report.get("coverage", ())]
 
 
 def load_policies(paths: Sequence[str]) -> PolicySet:
