@@ -22,7 +22,7 @@ from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.operator.admin.coverage_report import CoveragePages, ServerState
+from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
 from extproc.operator.admin.loop_report import LoopPages
@@ -195,6 +195,8 @@ class Server:
                 hash_key=self._name_key(),
             ),
         )
+        if self._settings.watches:
+            _LOG.warning(WATCHING)
         try:
             await self._stop.wait()
             await self._drain()
@@ -305,7 +307,11 @@ class Server:
         code = HTTPStatus.OK if status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
         unenforced = len(self._list_unenforced())
         missing = {"unenforced": unenforced} if unenforced else {}
-        return Page(code, {"status": status, "store": self._store.health(), **missing})
+        return Page(code, {"status": status, "store": self._store.health(), **missing, **self._tell_watching()})
+
+    def _tell_watching(self) -> dict[str, str]:
+        """That no policy is given, where that is so."""
+        return {"watching": WATCHING} if self._settings.watches else {}
 
     def _policies(self) -> Page:
         sources = [
@@ -322,7 +328,8 @@ class Server:
         refusal = self._reloader.refusal
         refused = refusal and {"at": refusal.at.isoformat(), "errors": refusal.errors, "count": refusal.count}
         unenforced = [asdict(part) for part in self._list_unenforced()]
-        return Page(HTTPStatus.OK, {"modes": modes, "refused": refused, "unenforced": unenforced, "files": sources})
+        found = {"modes": modes, "refused": refused, "unenforced": unenforced, "files": sources}
+        return Page(HTTPStatus.OK, {**found, **self._tell_watching()})
 
     def _list_unenforced(self) -> list[Unenforced]:
         """What --allow-unenforced has left out, of policies that come with routes as well."""
@@ -333,7 +340,7 @@ class Server:
         return ServerState(
             store="memory" if isinstance(self._store, MemoryStore) else "shared",
             health=self._store.health(),
-            watching=not self._settings.policy,
+            watching=self._settings.watches,
             limits_sessions=any(plan.limiter is not None for plan in plans),
             acting=sum(not plan.shadow for plan in plans),
             refused=refusal.errors if refusal is not None else [],

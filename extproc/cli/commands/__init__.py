@@ -43,9 +43,10 @@ COMMANDS = (
 """In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""
 
 
-def add_policy_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag that names policies."""
-    parser.add_argument("--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable")
+def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The flag that names policies; where it is not `required`, the preset stands for them."""
+    text = f"policy file or directory; repeatable{'' if required else ' (default: the preset agents)'}"
+    parser.add_argument("--policy", action="append", required=required, metavar="PATH", help=text)
 
 
 def add_key_flag(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ _GRAVE = 0.01
 """A reason that leaves out at least this share of a policy's requests is a problem."""
 
 _REASONS_SHOWN = 3
+_PRESET = "what `loopguard init` prints: "
 _ON_PURPOSE = "are left out on purpose"
 _MINUTE = 60
 
@@ -82,7 +83,10 @@ class CoveragePages:
 
     def report(self) -> dict[str, Any]:
         """The JSON of `/coverage`."""
-        return make_report(self._board.view(), self._read_state(), self._locate(), time())
+        state, places = self._read_state(), self._locate()
+        if state.watching:  # a place in the package is none to change
+            places = {name: (_PRESET, raw) for name, (_, raw) in places.items()}
+        return make_report(self._board.view(), state, places, time())
 
     def summarize(self) -> list[dict[str, Any]]:
         """What stands on top of other reports; a list, as are the rows of those, so that those of several servers add up."""

@@ -102,7 +102,7 @@ BUNDLES: list[object] = [
     *(spec(**{name: value}) for name, value, _ in SPEC_FIELDS),
     *(entries(changes) for changes, _ in ENTRIES),
     *UNENFORCED,
-    *(path.read_bytes() for path in Path(extproc.__file__).parent.glob("cli/presets/*.json")),
+    *(path.read_bytes() for path in Path(extproc.__file__).parent.glob("policy/presets/*.json")),
     [FULL, GOOD | {"id": "q"}],
     bundle(GOOD),
     {"id": "p", "spec": {}},
@@ -723,7 +723,6 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "the following arguments are required: COMMAND; see 'loopguard --help'"),
         (["sreve"], "argument COMMAND: invalid choice: 'sreve' (choose from "),
-        (["serve"], "serve needs --policy PATH (a policy file or a directory of them)"),
         (["serve", "--policy"], "argument --policy: expected one argument; see 'loopguard serve --help'"),
         (["serve", "--policy", "GOOD", "--listen", "here"], "--listen must be HOST:PORT or unix:/PATH, not 'here'"),
         (["serve", "--policy", "GOOD", "--admin", "unix:/x"], "--admin must be HOST:PORT, not 'unix:/x'"),
