@@ -20,6 +20,7 @@ from extproc.apis.contents import READERS
 from extproc.apis.conversation import Shapes
 from extproc.apis.places import LOCATORS
 from extproc.apis.usage import COUNTS, FINDERS, Counts
+from extproc.request.secrets import OWN_PLACES, SECRET_HEADERS
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 APIS: Final[list[Api]] = sorted([file.API for file in _FILES if hasattr(file, "API")], key=lambda api: api.default is None)
@@ -62,9 +63,6 @@ STREAMED_DOCUMENTS: Final = [part for api in APIS for part in api.streamed_docum
 
 read_counts: Final = Counts(COUNT_PLACES, EVENT_OBJECTS).read
 
-CREDENTIALS: Final = frozenset([name for api in APIS for name in api.credentials])
-"""Headers with the secret of a client."""
-
 _DEFAULT: Final = next(api.default for api in APIS if api.default is not None)
 _CONTENT_TYPES: Final = [
     (re.compile(pattern.encode(), re.IGNORECASE).match, endpoint)
@@ -72,6 +70,9 @@ _CONTENT_TYPES: Final = [
     for pattern, endpoint in api.content_types.items()
 ]
 _PATHS: Final = [(re.compile(pattern).search, endpoint) for api in APIS for pattern, endpoint in api.paths.items()]
+for _api in APIS:
+    SECRET_HEADERS.update([key.removeprefix("header:") for key in _api.credentials if key.startswith("header:")])
+    OWN_PLACES.extend([(re.compile(pattern).search, _api.credentials) for pattern in _api.paths])
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
 _TOOLLESS: Final = [search for search, endpoint in _PATHS if not endpoint.needs_tool]

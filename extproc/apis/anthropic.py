@@ -127,5 +127,5 @@ API = Api(
     },
     events=("message.usage", "usage"),
     answered_by=("model", "message.model"),
-    credentials=("x-api-key",),
+    credentials=("header:x-api-key",),
 )

@@ -229,7 +229,7 @@ class Api(NamedTuple):
         events: the objects in events of a stream that hold counts.
         answered_by: where answers name the model.
         streamed_documents: parts of paths whose answers are one document of JSON, which comes in pieces.
-        credentials: headers with the secret of a client.
+        credentials: where clients show their secret, as limit keys; the first that a request has counts.
     """
 
     default: Endpoint | None = None

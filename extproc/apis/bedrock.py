@@ -168,5 +168,5 @@ API = Api(
         "cache_read": ("usage.cacheReadInputTokens",),
         "cache_write": ("usage.cacheWriteInputTokens",),
     },
-    credentials=("authorization",),
+    credentials=("header:authorization",),
 )

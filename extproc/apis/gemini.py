@@ -245,5 +245,5 @@ API = Api(
     events=("usageMetadata",),
     answered_by=("modelVersion",),
     streamed_documents=(":streamGenerateContent",),
-    credentials=("x-goog-api-key",),
+    credentials=("header:x-goog-api-key", "query:key"),
 )

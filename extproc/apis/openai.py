@@ -272,5 +272,5 @@ API = Api(
     },
     events=("usage",),
     answered_by=("model",),
-    credentials=("authorization", "api-key"),
+    credentials=("header:authorization", "header:api-key"),
 )

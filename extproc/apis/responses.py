@@ -199,4 +199,5 @@ API = Api(
     },
     events=("usage", "response.usage"),
     answered_by=("model", "response.model"),
+    credentials=("header:authorization", "header:api-key"),
 )

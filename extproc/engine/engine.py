@@ -113,6 +113,7 @@ class Engine:
             handed_over: the policies that came with the request's route; they take the place of those with the same id.
             key: of keyed hashes.
         """
+        request.hash_key = key
         plans = self._find_named(pinned) if pinned else self.match(request)
         if handed_over is not None:
             own = {plan.id: plan for plan in handed_over.match(request)}

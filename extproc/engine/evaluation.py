@@ -395,7 +395,7 @@ class Evaluation:
         if not (self.enforcing.candidates or self.shadow.candidates):
             return  # none counts it, perhaps because its query would take too long to read
         request = self.request
-        query = write_query(request.read_query()) if request.query else ""
+        query = write_query(request.read_shown_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
         self._body = RequestBody(request.path, head, sums, document, unreadable, self._scope)
         self._read_with(self.enforcing)

@@ -13,7 +13,7 @@ from extproc.objects import copy_text
 from extproc.policy.bundle import KillSwitch
 from extproc.policy.loader import Source
 from extproc.request.fingerprint import is_too_long
-from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
+from extproc.request.http import Descriptor, HttpRequest, compile_plainly
 
 _ALWAYS = float("-inf")
 _NEVER = float("inf")
@@ -50,7 +50,8 @@ class KillSwitches:
         for number, (source, place, switch) in enumerate(every):
             name = copy_text(switch.scope_key), copy_text(switch.scope_value), copy_text(switch.route or _ANY_ROUTE)
             self._switches.setdefault(name, []).append(_compile(source, place, switch, number))
-        self._descriptors = compile_descriptors([key for key, _, _ in self._switches])
+        keys = dict.fromkeys([key for key, _, _ in self._switches])
+        self._descriptors = [compile_plainly(key, hidden=False) for key in keys]  # bundles have the values themselves
 
     def __len__(self) -> int:
         """How many different callers and routes there are."""

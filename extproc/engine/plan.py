@@ -20,7 +20,7 @@ from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, is_b
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
-from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS
+from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
@@ -58,7 +58,7 @@ class Parts:
 
     def __init__(self) -> None:
         self._similarities: dict[str, Similarity] = {}
-        self._descriptors: dict[tuple[str, ...], _Descriptors] = {}
+        self._descriptors: dict[tuple[str | FirstOf, ...], _Descriptors] = {}
 
     def find_similarity(self, loop: LoopDetection) -> Similarity:
         """The similarity of an entry, one object for all entries whose keys are equal."""
@@ -68,7 +68,7 @@ class Parts:
             made = self._similarities[keys] = make_similarity(loop)
         return made
 
-    def find_descriptors(self, limit_keys: Sequence[str]) -> _Descriptors:
+    def find_descriptors(self, limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
         """The descriptors of these limit keys, and beside them those that stand in the body."""
         keys = tuple(limit_keys)
         made = self._descriptors.get(keys)
@@ -77,7 +77,7 @@ class Parts:
         return made
 
 
-def _compile_descriptors(limit_keys: Sequence[str]) -> _Descriptors:
+def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
     read = compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
     return (
         tuple(item for item in read if item.source != BODY),
@@ -380,9 +380,10 @@ class Plan:
         """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += self.limiter.names.list_keys() if self.limiter is not None else []
+        keys += self.ramp.descriptors if self.ramp is not None else ()
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
-        ramp = [key.partition(":")[::2] for key in (self.ramp.keys if self.ramp is not None else ())]
-        return [*[(key.source, key.argument) for key in keys], *ramp, *bypassing]
+        read = [part.key.partition(":") for key in keys for part in key.list_sources()]
+        return [*[(source, argument) for source, _, argument in read], *bypassing]
 
     def read_body_descriptors(
         self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]

@@ -23,18 +23,19 @@ class Ramp:
     """One policy's.
 
     Attributes:
-        keys: the limit keys that callers are chosen by.
+        descriptors: what callers are chosen by.
+        keys: their limit keys.
         percent: the share that is acted on, 1 to 99.
         seed: policies with the same one choose the same callers.
     """
 
-    __slots__ = ("_descriptors", "_key", "keys", "percent", "seed")
+    __slots__ = ("_key", "descriptors", "keys", "percent", "seed")
 
     def __init__(self, percent: int, descriptors: Sequence[Descriptor], seed: str) -> None:
         self.percent = percent
         self.seed = seed
         self.keys = [descriptor.key for descriptor in descriptors]
-        self._descriptors = tuple(descriptors)
+        self.descriptors = tuple(descriptors)
         self._key = blake2b(seed.encode(), digest_size=16).digest()
 
     def covers(self, place: int) -> bool:
@@ -45,7 +46,7 @@ class Ramp:
         """The caller's place, 1 to 100; 0 where the request has none of the keys."""
         if is_too_long(request.target, request.query):
             return 0  # not counted, so not read
-        read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self._descriptors]
+        read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self.descriptors]
         caller = join_descriptors([(name, value) for name, value in read if value])
         if not caller:
             return 0

@@ -2,8 +2,9 @@
 
 A record is a JSON object, the metadata `record`; its fields are the ones in docs/replay.md. What says who sent the request is
 hashed: values of headers, claims and query parameters, and the address. Equal values have equal hashes, so that callers can be
-told apart and requests compared, but no name can be read, or a secret in a query, off the log. Of headers and claims only those
-are recorded that a policy of the request reads; one that the request does not have is None. The body is a length and two sums.
+told apart and requests compared, but no name can be read, or a secret in a query, off the log. Hashes of API keys and other
+secrets are keyed, and stand there even where values are recorded as they are. Of headers and claims only those are recorded
+that a policy of the request reads; one that the request does not have is None. The body is a length and two sums.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from extproc.engine.plan import Plan
 from extproc.request.fingerprint import Body, is_too_long, write_crc32
 from extproc.request.http import MAX_DESCRIPTOR, Facts, HttpRequest
+from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, SECRET_PARAMETER, list_places
 
 VERSION = 1
 """Of the records that are written."""
@@ -40,7 +42,11 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
     claims: dict[str, Any] = {}
     for plan in plans:
         for source, name in plan.list_reads():
-            if source == "header" and name != "host" and name not in headers:
+            if source == CREDENTIAL:
+                headers |= {name: _hide(request, name) for name in _list_credential_headers(request)}
+            elif source == "header" and name in SECRET_HEADERS:
+                headers[name] = _hide(request, name)
+            elif source == "header" and name != "host" and name not in headers:
                 headers[name] = _write_value(request.read_header(name), plain) if name in request.headers else None
             elif source == "jwt" and name not in claims:
                 claims[name] = _write_value(facts.claim(name), plain) or None
@@ -58,7 +64,7 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
     if is_too_long(request.target, request.query):
         record["query"] = TOO_LONG
     elif request.query:
-        record["query"] = _clean(request.query) if plain else _hash_query(request, parameters)
+        record["query"] = _write_query(request, parameters, plain)
     return record
 
 
@@ -89,14 +95,40 @@ def hash_value(value: str) -> str:
     return blake2b(value.encode("utf-8", "surrogateescape"), digest_size=8).hexdigest()
 
 
-def _hash_query(request: HttpRequest, parameters: Sequence[str]) -> str:
-    """The query with hashes of its values; of many pairs only the parameters that a policy reads, and a hash of them all."""
-    pairs = request.read_query()
+def _hide(request: HttpRequest, header: str) -> str | None:
+    return request.read_secret(f"header:{header}") or None
+
+
+def _list_credential_headers(request: HttpRequest) -> list[str]:
+    """The headers that say what the request's credential is: those in which it may stand, up to the one that has it."""
+    names = []
+    for place in list_places(request.path):
+        source, _, name = place.partition(":")
+        if source == "header":
+            names.append(name)
+        if request.read_secret(place):
+            break
+    return names
+
+
+def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -> str:  # noqa: FBT001  # as `record_head`
+    """The query as it is or with hashes of its values, always of a secret's.
+
+    Of many pairs it has only the parameters that a policy reads, and a hash of them all.
+    """
+    pairs = request.read_shown_query()
+    if plain:
+        changed = pairs is not request.read_query()
+        return urlencode([(_clean(name), _clean(value)) for name, value in pairs]) if changed else _clean(request.query)
     whole = ""
     if len(pairs) > _MAX_PAIRS:
         whole = hash_value("&".join(sorted([f"{name}={value}" for name, value in pairs])))
-        pairs = [(name, request.read_parameter(name)) for name in dict.fromkeys(parameters)]
-    hashed = [f"{quote(_clean(name), safe='')}={hash_value(value) if value else ''}" for name, value in pairs]
+        first = dict(reversed(pairs))
+        pairs = [(name, first.get(name, "")) for name in dict.fromkeys(parameters)]
+    hashed = [
+        f"{quote(_clean(name), safe='')}={value if name == SECRET_PARAMETER or not value else hash_value(value)}"
+        for name, value in pairs
+    ]
     return "&".join([*hashed, whole] if whole else hashed)
 
 

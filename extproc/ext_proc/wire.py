@@ -12,11 +12,12 @@ from typing import Final
 
 from google.protobuf.struct_pb2 import Value
 
-from extproc.apis import CREDENTIALS, takes_websocket
+from extproc.apis import takes_websocket
 from extproc.ext_proc.protobuf import read_varint
 from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, opens_websocket, write_claim
+from extproc.request.secrets import SECRET_HEADERS
 
 MAX_HEADERS: Final = 10_000
 """This many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
@@ -70,9 +71,6 @@ _SIZE_BITS: Final = 35
 _MORE: Final = 0x80
 """Set in every byte of a number but the last."""
 
-_SECRETS: Final = CREDENTIALS | {"authorization", "proxy-authorization", "cookie"}
-"""Headers that are never remembered: credentials do not outlive their request here."""
-
 _MAX_KNOWN: Final = 64
 """Of this many headers at most the next request may have the same."""
 
@@ -94,7 +92,9 @@ class _KnownHeaders:
         self._fields: list[bytes | None] = []
         self._headers: dict[str, bytes] = {}
         for field, (name, value) in zip(fields, headers.items(), strict=True):
-            kept = name not in _SECRETS and len(field) <= _MAX_KNOWN_SIZE
+            # Credentials do not outlive their request here.
+            secret = name in SECRET_HEADERS or (name == ":path" and b"key=" in value)
+            kept = not secret and len(field) <= _MAX_KNOWN_SIZE
             self._fields.append(field if kept else None)
             self._headers[name] = value if kept else b""
 

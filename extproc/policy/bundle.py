@@ -38,8 +38,9 @@ from extproc.objects import (
 )
 from extproc.request.fingerprint import normalize_path
 from extproc.request.limit_keys import (
-    HeadKey,
-    LimitKey,
+    CallerKey,
+    FirstOf,
+    HeadCallerKey,
     ScopeKey,
     is_in_body,
 )
@@ -252,7 +253,7 @@ class Rule(JsonObject):
     """
 
     name: str
-    limit_keys: list[LimitKey] = NO_ITEMS
+    limit_keys: list[CallerKey] = NO_ITEMS
     algorithm: Literal["token_bucket", "cost_based", "token_bucket_llm"] | None = None
     algorithm_config: dict[str, Any] | None = None
     match: dict[str, Any] | None = None
@@ -267,7 +268,7 @@ class FallbackLimit(JsonObject):
 
     model_config = ConfigDict(extra="allow")
 
-    limit_keys: list[LimitKey] = NO_ITEMS
+    limit_keys: list[CallerKey] = NO_ITEMS
 
 
 class Spec(JsonObject):
@@ -281,8 +282,8 @@ class Spec(JsonObject):
         ramp_seed: policies with the same seed choose the same callers. Default: the policy's id.
         keep_counts: with `true`, enforcing and shadow mode share counts.
         canary_of: id of the enforcing policy to compare this shadow policy with. Default: the only one with the same selector.
-        limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address` or
-            `body:<JSON Pointer>`.
+        limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address`, `credential`,
+            `body:<JSON Pointer>`, or the first of several of them.
         missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, and not at all with
             none; `skip` never counts them; `share` counts all with none as one caller.
         uncountable: requests that a detector cannot count: `allow` lets them pass, `reject` refuses them.
@@ -298,11 +299,11 @@ class Spec(JsonObject):
     selector: Selector
     mode: Literal["enforce", "shadow"] = "enforce"
     enforce_percent: Annotated[int, Field(ge=1, le=EVERYBODY)] | None = None
-    ramp_by: Annotated[list[HeadKey], Field(min_length=1)] | None = None
+    ramp_by: Annotated[list[HeadCallerKey], Field(min_length=1)] | None = None
     ramp_seed: Id | None = None
     keep_counts: bool = False
     canary_of: Id | None = None
-    limit_keys: list[LimitKey] = NO_ITEMS
+    limit_keys: list[CallerKey] = NO_ITEMS
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     uncountable: Literal["allow", "reject"] = "allow"
     bypass: list[Bypass] = NO_ITEMS
@@ -313,12 +314,12 @@ class Spec(JsonObject):
     fallback_limit: FallbackLimit | None = None
     circuit_breaker: dict[str, Any] | None = None
 
-    def all_limit_keys(self) -> list[str]:
+    def all_limit_keys(self) -> list[str | FirstOf]:
         """`limit_keys` of the policy united with those of its rules and its fallback, each once, in order."""
         keys = [*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]
         return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
 
-    def list_ramp_keys(self) -> list[str]:
+    def list_ramp_keys(self) -> list[str | FirstOf]:
         """The limit keys that choose the callers of `enforce_percent`."""
         return self.ramp_by or [key for key in self.all_limit_keys() if not is_in_body(key)]
 

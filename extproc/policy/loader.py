@@ -22,7 +22,7 @@ from extproc.policy.files import read_what_can_be
 from extproc.policy.messages import describe, explain
 from extproc.policy.pairings import find_pairing_errors, read_claim
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
-from extproc.request.limit_keys import IP_ADDRESS, UNSUPPORTED_KEYS
+from extproc.request.limit_keys import IP_ADDRESS, UNSUPPORTED_KEYS, list_sources
 from extproc.sessions.session_limits import SessionLimits
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -328,7 +328,7 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
     """Report what the user should know about a good policy."""
     if not policy.spec.is_enabled():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
-    elif UNSUPPORTED_KEYS.issuperset(policy.spec.all_limit_keys()) and policy.spec.keeps_counts():
+    elif UNSUPPORTED_KEYS.issuperset(list_sources(policy.spec.all_limit_keys())) and policy.spec.keeps_counts():
         report.warn((*place, "spec"), f"no limit_keys: all callers of policy {policy.id} share its counts")
     for below, message in rules.find_suspicious(policy):
         report.warn((*place, *below), message)

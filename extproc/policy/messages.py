@@ -14,6 +14,7 @@ from extproc.objects import Place
 from extproc.policy import bundle
 from extproc.policy.bundle import Envelope, Policy
 from extproc.policy.shapes import find_object, list_objects
+from extproc.request.limit_keys import KEY_TAG, OBJECT_TAG
 
 _LONGEST = 60
 """Most characters of a value that are shown."""
@@ -48,6 +49,9 @@ def _leave_out_tags(place: Place) -> Place:
     """A place without what pydantic puts in beside keys: what kind of loop_detection it took, and that a key is wrong."""
     if place[:2] == ("spec", "loop_detection") and place[2:3] in ((bundle.OBJECT,), (bundle.LIST,)):
         place = (*place[:2], *place[3:])
+    if KEY_TAG in place or OBJECT_TAG in place:
+        number = next(at for at, step in enumerate(place) if step in (KEY_TAG, OBJECT_TAG))
+        place = (*place[:number], *place[number + 1 :]) if isinstance(place[number - 1], int) else place
     return place[:-1] if place[-1:] == ("[key]",) and place[-3:-2] in _NAMED else place
 
 

@@ -6,7 +6,7 @@ every error has to be reported at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from extproc.detectors.keys import Escalation, LoopKeys
 from extproc.objects import MAX_THRESHOLD, Place, is_annotation
 from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, FallbackLimit, LoopDetection, Policy, Spec
 from extproc.policy.strict_json import write_pointer
-from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, is_in_body
+from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
 from extproc.sessions.session_limits import find_limit_errors
 
 MAX_LOG_THRESHOLD = 10_000
@@ -122,12 +122,12 @@ def is_watching(spec: Mapping[str, Any]) -> bool:
     return spec.get("mode") == SHADOW or (isinstance(percent, int) and percent < EVERYBODY)
 
 
-def _list_limit_keys(spec: dict[str, Any]) -> list[str]:
+def _list_limit_keys(spec: dict[str, Any]) -> list[str | dict[str, Any]]:
     """All limit keys of a raw policy spec, as `Spec.all_limit_keys` has them."""
     rules = spec.get("rules")
     owners = [spec, *(rules if isinstance(rules, list) else ()), spec.get("fallback_limit")]
     lists = [owner.get("limit_keys") for owner in owners if isinstance(owner, dict)]
-    return [key for keys in lists if isinstance(keys, list) for key in keys if isinstance(key, str)]
+    return [key for keys in lists if isinstance(keys, list) for key in keys if isinstance(key, str | dict)]
 
 
 def _list_keys(value: dict[str, Any]) -> str:
@@ -325,7 +325,7 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
         yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
     if spec.circuit_breaker and spec.circuit_breaker.get("enabled", True):
         yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"
-    places: list[tuple[Place, list[str]]] = [
+    places: list[tuple[Place, Sequence[str | FirstOf]]] = [
         (("spec", "limit_keys"), spec.limit_keys),
         *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
         (("spec", "fallback_limit", "limit_keys"), spec.fallback_limit.limit_keys if spec.fallback_limit else []),
@@ -334,11 +334,18 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
     ]
     for place, keys in places:
         for number, key in enumerate(keys):
-            if key in UNSUPPORTED_KEYS:
-                yield (
-                    (*place, number),
-                    f"the descriptor {key} cannot be derived by Loopguard and is left out of fingerprints",
-                )
+            listed: list[tuple[Place, str]] = (
+                [((*place, number, "first_of", at), part) for at, part in enumerate(key.first_of)]
+                if isinstance(key, FirstOf)
+                else [((*place, number), key)]
+            )
+            for where, source in listed:
+                if source in UNSUPPORTED_KEYS:
+                    yield where, f"the descriptor {source} cannot be derived by Loopguard and is left out of fingerprints"
+
+
+def _name(key: str | FirstOf) -> str:
+    return key.name if isinstance(key, FirstOf) else key
 
 
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
@@ -348,8 +355,8 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
         the place below the policy, and what the default does.
     """
     spec = policy.spec
-    keys = [key for key in spec.all_limit_keys() if key not in UNSUPPORTED_KEYS]
-    always = _ALWAYS_THERE.intersection(keys)
+    keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
+    always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]
     if "missing_descriptor" in spec.model_fields_set or not spec.is_enabled() or len(always) == len(keys):
         return
     if always:

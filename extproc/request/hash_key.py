@@ -1,4 +1,4 @@
-"""The key of hashes that only Loopguard can make, such as the marks of its notes.
+"""The key of hashes that only Loopguard can make: the marks of its notes, and what stands for clients' API keys.
 
 All replicas need the same key, or they do not recognise each other's hashes. It comes from a file, or else from the store: see
 `key_sharing`. With neither, each process has one of its own. The key is never logged or shown.
@@ -8,6 +8,7 @@ All replicas need the same key, or they do not recognise each other's hashes. It
 from __future__ import annotations
 
 import os
+import re
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,8 @@ from extproc.errors import UsageError
 
 KEY_BYTES: Final = 32
 _MOST_BYTES: Final = 4_096
+_HIDDEN_BYTES: Final = 8
+_HIDDEN: Final = re.compile(f"[0-9a-f]{{{2 * _HIDDEN_BYTES}}}")
 
 
 class HashKey:
@@ -39,6 +42,20 @@ class HashKey:
             size: of the hash, in bytes.
         """
         return blake2b(key=self.secret, digest_size=size, person=purpose)
+
+    def hide(self, secret: str) -> str:
+        """What stands for a client's secret wherever it would be seen: 16 hex digits."""
+        digest = self.start(b"credential", _HIDDEN_BYTES)
+        digest.update(secret.encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+class RecordedKey(HashKey):
+    """The key for requests in whose records secrets are hidden already."""
+
+    def hide(self, secret: str) -> str:
+        """See `HashKey`."""
+        return secret if _HIDDEN.fullmatch(secret) else super().hide(secret)
 
 
 PROCESS_KEY: Final = HashKey()

@@ -12,6 +12,15 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl
 
 from extproc.request.fingerprint import normalize_path
+from extproc.request.hash_key import PROCESS_KEY, HashKey
+from extproc.request.limit_keys import FIRST_OF, UNSUPPORTED_KEYS, FirstOf
+from extproc.request.secrets import (
+    CREDENTIAL,
+    SECRET_PARAMETER,
+    extract_secret,
+    is_secret,
+    list_places,
+)
 
 MAX_DESCRIPTOR = 8_192
 """Longest descriptor value that is told apart, in characters; a longer one leaves the request uncounted."""
@@ -83,9 +92,22 @@ class HttpRequest:
         headers: raw values by lower-case name.
         facts: what else is known.
         opens_responses: it opens a WebSocket for model calls, which the reader of Envoy's message sets.
+        hash_key: hides its secrets; assign before the first of them is read.
     """
 
-    __slots__ = ("_pairs", "authority", "facts", "headers", "method", "opens_responses", "path", "query", "target")
+    __slots__ = (
+        "_hidden",
+        "_pairs",
+        "authority",
+        "facts",
+        "hash_key",
+        "headers",
+        "method",
+        "opens_responses",
+        "path",
+        "query",
+        "target",
+    )
 
     def __init__(
         self,
@@ -107,7 +129,9 @@ class HttpRequest:
         self.headers: Mapping[str, bytes] = headers if headers is not None else {}
         self.facts = facts
         self.opens_responses = False
+        self.hash_key: HashKey = PROCESS_KEY
         self._pairs: list[tuple[str, str]] | None = None
+        self._hidden: dict[str, str] | None = None
 
     def read_header(self, name: str) -> str:
         """A header's value, empty when absent; bytes that are not UTF-8 survive as surrogates."""
@@ -132,6 +156,40 @@ class HttpRequest:
     def read_parameter(self, name: str) -> str:
         """The first value of a query parameter, empty when absent."""
         return next((value for key, value in self.read_query() if key == name), "")
+
+    def read_shown_query(self) -> list[tuple[str, str]]:
+        """The same pairs as `read_query`, with hashes of secrets."""
+        pairs = self.read_query()
+        if SECRET_PARAMETER not in [name for name, _ in pairs]:
+            return pairs
+        hide = self.hash_key.hide
+        return [(name, hide(value) if value and name == SECRET_PARAMETER else value) for name, value in pairs]
+
+    def read_secret(self, limit_key: str) -> str:
+        """What stands for the secret that a limit key names, 16 hex digits; empty where the request has none."""
+        if self._hidden is None:
+            self._hidden = {}
+        found = self._hidden.get(limit_key)
+        if found is None:
+            if limit_key == CREDENTIAL:
+                found = self._read_credential()
+            else:
+                secret = self.read_plain_secret(limit_key)
+                found = self.hash_key.hide(secret) if secret else ""
+            self._hidden[limit_key] = found
+        return found
+
+    def _read_credential(self) -> str:
+        for place in list_places(self.path):
+            found = self.read_secret(place)
+            if found:
+                return found
+        return ""
+
+    def read_plain_secret(self, limit_key: str) -> str:
+        """The secret itself, which goes into hashes and nowhere else."""
+        source, _, name = limit_key.partition(":")
+        return extract_secret(self.read_header(name)) if source == "header" else self.read_parameter(name)
 
 
 def cut_text(text: str, length: int) -> str:
@@ -190,9 +248,11 @@ class Descriptor(NamedTuple):
     Attributes:
         key: as the policy has it.
         name: as it stands in the composite: what follows the source, lower-case, or the whole key where two names are equal.
-        source: `jwt`, `header`, `query`, `ip` or `body`.
-        argument: which claim, header or parameter, or a JSON Pointer.
-        read: takes a request and the argument; the request's value, empty when it has none or when it stands in the body.
+        source: `jwt`, `header`, `query`, `ip`, `body`, `credential` or `first_of`.
+        argument: which claim, header or parameter, a JSON Pointer, or the limit key of a secret.
+        read: takes a request and the argument; the request's value, empty when it has none or when it stands in the body. Of a
+            secret it is the hash.
+        parts: of `first_of`: what it chooses among.
     """
 
     key: str
@@ -200,6 +260,11 @@ class Descriptor(NamedTuple):
     source: str
     argument: str
     read: Callable[[HttpRequest, str], str]
+    parts: tuple[Any, ...] = ()  # of Descriptor, which mypyc takes for a circle
+
+    def list_sources(self) -> list[Descriptor]:
+        """What is read of a request: itself, or what it chooses among."""
+        return list(self.parts) or [self]
 
 
 _READERS: dict[str, Callable[[HttpRequest, str], str]] = {
@@ -211,14 +276,47 @@ _READERS: dict[str, Callable[[HttpRequest, str], str]] = {
 }
 
 
-def compile_descriptors(limit_keys: Sequence[str]) -> tuple[Descriptor, ...]:
-    """The descriptors of a policy's limit keys, each of them `source:argument`."""
-    split = [(key, *key.partition(":")[::2]) for key in dict.fromkeys(limit_keys)]
-    names = Counter(argument.lower() for _, _, argument in split)
+def _read_secret(request: HttpRequest, limit_key: str) -> str:
+    return request.read_secret(limit_key)
+
+
+def compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> tuple[Descriptor, ...]:
+    """The descriptors of a policy's limit keys."""
+    unique = list(dict.fromkeys(limit_keys))
+    names = Counter([_name_key(key) for key in unique])
+    made = [_compile_first(key) if isinstance(key, FirstOf) else compile_plainly(key) for key in unique]
     return tuple(
-        Descriptor(key, argument.lower() if names[argument.lower()] == 1 else key, source, argument, _READERS[source])
-        for key, source, argument in split
+        [
+            descriptor._replace(name=name if names[name] == 1 else descriptor.key)
+            for descriptor, name in zip(made, map(_name_key, unique), strict=True)
+        ]
     )
+
+
+def compile_plainly(key: str, *, hidden: bool = True) -> Descriptor:
+    """The descriptor of one limit key; with `hidden`, of a secret its hash is read."""
+    source, _, argument = key.partition(":")
+    read = _read_secret if hidden and is_secret(key) else _READERS[source]
+    return Descriptor(key, key, source, key if read is _read_secret else argument, read)
+
+
+def _name_key(key: str | FirstOf) -> str:
+    if isinstance(key, FirstOf):
+        return key.name.lower()
+    return key.partition(":")[2].lower() or key
+
+
+def _compile_first(key: FirstOf) -> Descriptor:
+    parts = tuple([compile_plainly(part) for part in key.first_of if part not in UNSUPPORTED_KEYS])
+
+    def read(request: HttpRequest, _: str) -> str:
+        for part in parts:
+            value = part.read(request, part.argument)
+            if value:
+                return f"{part.key}:{value}"  # equal values of two sources are two callers
+        return ""
+
+    return Descriptor(key.name, key.name, FIRST_OF, key.name, read, parts)
 
 
 def write_claim(value: object) -> str:

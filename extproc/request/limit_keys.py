@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from extproc.objects import is_pointer, make_error
+from extproc.objects import JsonObject, is_pointer, make_error
+from extproc.request.secrets import CREDENTIAL
 
 HEADER = "header"
 IP_ADDRESS = "ip:address"
@@ -20,7 +22,13 @@ BODY = "body"
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
 _SCOPE_KEY = re.compile(r"(?:jwt|header|query|ip|ua):[A-Za-z0-9_-]+\Z")
 
-_KEY_IN_HEAD = "(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
+FIRST_OF: Final = "first_of"
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}\Z")
+
+_KEY_IN_HEAD = (
+    "credential|(jwt|query|[Hh][Ee][Aa][Dd][Ee][Rr]):[A-Za-z0-9_-]+|ip:(address|country|asn|type|tor)|ua:(bot|bot_category)"
+)
 _KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD}|body:(/([^~/]|~[01])*)+)$"}
 _HEAD_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD})$"}
 
@@ -38,10 +46,10 @@ def check_limit_key(value: str) -> str:
         if not is_pointer(name):
             raise make_error("must be 'body:' and a JSON Pointer, such as 'body:/model' or 'body:/metadata/session_id'")
         return value
-    if value != IP_ADDRESS and value not in UNSUPPORTED_KEYS and not _KEY.match(value):
+    if value not in (IP_ADDRESS, CREDENTIAL) and value not in UNSUPPORTED_KEYS and not _KEY.match(value):
         raise make_error(
-            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
-            "or 'body:/<JSON Pointer>'"
+            "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address', "
+            "'credential' or 'body:/<JSON Pointer>'"
         )
     return value
 
@@ -55,14 +63,20 @@ def _check_scope_key(value: str) -> str:
     return f"{source}:{name.lower()}" if source == HEADER else value
 
 
-def is_in_body(limit_key: str) -> bool:
+def is_in_body(limit_key: object) -> bool:
     """Whether its value is not known before the body is."""
-    return limit_key.startswith(f"{BODY}:")
+    return isinstance(limit_key, str) and limit_key.startswith(f"{BODY}:")
 
 
 def _check_in_head(value: str) -> str:
     if is_in_body(value):
         raise make_error("must not be in the body", ": callers are chosen before the body arrives")
+    return value
+
+
+def _check_name(value: str) -> str:
+    if not _NAME.match(value) or value == CREDENTIAL:
+        raise make_error("must be a letter, then letters, digits, '_' and '-', up to 64, such as 'caller'")
     return value
 
 
@@ -73,3 +87,32 @@ ScopeKey = Annotated[
 HeadKey = Annotated[
     str, AfterValidator(check_limit_key), AfterValidator(_check_in_head), Field(json_schema_extra=_HEAD_KEY_PATTERN)
 ]
+
+
+class FirstOf(JsonObject):
+    """The first of several limit keys that a request has.
+
+    Attributes:
+        first_of: limit keys outside the body, those that clients cannot choose first.
+        name: the name of the value, which begins with the limit key that it comes from.
+    """
+
+    first_of: Annotated[list[HeadKey], Field(min_length=1)]
+    name: Annotated[str, AfterValidator(_check_name), Field(json_schema_extra={"pattern": "^[A-Za-z][A-Za-z0-9_-]{0,63}$"})]
+
+    def __hash__(self) -> int:
+        """Of what makes two of them equal."""
+        return hash((self.name, *self.first_of))
+
+
+KEY_TAG, OBJECT_TAG = "(key)", "(first_of)"
+"""Stand in the places of pydantic's errors below a list of limit keys, where no key can: the loader takes them out again."""
+
+_is_object = Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict | FirstOf) else KEY_TAG)
+CallerKey = Annotated[Annotated[LimitKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object]
+HeadCallerKey = Annotated[Annotated[HeadKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object]
+
+
+def list_sources(limit_keys: Iterable[str | FirstOf]) -> list[str]:
+    """The limit keys themselves, those among them that a `first_of` has."""
+    return [source for key in limit_keys for source in (key.first_of if isinstance(key, FirstOf) else [key])]

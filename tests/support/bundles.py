@@ -26,8 +26,8 @@ SHAPES = 'must be a bundle {"bundle_version", "policies"}, a policy {"id", "spec
 
 
 LIMIT_KEY = (
-    "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
-    "or 'body:/<JSON Pointer>'"
+    "it must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address', "
+    "'credential' or 'body:/<JSON Pointer>'"
 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from extproc.ext_proc.transaction import HOLD_MARGIN_MS
 from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Selector
 from extproc.policy.loader import PolicySet
+from extproc.request.limit_keys import list_sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
         uploads=uploads,
         hold=max(holds, default=0) / 1000,
         warns=any({"warn", "steer"} & _list_actions(loop) for loop in enforced),
-        keys=[key for policy in acting for key in policy.spec.all_limit_keys()],
+        keys=list_sources([key for policy in acting for key in policy.spec.all_limit_keys()]),
         selectors=[(policy.id, policy.spec.selector) for policy in acting],
         outcomes=any(limit.needs_answers() for limit in limits),
         usage=any(limit.max_cost_per_session is not None for limit in limits),

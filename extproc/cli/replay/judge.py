@@ -10,7 +10,7 @@ from extproc.engine.evaluation import CandidateGroup, Evaluation
 from extproc.metrics import Metrics
 from extproc.request.document import NotCounted
 from extproc.request.fingerprint import NO_BODY
-from extproc.request.hash_key import PROCESS_KEY, HashKey
+from extproc.request.hash_key import PROCESS_KEY, HashKey, RecordedKey
 from extproc.request.http import HttpRequest, explain_unknowable_body
 from extproc.store.memory import MemoryStore
 
@@ -21,6 +21,7 @@ class Replayed:
     def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY) -> None:
         self._engine = engine
         self._key = key
+        self._recorded_key = RecordedKey(key.secret)
         self._metrics = Metrics()
         self._now = 0  # by the log
         self._store = MemoryStore(self._metrics, max_entries, lambda: self._now)
@@ -32,7 +33,7 @@ class Replayed:
 
     def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
         """A recorded request as far as it can be known without counting it; None when no policy matches it."""
-        evaluation = self._engine.prepare(request, key=self._key)
+        evaluation = self._engine.prepare(request, key=self._recorded_key if recorded.partial else self._key)
         if evaluation is None:
             return None
         self._now = recorded.time

@@ -67,7 +67,7 @@ API = Api(
     counts={"input": ("bill.heard",), "output": ("bill.spoken",)},
     events=("bill",),
     answered_by=("by_engine",),
-    credentials=("x-acme-key",),
+    credentials=("header:x-acme-key",),
 )
 
 

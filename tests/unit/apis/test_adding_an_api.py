@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.apis import COUNT_PLACES, CREDENTIALS, MODEL_PLACES, open_conversation, read_counts
+from extproc.apis import COUNT_PLACES, MODEL_PLACES, open_conversation, read_counts
 from extproc.cli.envoy_config.usage import write_event_rules, write_rules
 from extproc.ext_proc.changes.narrow import narrow
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
+from extproc.request.secrets import SECRET_HEADERS
 from extproc.sessions.prices import read_model
 from tests.support import ROOT
 from tests.support.documents import policy
@@ -67,7 +68,7 @@ def observe() -> Seen:
         "counts": [read_counts({b"input": 7.0}), read_counts({b"bill": '{"heard": 7, "spoken": 2}'})],
         "rules": [yaml.safe_load(write_rules()), yaml.safe_load(write_event_rules())],
         "places": [COUNT_PLACES["output"], MODEL_PLACES],
-        "credentials": sorted(CREDENTIALS),
+        "credentials": sorted(SECRET_HEADERS),
         "speakers": [message.speaker for message in open_conversation(Document(content)).read_backwards()],
     }
 
@@ -86,7 +87,7 @@ def test_without_its_file_it_is_unknown() -> None:
     """What the tests below see is the file's doing."""
     with pytest.raises(NotCounted, match="no_messages"):
         open_conversation(Document(b'{"dialogue": [{"by": "you", "says": "Get in."}]}'))
-    assert "x-acme-key" not in CREDENTIALS
+    assert "x-acme-key" not in SECRET_HEADERS
 
 
 def test_its_conversation_is_read_and_its_notes_are_placed(seen: Seen) -> None:

@@ -174,7 +174,7 @@ def test_a_ramp_that_fails_acts_on_no_caller() -> None:
         policy("p", ANY, enforce_percent=99, limit_keys=[USER]), policy("q", ANY, limit_keys=[USER], action="warn")
     )
     broken: Any = engine.plans[0].ramp
-    broken._descriptors = (None,)
+    broken.descriptors = (None,)
 
     evaluation = engine.prepare(get(x_user="carl"))
     assert evaluation is not None

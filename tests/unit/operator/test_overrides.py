@@ -703,8 +703,8 @@ def test_a_kind_that_is_not_known_does_nothing() -> None:
 SECONDS = "seconds must be a number of seconds from 1 to 2592000"
 NO_TARGET = "a target is required: caller, session, fingerprint or tool"
 LIMIT_KEY = (
-    "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address' "
-    "or 'body:/<JSON Pointer>'"
+    "must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-'), 'ip:address', "
+    "'credential' or 'body:/<JSON Pointer>'"
 )
 KINDS = "kind must be one of release, allow, block, kill, grant"
 KEYS = ["kind", "caller", "session", "fingerprint", "tool", "policy", "seconds", "reason", "steps", "tool_calls", "cost", "key"]

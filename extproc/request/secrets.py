@@ -1,0 +1,71 @@
+"""Where requests show secrets, such as API keys; outside of requests only keyed hashes of them are known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Final
+
+CREDENTIAL: Final = "credential"
+"""The limit key that stands for the secret of a request, wherever it is."""
+
+SECRET_PARAMETER: Final = "key"  # noqa: S105  # its name
+"""Of a query."""
+
+_ANYWHERE: Final = ("header:authorization", "header:x-api-key", "header:api-key", "header:x-goog-api-key", "query:key")
+
+SECRET_HEADERS: Final = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"}
+"""Headers whose values leave no request; `apis` adds those of single APIs."""
+
+OWN_PLACES: Final[list[tuple[Callable[[str], object], tuple[str, ...]]]] = []
+"""What finds an API by a path, and the limit keys for the places of its secrets; `apis` fills it."""
+
+_LONGEST_KNOWN: Final = 256
+_MAX_KNOWN: Final = 1_024
+"""Longest paths in characters, and how many of them, are remembered with their places."""
+
+_ACCESS_KEY = re.compile(r"Credential=([^/,\s]+)")
+_SCHEMES = frozenset({"bearer", "basic"})
+
+
+def is_secret(limit_key: str) -> bool:
+    """Whether the value of a limit key is a secret, which is only ever compared by its hash."""
+    source, _, name = limit_key.partition(":")
+    if source == "header":
+        return name in SECRET_HEADERS
+    return limit_key == CREDENTIAL or (source == "query" and name == SECRET_PARAMETER)
+
+
+def list_places(path: str) -> tuple[str, ...]:
+    """Where a request shows its credential, as limit keys in the order in which they are looked at."""
+    return _recall_places(path) if len(path) <= _LONGEST_KNOWN else _list_places(path)
+
+
+def _list_places(path: str) -> tuple[str, ...]:
+    for search, places in OWN_PLACES:
+        if search(path):
+            return tuple(dict.fromkeys([*places, *_ANYWHERE]))
+    return _ANYWHERE
+
+
+_recall_places: Final = lru_cache(_MAX_KNOWN)(_list_places)
+
+
+def extract_secret(value: str) -> str:
+    """What is secret in a header's value: all but the scheme (RFC 9110 section 11.4); empty where there is nothing else.
+
+    Of AWS signatures, which change with every request, it is the access key id (Signature Version 4, `Credential=`).
+
+    >>> extract_secret("Bearer sk-1")
+    'sk-1'
+    >>> extract_secret("AWS4-HMAC-SHA256 Credential=AKIA1/20260101/us-east-1/bedrock/aws4_request, SignedHeaders=host, ...")
+    'AKIA1'
+    """
+    scheme, _, rest = value.strip().partition(" ")
+    if scheme[:5].upper() == "AWS4-" and (found := _ACCESS_KEY.search(rest)) is not None:
+        return found[1]
+    rest = rest.strip()
+    if rest:
+        return rest
+    return "" if scheme.lower() in _SCHEMES else scheme
