@@ -119,6 +119,7 @@ class Detector:
         "mode",
         "name",
         "needs_body",
+        "needs_no_caller",
         "policy",
         "refusal",
         "refuses_later",
@@ -163,6 +164,7 @@ class Detector:
         self._key = f"{namespace}loop:{policy}:{name}:{self.window_type}:"
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
+        self.needs_no_caller = self.stateless and not loop.cooldown_seconds
         # Only a refusal can be left out: a request of any other action goes on, so it counts.
         self._count_refused = loop.count_refused or self.actions[-1] is not Action.REJECT
 
@@ -247,6 +249,8 @@ class Plan:
     """A policy with its guards.
 
     Attributes:
+        guards_strangers: some detector counts nothing, and so acts on requests without a caller, too.
+        merges_strangers: all requests without a caller are one caller's.
         ramp: chooses the callers that the policy acts on, None where these are all or none.
         watching: the same policy in shadow, for the others.
         paired: what it makes of a request is compared with what another one does.
@@ -258,9 +262,11 @@ class Plan:
         "_descriptors",
         "_missing",
         "detectors",
+        "guards_strangers",
         "id",
         "inspects",
         "limiter",
+        "merges_strangers",
         "mode",
         "needs_body",
         "paired",
@@ -292,6 +298,10 @@ class Plan:
         self.refuses_uncountable = spec.uncountable == "reject"
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
+        missing = self._missing if self.tells_callers_apart else ""
+        self.merges_strangers = missing == "share"
+        needs_no_caller = any(detector.needs_no_caller for detector in self.detectors)
+        self.guards_strangers = needs_no_caller and missing == "require_one" and not self.refuses_uncountable
         self.reads_body = bool(self._body_descriptors)
         self.rings: Rings | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
@@ -414,7 +424,8 @@ class Plan:
 
     def _check_missing(self, values: list[tuple[str, str]], *, may_follow: bool) -> None:
         """Raise NotCounted where the policy wants more descriptors than these; others `may_follow`, from the body."""
-        if self._missing == "skip" or (self._missing == "require_one" and not values and not may_follow):
+        required = self._missing == "require_one" and not self.guards_strangers
+        if self._missing == "skip" or (required and not values and not may_follow):
             raise NotCounted("missing_descriptor")
 
 

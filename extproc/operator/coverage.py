@@ -95,8 +95,9 @@ class Coverage:
         for policy, reasons in _group_reasons(left_out).items():
             if policy not in counted:
                 self._add((policy, mode, route, "", UNGUARDED if reasons - BY_DESIGN else EXEMPT))
-        for policy in {each.plan.id for each in group.candidates if each.is_anonymous} if group.missing else ():
-            self._add((policy, mode, route, "", SHARED))
+        if group.missing:
+            for policy in {each.plan.id for each in group.candidates if each.plan.merges_strangers and not each.caller}:
+                self._add((policy, mode, route, "", SHARED))
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
 
     def note_unsteered(self, policies: Sequence[str], reason: str) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
+import anthropic
+import boto3
+import ollama
 import openai
 import pytest
+from botocore.config import Config
+from google import genai
+from google.genai import types
 
 from extproc.cli.main import main
 from tests.support.harness import Loopguard, Stack, eventually, stack
@@ -52,14 +59,78 @@ def test_the_loop_of_an_agent_with_an_api_key_alone_is_seen(watching: Stack) -> 
     loops = [loop for loop in report["loops"] if loop["tools"] == ["check"]]
     assert loops
     assert {loop["mode"] for loop in loops} == {"shadow"}
-    assert sum(loop["shadow"].get("steer", 0) for loop in loops) >= 1
+    (loop,) = [loop for loop in loops if loop["detector"] == "turns"]
+    assert (loop["session"], sum(loop["shadow"].values())) == (None, TURNS - 3)
+    assert loop["shadow"] == {"steer": 4, "reject": 2}
     assert report["total"]["requests_not_sent_on"] == 0
-    assert len(watching.upstream.seen) == TURNS
-    for place, seen in enumerate(watching.upstream.seen):
+    assert len(watching.upstream.seen) >= TURNS
+    for place, seen in enumerate(watching.upstream.seen[:TURNS]):
         messages = json.loads(seen.body)["messages"]
         assert len(messages) == 1 + 2 * place
         assert {message["content"] for message in messages if message["role"] == "tool"} <= {"pending"}
         assert seen.header("x-fairvisor-warning") is None
+
+
+def ask_openai(url: str, key: str) -> object:
+    """Chat completions."""
+    client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
+    return client.chat.completions.create(model="m", messages=[{"role": "user", "content": "again"}])
+
+
+def ask_responses(url: str, key: str) -> object:
+    """Responses."""
+    return openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0).responses.create(model="m", input="again")
+
+
+def ask_anthropic(url: str, key: str) -> object:
+    """Messages."""
+    client = anthropic.Anthropic(api_key=key, base_url=url, max_retries=0)
+    return client.messages.create(model="m", max_tokens=64, messages=[{"role": "user", "content": "again"}])
+
+
+def ask_gemini(url: str, key: str) -> object:
+    """generateContent, below /v1beta/."""
+    client = genai.Client(api_key=key, http_options=types.HttpOptions(base_url=url, api_version="v1beta"))
+    return client.models.generate_content(model="m", contents="again")
+
+
+def ask_bedrock(url: str, key: str) -> object:
+    """Converse, signed anew every time."""
+    config = Config(retries={"total_max_attempts": 1})
+    keys = {"aws_access_key_id": key, "aws_secret_access_key": "secret"}
+    client: Any = boto3.client("bedrock-runtime", endpoint_url=url, region_name="us-east-1", config=config, **keys)
+    return client.converse(modelId="m", messages=[{"role": "user", "content": [{"text": "again"}]}])
+
+
+def ask_ollama(url: str, key: str) -> object:
+    """/api/chat."""
+    client = ollama.Client(host=url, headers={"authorization": f"Bearer {key}"})
+    return client.chat(model="m", messages=[{"role": "user", "content": "again"}])
+
+
+SDKS: dict[str, tuple[Callable[[str, str], object], str]] = {
+    "openai chat": (ask_openai, "/v1/chat/completions"),
+    "openai responses": (ask_responses, "/v1/responses"),
+    "anthropic": (ask_anthropic, "/v1/messages"),
+    "google-genai": (ask_gemini, "/v1beta/models/m:generateContent"),
+    "boto3": (ask_bedrock, "/model/m/converse"),
+    "ollama": (ask_ollama, "/api/chat"),
+}
+
+
+@pytest.mark.parametrize("sdk", SDKS)
+def test_the_same_request_again_is_a_loop_of_its_key(watching: Stack, sdk: str) -> None:
+    """On each API's own path: ten times from one key are a loop, and those of another key beside it are one of its own."""
+    send, path = SDKS[sdk]
+    before = len(watching.upstream.seen)
+    for number in range(14):
+        with suppress(Exception):  # the upstream's answer is no model's
+            send(f"http://127.0.0.1:{watching.envoy.port}", f"sk-{sdk.replace(' ', '-')}-{'one' if number % 7 < 5 else 'two'}")
+
+    loops = [loop for loop in ask(watching.loopguard, "/loops")["loops"] if (loop["path"], loop["detector"]) == (path, "again")]
+    assert [(loop["count"], loop["shadow"]) for loop in loops] == [(10, {"throttle": 6})]
+    assert len(watching.upstream.seen) - before == 14
+    assert "sk-" not in watching.loopguard.get("/loops")[1] + watching.loopguard.output()
 
 
 def test_everything_says_that_it_only_watches_and_how_to_enforce(watching: Stack, capsys: pytest.CaptureFixture[str]) -> None:

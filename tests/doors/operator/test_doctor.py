@@ -96,8 +96,8 @@ def flat(capsys: pytest.CaptureFixture[str]) -> str:
 
 FINDINGS: dict[str, tuple[Callable[[Stack], None], dict[str, Any]]] = {
     "missing_descriptor": (
-        lambda made: send(made, CHAT),
-        {"policy": "agents", "place": "/policies/0/spec/limit_keys", "says": "header:x-user-id"},
+        lambda made: send(made, "/bypass/a"),
+        {"policy": "passing", "place": "/policies/3/spec/limit_keys", "says": "header:x-user-id"},
     ),
     "shared caller": (
         lambda made: send(made, "/share/a"),
@@ -203,7 +203,7 @@ def test_shares_add_up(made: Stack) -> None:
 
 def test_no_empty_table_is_silent(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     """`top`, `sessions`, the page and their JSON say how much was seen and guarded, and name the command that says more."""
-    send(made, CHAT)
+    send(made, "/bypass/a")
     admin = ["--admin", made.loopguard.admin_url]
     (seen,) = ask(made.loopguard, "/loops")["coverage"]
     assert "guarded" in seen["line"]
@@ -223,7 +223,7 @@ def test_replicas_on_one_store_answer_for_all(capsys: pytest.CaptureFixture[str]
         for _ in range(20):
             send(made, CHAT, **ANN)
         for _ in range(20):
-            send(made, CHAT)
+            send(made, "/bypass/a")
 
         for replica in made.replicas:
             eventually(partial(knows, replica, 40), "both replicas' requests")
