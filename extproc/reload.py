@@ -127,10 +127,10 @@ class Reloader:
         sources, archive = self.sources, self._archive
         return [(source, list_raw(data)) for source, data in zip(sources, archive.open().values(), strict=True)]
 
-    def locate_policies(self) -> dict[str, tuple[str, Any]]:
-        """Every policy that is in force, by its id: where it stands, as `validate` writes places, and as it is written."""
+    def locate_policies(self) -> dict[str, tuple[str, str, Any]]:
+        """Every policy that is in force, by its id: its file, its JSON Pointer there, and the policy as it is written."""
         found = [(file, locate_raw(data)) for file, data in self._archive.open().items()]
-        return {name: (f"{file}: {place}", raw) for file, own in found for name, (place, raw) in own.items()}
+        return {name: (file, pointer, raw) for file, own in found for name, (pointer, raw) in own.items()}
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
         """Read the files again; when they changed, or `force` says so, load them and swap.

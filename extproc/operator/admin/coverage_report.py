@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 from math import floor
 from time import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from starlette.routing import Route
 
@@ -33,12 +33,16 @@ _GRAVE = 0.01
 """A reason that leaves out at least this share of a policy's requests is a problem."""
 
 _REASONS_SHOWN = 3
-_PRESET = "what `loopguard init` prints: "
+_PRESET = "loopguard init"
 _ON_PURPOSE = "are left out on purpose"
 _MINUTE = 60
 
 HOW_TO_ENFORCE = "`loopguard init > policies/agents.json`, then `loopguard serve --policy policies/`"
 WATCHING = f"no policy is given, so the preset `agents` only watches; to enforce: {HOW_TO_ENFORCE}"
+
+
+Places: TypeAlias = Mapping[str, tuple[str, str, Any]]
+"""By a policy's id: its file, its JSON Pointer there, and the policy as it is written."""
 
 
 class ServerState(NamedTuple):
@@ -70,9 +74,9 @@ class CoveragePages:
         self,
         board: Board[CoverageDocument],
         read_state: Callable[[], ServerState],
-        locate: Callable[[], Mapping[str, tuple[str, Any]]],
+        locate: Callable[[], Places],
     ) -> None:
-        """`locate` finds each policy: its file and place, and the policy as it is written."""
+        """`locate` finds the policies in force."""
         self._board = board
         self._read_state = read_state
         self._locate = locate
@@ -85,7 +89,7 @@ class CoveragePages:
         """The JSON of `/coverage`."""
         state, places = self._read_state(), self._locate()
         if state.watching:  # a place in the package is none to change
-            places = {name: (_PRESET, raw) for name, (_, raw) in places.items()}
+            places = {name: (_PRESET, pointer, raw) for name, (_, pointer, raw) in places.items()}
         return make_report(self._board.view(), state, places, time())
 
     def summarize(self) -> list[dict[str, Any]]:
@@ -94,9 +98,7 @@ class CoveragePages:
         return [describe_coverage(view.document, state)]
 
 
-def make_report(
-    view: View[CoverageDocument], state: ServerState, places: Mapping[str, tuple[str, Any]], now: float
-) -> dict[str, Any]:
+def make_report(view: View[CoverageDocument], state: ServerState, places: Places, now: float) -> dict[str, Any]:
     """The JSON of `/coverage`."""
     document = view.document
     findings = [*_find_state(document, state), *_find_reasons(document, places)]
@@ -169,7 +171,7 @@ def _tells_why(row: CoverageRow) -> bool:
     return row.reason not in (COUNTED, UNGUARDED, EXEMPT)
 
 
-def _describe_policies(document: CoverageDocument, places: Mapping[str, tuple[str, Any]]) -> list[dict[str, Any]]:
+def _describe_policies(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
     rows = [row for row in document.rows if row.policy]
     found = []
     for policy, mode in dict.fromkeys([(row.policy, row.mode) for row in rows]):
@@ -179,7 +181,7 @@ def _describe_policies(document: CoverageDocument, places: Mapping[str, tuple[st
             {
                 "policy": policy,
                 "mode": mode,
-                "place": places[policy][0] if policy in places else None,
+                "place": _write_place(places, policy),
                 "requests": sum(recent.values()),
                 "counted": recent[COUNTED],
                 "not_counted": recent[UNGUARDED],
@@ -199,7 +201,7 @@ def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
     return counts
 
 
-def _find_reasons(document: CoverageDocument, places: Mapping[str, tuple[str, Any]]) -> list[dict[str, Any]]:
+def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
     """A finding for each policy, route and reason."""
     live = any(row.recent for row in document.rows)  # then what is over is no finding any more
     requests: dict[tuple[str, str], int] = {}
@@ -212,15 +214,22 @@ def _find_reasons(document: CoverageDocument, places: Mapping[str, tuple[str, An
         number = row.recent if live else row.total
         if not row.policy or not _tells_why(row) or not number:
             continue
-        place, raw = places.get(row.policy, ("", {}))
         of = max(requests.get((row.policy, row.mode), 0), number)
-        found.append(_describe_reason(row, number, of, place, raw))
+        found.append(_describe_reason(row, number, of, places))
     return found
 
 
-def _describe_reason(row: CoverageRow, number: int, of: int, place: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _write_place(places: Places, policy: str, key: str = "") -> str | None:
+    """Where a policy stands, or a key of its spec, as `validate` writes places; None where it is in no file."""
+    if policy not in places:
+        return None
+    file, pointer, _ = places[policy]
+    return f"{file}: {pointer}{f'/spec/{key}' if key else ''}" if pointer or key else file
+
+
+def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> dict[str, Any]:
     repair = REPAIRS.get(row.reason, UNSTEERED if row.reason.startswith("unsteered ") else UNKNOWN)
-    keys = _list_keys(raw)
+    keys = _list_keys(places[row.policy][2] if row.policy in places else {})
     grave = row.reason not in BY_DESIGN and number >= _GRAVE * of
     return {
         "level": PROBLEM if grave else NOTE,
@@ -233,21 +242,20 @@ def _describe_reason(row: CoverageRow, number: int, of: int, place: str, raw: Ma
         "of": of,
         "since_start": row.total,
         "text": _ON_PURPOSE if row.reason in BY_DESIGN else repair.text.format(keys=", ".join(keys) or "none"),
-        "place": f"{place}/spec/{repair.key}" if place and repair.key else place or None,
+        "place": _write_place(places, row.policy, repair.key),
         "change": None if row.reason in BY_DESIGN else repair.change.format(example=_suggest_key(keys)),
     }
 
 
 def _list_keys(raw: Mapping[str, Any]) -> list[str]:
-    """The limit keys of a policy, as a person reads them."""
+    """The limit keys of a policy, those in a `first_of` among them."""
     keys = raw.get("spec", {}).get("limit_keys", [])
-    return [key if isinstance(key, str) else " or ".join(map(str, key.get("first_of", [key]))) for key in keys]
+    return [each for key in keys for each in ([key] if isinstance(key, str) else key["first_of"])]
 
 
 def _suggest_key(keys: list[str]) -> str:
-    return next(
-        f'"{key}"' for key in ("header:authorization", "ip:address", "a header that all clients send") if key not in keys
-    )
+    """A limit key that the policy does not have, and that requests of most clients do."""
+    return next((f'"{key}"' for key in ("credential", "ip:address") if key not in keys), "a header that all clients send")
 
 
 def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str, Any]]:

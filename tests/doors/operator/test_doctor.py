@@ -152,6 +152,7 @@ def test_what_is_not_guarded_is_found_with_the_line_to_change(
     assert expected["says"] in found["text"]
     assert 1 <= found["requests"] <= found["of"]
     assert found["change"] in doctor.text
+    assert reason != "missing_descriptor" or '"credential"' in found["change"]
     assert f"on route {found['route']} ({reason})" in doctor.text
 
 
