@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from http import HTTPStatus
@@ -367,7 +368,8 @@ def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Se
     """The hashes in what all replicas have reported."""
     rows: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
     fingerprints = frozenset(loop.fingerprint for loop in loops.document.rows)
-    return Seen(frozenset(row.tenant for row in rows), frozenset(row.session for row in rows), fingerprints)
+    callers = {(name, row.tenant) for row in rows for name in (row.tenant, row.alias, *row.credentials) if name}
+    return Seen(Counter(name for name, _ in callers), frozenset(row.session for row in rows), fingerprints)
 
 
 def _drop_zero(number: float | None) -> float | None:

@@ -13,11 +13,11 @@ from typing import Final, TypeAlias
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
-from extproc.engine.orders import ALLOW, BLOCK, RELEASE, ActiveOverride, Overrides, find_kill, find_kind, sum_grants
+from extproc.engine.orders import ALLOW, BLOCK, RELEASE, ActiveOverride, Caller, Overrides, find_kill, find_kind, sum_grants
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
-from extproc.request.http import cut_text
+from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.histories import read_known_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
 from extproc.sessions.names import SessionNames
@@ -34,6 +34,8 @@ Answer: TypeAlias = Count | Standing
 _CALL: Final = 16
 _CALLS_AT_ONCE: Final = 256
 """The system is asked for the randomness of this many names at a time: asking takes longer than all else that a name takes."""
+
+NO_LABELS: Final[list[tuple[str, str]]] = []
 
 _IDENTITY: Final = 8
 _KILLED: Final = LIMITS.index(KILLED)
@@ -165,9 +167,11 @@ class Candidate:
         push: the same as the store is asked to keep it.
         needs_body: without the body this guard cannot say anything about the request.
         overrides: what operators have ordered about the request, as far as it is known.
+        labels: what is shown of the caller, by name.
     """
 
     __slots__ = (
+        "_earlier",
         "_in_head",
         "_now",
         "_of_caller",
@@ -181,6 +185,7 @@ class Candidate:
         "fingerprint",
         "guard",
         "hit",
+        "labels",
         "memory",
         "needs_body",
         "overrides",
@@ -219,16 +224,42 @@ class Candidate:
         self.session = ""
         self.needs_body = True
         self.overrides: Sequence[ActiveOverride] = ()
+        self.labels = NO_LABELS
+        self._earlier: list[tuple[str, str]] = []
         self._in_head = session
         self._of_caller: Sequence[ActiveOverride] = ()
         self._standing: Overrides | None = None
         self._now = 0.0
 
-    def apply_overrides(self, standing: Overrides, now: float) -> None:
+    def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
         """Look up what operators have ordered about the caller, and the rest once the body has been read."""
         self._standing = standing
         self._now = now
+        self._earlier = self.plan.read_earlier(request, self.values)
         self._look_up_caller("" if self.plan.reads_body else hash_tenant(self.caller))
+
+    def find_alias(self) -> str:
+        """What people call the caller; empty where they have no name for it."""
+        aliases = self.plan.aliases
+        if aliases:
+            for known in [self.tenant, *self.list_credentials()]:
+                if known in aliases:
+                    return aliases[known]
+        return ""
+
+    def list_credentials(self) -> list[str]:
+        """The hashes of the secrets that tell the caller from others."""
+        return self.plan.list_credentials(self.values)
+
+    def _know_caller(self, tenant: str) -> Caller:
+        """All that orders may call it; `tenant` is empty while it is not known."""
+        aliases, descriptors = self.plan.aliases, [self.values]
+        names = [tenant, *self.list_credentials()]
+        names += [aliases[known] for known in names if known in aliases]
+        if self._earlier:
+            descriptors.append([*self._earlier, *self.values[len(self._earlier) :]])
+            names.append(hash_tenant(join_descriptors(descriptors[1])) if tenant else "")
+        return Caller(list(dict.fromkeys([name for name in names if name])), descriptors)
 
     @property
     def is_allowed(self) -> bool:
@@ -272,12 +303,13 @@ class Candidate:
 
     def _look_up_caller(self, tenant: str) -> None:
         if self._standing is not None:
-            self._of_caller = self._standing.find_by_head(self.plan.id, self._now, self.values, tenant)
+            self._of_caller = self._standing.find_by_head(self.plan.id, self._now, self._know_caller(tenant))
             self.overrides = self._of_caller
 
     def _look_up(self, standing: Overrides) -> None:
         tools = self.repeat.tools if self.repeat is not None else self.subject.tools
-        found = standing.find_by_body(self.plan.id, self._now, self.values, self.tenant, self.session, self.fingerprint, tools)
+        caller = self._know_caller(self.tenant)
+        found = standing.find_by_body(self.plan.id, self._now, caller, self.session, self.fingerprint, tools)
         self.overrides = [*self._of_caller, *found] if found else self._of_caller
 
     def _renew(self, name: str) -> str:

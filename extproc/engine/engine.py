@@ -47,6 +47,9 @@ class Engine:
         """
         parts = Parts()
         every = [(source.forces_shadow(now), policy) for source in policies.sources for policy in source.policies]
+        parts.aliases.update(
+            {copy_text(name): copy_text(alias) for _, policy in every for name, alias in policy.spec.aliases.items()}
+        )
         guarding = [(forced, policy) for forced, policy in every if policy.spec.is_enabled()]
         entries = [
             (policy.spec.selector, Plan(policy, parts, shadow=shadow or forced or policy.spec.mode == "shadow"))

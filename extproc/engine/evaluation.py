@@ -15,7 +15,7 @@ from typing import Final
 
 from extproc.apis import open_conversation
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
-from extproc.engine.candidates import Answer, Candidate, LoopCandidate, RequestBody, SessionCandidate
+from extproc.engine.candidates import NO_LABELS, Answer, Candidate, LoopCandidate, RequestBody, SessionCandidate
 from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
 from extproc.engine.ramp import Ramp
@@ -105,13 +105,15 @@ class CandidateGroup:
                 values = plan.read_descriptors(request, self.missing)
                 joined = join_descriptors(values)
             session = plan.rings.read(request) if plan.rings is not None else ()
+            labels = plan.read_labels(request) if plan.labels else NO_LABELS
             for detector in plan.detectors:
                 candidate = LoopCandidate(plan, detector, values, joined, session)
+                candidate.labels = labels
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
             if plan.limiter is not None:
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
-                self._limit(plan, plan.limiter, values, joined, named)
+                self._limit(plan, plan.limiter, values, joined, named).labels = labels
         except NotCounted as why:
             hidden = request.opens_responses and why.reason != BYPASS  # whatever the caller
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
@@ -123,18 +125,19 @@ class CandidateGroup:
 
     def _limit(
         self, plan: Plan, limiter: SessionGuard, values: list[tuple[str, str]], joined: str, session: Sequence[str]
-    ) -> None:
+    ) -> SessionCandidate:
         """Make the plan's session guard a candidate."""
         candidate = SessionCandidate(plan, limiter, values, joined, session)
         self.candidates.append(candidate)
         self.needs_body = True
         self.sessions = [*self.sessions, candidate]
+        return candidate
 
-    def apply_overrides(self, standing: Overrides, now: float) -> None:
+    def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
         """Look up what operators have ordered about the request, as far as its head tells."""
         for candidate in self.candidates:
             try:
-                candidate.apply_overrides(standing, now)
+                candidate.apply_overrides(standing, now, request)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
 
@@ -353,7 +356,7 @@ class Evaluation:
         """Apply what operators have ordered, before the body is read; `now` in seconds since 1970."""
         self.is_overridden = True
         for group in self.groups:
-            group.apply_overrides(standing, now)
+            group.apply_overrides(standing, now, self.request)
 
     def split(self) -> Evaluation:
         """Take the shadow policies that need the body out, into an evaluation of their own."""

@@ -30,7 +30,8 @@ class Target(NamedTuple):
     """Whom an override is about: all that is named must hold. Names and values of clients are hashes, 16 hex digits.
 
     Attributes:
-        caller: hash of all of the caller's descriptors together, as logs show it; empty for any.
+        caller: hash of all of the caller's descriptors together, as logs show it, or of its secret, or its alias; empty for
+            any.
         descriptors: (name, hash of that descriptor alone), sorted; the caller may have others beside them.
         session: hash of its name; empty for any.
         fingerprint: 8 hex digits; empty for any.
@@ -114,33 +115,41 @@ class _Shape:
         self.of_head = not (self._session or self._fingerprint or self._tool)
 
     def file(self, override: ActiveOverride) -> None:
-        """File one more; all fields but the last have a length of their own, so that joined they stay apart."""
+        """File one more; all fields but the first and the last have a length of their own, so that joined they stay apart."""
         target = override.target
         hashes = "".join([value for _, value in target.descriptors])
-        key = f"{target.caller}{hashes}{target.session}{target.fingerprint}{target.tool}"
+        key = f"{target.caller}\n{hashes}{target.session}{target.fingerprint}{target.tool}"
         self._filed.setdefault(key, []).append(override)
 
-    def find(
-        self, values: Sequence[tuple[str, str]], caller: str, session: str, fingerprint: str, tools: Sequence[str]
-    ) -> list[ActiveOverride]:
+    def find(self, caller: Caller, session: str, fingerprint: str, tools: Sequence[str]) -> Sequence[ActiveOverride]:
         """Those filed under what is known of a request; what is not known yet is empty."""
-        key = caller if self._caller else ""
-        if self.names:
-            hashes = caller if len(values) == 1 and self.names == values[0][:1] else _hash_descriptors(self.names, values)
-            if not hashes:
-                return _NOTHING
-            key += hashes
-        if self._session:
-            if not session:
-                return _NOTHING
-            key += session
-        if self._fingerprint:
-            if not fingerprint:
-                return _NOTHING
-            key += fingerprint
-        if not self._tool:
-            return self._filed.get(key, _NOTHING)
-        return [override for tool in dict.fromkeys(tools) for override in self._filed.get(key + tool, _NOTHING)]
+        if (self._session and not session) or (self._fingerprint and not fingerprint):
+            return _NOTHING
+        rest = f"{session if self._session else ''}{fingerprint if self._fingerprint else ''}"
+        named = [_hash_descriptors(self.names, values) for values in caller.descriptors] if self.names else [""]
+        found: list[ActiveOverride] = []
+        for name in caller.names if self._caller else [""]:
+            for hashes in named:
+                if self.names and not hashes:
+                    continue
+                for tool in dict.fromkeys(tools) if self._tool else [""]:
+                    found += self._filed.get(f"{name}\n{hashes}{rest}{tool}", _NOTHING)
+        return found
+
+
+class Caller:
+    """What orders may call the caller of a request.
+
+    Attributes:
+        names: the hash of all of its descriptors, and what else stands for it.
+        descriptors: name and value of each; more than one list where the version before read other values.
+    """
+
+    __slots__ = ("descriptors", "names")
+
+    def __init__(self, names: Sequence[str], descriptors: Sequence[Sequence[tuple[str, str]]]) -> None:
+        self.names = names
+        self.descriptors = descriptors
 
 
 _NOTHING: Final[list[ActiveOverride]] = []
@@ -174,18 +183,17 @@ class Overrides:
         """How many look-ups a request costs."""
         return len(self._of_head) + len(self._of_body)
 
-    def find_by_head(self, policy: str, now: float, values: Sequence[tuple[str, str]], caller: str) -> Sequence[ActiveOverride]:
+    def find_by_head(self, policy: str, now: float, caller: Caller) -> Sequence[ActiveOverride]:
         """Those about callers and nothing else that hold for a request under a policy.
 
         Args:
             policy: its id.
             now: in seconds since 1970.
-            values: the request's descriptors, (name, value).
-            caller: hash of all of them; empty while not all are known.
+            caller: as far as it is known.
         """
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_head:
-            filed = shape.find(values, caller, "", "", ())
+            filed = shape.find(caller, "", "", ())
             if filed:
                 found = [*found, *_select(filed, policy, now)]
         return found
@@ -194,8 +202,7 @@ class Overrides:
         self,
         policy: str,
         now: float,
-        values: Sequence[tuple[str, str]],
-        caller: str,
+        caller: Caller,
         session: str,
         fingerprint: str,
         tools: Sequence[str],
@@ -203,7 +210,7 @@ class Overrides:
         """All others that hold for a request under a policy; `session` is the hash of its name, empty where it has none."""
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_body:
-            filed = shape.find(values, caller, session, fingerprint, tools)
+            filed = shape.find(caller, session, fingerprint, tools)
             if filed:
                 found = [*found, *_select(filed, policy, now)]
         return found

@@ -19,8 +19,9 @@ from extproc.objects import MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, is_below
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
-from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
+from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors, read_plainly
 from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
+from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
@@ -54,11 +55,16 @@ class _BypassRule(NamedTuple):
 
 
 class Parts:
-    """What policies of one load have in common: of thousands most are alike, and each part is kept once."""
+    """What policies of one load have in common: of thousands most are alike, and each part is kept once.
+
+    Attributes:
+        aliases: names of callers, by hash.
+    """
 
     def __init__(self) -> None:
         self._similarities: dict[str, Similarity] = {}
         self._descriptors: dict[tuple[str | FirstOf, ...], _Descriptors] = {}
+        self.aliases: dict[str, str] = {}
 
     def find_similarity(self, loop: LoopDetection) -> Similarity:
         """The similarity of an entry, one object for all entries whose keys are equal."""
@@ -83,6 +89,13 @@ def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
         tuple(item for item in read if item.source != BODY),
         tuple((item, split_pointer(item.argument)) for item in read if item.source == BODY),
     )
+
+
+def _list_secrets(descriptor: Descriptor) -> list[tuple[str, str, str]]:
+    """Name, start of the value and limit key of the secrets that a descriptor may have."""
+    if not descriptor.parts:
+        return [(descriptor.name, "", descriptor.key)] if is_secret(descriptor.key) else []
+    return [(descriptor.name, f"{part.key}:", part.key) for part in descriptor.list_sources() if is_secret(part.key)]
 
 
 def _compile_bypass(entry: Bypass) -> _BypassRule:
@@ -249,8 +262,13 @@ class Plan:
     """A policy with its guards.
 
     Attributes:
+<<<<<<< HEAD
         guards_strangers: some detector counts nothing, and so acts on requests without a caller, too.
         merges_strangers: all requests without a caller are one caller's.
+=======
+        labels: what is shown of callers and counts for nothing.
+        aliases: names of callers, by the hash of a caller or of its secret.
+>>>>>>> caller
         ramp: chooses the callers that the policy acts on, None where these are all or none.
         watching: the same policy in shadow, for the others.
         paired: what it makes of a request is compared with what another one does.
@@ -261,10 +279,13 @@ class Plan:
         "_bypass",
         "_descriptors",
         "_missing",
+        "_secrets",
+        "aliases",
         "detectors",
         "guards_strangers",
         "id",
         "inspects",
+        "labels",
         "limiter",
         "merges_strangers",
         "mode",
@@ -303,6 +324,9 @@ class Plan:
         needs_no_caller = any(detector.needs_no_caller for detector in self.detectors)
         self.guards_strangers = needs_no_caller and missing == "require_one" and not self.refuses_uncountable
         self.reads_body = bool(self._body_descriptors)
+        self._secrets = [secret for descriptor in self._descriptors for secret in _list_secrets(descriptor)]
+        self.labels, _ = parts.find_descriptors(spec.labels)
+        self.aliases = parts.aliases
         self.rings: Rings | None = None
         if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
             self.rings = Rings(self.id, spec.session, namespace=namespace)
@@ -370,6 +394,40 @@ class Plan:
         if len(values) < len(self._descriptors):
             self._check_missing(values, may_follow=self.reads_body)
         return values
+
+    def read_labels(self, request: HttpRequest) -> list[tuple[str, str]]:
+        """What is shown of the caller, by name."""
+        values = []
+        for label in self.labels:
+            try:
+                value = label.read(request, label.argument)
+            except NotCounted:  # it was not recorded
+                continue
+            if value:
+                values.append((label.name, value))
+        return values
+
+    def list_credentials(self, values: Sequence[tuple[str, str]]) -> list[str]:
+        """The hashes of secrets among a request's descriptors, each once."""
+        found = [
+            value[len(prefix) :]
+            for name, value in values
+            for secret, prefix, _ in self._secrets
+            if name == secret and value.startswith(prefix)
+        ]
+        return list(dict.fromkeys(found))
+
+    def list_secrets(self) -> list[str]:
+        """The names of descriptors whose values are hashes of secrets."""
+        return [name for name, prefix, _ in self._secrets if not prefix]
+
+    def read_earlier(self, request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Descriptors with the values that the version before read: orders may still name these.
+
+        Empty where there is no other.
+        """
+        plain = {name: read_plainly(request, key) for name, prefix, key in self._secrets if not prefix and key != CREDENTIAL}
+        return [(name, plain.get(name, value)) for name, value in values] if plain else []
 
     def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
         """Whether it would read of a request what another one has read, which is so of a canary and its policy mostly."""

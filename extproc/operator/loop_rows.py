@@ -41,6 +41,9 @@ class Loop(msgspec.Struct, array_like=True):
         size: of these, bytes of their bodies.
         stopped: of these, the ones that were not sent on for this loop's sake.
         stopped_size: bytes of their bodies.
+        alias: what people call the caller; empty where they have no name for it.
+        labels: what is shown of it, by name.
+        credentials: hashes of its secrets.
     """
 
     policy: str
@@ -63,6 +66,9 @@ class Loop(msgspec.Struct, array_like=True):
     size: int
     stopped: int
     stopped_size: int
+    alias: str = ""
+    labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
+    credentials: list[str] = []
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -80,6 +86,7 @@ class Loop(msgspec.Struct, array_like=True):
             self.last, self.count, self.fingerprint = other.last, other.count, other.fingerprint
         self.first = min(self.first, other.first)
         self.caller = self.caller or other.caller
+        self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
         for action, requests in other.requests.items():
             self.requests[action] = self.requests.get(action, 0) + requests
         self.size += other.size

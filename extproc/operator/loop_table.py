@@ -14,7 +14,7 @@ from extproc.decision import Action, Decision, Outcome
 from extproc.engine.candidates import Candidate
 from extproc.engine.evaluation import Evaluation
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines
-from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table, cut_caller
+from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, Table, cut_caller, find_known
 from extproc.request.http import cut_text
 from extproc.sessions.prices import read_model
 
@@ -71,6 +71,7 @@ class LoopTable(Table[Loop, LoopDocument]):
 def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: float) -> Loop:
     """A loop of which no request is counted yet."""
     request, candidate = evaluation.request, _find_candidate(evaluation, outcome)
+    known = find_known(candidate) if candidate is not None else UNKNOWN
     return Loop(
         policy=outcome.policy,
         detector=outcome.detector,
@@ -92,6 +93,7 @@ def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: flo
         size=0,
         stopped=0,
         stopped_size=0,
+        **known._asdict(),
     )
 
 

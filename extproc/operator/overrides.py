@@ -41,8 +41,11 @@ from extproc.engine.plan import Plan
 from extproc.errors import LoopguardError, StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.policy.bundle import ALIAS
 from extproc.policy.messages import describe
+from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.limit_keys import check_limit_key
+from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, extract_secret
 from extproc.store import Store
 from extproc.store.rules.documents import MAX_ORDERS, refuse_more
 from extproc.store.rules.session import NANO_DOLLARS
@@ -79,6 +82,10 @@ _POLICY = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+_SHOWN = 20
+_CALLER = "the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
+
+
 class BadOrderError(LoopguardError):
     """What was asked for is no override; the message has everything that is wrong with it."""
 
@@ -87,12 +94,13 @@ class Seen(NamedTuple):
     """The hashes that replicas have reported recently, which is where operators read them.
 
     Attributes:
-        callers: hashes of all of a caller's descriptors together.
+        callers: what callers are ordered about by (hashes of all their descriptors together, hashes of their secrets, aliases),
+            and how many callers each stands for.
         sessions: hashes of names.
         fingerprints: of loops.
     """
 
-    callers: Collection[str]
+    callers: Mapping[str, int]
     sessions: Collection[str]
     fingerprints: Collection[str]
 
@@ -102,11 +110,13 @@ class Serving(Protocol):
 
     Attributes:
         engine: the policies of the newest load.
+        key: of keyed hashes.
         handed_over: those that Envoy hands over with a route.
         overrides: those in force; None where there are none.
     """
 
     engine: Engine
+    key: HashKey
     handed_over: HandedOver
     overrides: Overrides | None
 
@@ -151,7 +161,7 @@ class OverrideService:
             StoreError: it could not be kept, or there are too many.
         """
         plans = self._service.engine.plans
-        override = parse_order(order, who, time(), plans)
+        override = parse_order(order, who, time(), plans, self._service.key)
         if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()  # without asking the store, which has other things to do
         if override.kind == RELEASE:
@@ -228,29 +238,31 @@ def _announce(what: str, override: ActiveOverride, who: str) -> None:
 # ---- What an operator says
 
 
-def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> ActiveOverride:
+def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key: HashKey = PROCESS_KEY) -> ActiveOverride:
     """The override that an operator asks for.
 
     Args:
-        order: an object with `kind`; at least one of `caller` (a hash, or values by name), `session` (a hash, or one value by
-            its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
-            `tool_calls` and `cost` (in dollars), and may have a `key`: what is ordered again with the same one is one grant.
+        order: an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
+            value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of
+            `steps`, `tool_calls` and `cost` (in dollars), and may have a `key`: what is ordered again with the same one is one
+            grant.
         who: gives it.
         now: in seconds since 1970.
         plans: the policies that are in force.
+        key: of keyed hashes.
 
     Raises:
         BadOrderError: with everything that is wrong.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
-    if problems := list(_find_misfits(kind, given)):
+    if problems := [*_find_misfits(kind, given), *_find_unknown_alias(given, plans)]:
         raise BadOrderError("; ".join(problems))
     policy = str(given.get("policy", ALL_POLICIES))
     default = SESSION_SECONDS if kind in (KILL, GRANT) else DEFAULT_SECONDS
     seconds = _find_release_seconds(policy, plans) if kind == RELEASE else int(given.get("seconds", default))
     caller = given.get("caller", "")
-    named = {"caller": caller} if isinstance(caller, str) else {"descriptors": caller}
+    named = {"caller": caller} if isinstance(caller, str) else {"descriptors": _hash_values(caller, plans, key)}
     target = Target(**named, **{field: given[field] for field in ("session", "fingerprint", "tool") if field in given})
     identity: list[object] = [kind, policy, target]
     if kind == GRANT:
@@ -258,6 +270,26 @@ def parse_order(order: object, who: str, now: float, plans: Iterable[Plan]) -> A
     name = blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
     grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
     return ActiveOverride(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO], grant)
+
+
+def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> Iterator[str]:
+    """A name of a caller that no policy has."""
+    caller = given.get("caller")
+    if isinstance(caller, str) and not _HASH.fullmatch(caller):
+        known = sorted({alias for plan in plans for alias in plan.aliases.values()})
+        if caller not in known:
+            there = f"; known aliases: {', '.join(known[:_SHOWN])}" if known else ""
+            yield f"caller must be {_CALLER}, not {describe(caller)}{there}"
+
+
+def _hash_values(values: Mapping[str, str], plans: Iterable[Plan], key: HashKey) -> tuple[tuple[str, str], ...]:
+    """Hashes of a caller's descriptors; of a secret only its own hash, which may be given in its place, goes into them."""
+    secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for plan in plans for name in plan.list_secrets())}
+    shown = {
+        name: key.hide(extract_secret(text)) if name in secrets and not _HASH.fullmatch(text) else text
+        for name, text in values.items()
+    }
+    return tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items()))
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
@@ -334,12 +366,12 @@ def _read_kind(value: object) -> str:
     return str(value)
 
 
-def _read_caller(value: object) -> str | tuple[tuple[str, str], ...]:
+def _read_caller(value: object) -> str | dict[str, str]:
     if isinstance(value, dict) and 0 < len(value) <= _MAX_DESCRIPTORS and _are_texts(value):
-        return tuple(sorted((name.lower(), hash_descriptor(name.lower(), text)) for name, text in value.items()))
-    if isinstance(value, str) and _HASH.fullmatch(value):
+        return {name.lower(): text for name, text in value.items()}
+    if isinstance(value, str) and ALIAS.match(value):
         return value
-    raise ValueError("must be the 16 hex digits of a tenant, as in logs, or an object of descriptor values by name")
+    raise ValueError(f"must be {_CALLER}")
 
 
 def _read_session(value: object) -> str:
@@ -475,7 +507,11 @@ def _find_hashes(target: Target, session_key: str) -> list[tuple[str, str]]:
 
 def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> Iterator[str]:
     """What is to be said about hashes that no server has reported."""
-    for kind, value in hashes if seen is not None else ():
+    if seen is None:
+        return
+    for kind, value in hashes:
+        if kind == "callers" and (shared := seen.callers.get(value, 0)) > 1:
+            yield f"this applies to {shared} callers, which share {value}"
         if value not in getattr(seen, kind):
             yield (
                 f"as far as this server knows, this does nothing: the {kind[:-1]} {value} was not reported in the last hour. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter, time
 
 from extproc.bounded import LRU
@@ -20,6 +21,7 @@ from extproc.operator.coverage import Coverage
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
+from extproc.operator.table import find_known
 from extproc.sessions.limits import NARROW, SessionSubject
 from extproc.store.rules.session import Standing
 
@@ -150,7 +152,8 @@ class Reporter:
                 metrics.session_overflow.labels(policy).inc()
             name = RunName(candidate.tenant, policy, mode, candidate.session)
             tool = candidate.find_last_tool()
-            self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now)
+            known = partial(find_known, candidate)
+            self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now, known)
 
     def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
         """Requests that sessions have let through, and that go no further; `status` is of their answer, 0 for none."""
@@ -269,6 +272,8 @@ class Reporter:
             count=outcome.count,
             requests=loop.total,
             tenant=loop.tenant,
+            alias=loop.alias or None,
+            labels=dict(loop.labels) or None,
             descriptors=dict(loop.caller) if self.show_callers else None,
             session=loop.session or None,
             tool=" ".join(loop.tools) or None,
@@ -289,6 +294,7 @@ class Reporter:
 
     def _log_limit(self, candidate: SessionCandidate, outcome: Outcome, subject: SessionSubject) -> None:
         used, allowed = subject.shown
+        known = find_known(candidate)
         self._warn(
             "session limit reached",
             outcome.tenant,
@@ -301,6 +307,8 @@ class Reporter:
             tool=subject.tool or None,
             session=candidate.session,
             tenant=outcome.tenant,
+            alias=known.alias or None,
+            labels=dict(known.labels) or None,
             descriptors=dict(candidate.values) if self.show_callers else None,
         )
 

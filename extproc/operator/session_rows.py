@@ -96,6 +96,9 @@ class SessionRow(msgspec.Struct, array_like=True):
     consecutive_errors: int
     refusal: SessionRefusal | None
     calls: list[CallRow]
+    alias: str = ""
+    labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
+    credentials: list[str] = []
 
     def absorb(self, other: SessionRow) -> None:
         """Take what another replica knows of the same session."""
@@ -107,6 +110,7 @@ class SessionRow(msgspec.Struct, array_like=True):
         if other.refusal is not None and (self.refusal is None or other.refusal.at > self.refusal.at):
             self.refusal = other.refusal
         self.caller = self.caller or other.caller
+        self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
         self.calls = merge_calls([*self.calls, *other.calls])
 
 

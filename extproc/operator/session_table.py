@@ -5,12 +5,13 @@ What a session has used up comes from its ledger, which all replicas share; this
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
-from extproc.operator.table import NAME_SHOWN, Table, cut_caller
+from extproc.operator.table import NAME_SHOWN, UNKNOWN, KnownAs, Table, cut_caller
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
@@ -56,6 +57,7 @@ class Run:
 
     Attributes:
         caller: the names and values of its descriptors, cut to what can be shown.
+        known: what stands beside the caller's hash.
         last: when its last request came, in seconds since 1970.
         standing: the newest that is known.
         told: when that was.
@@ -67,6 +69,7 @@ class Run:
     def __init__(self, name: RunName, now: float) -> None:
         self.name = name
         self.caller: list[tuple[str, str]] = []
+        self.known = UNKNOWN
         self.last = now
         self.standing = _UNKNOWN
         self.told = now
@@ -121,6 +124,7 @@ class SessionTable(Table[Run, SessionDocument]):
         tool: str,
         call: bytes,
         now: float,
+        find_known: Callable[[], KnownAs] = lambda: UNKNOWN,
     ) -> None:
         """One request of a session.
 
@@ -132,10 +136,13 @@ class SessionTable(Table[Run, SessionDocument]):
             tool: that was called last, empty for none.
             call: the step's name.
             now: in seconds since 1970.
+            find_known: what stands beside the caller's hash, asked once.
         """
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
+        if run.known is UNKNOWN:
+            run.known = find_known()
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
         if standing.limit:
@@ -196,6 +203,7 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         refusal=run.refusal,
         calls=[replace(call, name=call.name[:_CALL_NAME]) for call in run.calls.copy()] if detailed else [],
         **{name: getattr(standing, name) for name in COUNTED},
+        **run.known._asdict(),
     )
 
 

@@ -7,9 +7,10 @@ other threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from extproc.bounded import LRU
+from extproc.engine.candidates import Candidate
 from extproc.request.http import cut_text
 
 MAX_ROWS: Final = 1_000
@@ -24,6 +25,28 @@ NAMES_SHOWN: Final = 8
 def cut_caller(values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The names and values of a caller's descriptors, as a row keeps them."""
     return [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in values[:NAMES_SHOWN]]
+
+
+class KnownAs(NamedTuple):
+    """What stands beside a caller's hash, for people.
+
+    Attributes:
+        alias: a name from a policy; empty for none.
+        labels: names and values, cut to what can be shown.
+        credentials: hashes of its secrets.
+    """
+
+    alias: str
+    labels: list[tuple[str, str]]
+    credentials: list[str]
+
+
+UNKNOWN: Final = KnownAs("", [], [])
+
+
+def find_known(candidate: Candidate) -> KnownAs:
+    """What stands beside the hash of a request's caller."""
+    return KnownAs(candidate.find_alias(), cut_caller(candidate.labels), candidate.list_credentials())
 
 
 class TableRow(Protocol):

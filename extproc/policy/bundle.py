@@ -41,8 +41,10 @@ from extproc.request.limit_keys import (
     CallerKey,
     FirstOf,
     HeadCallerKey,
+    HeadKey,
     ScopeKey,
     is_in_body,
+    list_sources,
 )
 from extproc.request.notes import PLACEHOLDERS
 from extproc.sessions.session_limits import Session, SessionLimits
@@ -54,6 +56,15 @@ SHADOW: Final = "shadow"
 
 EVERYBODY: Final = 100
 """The percentage of callers at which no caller is left out, not even those who cannot be told apart."""
+
+MAX_LABELS: Final = 8
+"""As many as are shown."""
+
+NO_ALIASES: Any = Field(default_factory=dict, json_schema_extra={"default": {}})
+
+_HASH = re.compile(r"[0-9a-f]{16}\Z")
+ALIAS = re.compile(r"[A-Za-z0-9_.@-]{1,64}\Z")
+"""The name of a caller; a hash looks like one, too."""
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
@@ -114,6 +125,18 @@ def _check_id(value: str) -> str:
     return value
 
 
+def _check_hash(value: str) -> str:
+    if not _HASH.match(value):
+        raise make_error("must be the 16 hex digits of a caller, as in logs")
+    return value
+
+
+def _check_alias(value: str) -> str:
+    if not ALIAS.match(value) or _HASH.match(value):
+        raise make_error("must be 1 to 64 of the characters A-Z a-z 0-9 _ . @ -, and no hash")
+    return value
+
+
 def _check_note(value: str) -> str:
     try:
         fields = list(Formatter().parse(value))
@@ -153,6 +176,8 @@ Host = Annotated[str, AfterValidator(_check_host), Field(json_schema_extra=_HOST
 Header = Annotated[str, AfterValidator(_check_header), Field(json_schema_extra=_TOKEN)]
 Id = Annotated[str, AfterValidator(_check_id), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.-]{1,128}$"})]
 NoteTemplate = Annotated[str, Field(max_length=1_000), AfterValidator(_check_note)]
+CallerHash = Annotated[str, AfterValidator(_check_hash), Field(json_schema_extra={"pattern": "^[0-9a-f]{16}$"})]
+Alias = Annotated[str, AfterValidator(_check_alias), Field(json_schema_extra={"pattern": "^[A-Za-z0-9_.@-]{1,64}$"})]
 Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
@@ -291,6 +316,8 @@ class Spec(JsonObject):
         canary_of: id of the enforcing policy to compare this shadow policy with. Default: the only one with the same selector.
         limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address`, `credential`,
             `body:<JSON Pointer>`, or the first of several of them.
+        labels: up to 8 limit keys outside the body, whose values are shown beside the caller's hash and count for nothing.
+        aliases: names for callers, by the hash of the caller or of its credential; they hold for all policies.
         missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, and not at all with
             none; `skip` never counts them; `share` counts all with none as one caller.
         uncountable: requests that a detector cannot count: `allow` lets them pass, `reject` refuses them.
@@ -311,6 +338,8 @@ class Spec(JsonObject):
     keep_counts: bool = False
     canary_of: Id | None = None
     limit_keys: list[CallerKey] = NO_ITEMS
+    labels: Annotated[list[HeadKey], Field(max_length=MAX_LABELS)] = NO_ITEMS
+    aliases: dict[CallerHash, Alias] = NO_ALIASES
     missing_descriptor: Literal["require_one", "skip", "share"] = "require_one"
     uncountable: Literal["allow", "reject"] = "allow"
     bypass: list[Bypass] = NO_ITEMS
@@ -325,6 +354,10 @@ class Spec(JsonObject):
         """`limit_keys` of the policy united with those of its rules and its fallback, each once, in order."""
         keys = [*self.limit_keys, *(key for rule in self.rules for key in rule.limit_keys)]
         return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
+
+    def list_sources(self) -> list[str]:
+        """The same and those of labels, in place of a `first_of` what it chooses among."""
+        return list(dict.fromkeys(list_sources([*self.all_limit_keys(), *self.list_ramp_keys(), *self.labels])))
 
     def list_ramp_keys(self) -> list[str | FirstOf]:
         """The limit keys that choose the callers of `enforce_percent`."""

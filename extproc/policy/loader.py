@@ -335,7 +335,7 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
     for below, message in rules.find_unenforced(policy):
         _, part, *_ = below
         report.disclaim((*place, *below), message, str(part), policy.id)
-    for below, message in rules.explain_defaults(policy):
+    for below, message in (*rules.explain_defaults(policy), *rules.explain_secrets(policy)):
         report.note((*place, *below), message)
 
 

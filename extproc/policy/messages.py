@@ -21,7 +21,7 @@ _LONGEST = 60
 
 _LIMITS: Place = ("spec", "session_limits")
 
-_NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",))
+_NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), ("aliases",))
 """The mappings whose keys are checked as well."""
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]

@@ -17,6 +17,7 @@ from extproc.objects import MAX_THRESHOLD, Place, is_annotation
 from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, FallbackLimit, LoopDetection, Policy, Spec
 from extproc.policy.strict_json import write_pointer
 from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
+from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.session_limits import find_limit_errors
 
 MAX_LOG_THRESHOLD = 10_000
@@ -334,6 +335,7 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
         *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
         (("spec", "fallback_limit", "limit_keys"), spec.fallback_limit.limit_keys if spec.fallback_limit else []),
         (("spec", "ramp_by"), spec.ramp_by or []),
+        (("spec", "labels"), spec.labels),
         (("spec", "session", "keys"), spec.session.keys if spec.session else []),
     ]
     for place, keys in places:
@@ -346,6 +348,19 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
             for where, source in listed:
                 if source in UNSUPPORTED_KEYS:
                     yield where, f"the descriptor {source} cannot be derived by Loopguard and is left out of fingerprints"
+
+
+def explain_secrets(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Limit keys whose values are secrets, which earlier versions compared and showed as they are.
+
+    Yields:
+        the place below the policy, and what is different.
+    """
+    keys = [key for key in policy.spec.list_sources() if is_secret(key) and key != CREDENTIAL]
+    if keys and policy.spec.is_enabled():
+        named = " and ".join(keys)
+        known = "callers are known by a keyed hash of it, which earlier versions did not use"
+        yield ("spec", "limit_keys"), f"the value of {named} is a secret: {known}; credential finds the secret of every API"
 
 
 def _name(key: str | FirstOf) -> str:

@@ -174,7 +174,8 @@ class HttpRequest:
             if limit_key == CREDENTIAL:
                 found = self._read_credential()
             else:
-                secret = self.read_plain_secret(limit_key)
+                source, _, name = limit_key.partition(":")
+                secret = extract_secret(self.read_header(name)) if source == "header" else self.read_parameter(name)
                 found = self.hash_key.hide(secret) if secret else ""
             self._hidden[limit_key] = found
         return found
@@ -185,11 +186,6 @@ class HttpRequest:
             if found:
                 return found
         return ""
-
-    def read_plain_secret(self, limit_key: str) -> str:
-        """The secret itself, which goes into hashes and nowhere else."""
-        source, _, name = limit_key.partition(":")
-        return extract_secret(self.read_header(name)) if source == "header" else self.read_parameter(name)
 
 
 def cut_text(text: str, length: int) -> str:
@@ -298,6 +294,12 @@ def compile_plainly(key: str, *, hidden: bool = True) -> Descriptor:
     source, _, argument = key.partition(":")
     read = _read_secret if hidden and is_secret(key) else _READERS[source]
     return Descriptor(key, key, source, key if read is _read_secret else argument, read)
+
+
+def read_plainly(request: HttpRequest, key: str) -> str:
+    """A request's value for a limit key as it was sent; of a secret it goes into hashes and nowhere else."""
+    source, _, argument = key.partition(":")
+    return _READERS[source](request, argument)
 
 
 def _name_key(key: str | FirstOf) -> str:

@@ -37,6 +37,11 @@ def is_secret(limit_key: str) -> bool:
     return limit_key == CREDENTIAL or (source == "query" and name == SECRET_PARAMETER)
 
 
+def may_stand_in_query(limit_key: str) -> bool:
+    """Whether the query may have the secret that a limit key names."""
+    return limit_key in (CREDENTIAL, f"query:{SECRET_PARAMETER}")
+
+
 def list_places(path: str) -> tuple[str, ...]:
     """Where a request shows its credential, as limit keys in the order in which they are looked at."""
     return _recall_places(path) if len(path) <= _LONGEST_KNOWN else _list_places(path)

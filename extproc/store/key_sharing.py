@@ -51,11 +51,11 @@ class KeySharing:
             self._report(str(error) or type(error).__name__)
             return
         if secret != self._key.secret and (self.is_shared or self._trouble):  # else it is the start
-            _LOG.warning("the hash key now comes from the store: notes made with another key are no longer recognised")
+            _LOG.warning("the hash key now comes from the store: notes and callers of another key are no longer recognised")
         self._key.secret, self.is_shared, self._trouble = secret, True, ""
 
     def _report(self, trouble: str) -> None:
         if not self._trouble:
-            state = "the last one known" if self.is_shared else "a key of its own: others do not recognise its notes"
+            state = "the last one known" if self.is_shared else "its own: others do not recognise its notes and callers"
             _LOG.warning(f"the store has no hash key to give, so this process uses {state}", extra=make_extra(error=trouble))
         self._trouble = trouble

@@ -7,6 +7,8 @@ from typing import Any
 
 _SPEC = (
     "limit_keys",
+    "labels",
+    "aliases",
     "missing_descriptor",
     "session",
     "session_limits",

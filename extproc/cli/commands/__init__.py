@@ -52,7 +52,10 @@ def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
     """The flag that names the file of the hash key."""
     parser.add_argument(
-        "--hash-key-file", default="", metavar="PATH", help="as serve --hash-key-file: recognise the notes of these servers"
+        "--hash-key-file",
+        default="",
+        metavar="PATH",
+        help="as serve --hash-key-file: recognise the notes of these servers, and hash API keys as they do",
     )
 
 
@@ -73,8 +76,11 @@ def count(number: int, noun: str) -> str:
 
 
 def write_caller(row: Mapping[str, Any]) -> str:
-    """The caller in a row of the admin port: by the descriptors where they are told, else by the hash."""
-    return ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items()) or str(row["caller"])
+    """The caller in a row of the admin port: its alias, else the descriptors where they are told, else the hash; and labels."""
+    told = ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items())
+    labels = ", ".join(f"{name}: {value}" for name, value in (row.get("labels") or {}).items())
+    caller = str(row.get("alias") or told or row["caller"])
+    return f"{caller} ({labels})" if labels else caller
 
 
 def write_coverage(report: Mapping[str, Any]) -> list[str]:

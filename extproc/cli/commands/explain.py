@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 from extproc.apis import takes_websocket
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome
-from extproc.engine.candidates import LoopCandidate, SessionCandidate
+from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
@@ -27,6 +27,7 @@ from extproc.ext_proc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.logs import escape_controls
+from extproc.operator.table import find_known
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
@@ -71,8 +72,9 @@ def run(options: argparse.Namespace) -> int:
         _print_switch(switch, shadow=options.shadow)
         if not options.shadow:
             return 0
+    request.hash_key = key = read_hash_key(options.hash_key_file)
     ramps = {plan.id: _show_place(plan.ramp, request) for plan in engine.match(request) if plan.ramp is not None}
-    evaluation = engine.prepare(request, key=read_hash_key(options.hash_key_file))
+    evaluation = engine.prepare(request, key=key)
     if evaluation is None:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request passes uncounted"))
         return 0
@@ -144,12 +146,20 @@ def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
         ("session", candidate.session),
         *more,
         ("tenant", candidate.tenant),
+        *_show_known(candidate),
         ("key", candidate.name_ledger()),
         ("history", shown),
         ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
     ]
     told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
     _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or AUTO_STATUS}")])
+
+
+def _show_known(candidate: Candidate) -> _Rows:
+    """What stands beside the caller's hash."""
+    known = find_known(candidate)
+    rows = [("credential", credential) for credential in known.credentials] + [("alias", known.alias)] * bool(known.alias)
+    return rows + [("label", f"{name}: {value}") for name, value in known.labels]
 
 
 def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
@@ -161,6 +171,7 @@ def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: byte
         rows += zip(chain(["compared"], repeat("")), detector.similarity.show(evaluation.plain), strict=False)
     rows += more
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
+    rows += _show_known(candidate)
     if candidate.push is not None:
         rows.append(("ring", f"{candidate.push.key}: earlier turns, which explain does not read"))
     if hit is not None:

@@ -11,6 +11,7 @@ CODES = {
     "answers": "Envoy does not carry out refusals or warnings.",
     "attributes": "Loopguard does not receive client addresses or route names.",
     "buffer-limit": "A body that passes today gets a 413, or passes uncounted.",
+    "caller-headers": "Loopguard does not get headers by which policies tell callers apart.",
     "circuit-breakers": "Above this number of concurrent requests, Envoy skips Loopguard.",
     "client-address": "Clients can choose their address.",
     "client-header": "Clients do not receive the warning header.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from extproc.ext_proc.transaction import HOLD_MARGIN_MS
 from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Selector
 from extproc.policy.loader import PolicySet
-from extproc.request.limit_keys import list_sources
+from extproc.request.secrets import CREDENTIAL, list_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class Needs:
         uploads: the largest body that has to pass, in bytes.
         hold: how long an answer may take at most where requests are throttled, in seconds; 0 where none is.
         warns: some request goes on with a warning.
+        keys: limit keys, those among them that a `first_of` has, and those of labels.
+        required: those of them that nothing else can take the place of.
         selectors: of the policies that do something, by id.
         outcomes: some policy limits what comes of answers: what they cost, or whether they are errors.
         usage: some policy limits what they cost.
@@ -33,10 +35,20 @@ class Needs:
     selectors: Sequence[tuple[str, Selector]]
     outcomes: bool = False
     usage: bool = False
+    required: Sequence[str] = ()
 
     def reads(self, source: str) -> bool:
         """Whether some limit key begins like this."""
         return any(key.startswith(source) for key in self.keys)
+
+    def requires(self, source: str) -> bool:
+        """The same, where nothing else can take its place."""
+        return any(key.startswith(source) for key in self.required)
+
+    def list_headers(self) -> list[str]:
+        """The headers in which callers are looked for."""
+        places = [place for key in self.keys for place in (list_places("") if key == CREDENTIAL else (key,))]
+        return list(dict.fromkeys([place.removeprefix("header:") for place in places if place.startswith("header:")]))
 
     @property
     def names_routes(self) -> bool:
@@ -57,10 +69,11 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
         uploads=uploads,
         hold=max(holds, default=0) / 1000,
         warns=any({"warn", "steer"} & _list_actions(loop) for loop in enforced),
-        keys=list_sources([key for policy in acting for key in policy.spec.all_limit_keys()]),
+        keys=[key for policy in acting for key in policy.spec.list_sources()],
         selectors=[(policy.id, policy.spec.selector) for policy in acting],
         outcomes=any(limit.needs_answers() for limit in limits),
         usage=any(limit.max_cost_per_session is not None for limit in limits),
+        required=[key for policy in acting for key in policy.spec.all_limit_keys() if isinstance(key, str)],
     )
 
 

@@ -14,6 +14,7 @@ from extproc.cli.envoy_config.template import cut_parts, fill
 from extproc.cli.envoy_config.usage import write_event_rules, write_rules, write_streamed_matchers
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet
+from extproc.request.secrets import may_stand_in_query
 from extproc.settings import Address, parse_subject_name
 
 _BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL"}
@@ -78,6 +79,7 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
         "failure_mode_allow": str(options.failure_mode == "allow").lower(),
         **_describe_rules(options),
         "outcomes": needed and not options.observes,
+        "secret_query": any(may_stand_in_query(key) for policy in policies.list_acting() for key in policy.spec.list_sources()),
         "usage": _reads_usage(policies, options),
         "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
         "loopguard_endpoints": "\n".join(

@@ -17,6 +17,7 @@ from extproc.operator.admin.reports import (
     OLDEST_FIRST,
     Selection,
     TablePages,
+    describe_known,
     describe_view,
     read_selection,
     select,
@@ -103,6 +104,7 @@ def _describe(loop: Loop, prices: Prices, *, shows_callers: bool, now: float) ->
     tokens, not_sent = estimate_tokens(loop.size), estimate_tokens(loop.stopped_size)
     return {
         "caller": loop.tenant,
+        **describe_known(loop),
         "descriptors": dict(loop.caller) if shows_callers and loop.caller else None,
         "session": loop.session or None,
         "policy": loop.policy,

@@ -13,6 +13,8 @@ from starlette.requests import Request
 
 from extproc.operator.admin.pages import is_near
 from extproc.operator.board import AnyDocument, Board, View
+from extproc.operator.loop_rows import Loop
+from extproc.operator.session_rows import SessionRow
 
 VERSION = 1
 """Of the JSON: fields may be added to it, none changes its meaning."""
@@ -31,7 +33,8 @@ class Selection(NamedTuple):
 
     Attributes:
         policy: only of this one, empty for all.
-        caller: only of callers whose hash starts with this, or one of whose values or `NAME=VALUE` it is where those are shown.
+        caller: only of callers whose hash starts with this, whose alias, label or credential's hash it is, or, where these are
+            shown, one of whose values or `NAME=VALUE`.
         tool: only with this one.
         sort: one of the table's orders, empty for the first of them.
         limit: at most this many.
@@ -89,7 +92,13 @@ def _matches(row: Mapping[str, Any], selection: Selection) -> bool:
         return False
     shown, chosen = row["descriptors"] or {}, selection.caller
     pairs = [f"{name}={value}" for name, value in shown.items()]
-    return row["caller"].startswith(chosen) or chosen in (*shown.values(), *pairs, ", ".join(pairs))
+    known = [row["alias"], *row["credentials"], *(row["labels"] or {}).values()]
+    return row["caller"].startswith(chosen) or chosen in (*known, *shown.values(), *pairs, ", ".join(pairs))
+
+
+def describe_known(row: Loop | SessionRow) -> dict[str, Any]:
+    """What stands beside the hash of a row's caller."""
+    return {"alias": row.alias or None, "labels": dict(row.labels) or None, "credentials": row.credentials}
 
 
 def describe_view(view: View[Any], now: float) -> dict[str, Any]:

@@ -16,7 +16,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.operator.admin.pages import Page, send_page
-from extproc.operator.admin.reports import Selection, TablePages, describe_view, read_selection, select, write_time
+from extproc.operator.admin.reports import (
+    Selection,
+    TablePages,
+    describe_known,
+    describe_view,
+    read_selection,
+    select,
+    write_time,
+)
 from extproc.operator.board import View
 from extproc.operator.session_rows import CallRow, SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
@@ -73,6 +81,7 @@ def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
     return {
         "session": row.session,
         "caller": row.tenant,
+        **describe_known(row),
         "descriptors": dict(row.caller) if shows_callers and row.caller else None,
         "policy": row.policy,
         "mode": row.mode,

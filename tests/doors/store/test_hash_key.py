@@ -148,8 +148,8 @@ def test_a_store_that_is_away_is_told_of_once_and_asked_again(caplog: pytest.Log
 
     assert key.secret == SECRET
     assert [record.message for record in caplog.records] == [
-        "the store has no hash key to give, so this process uses a key of its own: others do not recognise its notes",
-        "the hash key now comes from the store: notes made with another key are no longer recognised",
+        "the store has no hash key to give, so this process uses its own: others do not recognise its notes and callers",
+        "the hash key now comes from the store: notes and callers of another key are no longer recognised",
     ]
 
 

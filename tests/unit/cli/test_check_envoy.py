@@ -560,7 +560,15 @@ def with_jwt(place: int, **provider: str) -> Edit:
     return edit
 
 
-def keyed(*keys: str, **selector: object) -> Json:
+FIRST = {"first_of": ["jwt:sub", "credential"], "name": "caller"}
+
+
+def forwarding(**rules: object) -> Edit:
+    """The filter forwards headers by these rules."""
+    return put(f"{FILTER}/forward_rules", rules)
+
+
+def keyed(*keys: object, **selector: object) -> Json:
     """A policy with these limit keys."""
     return bundle(policy("chat", {"pathPrefix": "/chat", **selector}, limit_keys=list(keys)))
 
@@ -574,6 +582,35 @@ NEEDS: dict[str, tuple[Json, list[Edit], list[str]]] = {
         keyed("jwt:org"),
         [with_jwt(0, payload_in_metadata="claims"), drop(f"{MANAGER}/http_filters/1/typed_config/metadata_options")],
         ["metadata", "jwt"],
+    ),
+    "claims, or else a credential": (keyed(FIRST), [], []),
+    "claims that come too late, or else a credential": (keyed(FIRST), [with_jwt(1, payload_in_metadata="claims")], ["jwt"]),
+    "a token that is taken away": (keyed("credential"), [with_jwt(0)], ["caller-headers"]),
+    "a token that stays": (keyed("credential"), [with_jwt(0, forward=True)], []),
+    "a token that is no caller": (keyed("header:x"), [with_jwt(0)], []),
+    "headers that are not forwarded": (
+        keyed("credential", "header:x"),
+        [
+            forwarding(
+                allowed_headers={"patterns": [{"exact": "Authorization"}, {"prefix": "x-"}, {"safe_regex": {"regex": "c.*"}}]}
+            )
+        ],
+        ["caller-headers"],
+    ),
+    "headers that are forwarded": (
+        keyed("credential", "header:x"),
+        [forwarding(allowed_headers={"patterns": [{"suffix": "-key"}, {"contains": "auth"}, {"safe_regex": {"regex": "x"}}]})],
+        [],
+    ),
+    "headers that are withheld": (
+        keyed("header:x"),
+        [forwarding(disallowed_headers={"patterns": [{"exact": "x"}]})],
+        ["caller-headers"],
+    ),
+    "other headers that are withheld": (
+        keyed("header:x"),
+        [forwarding(disallowed_headers={"patterns": [{"exact": "cookie"}, {"safe_regex": {"regex": "("}}]})],
+        [],
     ),
     "an address": (keyed("ip:address"), [drop(f"{MANAGER}/use_remote_address")], ["client-address"]),
     "no address": (keyed("header:x"), [drop(f"{MANAGER}/use_remote_address")], []),

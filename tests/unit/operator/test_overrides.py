@@ -20,6 +20,7 @@ from extproc.engine.orders import (
     MAX_GRANT,
     RELEASE,
     ActiveOverride,
+    Caller,
     Grant,
     Overrides,
     Target,
@@ -89,7 +90,7 @@ def count(service: Service, kind: str, mode: str = "enforce", name: str = "p") -
 def find(standing: Overrides, name: str = "p", *, ahead: float = 0) -> list[str]:
     """The names of what holds for a request of which all is known."""
     values = [("x-user-id", "ann"), ("x-team", "t")]
-    head = name, time.time() + ahead, values, "f" * 16
+    head = name, time.time() + ahead, Caller(["f" * 16], [values])
     found = [*standing.find_by_head(*head), *standing.find_by_body(*head, "a" * 16, "0" * 8, ("search", "read"))]
     return [override.name for override in found]
 
@@ -121,7 +122,7 @@ def test_a_head_tells_of_callers_alone() -> None:
     """Before its body is known a request has no session, fingerprint or tool that anything could be about."""
     targets = [Target(session="a" * 16), Target(fingerprint="0" * 8), Target(tool="read"), ANN._replace(tool="read")]
     of_body, of_head = Overrides([order(BLOCK, target) for target in targets]), Overrides([order(BLOCK)])
-    head = "p", time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann")
+    head = "p", time.time(), Caller([hash_tenant("x-user-id=ann")], [[("x-user-id", "ann")]])
     body = "a" * 16, "0" * 8, ("read",)
 
     assert (len(of_body.find_by_head(*head)), len(of_body.find_by_body(*head, *body))) == (0, 4)
@@ -367,7 +368,7 @@ SESSION = Target(session="a" * 16)
 def find_all(*standing: ActiveOverride, name: str = "p", session: str = "a" * 16) -> list[ActiveOverride]:
     """What holds for a request of a session of Ann's."""
     found = Overrides(standing)
-    head = name, time.time(), [("x-user-id", "ann")], hash_tenant("x-user-id=ann")
+    head = name, time.time(), Caller([hash_tenant("x-user-id=ann")], [[("x-user-id", "ann")]])
     return [*found.find_by_head(*head), *found.find_by_body(*head, session, "0" * 8, ())]
 
 
@@ -709,7 +710,7 @@ LIMIT_KEY = (
 KINDS = "kind must be one of release, allow, block, kill, grant"
 KEYS = ["kind", "caller", "session", "fingerprint", "tool", "policy", "seconds", "reason", "steps", "tool_calls", "cost", "key"]
 WHOLE = "which applies to whole sessions: name a session, or a caller"
-CALLER = "caller must be the 16 hex digits of a tenant, as in logs, or an object of descriptor values by name"
+CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
 
 
 @pytest.mark.parametrize(
@@ -908,7 +909,7 @@ def test_policies_of_routes_have_limits_as_well() -> None:
 def test_an_order_for_a_hash_that_no_server_has_reported_has_a_note() -> None:
     """A caller, a session or a loop by a hash of its own; by their values there is nothing to compare."""
     one = Replicas(1, limited(max_steps=3, session={"keys": ["header:x-session-id"]}))
-    one.givers[0].list_seen = lambda: Seen({"a" * 16}, {"b" * 16}, {"c" * 8})
+    one.givers[0].list_seen = lambda: Seen({"a" * 16: 1}, {"b" * 16}, {"c" * 8})
 
     def remarks(**given: Any) -> list[str]:  # noqa: ANN401  # an order
         return [note.partition(". ")[0] for note in one.give(kind="block", **given)[1]]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 
@@ -24,7 +26,7 @@ BEDROCK = "/model/m/converse"
 SIGNED = "AWS4-HMAC-SHA256 Credential=AKIAEXAMPLE/20260101/us-east-1/bedrock/aws4_request, SignedHeaders=host, Signature="
 
 
-def ask(path: str = "/", claims: dict[str, str] | None = None, **headers: str) -> HttpRequest:
+def ask(path: str = "/", claims: Mapping[str, str] = MappingProxyType({}), /, **headers: str) -> HttpRequest:
     """A request with these headers."""
     named = {name.replace("_", "-"): value.encode() for name, value in headers.items()}
     request = HttpRequest("POST", path, "host", named, StatedFacts(claims=claims))

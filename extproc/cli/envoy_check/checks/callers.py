@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from extproc.cli.envoy_check.config import Guard
@@ -24,6 +25,49 @@ def check_address(guard: Guard) -> Iterator[Finding]:
     problem = "Envoy takes the client's address from X-Forwarded-For, so a client can choose its own ip:address"
     right = "use_remote_address: true, and behind a load balancer xff_num_trusted_hops"
     yield Finding("client-address", place, problem, right, hurts=guard.needs.known)
+
+
+def check_caller_headers(guard: Guard) -> Iterator[Finding]:
+    """Headers that tell callers apart reach Loopguard: no rule keeps them back, and no filter takes them away."""
+    wanted = guard.needs.list_headers()
+    rules = guard.filter.config.get("forward_rules")
+    allowed, withheld = rules.get("allowed_headers"), rules.get("disallowed_headers")
+    hidden = [name for name in wanted if (allowed.is_there and not _matches(allowed, name)) or _matches(withheld, name)]
+    if hidden:
+        problem = f"Loopguard does not get {' and '.join(hidden)}, by which policies tell callers apart"
+        yield Finding("caller-headers", rules, problem, "forward_rules that forward them, or none")
+    if "authorization" not in wanted or guard.needs.reads("jwt:"):
+        return
+    for item in guard.manager.filters:
+        if item == guard.filter:
+            break
+        for name, provider in item.config.get("providers").entries() if item.is_a("jwt_authn.v3.JwtAuthentication") else ():
+            if not provider.get("forward").flag():
+                problem = f"provider {name} takes the token out of authorization, by which policies tell callers apart"
+                yield Finding("caller-headers", provider.get("forward"), problem, "forward: true, or jwt: limit keys")
+
+
+def _matches(patterns: ConfigPlace, name: str) -> bool:
+    """Whether one of a list of StringMatchers takes the name of a header."""
+    for pattern in patterns.get("patterns").items():
+        found = [
+            name == pattern.get("exact").text().lower(),
+            pattern.get("prefix").is_there and name.startswith(pattern.get("prefix").text().lower()),
+            pattern.get("suffix").is_there and name.endswith(pattern.get("suffix").text().lower()),
+            pattern.get("contains").is_there and pattern.get("contains").text().lower() in name,
+            pattern.get("safe_regex").is_there and _matches_regex(pattern.get("safe_regex", "regex").text(), name),
+        ]
+        if any(found):
+            return True
+    return False
+
+
+def _matches_regex(pattern: str, name: str) -> bool:
+    """Whether a pattern takes a whole name; what only RE2 understands is taken for one that does not."""
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
 
 
 def check_envoy_headers(guard: Guard) -> Iterator[Finding]:

@@ -146,6 +146,8 @@ def check_claims(guard: Guard) -> Iterator[Finding]:
     verifiers = [item for item in filters if item.is_a("jwt_authn.v3.JwtAuthentication")]
     if not guard.needs.reads("jwt:"):
         return
+    if not verifiers and not guard.needs.requires("jwt:"):
+        return  # what else the policies take is there
     if not verifiers:
         problem = "policies have jwt: keys, and no filter verifies a token here: these keys are always missing"
         yield Finding("jwt", guard.manager.place.get("http_filters"), problem, f"{_JWT} before {guard.filter.name}")
