@@ -262,13 +262,10 @@ class Plan:
     """A policy with its guards.
 
     Attributes:
-<<<<<<< HEAD
         guards_strangers: some detector counts nothing, and so acts on requests without a caller, too.
         merges_strangers: all requests without a caller are one caller's.
-=======
         labels: what is shown of callers and counts for nothing.
         aliases: names of callers, by the hash of a caller or of its secret.
->>>>>>> caller
         ramp: chooses the callers that the policy acts on, None where these are all or none.
         watching: the same policy in shadow, for the others.
         paired: what it makes of a request is compared with what another one does.
