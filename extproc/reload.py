@@ -30,7 +30,8 @@ from extproc.metrics import Metrics
 from extproc.objects import copy_text
 from extproc.policy.bundle import Policy
 from extproc.policy.files import find_directories, read_files, read_what_can_be
-from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, parse
+from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, locate_raw, parse
+from extproc.policy.presets import DEFAULT_PRESET, find_preset
 from extproc.settings import Settings
 
 _LOG = logging.getLogger("loopguard")
@@ -94,16 +95,17 @@ class Reloader:
     _overridden: list[bool]
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Load for the first time.
+        """Load for the first time: where no policy is given, the preset, in shadow mode.
 
         Raises:
             BundleErrors: the policies have errors, or parts that are not enforced, without permission.
         """
         self._settings = settings
+        self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
         self._metrics = metrics
         self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
-        files, unreadable = read_what_can_be(settings.policy)
+        files, unreadable = read_what_can_be(self._paths)
         self._seen = _hash(files)
         self._files = _FileSystem()
         self._unreadable = ""
@@ -125,6 +127,11 @@ class Reloader:
         sources, archive = self.sources, self._archive
         return [(source, list_raw(data)) for source, data in zip(sources, archive.open().values(), strict=True)]
 
+    def locate_policies(self) -> dict[str, tuple[str, str, Any]]:
+        """Every policy that is in force, by its id: its file, its JSON Pointer there, and the policy as it is written."""
+        found = [(file, locate_raw(data)) for file, data in self._archive.open().items()]
+        return {name: (file, pointer, raw) for file, own in found for name, (pointer, raw) in own.items()}
+
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
         """Read the files again; when they changed, or `force` says so, load them and swap.
 
@@ -143,14 +150,14 @@ class Reloader:
         while True:
             await self.reload(swap)
             try:
-                watched = await self._files.ask(_list_directories, self._settings.policy, self._seen)
+                watched = await self._files.ask(_list_directories, self._paths, self._seen)
                 async with aclosing(_watch_changes(watched)) as changes:
                     ticks = itertools.cycle(range(_RECHECK_TICKS))
                     async for changed in changes:
                         if next(ticks) and not changed:
                             continue
                         await self.reload(swap)
-                        if watched != await self._files.ask(_list_directories, self._settings.policy, self._seen):
+                        if watched != await self._files.ask(_list_directories, self._paths, self._seen):
                             break
             except (OSError, RuntimeError) as error:  # a watched directory went away, or the system's watches are used up
                 if str(error) != failure:
@@ -172,7 +179,7 @@ class Reloader:
 
     async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool) -> None:
         try:
-            files, seen = await self._files.ask(_read, self._settings.policy)
+            files, seen = await self._files.ask(_read, self._paths)
         except (BundleErrors, OSError) as error:
             if str(error) != self._unreadable or force:  # a file that stays missing is one failure, not one every recheck
                 await self._refuse(error)
@@ -373,7 +380,7 @@ def _compile(
             files,
             now,
             allow_unenforced=settings.allow_unenforced,
-            shadow=settings.shadow,
+            shadow=settings.shadow or settings.watches,
             checked=checked,
             unreadable=unreadable,
         )

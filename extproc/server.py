@@ -23,6 +23,7 @@ from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
 from extproc.operator.admin.loop_report import LoopPages
@@ -35,6 +36,7 @@ from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.canary.states import State
 from extproc.operator.canary.verdict import Rules
+from extproc.operator.coverage_rows import CoverageDocument
 from extproc.operator.events import LoopEvents, SessionEvents, open_events
 from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.operator.overrides import OverrideService, Seen, describe_override
@@ -125,10 +127,13 @@ class Server:
         reporter = self.service.reporter
         loops = Board("loops", LoopDocument, reporter.loops, store, self._shows_callers, replica)
         sessions = Board("sessions", SessionDocument, reporter.sessions, store, self._shows_callers, replica)
-        self._boards: list[Board[Any]] = [loops, sessions]
+        coverage = Board("coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica)
+        self._boards: list[Board[Any]] = [loops, sessions, coverage]
         self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view())
         loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers)
         session_pages = SessionPages(sessions, self._shows_callers)
+        coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
+        loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
         routes = [
             route_page("/healthz", self._healthz),
             route_page("/readyz", self._readyz),
@@ -139,6 +144,7 @@ class Server:
             route_loop_page(loop_pages, session_pages),
             *loop_pages.list_routes(),
             *session_pages.list_routes(),
+            *coverage_pages.list_routes(),
             *route_overrides(self._overrides, Credentials(settings.admin_token_file), lambda: self._loop),
         ]
         self._admin = AdminServer(make_app(metrics, routes))
@@ -190,6 +196,8 @@ class Server:
                 hash_key=self._name_key(),
             ),
         )
+        if self._settings.watches:
+            _LOG.warning(WATCHING)
         try:
             await self._stop.wait()
             await self._drain()
@@ -286,6 +294,7 @@ class Server:
     async def _heartbeat(self) -> None:
         while True:
             self._beat = time.monotonic()
+            self.service.reporter.coverage.roll(time.time())
             await asyncio.sleep(1)
 
     def _healthz(self) -> Page:
@@ -299,7 +308,11 @@ class Server:
         code = HTTPStatus.OK if status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
         unenforced = len(self._list_unenforced())
         missing = {"unenforced": unenforced} if unenforced else {}
-        return Page(code, {"status": status, "store": self._store.health(), **missing})
+        return Page(code, {"status": status, "store": self._store.health(), **missing, **self._tell_watching()})
+
+    def _tell_watching(self) -> dict[str, str]:
+        """That no policy is given, where that is so."""
+        return {"watching": WATCHING} if self._settings.watches else {}
 
     def _policies(self) -> Page:
         sources = [
@@ -316,11 +329,24 @@ class Server:
         refusal = self._reloader.refusal
         refused = refusal and {"at": refusal.at.isoformat(), "errors": refusal.errors, "count": refusal.count}
         unenforced = [asdict(part) for part in self._list_unenforced()]
-        return Page(HTTPStatus.OK, {"modes": modes, "refused": refused, "unenforced": unenforced, "files": sources})
+        found = {"modes": modes, "refused": refused, "unenforced": unenforced, "files": sources}
+        return Page(HTTPStatus.OK, {**found, **self._tell_watching()})
 
     def _list_unenforced(self) -> list[Unenforced]:
         """What --allow-unenforced has left out, of policies that come with routes as well."""
         return [*self._reloader.unenforced, *self.service.handed_over.list_unenforced()]
+
+    def _read_coverage_state(self) -> ServerState:
+        plans, refusal = self.service.engine.plans, self._reloader.refusal
+        return ServerState(
+            store="memory" if isinstance(self._store, MemoryStore) else "shared",
+            health=self._store.health(),
+            watching=self._settings.watches,
+            limits_sessions=any(plan.limiter is not None for plan in plans),
+            acting=sum(not plan.shadow for plan in plans),
+            refused=refusal.errors if refusal is not None else [],
+            unenforced=len(self._list_unenforced()),
+        )
 
     def _canary(self) -> Page:
         states = [state for replica in self._collect_states().values() for state in replica]

@@ -135,7 +135,12 @@ class Settings:
     """Everything that `loopguard serve` can be told; each attribute is a flag and an environment variable."""
 
     policy: tuple[str, ...] = option(
-        (), _parse_paths, "policy file or directory; repeatable (in the environment separated by ':')", "PATH", gather=tuple
+        (),
+        _parse_paths,
+        "policy file or directory; repeatable (in the environment separated by ':'); without one, the preset agents watches"
+        " in shadow mode",
+        "PATH",
+        gather=tuple,
     )
     listen: Address = option("127.0.0.1:50051", parse_address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")
     tls_cert: str = option("", str, "server certificate chain; turns on mutual TLS", "PATH")
@@ -199,6 +204,11 @@ class Settings:
     price: float = option(
         0.0, _parse_price, "US dollars per million input tokens, in /loops; default: from genai-prices, if installed", "USD"
     )
+
+    @property
+    def watches(self) -> bool:
+        """No policy is given: the preset counts and reports, and never acts."""
+        return not self.policy
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

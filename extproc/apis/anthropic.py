@@ -97,6 +97,7 @@ API = Api(
         r"/v1/messages/": Endpoint(write_error),
         r"/publishers/anthropic/models/[^/:]+:(?:rawPredict|streamRawPredict)\Z": _MESSAGES,
     },
+    prefixes=("/v1/messages",),
     headers={"anthropic-version": _MESSAGES},
     asked=("stream",),
     blocks={

@@ -215,6 +215,7 @@ class Api(NamedTuple):
         default: how requests are answered whose API is not recognized; one API has this, and is asked last.
         content_types: patterns of the `content-type` that tell the API whatever the path is, and what is called there.
         paths: patterns of the path, searched for, and what is called there.
+        prefixes: where clients send their calls, as `pathPrefixes` of a policy: what the preset for agents guards.
         headers: names of those that clients of this API alone send, asked where the path says nothing.
         keys: of bodies, asked where the headers say nothing either.
         asked: other keys of bodies that `write_error` and `complete` read.
@@ -235,6 +236,7 @@ class Api(NamedTuple):
     default: Endpoint | None = None
     content_types: Mapping[str, Endpoint] = MappingProxyType({})
     paths: Mapping[str, Endpoint] = MappingProxyType({})
+    prefixes: tuple[str, ...] = ()
     headers: Mapping[str, Endpoint] = MappingProxyType({})
     keys: Mapping[tuple[str, ...], Endpoint] = MappingProxyType({})
     asked: tuple[str, ...] = ()

@@ -150,6 +150,7 @@ API = Api(
         rf"{_PATH}invoke-with-response-stream\Z": Endpoint(write_error, complete_as_model_in_pieces),
         rf"{_PATH}count-tokens\Z": Endpoint(write_error),
     },
+    prefixes=("/model/",),
     asked=("anthropic_version",),
     blocks={
         "toolUse": _read_call,

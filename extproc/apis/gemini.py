@@ -211,6 +211,15 @@ API = Api(
         r":streamGenerateContent\Z": Endpoint(write_error, complete_in_pieces),
         r":(?:countTokens|embedContent|batchEmbedContents)\Z": Endpoint(write_error),
     },
+    # Of Gemini, of Vertex AI, which has Anthropic's models, too, and of Code Assist.
+    prefixes=(
+        "/v1beta/",
+        "/v1/models/",
+        "/v1beta1/",
+        "/v1/projects/",
+        "/v1internal:generateContent",
+        "/v1internal:streamGenerateContent",
+    ),
     keys={("contents",): Endpoint(write_error)},  # the path alone would say whether a stream is wanted
     shapes=(
         Shape(("contents",), GeminiBody, Content, _name_speaker, _read, _find_raw, locate=_locate),

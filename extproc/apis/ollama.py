@@ -42,6 +42,7 @@ API = Api(
         r"/api/chat\Z": Endpoint(write_error, complete_chat, needs_tool=False),
         r"/api/generate\Z": Endpoint(write_error, complete_text),
     },
+    prefixes=("/api/chat", "/api/generate"),
     asked=("stream",),
     counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # in no object, and its streams are no events
     answered_by=("model",),

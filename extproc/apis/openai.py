@@ -235,6 +235,15 @@ _CHAT = Endpoint(write_error, complete_chat)
 API = Api(
     default=Endpoint(write_error),
     paths={r"/chat/completions\Z": _CHAT, r"/completions\Z": Endpoint(write_error, complete_text)},
+    # With and without its base path, of Azure OpenAI, and of OpenRouter.
+    prefixes=(
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/chat/completions",
+        "/openai/deployments/",
+        "/openai/v1/chat/completions",
+        "/api/v1/chat/completions",
+    ),
     keys={("messages", "model"): _CHAT},
     asked=("stream", "stream_options"),
     shapes=(

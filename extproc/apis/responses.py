@@ -186,6 +186,8 @@ _TOOLS = ToolList("input", "tools", "tool_choice")
 
 API = Api(
     paths={r"/responses\Z": Endpoint(write_error, complete, websocket=True)},
+    # Of OpenAI, of Azure OpenAI, and of Codex with an account.
+    prefixes=("/v1/responses", "/responses", "/openai/v1/responses", "/openai/responses", "/backend-api/codex/responses"),
     asked=("stream",),
     shapes=(
         Shape(("input",), ResponsesBody, Item, _name_speaker, _read, _find_raw, _take, _is_call, _look_back, locate=_locate),

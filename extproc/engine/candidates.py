@@ -346,6 +346,8 @@ class LoopCandidate(Candidate):
         detector, sums = self.detector, body.sums
         if self.plan.reads_body:
             self._read_body_descriptors(body.open(detector.max_inspect_bytes), missing)
+        if not self.caller and self.plan.guards_strangers and not detector.needs_no_caller:
+            raise NotCounted("missing_descriptor")
         if not detector.needs_body:
             sums = NO_BODY
         elif detector.looks:
@@ -452,6 +454,8 @@ class SessionCandidate(Candidate):
         """See `Candidate`."""
         if self.plan.reads_body:
             self._read_body_descriptors(body.open(self.limiter.max_inspect_bytes), missing)
+        if not self.caller and self.plan.guards_strangers:
+            raise NotCounted("missing_descriptor")
         self.body_crc32 = body.sums.crc32
         self.tenant = body.find_tenant(self.caller)
         self._body = body

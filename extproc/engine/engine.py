@@ -207,10 +207,11 @@ class Index(Generic[Item]):
             self.uses_routes = self.uses_routes or selector.routes is not None
             if selector.pathExact is not None:
                 self._exact.add(selector.pathExact, selector, place, texts)
-            if selector.pathPrefix is not None:
-                self._prefix.add(selector.pathPrefix, selector, place, texts)
-                self._depth = max(self._depth, selector.pathPrefix.count("/"))
-            if selector.pathExact is None and selector.pathPrefix is None:
+            prefixes = selector.list_prefixes()
+            for prefix in prefixes:
+                self._prefix.add(prefix, selector, place, texts)
+                self._depth = max(self._depth, prefix.count("/"))
+            if selector.pathExact is None and not prefixes:
                 self._anywhere.add("", selector, place, texts)
 
     def list_parts(self) -> list[object]:

@@ -132,6 +132,7 @@ class Detector:
         "mode",
         "name",
         "needs_body",
+        "needs_no_caller",
         "policy",
         "refusal",
         "refuses_later",
@@ -176,6 +177,7 @@ class Detector:
         self._key = f"{namespace}loop:{policy}:{name}:{self.window_type}:"
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
+        self.needs_no_caller = self.stateless and not loop.cooldown_seconds
         # Only a refusal can be left out: a request of any other action goes on, so it counts.
         self._count_refused = loop.count_refused or self.actions[-1] is not Action.REJECT
 
@@ -260,6 +262,8 @@ class Plan:
     """A policy with its guards.
 
     Attributes:
+        guards_strangers: some detector counts nothing, and so acts on requests without a caller, too.
+        merges_strangers: all requests without a caller are one caller's.
         labels: what is shown of callers and counts for nothing.
         aliases: names of callers, by the hash of a caller or of its secret.
         ramp: chooses the callers that the policy acts on, None where these are all or none.
@@ -275,10 +279,12 @@ class Plan:
         "_secrets",
         "aliases",
         "detectors",
+        "guards_strangers",
         "id",
         "inspects",
         "labels",
         "limiter",
+        "merges_strangers",
         "mode",
         "needs_body",
         "paired",
@@ -310,6 +316,10 @@ class Plan:
         self.refuses_uncountable = spec.uncountable == "reject"
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
+        missing = self._missing if self.tells_callers_apart else ""
+        self.merges_strangers = missing == "share"
+        needs_no_caller = any(detector.needs_no_caller for detector in self.detectors)
+        self.guards_strangers = needs_no_caller and missing == "require_one" and not self.refuses_uncountable
         self.reads_body = bool(self._body_descriptors)
         self._secrets = [secret for descriptor in self._descriptors for secret in _list_secrets(descriptor)]
         self.labels, _ = parts.find_descriptors(spec.labels)
@@ -469,7 +479,8 @@ class Plan:
 
     def _check_missing(self, values: list[tuple[str, str]], *, may_follow: bool) -> None:
         """Raise NotCounted where the policy wants more descriptors than these; others `may_follow`, from the body."""
-        if self._missing == "skip" or (self._missing == "require_one" and not values and not may_follow):
+        required = self._missing == "require_one" and not self.guards_strangers
+        if self._missing == "skip" or (required and not values and not may_follow):
             raise NotCounted("missing_descriptor")
 
 

@@ -161,6 +161,7 @@ class Transaction:
         evaluation = engine.prepare(request, scope, pinned, handed_over, service.key)
         if evaluation is None:
             service.metrics.unmatched.inc()
+            service.reporter.coverage.unmatched += 1
         elif service.settings.record:
             self._record = record_head(request, facts, evaluation.plans, plain=service.reporter.show_callers)
         return evaluation

@@ -13,12 +13,11 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import time
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
 from extproc.errors import StoreError
-from extproc.operator.table import Table
 from extproc.store import Store
 from extproc.store.rules.documents import MAX_DOCUMENT, make_replica_name
 
@@ -35,6 +34,7 @@ _COLLECT_SECONDS = 1.0
 _LEAST_CUT = 10
 
 AnyDocument = TypeVar("AnyDocument", bound="BoardDocument")
+Made_co = TypeVar("Made_co", bound="BoardDocument", covariant=True)
 
 
 class BoardDocument(Protocol):
@@ -47,6 +47,23 @@ class BoardDocument(Protocol):
     @classmethod
     def merge(cls, documents: Iterable[Self], now: float) -> Self:
         """One document of several replicas', without what has been quiet for too long; `now` in seconds since 1970."""
+        ...
+
+
+class BoardTable(Protocol[Made_co]):
+    """What one replica tells the others about; see `Table`."""
+
+    @property
+    def changes(self) -> int:
+        """A number that grows with every change."""
+        ...
+
+    def drop_quiet(self, before: float) -> None:
+        """Forget what has been quiet since then, in seconds since 1970."""
+        ...
+
+    def make_document(self, *, shows_callers: bool) -> Made_co:
+        """It as it is now."""
         ...
 
 
@@ -77,7 +94,7 @@ class Board(Generic[AnyDocument]):
         self,
         name: str,
         kind: type[AnyDocument],
-        table: Table[Any, AnyDocument],
+        table: BoardTable[AnyDocument],
         store: Store,
         shows_callers: Callable[[], bool],
         replica: str = "",

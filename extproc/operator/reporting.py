@@ -17,6 +17,7 @@ from extproc.engine.orders import ALLOW, ActiveOverride
 from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
+from extproc.operator.coverage import Coverage
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
@@ -52,12 +53,14 @@ class Reporter:
     Attributes:
         loops: recent ones.
         sessions: recent ones.
+        coverage: what is guarded, and what is not.
         show_callers: tell callers by the values of their descriptors, not by a hash alone; may change at any time.
     """
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         self.loops = LoopTable()
         self.sessions = SessionTable()
+        self.coverage = Coverage(metrics.decisions, time())
         self.show_callers = show_callers
         self._metrics = metrics
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
@@ -87,23 +90,33 @@ class Reporter:
 
     def report_uncounted(self, evaluation: Evaluation) -> None:
         """Policies that did not count a request, and those that failed."""
+        if evaluation.plans:  # else it is the rest of one that has been decided in part
+            self.coverage.requests += 1
+        flawed = False
         if evaluation.enforcing.left_out or evaluation.shadow.left_out:
+            flawed = True
             for policy, reason in evaluation.list_uncounted():
                 self._metrics.uncounted.labels(policy, reason).inc()
         for group in evaluation.groups:
             if group.missing:
+                flawed = True
                 self._report_missing(group)
             if group.failures:
+                flawed = True
                 self._report_failures(group)
             for spared in group.spared:
                 self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
+        if flawed:
+            self.coverage.note(evaluation)
 
     def report_unsteered(self, decision: Decision, reason: str) -> None:
         """A request that was to get a note and cannot; once for each policy that wants one."""
         steering = [
             outcome.policy for outcome in decision.trace if outcome.action is Action.STEER and outcome.mode == "enforce"
         ]
-        for policy in dict.fromkeys(steering):
+        policies = list(dict.fromkeys(steering))
+        self.coverage.note_unsteered(policies, reason)
+        for policy in policies:
             self._metrics.unsteered.labels(policy, reason).inc()
 
     def report_unnarrowed(self, policies: Sequence[str], reason: str) -> None:

@@ -182,11 +182,12 @@ Timestamp = Annotated[AwareDatetime, BeforeValidator(_check_timestamp)]
 
 
 class Selector(JsonObject):
-    """Which requests a policy applies to: those that match every key; of the two paths, one.
+    """Which requests a policy applies to: those that match every key; of the paths, one.
 
     Attributes:
         pathExact: this path, without the query.
         pathPrefix: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it, `/` everything.
+        pathPrefixes: any of several such prefixes.
         methods: any of these HTTP methods.
         hosts: any of these hosts, without the port, in upper or lower case.
         routes: any of these Envoy route names.
@@ -194,13 +195,19 @@ class Selector(JsonObject):
 
     pathExact: Path | None = None  # noqa: N815  # the JSON key is the attribute
     pathPrefix: Path | None = None  # noqa: N815  # the JSON key is the attribute
+    pathPrefixes: list[Path] | None = Field(default=None, min_length=1)  # noqa: N815  # as above
     methods: list[Method] | None = Field(default=None, min_length=1)
     hosts: list[Host] | None = Field(default=None, min_length=1)
     routes: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1)
 
+    def list_prefixes(self) -> list[str]:
+        """Every prefix, each once."""
+        own = [self.pathPrefix] if self.pathPrefix is not None else []
+        return list(dict.fromkeys([*own, *(self.pathPrefixes or ())]))
+
 
 class Bypass(JsonObject):
-    """Requests that are never counted: those that match every key; of the two paths, one.
+    """Requests that are never counted: those that match every key; of the paths, one.
 
     Attributes:
         header: requests with this header, whatever its value.

@@ -161,6 +161,15 @@ def list_raw(data: bytes) -> list[Any]:
     return cast("list[Any]", document)
 
 
+def locate_raw(data: bytes) -> dict[str, tuple[str, Any]]:
+    """The same by id, each with its JSON Pointer."""
+    document = decode(data).document
+    if isinstance(document, dict) and not _is_bundle(document):
+        return {document["id"]: ("", document)}
+    start = "/policies" if isinstance(document, dict) else ""
+    return {policy["id"]: (f"{start}/{place}", policy) for place, policy in enumerate(list_raw(data))}
+
+
 class _Report:
     """Collects what is found in one file after the other."""
 

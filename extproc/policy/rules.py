@@ -36,7 +36,7 @@ _THRESHOLD = "threshold_identical_requests"
 _LOWEST = 2
 """Nothing repeats that happened once."""
 
-_ANCHORS = ("pathExact", "pathPrefix", "routes")
+_ANCHORS = ("pathExact", "pathPrefix", "pathPrefixes", "routes")
 """Of these a selector needs at least one."""
 
 _ALWAYS_THERE = frozenset({IP_ADDRESS, f"{HEADER}:host"})
@@ -74,9 +74,12 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
         return
     selector = spec.get("selector")
     if isinstance(selector, dict) and all(selector.get(key) is None for key in _ANCHORS):
-        yield ("selector",), f"selector needs at least one of pathExact, pathPrefix and routes, but has {_list_keys(selector)}"
+        yield (
+            ("selector",),
+            f"selector needs at least one of pathExact, pathPrefix and routes, but has {_list_keys(selector)}",
+        )
     if isinstance(selector, dict):
-        lists = [selector.get(key) for key in ("hosts", "methods", "routes")]
+        lists = [selector.get(key) for key in ("pathPrefixes", "hosts", "methods", "routes")]
         combinations = prod(max(1, len(listed)) for listed in lists if isinstance(listed, list))
         if combinations > MAX_COMBINATIONS:
             many = f"hosts, methods and routes make {combinations} combinations, and at most {MAX_COMBINATIONS} are allowed"
@@ -269,7 +272,8 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     yield from _find_idle_steering(policy)
     yield from _find_idle_ramp(policy.spec)
     selector = policy.spec.selector
-    for name, path in (("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix)):
+    several = [("pathPrefixes", path) for path in selector.pathPrefixes or ()]
+    for name, path in [("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix), *several]:
         if path is not None and "*" in path:
             meant = path.partition("*")[0]
             yield (

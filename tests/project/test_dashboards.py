@@ -292,8 +292,8 @@ CASES = {
     "a policy that counts nothing": Case(
         "MostlyUncounted", 40, 1, {'uncounted_total{policy="p",reason="no_body_phase"}': "0+6x60"}
     ),
-    "a policy that is told to skip most": Case(
-        "MostlyUncounted", 40, 0, {'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60"}
+    "a policy whose limit keys most do not have": Case(
+        "MostlyUncounted", 40, 1, {'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60"}
     ),
     "a policy that lets most pass by": Case(
         "MostlyUncounted", 40, 0, {'uncounted_total{policy="p",reason="bypass"}': "0+6x60"}

@@ -46,7 +46,7 @@ ANNOTATION = "unknown key; only description and x-... can be added"
 TOOL_KEYS = ("threshold", "window_calls", "reason", "allow")
 
 
-SELECTOR_KEYS = ("pathExact", "pathPrefix", "methods", "hosts", "routes")
+SELECTOR_KEYS = ("pathExact", "pathPrefix", "pathPrefixes", "methods", "hosts", "routes")
 
 
 BYPASS_KEYS = ("header", "pathExact", "pathPrefix", "methods")

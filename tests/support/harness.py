@@ -26,6 +26,7 @@ from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
 from extproc.policy.loader import load
+from extproc.policy.presets import DEFAULT_PRESET, find_preset
 
 T = TypeVar("T")
 
@@ -135,7 +136,7 @@ class Loopguard(Process):
         """Start it and wait until it serves.
 
         Args:
-            folder: for its socket and its log; `folder/policies` is its policy directory.
+            folder: for its socket and its log; `folder/policies` is its policy directory, where that is there.
             *arguments: more flags of serve.
             listen: instead of a socket in the folder.
             preamble: Python to run in the process first, to break something on purpose.
@@ -143,7 +144,8 @@ class Loopguard(Process):
         listen = listen or f"unix:{folder}/loopguard.sock"
         if "--store-timeout" not in arguments:
             arguments = (*arguments, "--store-timeout", str(STORE_PATIENCE))
-        flags = ["serve", "--policy", str(folder / "policies"), "--listen", listen, "--admin", "127.0.0.1:0"]
+        given = ["--policy", str(folder / "policies")] if (folder / "policies").exists() else []
+        flags = ["serve", *given, "--listen", listen, "--admin", "127.0.0.1:0"]
         code = f"{preamble}\nimport sys\nfrom extproc.cli.main import main\nsys.exit(main())"
         super().__init__(
             [sys.executable, "-P", "-c", code, *flags, "--drain-delay", "0", *arguments],
@@ -166,6 +168,11 @@ class Loopguard(Process):
             return answer.status, answer.read().decode()
         finally:
             connection.close()
+
+    @property
+    def admin_url(self) -> str:
+        """Of its admin port, for commands."""
+        return f"http://127.0.0.1:{self._admin}"
 
     def metric(self, name: str, **labels: str) -> float:
         """A metric's value, summed over all label sets that agree with `labels`; 0 when there is none."""
@@ -191,7 +198,8 @@ class Envoy(Process):
             edit: changes it first.
             hasty: leave its timeouts as they are, for tests about these.
         """
-        configuration = yaml.safe_load(edit(render_bootstrap(load([str(folder / "policies")], datetime.now(UTC)), options)))
+        policies = folder / "policies" if (folder / "policies").exists() else find_preset(DEFAULT_PRESET)
+        configuration = yaml.safe_load(edit(render_bootstrap(load([str(policies)], datetime.now(UTC)), options)))
         if not hasty:
             be_patient(configuration)
         config, admin = folder / "envoy.yaml", folder / "envoy-admin.txt"
@@ -394,7 +402,7 @@ def stack(  # what a stack is made of
     """Everything running, and stopped at the end.
 
     Args:
-        document: the policies.
+        document: the policies; None for a server without any, which watches.
         *arguments: more flags of serve.
         preamble: Python that Loopguard's process runs first.
         upstream: instead of an HTTP upstream of our own.
@@ -405,7 +413,8 @@ def stack(  # what a stack is made of
     """
     with tempfile.TemporaryDirectory(prefix="lg") as name:
         folder = Path(name)
-        write_policies(folder, document)
+        if document is not None:
+            write_policies(folder, document)
         server = Upstream()
         parts: list[Process] = []
         try:

@@ -29,6 +29,7 @@ COMMANDS = (
     "envoy-config",
     "check-envoy",
     "dashboards",
+    "doctor",
     "top",
     "sessions",
     "release",
@@ -42,9 +43,10 @@ COMMANDS = (
 """In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""
 
 
-def add_policy_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag that names policies."""
-    parser.add_argument("--policy", action="append", required=True, metavar="PATH", help="policy file or directory; repeatable")
+def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The flag that names policies; where it is not `required`, the preset stands for them."""
+    text = f"policy file or directory; repeatable{'' if required else ' (default: the preset agents)'}"
+    parser.add_argument("--policy", action="append", required=required, metavar="PATH", help=text)
 
 
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +81,11 @@ def write_caller(row: Mapping[str, Any]) -> str:
     labels = ", ".join(f"{name}: {value}" for name, value in (row.get("labels") or {}).items())
     caller = str(row.get("alias") or told or row["caller"])
     return f"{caller} ({labels})" if labels else caller
+
+
+def write_coverage(report: Mapping[str, Any]) -> list[str]:
+    """How much of the traffic is guarded, a line for each server that knows of its own alone; none from an older version."""
+    return [seen["line"] for seen in report.get("coverage", ())]
 
 
 def load_policies(paths: Sequence[str]) -> PolicySet:

@@ -10,22 +10,26 @@ from extproc.cli.commands import add_policy_flag, load_policies
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.cli.envoy_config.snippet import find_unseen, render_snippet
+from extproc.policy.presets import DEFAULT_PRESET, find_preset
 
 HELP = "print an Envoy bootstrap that guards the policies' routes, or the parts for an existing one"
 EXAMPLES = """examples:
   loopguard envoy-config --policy policies/ --upstream 127.0.0.1:8080 > envoy.yaml && envoy -c envoy.yaml
-  loopguard envoy-config --policy policies/ --snippet --routes chat,search"""
+  loopguard envoy-config --policy policies/ --snippet --routes chat,search
+  loopguard envoy-config --snippet --shadow-mode partial
+
+The last one is for `loopguard serve` without a policy: it guards the paths of the preset agents."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The policies, and one flag for each option."""
-    add_policy_flag(parser)
+    add_policy_flag(parser, required=False)
     options.add_flags(parser, EnvoyOptions)
 
 
 def run(given: argparse.Namespace) -> int:
     """Print the bootstrap, or what another one needs; returns the exit code."""
-    policies = load_policies(given.policy)
+    policies = load_policies(given.policy or [find_preset(DEFAULT_PRESET)])
     chosen = options.read_options(EnvoyOptions, vars(given))
     sys.stdout.write(render_snippet(policies, chosen) if chosen.snippet else render_bootstrap(policies, chosen))
     acting = policies.list_acting()
@@ -34,6 +38,6 @@ def run(given: argparse.Namespace) -> int:
     if chosen.routes and (unseen := find_unseen(policies, chosen.routes)):
         sys.stderr.write(f"warning: these policies select by routes that are not in --routes: {', '.join(unseen)}\n")
     enforcing = [policy.id for policy in acting if policy.spec.mode == "enforce"]
-    if chosen.shadow_mode == "partial" and enforcing:
+    if chosen.shadow_mode == "partial" and enforcing and given.policy:
         sys.stderr.write(f"warning: these policies would act: {', '.join(enforcing)}; start Loopguard with serve --shadow\n")
     return 0

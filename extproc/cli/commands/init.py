@@ -1,20 +1,19 @@
-"""`loopguard init`: prints one of the policies in `presets/`, which its user keeps and makes their own."""
+"""`loopguard init`: prints one of the presets, which its user keeps and makes their own."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Iterator
-from importlib.resources import files
+from pathlib import Path
 from textwrap import fill
 
-PRESETS = ("agents", "interactive", "agentic", "webhook", "canary")
-DEFAULT_PRESET = "agents"
+from extproc.policy.presets import DEFAULT_PRESET, PRESETS, find_preset
 
 
 def read_preset(name: str) -> str:
     """A policy file, as text."""
-    return (files("extproc.cli") / "presets" / f"{name}.json").read_text(encoding="utf-8")
+    return Path(find_preset(name)).read_text(encoding="utf-8")
 
 
 def _describe_presets() -> Iterator[str]:

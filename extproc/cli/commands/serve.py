@@ -17,9 +17,12 @@ _LOG = logging.getLogger("loopguard")
 
 HELP = "run the external processor"
 EXAMPLES = """examples:
+  loopguard serve
   loopguard serve --policy policies/
   loopguard serve --policy bundle.json --listen 0.0.0.0:50051 --log-format json
   LOOPGUARD_POLICY=/etc/loopguard loopguard serve --shadow
+
+Without a policy, the preset `agents` watches in shadow mode: `loopguard top` shows loops, and no request is touched.
 
 signals: SIGHUP reloads the policies (so does any change of the files), SIGTERM drains, Ctrl-C drains without the delay"""
 
@@ -35,8 +38,9 @@ def run(options: argparse.Namespace) -> int:
     from extproc.server import Server  # noqa: PLC0415  # the server's parts take 0.3 s to import; other commands need none
 
     chosen = settings.read_settings(vars(options), os.environ)
-    if not chosen.policy:
-        raise UsageError("serve needs --policy PATH (a policy file or a directory of them)")
+    variable = f"{settings.ENV_PREFIX}POLICY"
+    if not chosen.policy and variable in os.environ:  # such as that of a template that lacks a value
+        raise UsageError(f"{variable} is empty; name policy files or directories, or unset it to watch without a policy")
     check_paths(chosen.policy)
     setup(chosen.log_format, chosen.log_level)
     for warning in settings.find_unknown(os.environ):

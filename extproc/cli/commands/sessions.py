@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from extproc.cli.commands import count, write_caller
+from extproc.cli.commands import count, write_caller, write_coverage
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
 
@@ -52,18 +52,24 @@ def run(options: argparse.Namespace) -> int:
 
 def write_report(report: Mapping[str, Any]) -> list[str]:
     """The sessions in lines, and the steps of each where they are told."""
-    lines = []
+    lines = write_coverage(report)
     if report["problem"]:
         lines.append(f"other replicas' sessions are missing or old: {report['problem']}")
     if not report["sessions"]:
         known = report.get("known", 0)
-        lines.append(f"none of {count(known, 'session')} matches" if known else "no session in the last hour")
+        lines.append(f"none of {count(known, 'session')} matches" if known else _explain_none(report))
     for session in report["sessions"]:
         lines.append(_write_session(session))
         if "steps" in session:
             lines += [f"  called {times} times: {tool}" for tool, times in session["tool_call_counts"].items()]
             lines += [_write_step(step) for step in session["steps"]]
     return lines
+
+
+def _explain_none(report: Mapping[str, Any]) -> str:
+    seen = report.get("coverage", ())  # which servers of an older version do not have
+    unlimited = seen and not any(each["limits_sessions"] for each in seen)
+    return f"no session in the last hour{': no policy has session_limits' if unlimited else ''}"
 
 
 def _write_session(session: Mapping[str, Any]) -> str:

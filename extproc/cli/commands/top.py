@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from extproc.cli.commands import count, write_caller
+from extproc.cli.commands import count, write_caller, write_coverage
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
@@ -96,7 +96,13 @@ def make_table(report: dict[str, Any]) -> Table:
 
 
 def _head(report: dict[str, Any]) -> str:
+    return "\n".join([*write_coverage(report), _count_loops(report)])
+
+
+def _count_loops(report: dict[str, Any]) -> str:
     total, known = report["total"], report["known"]
+    if not known:
+        return f"no loop in the last hour; {count(len(report['replicas']), 'replica')}"
     if known and not total["loops"]:
         return f"none of {count(known, 'loop')} matches"
     callers, requests = count(total["callers"], "caller"), count(total["requests"], "request")

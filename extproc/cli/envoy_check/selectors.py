@@ -23,8 +23,8 @@ def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[Route]:
         return
     if selector.pathExact is not None:
         yield from _find_by_path(routes, selector.pathExact, below=False)
-    if selector.pathPrefix is not None:
-        yield from _find_by_path(routes, selector.pathPrefix, below=True)
+    for prefix in selector.list_prefixes():
+        yield from _find_by_path(routes, prefix, below=True)
 
 
 def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:

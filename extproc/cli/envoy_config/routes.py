@@ -81,8 +81,8 @@ def _find_anchors(policy: Policy) -> Iterator[_Anchor]:
     selector = policy.spec.selector
     if selector.pathExact is not None:
         yield _Anchor(selector.pathExact, exact=True)
-    if selector.pathPrefix is not None:
-        yield _Anchor(selector.pathPrefix, exact=False)
+    for prefix in selector.list_prefixes():
+        yield _Anchor(prefix, exact=False)
 
 
 def _list_wanted_names(policy: Policy) -> Sequence[str]:
@@ -112,7 +112,7 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
     if len(wanted) > 1:
         raise UsageError(
             f"--policy: {', '.join(policy.id for policy in homeless)} select by route alone, and the paths of the "
-            f"routes {', '.join(wanted)} are unknown; add pathExact or pathPrefix to those selectors"
+            f"routes {', '.join(wanted)} are unknown; add a path to those selectors"
         )
     return _choose_name(_EVERYWHERE, users)
 

@@ -65,7 +65,9 @@ class LoopPages(TablePages[LoopDocument]):
         """
         query = request.query_params
         selection, prices = read_selection(query, SORTS), self._choose_prices(query)
-        return make_report(self._board.view(), selection, prices, shows_callers=self._sees_callers(request), now=time())
+        shown = self._sees_callers(request)
+        report = make_report(self._board.view(), selection, prices, shows_callers=shown, now=time())
+        return {**report, "coverage": self.summarize()}
 
     def _choose_prices(self, query: Mapping[str, str]) -> Prices:
         price = query.get("price", "")

@@ -52,12 +52,14 @@ class TablePages(Generic[AnyDocument]):
 
     Attributes:
         may_see_callers: whether a client may see callers' values, where they are shown at all.
+        summarize: how much of the traffic is guarded, for the top of the report; see `CoveragePages`.
     """
 
     def __init__(self, board: Board[AnyDocument], shows_callers: Callable[[], bool]) -> None:
         self._board = board
         self._shows_callers = shows_callers
         self.may_see_callers: Callable[[Request], bool] = is_near
+        self.summarize: Callable[[], list[dict[str, Any]]] = list
 
     def _sees_callers(self, request: Request) -> bool:
         return self._shows_callers() and self.may_see_callers(request)

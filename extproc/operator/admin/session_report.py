@@ -51,7 +51,8 @@ class SessionPages(TablePages[SessionDocument]):
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """What a request is answered."""
-        return report_sessions(self._board.view(), selection, shows_callers=self._sees_callers(request), now=time())
+        report = report_sessions(self._board.view(), selection, shows_callers=self._sees_callers(request), now=time())
+        return {**report, "coverage": self.summarize()}
 
     def _send_all(self, request: Request) -> Response:
         return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, SORTS))))

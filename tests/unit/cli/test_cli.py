@@ -102,7 +102,7 @@ BUNDLES: list[object] = [
     *(spec(**{name: value}) for name, value, _ in SPEC_FIELDS),
     *(entries(changes) for changes, _ in ENTRIES),
     *UNENFORCED,
-    *(path.read_bytes() for path in Path(extproc.__file__).parent.glob("cli/presets/*.json")),
+    *(path.read_bytes() for path in Path(extproc.__file__).parent.glob("policy/presets/*.json")),
     [FULL, GOOD | {"id": "q"}],
     bundle(GOOD),
     {"id": "p", "spec": {}},
@@ -638,7 +638,6 @@ def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("preset", "expected"),
     [
-        ("agents", ("turns", 3, None, "steer", "enforce")),
         ("interactive", ("exact", 3, 5, "throttle", "enforce")),
         ("agentic", ("exact", 2, 60, "reject", "enforce")),
         ("webhook", ("exact", 5, 10, "warn", "enforce")),
@@ -661,14 +660,29 @@ def test_init_prints_a_policy_to_start_from(
     assert (document["id"], name) == (preset, "default")
     shown = (loop.similarity, loop.threshold_identical_requests, loop.window_seconds, loop.action, document["spec"]["mode"])
     assert shown == expected
-    assert loop.escalate.list_steps() == ([("reject", 5)] if preset == "agents" else [])
+    assert loop.escalate.list_steps() == []
     helped = re.sub(r"\s+", " ", Run(capsys, "init", "--help").out)
     assert f" {preset} {document['description']} " in helped
 
 
-def test_init_prints_the_policy_for_agents(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_prints_the_policy_for_agents(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Unless another one is asked for; a name that does not exist is told with those that do."""
-    assert Run(capsys, "init").out == Run(capsys, "init", "--preset", "agents").out
+    made = Run(capsys, "init")
+    file = tmp_path / "agents.json"
+    file.write_text(made.out)
+    checked = Run(capsys, "validate", "--strict", str(file))
+    assert (made.code, made.err, checked.code, checked.err) == (0, "", 0, "")
+    assert made.out == Run(capsys, "init", "--preset", "agents").out
+    spec = Policy.model_validate(json.loads(made.out)).spec
+    shown = [
+        (name, loop.similarity, loop.threshold_identical_requests, loop.window_seconds, loop.action, loop.escalate.list_steps())
+        for name, loop in spec.detectors()
+    ]
+    assert shown == [
+        ("turns", "turns", 3, None, "steer", [("reject", 7)]),
+        ("again", "canonical", 5, 60, "throttle", [("reject", 20)]),
+    ]
+    assert json.loads(made.out)["description"] in re.sub(r"\s+", " ", Run(capsys, "init", "--help").out)
     refused = Run(capsys, "init", "--preset", "agent")
     assert refused.code == 2
     assert "'agents', 'interactive', 'agentic', 'webhook', 'canary'" in refused.err
@@ -723,7 +737,6 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "the following arguments are required: COMMAND; see 'loopguard --help'"),
         (["sreve"], "argument COMMAND: invalid choice: 'sreve' (choose from "),
-        (["serve"], "serve needs --policy PATH (a policy file or a directory of them)"),
         (["serve", "--policy"], "argument --policy: expected one argument; see 'loopguard serve --help'"),
         (["serve", "--policy", "GOOD", "--listen", "here"], "--listen must be HOST:PORT or unix:/PATH, not 'here'"),
         (["serve", "--policy", "GOOD", "--admin", "unix:/x"], "--admin must be HOST:PORT, not 'unix:/x'"),

@@ -188,7 +188,7 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
         (first, text), (second, _) = fetch(url), fetch(url)
 
     policies = [answer["content-security-policy"] for answer in (first, second)]
-    assert Outline(text).loads == ["/loops", "/sessions"]
+    assert Outline(text).loads == ["/loops", "/sessions", "/coverage"]
     assert policies[0].startswith("default-src 'none'; style-src 'nonce-")
     assert policies[0] != policies[1]
     assert "unsafe" not in policies[0]

@@ -1,0 +1,93 @@
+"""What the reasons mean for which requests are not counted, and what to change: one entry for each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from extproc.operator.coverage_rows import SHARED
+
+
+class Repair(NamedTuple):
+    """What a reason means, and what to change.
+
+    Attributes:
+        text: about the requests; `{keys}` stands for the policy's limit keys.
+        change: what would guard them; `{example}` stands for another limit key.
+        key: of the policy's spec that it is about; empty where it is no policy's.
+    """
+
+    text: str
+    change: str
+    key: str = ""
+
+
+_REFUSE = 'refuse them: "uncountable": "reject"'
+_OTHER_KEY = "name something that they have, such as {example}"
+
+_STREAMS = Repair(
+    "are streams, whose bodies do not end",
+    'set "body": "ignore" in loop_detection to compare them without',
+    "loop_detection",
+)
+_BUFFER = Repair(
+    "have a body above Envoy's buffer limit",
+    "raise it: per_connection_buffer_limit_bytes of the listener, or `loopguard envoy-config --buffer-limit`",
+)
+_TOO_LONG = Repair("have a limit key, or a path and query, that is too long", _REFUSE, "uncountable")
+_FILTER = Repair(
+    "came without a body that Loopguard can inspect",
+    "set request_body_mode: BUFFERED in the filter's processing_mode; `loopguard check-envoy` finds such routes",
+)
+_SELECTOR = Repair(
+    "have a body that the detector cannot use",
+    'narrow the selector to the paths of the API, or use "similarity": "exact"',
+    "selector",
+)
+
+REPAIRS = {
+    "missing_descriptor": Repair("have none of the policy's limit keys: {keys}", _OTHER_KEY, "limit_keys"),
+    SHARED: Repair("have none of the policy's limit keys: {keys}, so they count as one caller", _OTHER_KEY, "limit_keys"),
+    "no_session": Repair(
+        "name no session, so session_limits do not limit them",
+        'add what tells their sessions apart: "session": {{"keys": [...]}}',
+        "session",
+    ),
+    "no_history": Repair(
+        "do not show the history of their conversation, and name no session that remembers it",
+        'add what tells their conversations apart: "session": {{"keys": [...]}}',
+        "session",
+    ),
+    "no_messages": _SELECTOR,
+    "not_json": _SELECTOR,
+    "batch": Repair("hold several requests in one", _REFUSE, "uncountable"),
+    "inspect_limit": Repair(
+        "have a body above max_inspect_bytes, or nested too deeply",
+        "raise max_inspect_bytes, up to 16777216",
+        "loop_detection",
+    ),
+    "inspect_budget": Repair(
+        "come from a caller that has used up its inspection time",
+        "run more processes, or lower max_inspect_bytes",
+    ),
+    "content_encoding": Repair("have a body in an unknown or wrong encoding", _REFUSE, "uncountable"),
+    "descriptor_too_long": _TOO_LONG,
+    "target_too_long": _TOO_LONG,
+    "grpc": _STREAMS,
+    "upgrade": _STREAMS,
+    "connect": _STREAMS,
+    "responses_websocket": Repair(
+        "open a WebSocket for model calls",
+        "have clients use HTTP: docs/policies.md#websockets",
+    ),
+    "body_truncated": _BUFFER,
+    "too_large": _BUFFER,
+    "no_body_phase": _FILTER,
+    "body_mode": _FILTER,
+    "overload": Repair("passed because Loopguard was full", "run more processes, or raise `serve --max-streams`"),
+    "shutdown": Repair("passed because Loopguard was stopping", "raise `serve --drain-timeout`"),
+    "internal_error": Repair("passed because of an error in Loopguard", "report the error, which is in the log"),
+}
+"""By reason."""
+
+UNKNOWN = Repair("could not be counted", "see loopguard_uncounted_total in docs/operations.md")
+UNSTEERED = Repair("got a warning in place of a note", "see docs/policies.md#steering")

@@ -1,0 +1,296 @@
+"""`/coverage`: what share of the traffic is guarded, and what to change for the rest, as JSON for people and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+from math import floor
+from time import time
+from typing import Any, NamedTuple, TypeAlias
+
+from starlette.routing import Route
+
+from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNSTEERED
+from extproc.operator.admin.pages import Page, send_page
+from extproc.operator.admin.reports import describe_view, write_time
+from extproc.operator.board import Board, View
+from extproc.operator.coverage import BY_DESIGN
+from extproc.operator.coverage_rows import (
+    COUNTED,
+    EXEMPT,
+    PARTLY,
+    REQUESTS,
+    UNGUARDED,
+    UNMATCHED,
+    CoverageDocument,
+    CoverageRow,
+)
+
+PROBLEM, NOTE = "problem", "note"
+"""How grave a finding is."""
+
+_GRAVE = 0.01
+"""A reason that leaves out at least this share of a policy's requests is a problem."""
+
+_REASONS_SHOWN = 3
+_PRESET = "loopguard init"
+_ON_PURPOSE = "are left out on purpose"
+_MINUTE = 60
+
+HOW_TO_ENFORCE = "`loopguard init > policies/agents.json`, then `loopguard serve --policy policies/`"
+WATCHING = f"no policy is given, so the preset `agents` only watches; to enforce: {HOW_TO_ENFORCE}"
+
+
+Places: TypeAlias = Mapping[str, tuple[str, str, Any]]
+"""By a policy's id: its file, its JSON Pointer there, and the policy as it is written."""
+
+
+class ServerState(NamedTuple):
+    """What else is known of a server.
+
+    Attributes:
+        store: `memory` or `shared`.
+        health: of the store, `ok` while it is in use.
+        watching: no policy was given.
+        limits_sessions: some policy has session_limits.
+        acting: the number of policies that act.
+        refused: errors in the policy files, which are not in force.
+        unenforced: parts of policies that are not enforced.
+    """
+
+    store: str
+    health: str
+    watching: bool
+    limits_sessions: bool
+    acting: int
+    refused: list[str]
+    unenforced: int
+
+
+class CoveragePages:
+    """Answers about coverage."""
+
+    def __init__(
+        self,
+        board: Board[CoverageDocument],
+        read_state: Callable[[], ServerState],
+        locate: Callable[[], Places],
+    ) -> None:
+        """`locate` finds the policies in force."""
+        self._board = board
+        self._read_state = read_state
+        self._locate = locate
+
+    def list_routes(self) -> list[Route]:
+        """The routes of all pages."""
+        return [Route("/coverage", lambda _: send_page(Page(HTTPStatus.OK, self.report())))]
+
+    def report(self) -> dict[str, Any]:
+        """The JSON of `/coverage`."""
+        state, places = self._read_state(), self._locate()
+        if state.watching:  # a place in the package is none to change
+            places = {name: (_PRESET, pointer, raw) for name, (_, pointer, raw) in places.items()}
+        return make_report(self._board.view(), state, places, time())
+
+    def summarize(self) -> list[dict[str, Any]]:
+        """What stands on top of other reports; a list, as are the rows of those, so that those of several servers add up."""
+        view, state = self._board.view(), self._read_state()
+        return [describe_coverage(view.document, state)]
+
+
+def make_report(view: View[CoverageDocument], state: ServerState, places: Places, now: float) -> dict[str, Any]:
+    """The JSON of `/coverage`."""
+    document = view.document
+    findings = [*_find_state(document, state), *_find_reasons(document, places)]
+    return {
+        **describe_view(view, now),
+        **describe_coverage(document, state),
+        "since": write_time(document.since),
+        "store": state.store,
+        "since_start": _add_up(document, recent=False),
+        "policies": _describe_policies(document, places),
+        "findings": sorted(findings, key=lambda finding: (finding["level"] != PROBLEM, -finding["requests"])),
+    }
+
+
+def describe_coverage(document: CoverageDocument, state: ServerState) -> dict[str, Any]:
+    """What share of the traffic is guarded, in numbers and in words."""
+    recent = _add_up(document, recent=True)
+    return {
+        "window_seconds": round(document.seconds),
+        "seen": recent,
+        "watching": state.watching,
+        "limits_sessions": state.limits_sessions,
+        "line": _write_line(document, recent, state),
+    }
+
+
+def _add_up(document: CoverageDocument, *, recent: bool) -> dict[str, Any]:
+    found = {row.reason: row.recent if recent else row.total for row in document.rows if not row.policy}
+    matched, exempt = found.get(REQUESTS, 0), found.get(EXEMPT, 0)
+    partly, unguarded = found.get(PARTLY, 0), found.get(UNGUARDED, 0)
+    guarded, judged = matched - exempt - partly - unguarded, matched - exempt
+    return {
+        "requests": matched + found.get(UNMATCHED, 0),
+        "unmatched": found.get(UNMATCHED, 0),
+        "matched": matched,
+        "guarded": guarded,
+        "partly_guarded": partly,
+        "not_guarded": unguarded,
+        "exempt": exempt,
+        "guarded_percent": floor(1_000 * guarded / judged) / 10 if judged else None,
+    }
+
+
+def _write_line(document: CoverageDocument, seen: Mapping[str, Any], state: ServerState) -> str:
+    span = f"{max(1, round(document.seconds / _MINUTE))} min"
+    if not document.rows or not any(row.total for row in document.rows):
+        told = "no request has reached Loopguard yet; is the filter attached? see `loopguard doctor`"
+    elif not seen["requests"]:
+        told = f"no requests in the last {span}"
+    elif not seen["matched"]:
+        told = f"{seen['requests']:,} requests in the last {span}, and no policy matches any of them; see `loopguard doctor`"
+    else:
+        told = f"{seen['requests']:,} requests in the last {span}: {seen['guarded']:,} guarded"
+        others = ("partly_guarded", "not_guarded", "exempt", "unmatched")
+        told += "".join(f", {seen[name]:,} {name.replace('_', ' ')}" for name in others if seen[name])
+        if reasons := _list_main_reasons(document):
+            told += f" ({', '.join(reasons)}); see `loopguard doctor`"
+    return f"{told}; {WATCHING}" if state.watching else told
+
+
+def _list_main_reasons(document: CoverageDocument) -> list[str]:
+    counts: dict[str, int] = {}
+    for row in document.rows:
+        if row.policy and row.recent and _tells_why(row) and row.reason not in BY_DESIGN:
+            counts[row.reason] = counts.get(row.reason, 0) + row.recent
+    return [f"{reason} {counts[reason]:,}" for reason in sorted(counts, key=lambda reason: -counts[reason])[:_REASONS_SHOWN]]
+
+
+def _tells_why(row: CoverageRow) -> bool:
+    return row.reason not in (COUNTED, UNGUARDED, EXEMPT)
+
+
+def _describe_policies(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
+    rows = [row for row in document.rows if row.policy]
+    found = []
+    for policy, mode in dict.fromkeys([(row.policy, row.mode) for row in rows]):
+        own = [row for row in rows if (row.policy, row.mode) == (policy, mode)]
+        recent, total = _sum(own, recent=True), _sum(own, recent=False)
+        found.append(
+            {
+                "policy": policy,
+                "mode": mode,
+                "place": _write_place(places, policy),
+                "requests": sum(recent.values()),
+                "counted": recent[COUNTED],
+                "not_counted": recent[UNGUARDED],
+                "exempt": recent[EXEMPT],
+                "since_start": {"requests": sum(total.values()), "counted": total[COUNTED], "not_counted": total[UNGUARDED]},
+            }
+        )
+    return found
+
+
+def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
+    """The requests that a policy has counted, those that it could not, and those that it need not."""
+    counts = {COUNTED: 0, UNGUARDED: 0, EXEMPT: 0}
+    for row in rows:
+        if row.reason in counts:
+            counts[row.reason] += row.recent if recent else row.total
+    return counts
+
+
+def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
+    """A finding for each policy, route and reason."""
+    live = any(row.recent for row in document.rows)  # then what is over is no finding any more
+    requests: dict[tuple[str, str], int] = {}
+    for row in document.rows:
+        if not _tells_why(row) and row.policy:
+            name = row.policy, row.mode
+            requests[name] = requests.get(name, 0) + (row.recent if live else row.total)
+    found = []
+    for row in document.rows:
+        number = row.recent if live else row.total
+        if not row.policy or not _tells_why(row) or not number:
+            continue
+        of = max(requests.get((row.policy, row.mode), 0), number)
+        found.append(_describe_reason(row, number, of, places))
+    return found
+
+
+def _write_place(places: Places, policy: str, key: str = "") -> str | None:
+    """Where a policy stands, or a key of its spec, as `validate` writes places; None where it is in no file."""
+    if policy not in places:
+        return None
+    file, pointer, _ = places[policy]
+    return f"{file}: {pointer}{f'/spec/{key}' if key else ''}" if pointer or key else file
+
+
+def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> dict[str, Any]:
+    repair = REPAIRS.get(row.reason, UNSTEERED if row.reason.startswith("unsteered ") else UNKNOWN)
+    keys = _list_keys(places[row.policy][2] if row.policy in places else {})
+    grave = row.reason not in BY_DESIGN and number >= _GRAVE * of
+    return {
+        "level": PROBLEM if grave else NOTE,
+        "reason": row.reason,
+        "policy": row.policy,
+        "mode": row.mode,
+        "detector": row.detector or None,
+        "route": row.route or None,
+        "requests": number,
+        "of": of,
+        "since_start": row.total,
+        "text": _ON_PURPOSE if row.reason in BY_DESIGN else repair.text.format(keys=", ".join(keys) or "none"),
+        "place": _write_place(places, row.policy, repair.key),
+        "change": None if row.reason in BY_DESIGN else repair.change.format(example=_suggest_key(keys)),
+    }
+
+
+def _list_keys(raw: Mapping[str, Any]) -> list[str]:
+    """The limit keys of a policy, those in a `first_of` among them."""
+    keys = raw.get("spec", {}).get("limit_keys", [])
+    return [each for key in keys for each in ([key] if isinstance(key, str) else key["first_of"])]
+
+
+def _suggest_key(keys: list[str]) -> str:
+    """A limit key that the policy does not have, and that requests of most clients do."""
+    return next((f'"{key}"' for key in ("credential", "ip:address") if key not in keys), "a header that all clients send")
+
+
+def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str, Any]]:
+    """What is wrong, or good to know, about the server as a whole."""
+    seen = {row.reason: row.total for row in document.rows if not row.policy}
+    matched, unmatched = seen.get(REQUESTS, 0), seen.get(UNMATCHED, 0)
+    found = []
+    if not matched + unmatched:
+        text = f"no request has reached Loopguard since {write_time(document.since)}"
+        change = "attach the filter: `loopguard envoy-config --snippet`; `loopguard check-envoy FILE` checks a configuration"
+        found.append(_describe(PROBLEM, "no_requests", text, change))
+    elif not matched:
+        text = f"no policy matches any of {unmatched} requests"
+        found.append(_describe(PROBLEM, "unmatched", text, "let a policy's selector match their paths and methods", unmatched))
+    if state.watching:
+        found.append(_describe(NOTE, "watching", "no policy is given, so the preset `agents` only watches", HOW_TO_ENFORCE))
+    elif not state.acting:
+        text = "all policies are in shadow mode, so no request is acted on"
+        found.append(_describe(NOTE, "shadow", text, 'set "mode": "enforce", or start `serve` without --shadow'))
+    if state.store == "memory":
+        text = "counts are in this process alone (memory://): several replicas would each count for themselves"
+        found.append(_describe(NOTE, "memory_store", text, "if you run several: `serve --store redis://HOST:6379`"))
+    elif state.health != "ok":
+        text = f"the store is not in use, each replica counts for itself: {state.health}"
+        found.append(_describe(PROBLEM, "store_down", text, "bring the store of `serve --store` back"))
+    if state.refused:
+        text = f"the policy files have errors, so older policies are in force: {state.refused[0]}"
+        found.append(_describe(PROBLEM, "policies_refused", text, "mend what `loopguard validate` reports"))
+    if state.unenforced:
+        text = f"{state.unenforced} parts of policies are not enforced (--allow-unenforced)"
+        found.append(_describe(PROBLEM, "unenforced", text, "`loopguard validate` names them"))
+    return found
+
+
+def _describe(level: str, reason: str, text: str, change: str, requests: int = 0) -> dict[str, Any]:
+    about = dict.fromkeys(("policy", "mode", "detector", "route"))
+    numbers = {"requests": requests, "of": requests, "since_start": requests}
+    return {"level": level, "reason": reason, **about, **numbers, "text": text, "place": None, "change": change}

@@ -1,0 +1,148 @@
+"""How much of the matched traffic is guarded, and why the rest is not.
+
+What policies count is in the metrics already. This adds what they leave out, by policy, Envoy route and reason: words of the
+operator, none of which a client chooses. A request that all its policies count costs one addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import time
+from typing import Final, TypeAlias
+
+from extproc.engine.evaluation import CandidateGroup, Evaluation
+from extproc.metrics import Decisions
+from extproc.operator.coverage_rows import (
+    COUNTED,
+    EXEMPT,
+    PARTLY,
+    REQUESTS,
+    SHARED,
+    UNGUARDED,
+    UNMATCHED,
+    CoverageDocument,
+    CoverageRow,
+)
+
+BY_DESIGN: Final = frozenset({"bypass", "not_a_call", "allowed_tool", "decided_before", "aborted", "no_body", "not_recorded"})
+"""Why policies leave out what they are told to leave out, and what went no further."""
+
+WINDOW_SECONDS: Final = 900
+"""What is recent."""
+
+_SNAPSHOT_SECONDS: Final = 60
+_MOST_KEYS: Final = 5_000
+
+_Key: TypeAlias = tuple[str, str, str, str, str]
+"""Policy, mode, route, detector and reason; of all requests, without a policy."""
+
+_Counts: TypeAlias = dict[_Key, int]
+
+
+def _name(reason: str) -> _Key:
+    """The key of something that is counted of all requests."""
+    return ("", "", "", "", reason)
+
+
+class Coverage:
+    """What one process has counted; the event loop alone writes.
+
+    Attributes:
+        requests: that some policy matched.
+        unmatched: that none did.
+    """
+
+    def __init__(self, decisions: Decisions, now: float) -> None:
+        """Start empty.
+
+        Args:
+            decisions: what policies count, which is kept elsewhere.
+            now: in seconds since 1970.
+        """
+        self.requests = 0
+        self.unmatched = 0
+        self._decisions = decisions
+        self._left_out: _Counts = {}
+        self._since = now
+        self._before: list[tuple[float, _Counts]] = []  # the oldest first
+        self.roll(now)
+
+    @property
+    def changes(self) -> int:
+        """The number of requests."""
+        return self.requests + self.unmatched
+
+    def note(self, evaluation: Evaluation) -> None:
+        """A request that some policy does not count, or not by all that it compares."""
+        if evaluation.enforcing.forbidden is not None:  # refused for that, so it does not pass unguarded
+            self._add(_name(EXEMPT))
+            return
+        route = evaluation.request.facts.route()
+        counted = flawed = False
+        for group in evaluation.groups:
+            counted = counted or bool(group.candidates)
+            flawed = self._note_group(group, route) or flawed
+        if evaluation.plans and (flawed or not counted):  # else it is the rest of one that is counted already
+            self._add(_name(PARTLY if counted else UNGUARDED if flawed else EXEMPT))
+
+    def _note_group(self, group: CandidateGroup, route: str) -> bool:
+        """Count what a group does not count; whether some of that should be."""
+        mode = "shadow" if group.shadow else "enforce"
+        counted = {candidate.plan.id for candidate in group.candidates}
+        left_out = [*group.left_out, *((policy, "", "internal_error") for policy, _ in group.failures)]
+        for policy, detector, reason in dict.fromkeys(left_out):
+            self._add((policy, mode, route, detector, reason))
+        for policy, reasons in _group_reasons(left_out).items():
+            if policy not in counted:
+                self._add((policy, mode, route, "", UNGUARDED if reasons - BY_DESIGN else EXEMPT))
+        if group.missing:
+            for policy in {each.plan.id for each in group.candidates if each.plan.merges_strangers and not each.caller}:
+                self._add((policy, mode, route, "", SHARED))
+        return any(reason not in BY_DESIGN for _, _, reason in left_out)
+
+    def note_unsteered(self, policies: Sequence[str], reason: str) -> None:
+        """A request that got a warning in place of a note."""
+        for policy in policies:
+            self._add((policy, "enforce", "", "", f"unsteered {reason}"))
+
+    def _add(self, key: _Key) -> None:
+        counts = self._left_out
+        if key not in counts and len(counts) >= _MOST_KEYS:
+            key = (key[0], key[1], "", "", key[4]) if len(counts) < 2 * _MOST_KEYS else _name(key[4])
+        counts[key] = counts.get(key, 0) + 1
+
+    def roll(self, now: float) -> None:
+        """Remember once a minute what was counted until now, in seconds since 1970, so that it is known what is recent."""
+        before = self._before
+        if before and now - before[-1][0] < _SNAPSHOT_SECONDS:
+            return
+        before.append((now, self._count()))
+        while len(before) > 1 and before[1][0] <= now - WINDOW_SECONDS:
+            del before[0]
+
+    def drop_quiet(self, before: float) -> None:
+        """Nothing: numbers do not grow old; see `Table.drop_quiet`."""
+
+    def make_document(self, *, shows_callers: bool) -> CoverageDocument:  # noqa: ARG002  # it has none
+        """The numbers as they are now, those of the last `WINDOW_SECONDS` beside those since the start."""
+        began, before = self._before[0]
+        rows = [CoverageRow(*key, count - before.get(key, 0), count) for key, count in self._count().items()]
+        return CoverageDocument(rows, self._since, time() - began)
+
+    def _count(self) -> _Counts:
+        """All that was counted; called by other threads as well."""
+        counts = self._left_out.copy()
+        for (policy, mode, _), number in self._decisions.copy().items():
+            key = (policy, mode, "", "", COUNTED)
+            counts[key] = counts.get(key, 0) + number
+        counts[_name(REQUESTS)] = self.requests
+        counts[_name(UNMATCHED)] = self.unmatched
+        return counts
+
+
+def _group_reasons(left_out: Sequence[tuple[str, str, str]]) -> dict[str, set[str]]:
+    """Why each policy leaves a request out."""
+    reasons: dict[str, set[str]] = {}
+    for policy, _, reason in left_out:
+        reasons.setdefault(policy, set()).add(reason)
+    return reasons

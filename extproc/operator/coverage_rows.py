@@ -1,0 +1,87 @@
+"""What replicas tell each other about how much of the traffic is guarded.
+
+New fields of what is told go behind the others and have a default.
+"""
+# interpreted: msgspec makes its classes
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from extproc.operator.board import fit
+
+REQUESTS: Final = "requests"
+UNMATCHED: Final = "unmatched"
+COUNTED: Final = "counted"
+PARTLY: Final = "partly guarded"
+UNGUARDED: Final = "not guarded"
+EXEMPT: Final = "exempt"
+SHARED: Final = "shared caller"
+"""Beside the reasons of `uncounted_total`, what a row may be about."""
+
+
+class CoverageRow(msgspec.Struct, array_like=True):
+    """One number.
+
+    Attributes:
+        policy: id; empty for all requests.
+        mode: of it.
+        route: Envoy's name, empty where that is unknown or does not matter.
+        detector: the guard that does not count; empty for all of the policy.
+        reason: one of `uncounted_total`, or what else the row is about.
+        recent: requests of the last minutes.
+        total: requests since the start.
+    """
+
+    policy: str
+    mode: str
+    route: str
+    detector: str
+    reason: str
+    recent: int
+    total: int
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """What tells it from other rows."""
+        return self.policy, self.mode, self.route, self.detector, self.reason
+
+
+class CoverageDocument(msgspec.Struct, array_like=True):
+    """What one replica publishes, or what all of them know.
+
+    Attributes:
+        rows: one for each number.
+        since: when counting began, in seconds since 1970.
+        seconds: how long ago the recent ones began.
+        left_out: rows that did not fit on the board.
+    """
+
+    rows: list[CoverageRow]
+    since: float
+    seconds: float
+    left_out: int = 0
+
+    def pack(self) -> bytes:
+        """It, small enough for a board: where it is not, the smallest numbers are left out."""
+        rows = sorted(self.rows, key=lambda row: (bool(row.policy), -row.total))
+        return fit(len(rows), lambda kept: CoverageDocument(rows[:kept], self.since, self.seconds, len(rows) - kept))
+
+    @classmethod
+    def merge(cls, documents: Iterable[CoverageDocument], now: float) -> CoverageDocument:  # noqa: ARG003  # nothing ends
+        """One of all these."""
+        every = list(documents)
+        merged: dict[tuple[str, ...], CoverageRow] = {}
+        for row in [row for document in every for row in document.rows]:
+            known = merged.setdefault(row.name, msgspec.structs.replace(row, recent=0, total=0))
+            known.recent += row.recent
+            known.total += row.total
+        return cls(
+            list(merged.values()),
+            min(document.since for document in every),
+            max(document.seconds for document in every),
+            sum(document.left_out for document in every),
+        )

@@ -1,0 +1,148 @@
+"""How much is guarded: what is recent, what bounds the numbers, and how those of several replicas add up."""
+
+from __future__ import annotations
+
+import time
+from hashlib import blake2b
+from typing import Any
+
+import pytest
+
+from extproc.engine.evaluation import Evaluation
+from extproc.ext_proc.service import Service
+from extproc.operator.admin.coverage_repairs import REPAIRS
+from extproc.operator.admin.coverage_report import ServerState, describe_coverage, make_report
+from extproc.operator.board import View, unpack_all
+from extproc.operator.coverage import BY_DESIGN, WINDOW_SECONDS, Coverage
+from extproc.operator.coverage_rows import CoverageDocument, CoverageRow
+from extproc.request.http import HttpRequest, StatedFacts
+from extproc.store.rules.documents import MAX_DOCUMENT
+from tests.support.documents import policy
+from tests.support.messages import body, headers
+from tests.support.service import exchange, make_service
+
+ANY = {"pathPrefix": "/"}
+BY_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "missing_descriptor": "require_one"}
+STATE = ServerState("shared", "ok", watching=False, limits_sessions=False, acting=1, refused=[], unenforced=0)
+
+
+def describe(*services: Service) -> dict[str, Any]:
+    """What several replicas say together about the last minutes."""
+    documents = [service.reporter.coverage.make_document(shows_callers=False) for service in services]
+    seen: dict[str, Any] = describe_coverage(CoverageDocument.merge(documents, time.time()), STATE)["seen"]
+    return seen
+
+
+def ask(service: Service, user: str = "") -> None:
+    """One request with a body."""
+    exchange(service, headers("/a", **({"x_user_id": user} if user else {})), body(b'{"a": 1}'))  # type: ignore[arg-type]
+
+
+def test_a_request_is_counted_once_however_many_policies_it_meets() -> None:
+    """One that all count is guarded, one that some count is so in part, and a shadow policy's part is no request of its own."""
+    service = make_service(
+        policy("all", ANY, limit_keys=["header:host"], missing_descriptor="require_one", body="ignore"),
+        policy("watching", ANY, mode="shadow", **BY_USER),
+        policy("named", ANY, **BY_USER),
+    )
+    for _ in range(3):
+        ask(service, "ann")
+    ask(service)
+
+    seen = describe(service)
+    assert {name: seen[name] for name in ("matched", "guarded", "partly_guarded", "not_guarded", "exempt")} == {
+        "matched": 4,
+        "guarded": 3,
+        "partly_guarded": 1,
+        "not_guarded": 0,
+        "exempt": 0,
+    }
+    assert seen["guarded_percent"] == 75.0
+
+
+def test_what_is_refused_because_it_cannot_be_counted_is_not_unguarded() -> None:
+    """`uncountable: reject` leaves nothing unguarded."""
+    strict = policy("p", ANY, **BY_USER)
+    strict["spec"]["uncountable"] = "reject"
+    service = make_service(strict)
+    ask(service)
+
+    assert (describe(service)["not_guarded"], describe(service)["exempt"]) == (0, 1)
+
+
+def test_what_is_recent_is_known_by_the_minute() -> None:
+    """Numbers of the last quarter of an hour stand beside those since the start, and what is older leaves them."""
+    coverage = Coverage({}, 0.0)
+    for minute in range(60):
+        coverage.requests += 10
+        coverage.roll(minute * 60.0)
+        coverage.roll(minute * 60.0 + 30)  # changes nothing
+
+    (row,) = [row for row in coverage.make_document(shows_callers=False).rows if row.reason == "requests"]
+    assert row.total == 600
+    assert row.recent == 10 * WINDOW_SECONDS // 60
+
+
+def test_the_numbers_of_a_hostile_configuration_are_bounded() -> None:
+    """However many routes there are, the counts stay small, and none is lost from the whole."""
+    coverage = Coverage({}, 0.0)
+    for number in range(30_000):
+        request = HttpRequest("POST", "/", "", {}, StatedFacts(route=blake2b(b"%d" % number).hexdigest()))
+        evaluation = Evaluation(request)
+        evaluation.enforcing.left_out = [("p", "default", "not_json")]
+        coverage.note(evaluation)
+
+    document = coverage.make_document(shows_callers=False)
+    assert len(document.rows) <= 10_100
+    assert sum(row.total for row in document.rows if row.reason == "not_json") == 30_000
+    packed = document.pack()
+    assert len(packed) <= MAX_DOCUMENT
+    assert unpack_all({"a": packed}, CoverageDocument)["a"].left_out > 0
+
+
+def test_replicas_add_up() -> None:
+    """What two have seen is one report."""
+    one, other = make_service(policy("p", ANY, **BY_USER)), make_service(policy("p", ANY, **BY_USER))
+    ask(one)
+    for _ in range(2):
+        ask(other, "ann")
+
+    seen = describe(one, other)
+    assert (seen["matched"], seen["guarded"], seen["not_guarded"]) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(("unguarded", "level"), [(5, "note"), (20, "problem")])
+def test_one_in_a_hundred_is_a_problem(unguarded: int, level: str) -> None:
+    """A reason that hardly ever occurs is a note: some client always sends nonsense."""
+    rows = [
+        CoverageRow("", "", "", "", "requests", 1_000, 1_000),
+        CoverageRow("p", "enforce", "", "", "counted", 1_000 - unguarded, 1_000 - unguarded),
+        CoverageRow("p", "enforce", "", "", "not guarded", unguarded, unguarded),
+        CoverageRow("p", "enforce", "llm", "default", "not_json", unguarded, unguarded),
+    ]
+    view = View(CoverageDocument(rows, 0.0, 900.0), "a", ["a"], "")
+
+    (found,) = make_report(view, STATE, {}, time.time())["findings"]
+    assert (found["level"], found["requests"], found["of"], found["place"]) == (level, unguarded, 1_000, None)
+
+
+def test_what_is_over_is_no_finding() -> None:
+    """Where there is traffic now, only what it shows counts: what was mended an hour ago is mended."""
+    rows = [
+        CoverageRow("", "", "", "", "requests", 10, 1_000),
+        CoverageRow("p", "enforce", "", "", "counted", 10, 10),
+        CoverageRow("p", "enforce", "", "default", "not_json", 0, 990),
+    ]
+    view = View(CoverageDocument(rows, 0.0, 900.0), "a", ["a"], "")
+
+    assert make_report(view, STATE, {}, time.time())["findings"] == []
+
+
+def test_every_documented_reason_has_a_repair() -> None:
+    """The list in docs/operations.md and the repairs name the same reasons."""
+    from tests.support import ROOT  # for this one
+
+    text = (ROOT / "docs" / "operations.md").read_text().partition("### Why a request is not counted")[2].partition("\n## ")[0]
+    named = {name for line in text.splitlines() if line.startswith("- ") for name in line.partition(": ")[0].split("`")[1::2]}
+    assert named
+    assert named <= set(REPAIRS) | BY_DESIGN
