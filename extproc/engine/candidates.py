@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
@@ -297,9 +297,11 @@ class LoopCandidate(Candidate):
 
     Attributes:
         detector: the guard.
+        claim: what the request's headers say about the body, None for nothing.
+        contradicted: the body says something else.
     """
 
-    __slots__ = ("_name", "detector")
+    __slots__ = ("_name", "claim", "contradicted", "detector")
 
     def __init__(
         self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
@@ -307,6 +309,8 @@ class LoopCandidate(Candidate):
         super().__init__(plan, detector, values, descriptors, session, detector.similarity)
         self.detector = detector
         self._name = ("", "")
+        self.claim: Any = None
+        self.contradicted = False
         self.needs_body = detector.needs_body or plan.reads_body
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
@@ -341,6 +345,8 @@ class LoopCandidate(Candidate):
     def _compare(self, body: RequestBody, document: Document) -> Body:
         """Look into the body; the sums of what is compared in its place."""
         similarity, rings = self.detector.similarity, self.plan.rings
+        if self.claim is not None:
+            self.contradicted = similarity.contradicts(self.claim, document)
         if similarity.remembers and rings is not None and not self.is_anonymous:
             self.session = body.find_session(rings, self._in_head, document)
         if self.session:

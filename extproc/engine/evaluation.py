@@ -49,11 +49,13 @@ class CandidateGroup:
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
         remembers: the session of some candidate keeps something of the request that the store has not been told.
         sessions: the candidates that limit sessions, among them such as had to be left out.
+        contradicted: policies of which a detector has read headers that say something else than the body.
         spared: what would have been done about the request, had no operator ordered to allow it.
     """
 
     __slots__ = (
         "candidates",
+        "contradicted",
         "failures",
         "forbidden",
         "left_out",
@@ -76,6 +78,7 @@ class CandidateGroup:
         self.remembers = False
         self.sessions = _NO_SESSIONS
         self.spared: list[Outcome] = []
+        self.contradicted: list[str] = []
 
     @property
     def inspects(self) -> bool:
@@ -107,6 +110,8 @@ class CandidateGroup:
             session = plan.rings.read(request) if plan.rings is not None else ()
             for detector in plan.detectors:
                 candidate = LoopCandidate(plan, detector, values, joined, session)
+                if detector.similarity.reads_headers and not self._read_headers(candidate, request):
+                    continue
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
             if plan.limiter is not None:
@@ -118,6 +123,15 @@ class CandidateGroup:
             return False
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
             self.failures.append((plan.id, error))
+            return False
+        return True
+
+    def _read_headers(self, candidate: LoopCandidate, request: HttpRequest) -> bool:
+        """Note what the request's headers say about its body; whether the candidate may still count the request."""
+        try:
+            candidate.claim = candidate.detector.similarity.read_headers(request.headers)
+        except NotCounted as why:
+            self._drop(candidate, why.reason)
             return False
         return True
 
@@ -160,6 +174,8 @@ class CandidateGroup:
                 self.remembers = self.remembers or candidate.push is not None
                 if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
                     self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
+            if isinstance(candidate, LoopCandidate) and candidate.contradicted:
+                self.contradicted.append(candidate.plan.id)
         self.candidates = able
 
     def list_pushes(self) -> list[Push]:

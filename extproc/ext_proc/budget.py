@@ -27,7 +27,7 @@ RESERVE_SECONDS: Final = 0.5
 """Time beyond that for callers that keep to their own share."""
 
 NEW_SECONDS: Final = RESERVE_SECONDS / 2
-"""Of the reserve, what callers may use that are new; the others share the rest, which lasts if all of them use their own time."""
+"""Of the reserve, what new callers may use; the others share the rest, which lasts if all of them use their own time."""
 
 PRESENT_SECONDS: Final = 1.0
 """A caller is there until it has asked for nothing for one to two such spans."""

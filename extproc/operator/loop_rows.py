@@ -41,6 +41,7 @@ class Loop(msgspec.Struct, array_like=True):
         size: of these, bytes of their bodies.
         stopped: of these, the ones that were not sent on for this loop's sake.
         stopped_size: bytes of their bodies.
+        agent: the id that the agent has given itself, cut to what can be shown; empty where it has not.
     """
 
     policy: str
@@ -63,6 +64,7 @@ class Loop(msgspec.Struct, array_like=True):
     size: int
     stopped: int
     stopped_size: int
+    agent: str = ""
 
     @property
     def name(self) -> tuple[str, ...]:

@@ -93,6 +93,8 @@ class Reporter:
                 self._report_missing(group)
             if group.failures:
                 self._report_failures(group)
+            for policy in group.contradicted:
+                self._metrics.header_mismatch.labels(policy).inc()
             for spared in group.spared:
                 self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
 
