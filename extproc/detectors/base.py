@@ -44,6 +44,7 @@ class Similarity:
     Attributes:
         keys: the keys of a loop_detection entry that are its own, beside those of `LoopKeys`.
         looks: into the body, whose bytes are kept for it; else the body's checksums are enough.
+        reads_ends: of a body that is too long to be looked into, an excerpt is enough; see `Excerpt`.
         reads_headers: they may say what stands in the body.
         stateless: a request says itself whether it is part of a loop. Nothing is counted, the store keeps the cooldown alone.
         remembers: what a request does not show, earlier ones of its session may have shown.
@@ -52,6 +53,7 @@ class Similarity:
 
     keys: ClassVar[type[JsonObject]] = LoopKeys
     looks: ClassVar[bool] = False
+    reads_ends: ClassVar[bool] = False
     reads_headers: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
