@@ -15,6 +15,9 @@ MAX_QUOTES: Final = 500_000
 MAX_BRACKETS: Final = 200_000
 """Most of these in what goes by; following as many takes 20 ms."""
 
+MAX_AT_ONCE: Final = 8 * 2**20
+"""Most bytes that go by without a pause, in 20 ms; a body that comes in pieces may be longer."""
+
 MAX_DEPTH: Final = 64
 """What goes by is nested at most this deep, in an element of the list."""
 
@@ -165,7 +168,9 @@ class Excerpt:
             JSON of at most `most` bytes; None where there is none.
         """
         end = max(self._head, len(data) - self._tail)
-        self._skip(bytes(data[: self._head]), data[self._head : end])
+        self.lost = self.lost or end - self._head > MAX_AT_ONCE
+        if not self.lost:
+            self._skip(bytes(data[: self._head]), data[self._head : end])
         if self.lost:
             return None
         rest = bytes(data[end:])

@@ -382,26 +382,6 @@ def _strike(text: str, start: str, end: str) -> str:
 def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
     """The turns of the conversation in a document, the newest first.
 
-    Where older messages were left out, some of the calls that the oldest turn made at once may be among them, so that one is left
-    out as well.
-    """
-    turns = _read_turns(conversation, document, ignored)
-    if not document.shortened or conversation.shape.joins is None:
-        return turns
-    return _leave_out_last(turns)
-
-
-def _leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:
-    last: Turn | None = None
-    for turn in turns:
-        if last is not None:
-            yield last
-        last = turn
-
-
-def _read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
-    """All turns.
-
     A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
     """
     reading = Reading(document, ignored)
@@ -423,3 +403,12 @@ def _read_turns(conversation: Conversation, document: Document, ignored: frozens
 
 def _acts(turn: Turn) -> bool:
     return any(part.kind == CALL for part in turn.parts)
+
+
+def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:
+    """All turns but the oldest: where older messages were left out, some of the calls that it made at once may be among them."""
+    last: Turn | None = None
+    for turn in turns:
+        if last is not None:
+            yield last
+        last = turn

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from extproc.apis import LIST_PATHS
-from extproc.apis.excerpt import MAX_BRACKETS, MAX_DEPTH, MAX_QUOTES, Excerpt
+from extproc.apis.excerpt import MAX_AT_ONCE, MAX_BRACKETS, MAX_DEPTH, MAX_QUOTES, Excerpt
 from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.turns import Turns
 from extproc.request.document import Document, NotCounted
@@ -211,6 +211,15 @@ def test_what_is_hostile_is_given_up() -> None:
         few, many = [b'{"messages":[%b1,1]}' % (unit * number) for number in (most // 4, most)]
         assert shorten(chance, few, 4_096, pieces=False) is not None
         assert shorten(chance, many, 4_096, pieces=False) is None
+
+
+def test_more_than_can_be_followed_at_once_comes_in_pieces() -> None:
+    """So that no other request waits for it."""
+    chance = random.Random(0)
+    data = json.dumps({"messages": [{"role": "user", "content": "x" * 10_000}] * (MAX_AT_ONCE // 10_000 + 10)}).encode()
+
+    assert shorten(chance, data, 65_536, pieces=False) is None
+    assert shorten(chance, data, 65_536, pieces=True) is not None
 
 
 def test_the_excerpt_of_a_conversation_that_cannot_be_read_says_nothing() -> None:

@@ -37,7 +37,7 @@ def make_body(writer: str = "as_chat", *, times: int = 8, size: int = 2 * LIMIT,
     return json.dumps({"tools": [], **getattr(turn_writers, writer)(turns), "metadata": {}}).encode()
 
 
-def send(service: Service, data: bytes, *, chunk: int = 0, **more: str) -> ProcessingResponse:
+def send(service: Service, data: bytes, *, chunk: int = 0, **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
     """The last answer; streamed in chunks of so many bytes, or buffered."""
     if not chunk:
         return decoded(exchange(service, headers(**more), body(data))[-1])
