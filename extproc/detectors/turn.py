@@ -406,7 +406,7 @@ def _acts(turn: Turn) -> bool:
 
 
 def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:
-    """All turns but the oldest: where older messages were left out, some of the calls that it made at once may be among them."""
+    """All turns but the oldest: where older messages are left out, some of the calls that it made at once may be among them."""
     last: Turn | None = None
     for turn in turns:
         if last is not None:

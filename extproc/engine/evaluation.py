@@ -415,7 +415,7 @@ class Evaluation:
         document, unreadable = None, withheld
         shortened: Document | None = None
         if self.inspects and content is not None:
-            if len(content) > self.inspects and excerpt is None and self.can_shorten:
+            if len(content) > self.inspects and excerpt is None and self.reads_ends and self.is_plain:
                 excerpt = Excerpt(LIST_PATHS, self.inspects)
             if excerpt is None:
                 document, unreadable = self._open_document(content)
@@ -433,9 +433,9 @@ class Evaluation:
             self._read_with(self.shadow)
 
     @property
-    def can_shorten(self) -> bool:
-        """A body that is too long to be looked into may have an excerpt that is not."""
-        return self.reads_ends and not list_encodings(self.request.headers.get("content-encoding", b""))
+    def is_plain(self) -> bool:
+        """The body comes as it is, not compressed."""
+        return not list_encodings(self.request.headers.get("content-encoding", b""))
 
     def _open_excerpt(self, excerpt: Excerpt, content: bytes | memoryview) -> Document | None:
         """The excerpt of a body, to look into; None where there is none. Nothing in it is taken for a note."""

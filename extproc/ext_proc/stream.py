@@ -291,7 +291,7 @@ class Stream(Waiting):
             return self._on_chunk(kind, evaluation, chunk, ended=ended)
         self._stop_waiting()
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
-        content = chunk if len(chunk) <= keeps or evaluation.can_shorten else None
+        content = chunk if len(chunk) <= keeps or (evaluation.reads_ends and evaluation.is_plain) else None
         return self._transaction.judge(kind, evaluation, NO_BODY.plus(chunk), content=content)
 
     def _on_chunk(self, kind: str, evaluation: Evaluation, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
@@ -314,7 +314,7 @@ class Stream(Waiting):
             self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
         length = evaluation.request.headers.get("content-length", b"")
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
-        excerpt = Excerpt(LIST_PATHS, keeps) if evaluation.can_shorten else None
+        excerpt = Excerpt(LIST_PATHS, keeps) if evaluation.reads_ends and evaluation.is_plain else None
         return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, excerpt)
 
     def _on_response(self, message: EnvoyMessage) -> MaybeLater:
