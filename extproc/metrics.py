@@ -58,6 +58,8 @@ class Metrics:
         )
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
         self.uncounted = counter("uncounted_total", "Requests that a policy matched but could not count", "policy", "reason")
+        text = "Requests whose Mcp-Method or Mcp-Name disagrees with the body, which decides"
+        self.header_mismatch = counter("header_mismatch_total", text, "policy")
         text = "Requests that got a warning because no note could be added"
         self.unsteered = counter("unsteered_total", text, "policy", "reason")
         text = "Requests refused because they could not be counted (uncountable: reject)"

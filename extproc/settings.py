@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from extproc import options
 from extproc.logs import LogFormat
-from extproc.options import ENVIRONMENT_ONLY, choice, option, parse_integer, parse_seconds, switch
+from extproc.options import ENVIRONMENT_ONLY, choice, option, parse_integer, parse_number, parse_seconds, switch
 
 ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
@@ -184,6 +184,12 @@ class Settings:
     max_streams: int = option(20_000, _parse_positive, "maximum open streams; further requests pass at once", "N")
     max_connections: int = option(
         10_000, _parse_positive, "maximum connections; beyond it, the longest idle ones are closed", "N"
+    )
+    inspect_share: float = option(
+        "0.5",
+        parse_number(lambda share: 0 < share <= 1, "a number above 0 and at most 1, such as 0.5"),
+        "share of a processor for inspecting bodies; a caller can use what no other caller asks for",
+        "SHARE",
     )
     max_throttled: int = option(10_000, _parse_positive, "maximum throttled requests at once; a tenth of them per tenant", "N")
     drain_delay: float = option(

@@ -39,6 +39,9 @@ open_conversation: Final = _SHAPES.open_conversation
 find_conversation: Final = _SHAPES.find_conversation
 locate_results: Final = _SHAPES.locate_results
 
+LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})
+"""Where the messages of a conversation may stand, as a list that goes on from its oldest to its newest."""
+
 TOOL_WORDS: Final = ToolWords(*[reduce(or_, words) for words in zip(*[api.tool_words for api in APIS], strict=True)])
 TOOL_LISTS: Final[dict[str, list[ToolList]]] = {}
 """By the key of the conversation beside which they stand."""

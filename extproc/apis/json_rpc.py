@@ -7,7 +7,10 @@ id; see `frame_answer`. Other requests are refused with a JSON-RPC error.
 from __future__ import annotations
 
 import json
-from typing import Final
+import re
+from base64 import b64decode
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -46,7 +49,70 @@ _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_batch: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
+_CHECKED_SINCE: Final = "2026-07-28"
+"""The first version of MCP whose servers have to refuse a request where these headers and the body disagree."""
+
+_VERSION: Final = re.compile(r"\d{4}-\d\d-\d\d")
+_ENCODED: Final = re.compile(r"=\?base64\?(.*)\?=", re.IGNORECASE)
+
 Fields = dict[str, msgspec.Raw]
+
+
+class McpHeaders(NamedTuple):
+    """What the headers of a request say that its body calls: `Mcp-Method` and `Mcp-Name` (MCP 2026-07-28).
+
+    Attributes:
+        method: of JSON-RPC.
+        name: of the tool, prompt or resource; empty where there is none.
+        checked: the client speaks a version of which servers refuse a request whose headers and body disagree.
+    """
+
+    method: str
+    name: str
+    checked: bool
+
+    @property
+    def is_call(self) -> bool:
+        """It calls a tool, or sends a message to another agent."""
+        return self.method == _TOOL_CALL or self.method in _MESSAGES
+
+
+def read_claim(headers: Mapping[str, bytes]) -> McpHeaders | None:
+    """What the headers say; None where they say nothing."""
+    method = headers.get("mcp-method")
+    if method is None:
+        return None
+    version = headers.get("mcp-protocol-version", b"").decode("latin-1")
+    name = _read_name(headers.get("mcp-name", b"").decode("utf-8", "replace"))
+    return McpHeaders(method.decode("latin-1"), name, bool(_VERSION.fullmatch(version)) and version >= _CHECKED_SINCE)
+
+
+def _read_name(text: str) -> str:
+    """A name, which a client writes in base64 where a header could not bear it."""
+    encoded = _ENCODED.fullmatch(text)
+    if encoded is None:
+        return text
+    try:
+        return b64decode(encoded[1], validate=True).decode()
+    except ValueError:
+        return text
+
+
+def contradicts(claim: McpHeaders, document: Document) -> bool:
+    """Whether a body calls something else than its request's headers say.
+
+    What is no single request contradicts nothing: no server takes it for one.
+    """
+    try:
+        request = _read_fields(document.data()) if len(document) else {}
+        method = open_value(request.get("method", ABSENT))
+        if not isinstance(method, str):
+            return False
+        if method != claim.method or method != _TOOL_CALL:
+            return method != claim.method
+        return bool(open_value(_read_fields(request.get("params", ABSENT)).get("name", ABSENT)) != claim.name)
+    except NotCounted:
+        return False
 
 
 def read_call(document: Document) -> tuple[str, Fields, msgspec.Raw]:

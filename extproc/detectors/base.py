@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 from extproc.decision import Advice, Framed, Outcome, Repeat, Subject
@@ -44,6 +44,8 @@ class Similarity:
     Attributes:
         keys: the keys of a loop_detection entry that are its own, beside those of `LoopKeys`.
         looks: into the body, whose bytes are kept for it; else the body's checksums are enough.
+        reads_ends: of a body that is too long to be looked into, an excerpt is enough; see `Excerpt`.
+        reads_headers: they may say what stands in the body.
         stateless: a request says itself whether it is part of a loop. Nothing is counted, the store keeps the cooldown alone.
         remembers: what a request does not show, earlier ones of its session may have shown.
         default_threshold: of an entry that has none; None where each has to say it.
@@ -51,12 +53,26 @@ class Similarity:
 
     keys: ClassVar[type[JsonObject]] = LoopKeys
     looks: ClassVar[bool] = False
+    reads_ends: ClassVar[bool] = False
+    reads_headers: ClassVar[bool] = False
     stateless: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
     default_threshold: ClassVar[int | None] = None
 
     def __init__(self, keys: SimilarityKeys) -> None:
         """Compile the keys of an entry that is enabled."""
+
+    def read_headers(self, headers: Mapping[str, bytes]) -> Any:  # noqa: ANN401, ARG002  # others read them
+        """What the headers of a request say about its body, for `contradicts`; None where that is nothing.
+
+        Raises:
+            NotCounted: they are enough to know that the request is not counted.
+        """
+        return None
+
+    def contradicts(self, claim: Any, document: Document) -> bool:  # noqa: ANN401, ARG002  # others read headers
+        """Whether a body is something else than the headers say."""
+        return False
 
     def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002  # others look into it
         """Look into a body.

@@ -95,13 +95,24 @@ class Tool(JsonObject):
 
 
 class ToolsKeys(LoopKeys):
-    """Of those that look at what tools do; `mcp` has no others.
+    """Of those that look at what tools do.
 
     Attributes:
         tools: with `tool_calls`, `turns` and `mcp`: rules by tool name; `*` matches anything.
     """
 
     tools: dict[Annotated[str, Field(min_length=1)], Tool] = {}
+
+
+class McpKeys(ToolsKeys):
+    """Of `mcp`.
+
+    Attributes:
+        trust_headers: with `mcp`: from MCP 2026-07-28 on, `Mcp-Method` and `Mcp-Name` decide which requests are not counted,
+            without their bodies. Only for servers that refuse requests whose headers and body disagree.
+    """
+
+    trust_headers: bool = False
 
 
 class HistoryKeys(ToolsKeys):
@@ -143,7 +154,7 @@ class TurnsKeys(HistoryKeys):
     )
 
 
-class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys):
+class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys):
     """All of them.
 
     Attributes:

@@ -25,7 +25,17 @@ from extproc.apis import open_conversation
 from extproc.decision import Repeat
 from extproc.detectors.actions import THOUGHTS
 from extproc.detectors.tools import Limit, ToolLimits, count_rounds
-from extproc.detectors.turn import AnyTurn, Turn, decode_turn, digest, encode_turn, read_turns, same_action, same_result
+from extproc.detectors.turn import (
+    AnyTurn,
+    Turn,
+    decode_turn,
+    digest,
+    encode_turn,
+    leave_out_last,
+    read_turns,
+    same_action,
+    same_result,
+)
 from extproc.request.document import Document
 
 MAX_TURNS = 32
@@ -128,6 +138,8 @@ class TurnRule:
         """
         conversation = open_conversation(document)
         turns = read_turns(conversation, document, self._ignored)
+        if document.shortened and conversation.shape.joins is not None:
+            turns = leave_out_last(turns)
         return History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
 
     def find_loop(self, history: History) -> Repeat | None:

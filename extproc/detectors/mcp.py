@@ -1,19 +1,22 @@
 """Similarity `mcp`: tools that agents call over HTTP (MCP), and messages that they send to each other (A2A).
 
-What neither calls a tool nor sends a message is not counted: handshakes, lists, notifications, pings, answers, streams. How
-requests and answers are written stands in `extproc.apis.json_rpc`.
+What neither calls a tool nor sends a message is not counted: handshakes, lists, notifications, pings, answers, streams, and
+`tasks/get`, which polls. How requests and answers are written stands in `extproc.apis.json_rpc`.
+
+Headers may say what a body calls. The body decides, and where it calls something else that is reported: else a header that lies
+would hide a loop. Only a policy that trusts its server to refuse such requests is spared the bodies of what it does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from extproc.apis.json_rpc import frame_answer, read_call, read_id, show_call, spell_call
+from extproc.apis.json_rpc import McpHeaders, contradicts, frame_answer, read_call, read_claim, read_id, show_call, spell_call
 from extproc.decision import COMPLETION, Advice, Framed, Outcome
 from extproc.detectors.actions import MAX_NAME
 from extproc.detectors.base import Similarity, format_duration
-from extproc.detectors.keys import SimilarityKeys, ToolsKeys
+from extproc.detectors.keys import McpKeys, SimilarityKeys
 from extproc.detectors.tools import Limit, find_window_errors
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted
@@ -64,17 +67,36 @@ class McpCall:
 class Mcp(Similarity):
     """A detector's `tools`, ready to look into requests."""
 
-    keys: ClassVar[type[JsonObject]] = ToolsKeys
+    keys: ClassVar[type[JsonObject]] = McpKeys
     looks: ClassVar[bool] = True
+    reads_headers: ClassVar[bool] = True
 
     def __init__(self, keys: SimilarityKeys) -> None:
         self._limits = keys.make_limits(self.default_threshold)
+        self._trusts = keys.trust_headers
+
+    def read_headers(self, headers: Mapping[str, bytes]) -> McpHeaders | None:
+        """What they say that the body calls; see `Similarity`."""
+        claim = read_claim(headers)
+        if claim is not None and claim.checked and self._trusts:
+            if not claim.is_call:
+                raise NotCounted("not_a_call")
+            self._check_allowed(claim.name)
+        return claim
+
+    def contradicts(self, claim: McpHeaders, document: Document) -> bool:
+        """See `Similarity`."""
+        return contradicts(claim, document)
+
+    def _check_allowed(self, tool: str) -> None:
+        """Raise NotCounted where the tool's calls are not counted."""
+        if tool and self._limits.of([tool[:MAX_NAME]]).allow:
+            raise NotCounted("allowed_tool")
 
     def compare(self, document: Document) -> tuple[bytes, None]:
         """The tool and its arguments, or the parts of a message; see `Similarity`."""
         tool, params, _ = read_call(document)
-        if tool and self._limits.of([tool[:MAX_NAME]]).allow:
-            raise NotCounted("allowed_tool")
+        self._check_allowed(tool)
         return spell_call(tool, params), None
 
     def find_subject(self, document: Document) -> McpCall:

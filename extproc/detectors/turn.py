@@ -397,9 +397,18 @@ def read_turns(conversation: Conversation, document: Document, ignored: frozense
             continue
         yield turn
         behind, newer = [], turn
-    if conversation.elsewhere and behind:
+    if conversation.elsewhere and behind and not document.shortened:
         yield Turn(reading, None, behind)
 
 
 def _acts(turn: Turn) -> bool:
     return any(part.kind == CALL for part in turn.parts)
+
+
+def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:
+    """All turns but the oldest: where older messages are left out, some of the calls that it made at once may be among them."""
+    last: Turn | None = None
+    for turn in turns:
+        if last is not None:
+            yield last
+        last = turn

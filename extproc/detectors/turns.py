@@ -40,6 +40,7 @@ class Turns(HistorySimilarity):
 
     keys: ClassVar[type[JsonObject]] = TurnsKeys
     remembers: ClassVar[bool] = True
+    reads_ends: ClassVar[bool] = True
     default_threshold: ClassVar[int | None] = 3
 
     def __init__(self, keys: SimilarityKeys) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
+from extproc.apis import LIST_PATHS
+from extproc.apis.excerpt import Excerpt
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
@@ -76,17 +78,20 @@ class RequestBody:
         sums: length and checksums of the body.
         document: the same to look into, None where it cannot be.
         unreadable: why not.
+        excerpt: of a body that is too long to be looked into; None where there is none.
         scope: attachment name.
     """
 
     __slots__ = (
         "_caller",
         "_looked",
+        "_most",
         "_names",
         "_session",
         "_sums",
         "_values",
         "document",
+        "excerpt",
         "head",
         "path",
         "scope",
@@ -103,11 +108,13 @@ class RequestBody:
         self._values: Sequence[str] | None = None
         self._looked: Document | None = None
         self._session = ""
+        self._most = 0  # bytes of the excerpt that was made here
         self.path = path
         self.head = head
         self.sums = sums
         self.document = document
         self.unreadable = unreadable
+        self.excerpt: Document | None = None
         self.scope = scope
 
     def name(self, sums: Body, caller: str) -> tuple[str, str, str, str]:
@@ -131,17 +138,30 @@ class RequestBody:
             self._values, self._looked = values, document
         return self._session
 
-    def open(self, most: int) -> Document:
+    def open(self, most: int, *, ends: bool = False) -> Document:
         """The document, where it is small enough for a guard that looks into this many bytes.
+
+        Args:
+            most: bytes.
+            ends: where it is too long, an excerpt will do.
 
         Raises:
             NotCounted: it is not, or it cannot be read.
         """
-        if self.document is None:
-            raise NotCounted(self.unreadable)
-        if len(self.document) > most:
-            raise NotCounted("inspect_limit")
-        return self.document
+        document = self.document
+        if document is not None and len(document) <= most:
+            return document
+        if ends and document is not None and most != self._most:
+            self.excerpt, self._most = make_excerpt(Excerpt(LIST_PATHS, most), bytes(document)), most
+        if ends and self.excerpt is not None and len(self.excerpt) <= most:
+            return self.excerpt
+        raise NotCounted(self.unreadable if document is None else "inspect_limit")
+
+
+def make_excerpt(excerpt: Excerpt, data: bytes | memoryview) -> Document | None:
+    """The excerpt of a body, as `Excerpt.write` has it."""
+    written = excerpt.write(data)
+    return None if written is None else Document(written, shortened=True)
 
 
 class Candidate:
@@ -329,9 +349,11 @@ class LoopCandidate(Candidate):
 
     Attributes:
         detector: the guard.
+        claim: what the request's headers say about the body, None for nothing.
+        contradicted: the body says something else.
     """
 
-    __slots__ = ("_name", "detector")
+    __slots__ = ("_name", "claim", "contradicted", "detector")
 
     def __init__(
         self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
@@ -339,6 +361,8 @@ class LoopCandidate(Candidate):
         super().__init__(plan, detector, values, descriptors, session, detector.similarity)
         self.detector = detector
         self._name = ("", "")
+        self.claim: Any = None
+        self.contradicted = False
         self.needs_body = detector.needs_body or plan.reads_body
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
@@ -351,7 +375,8 @@ class LoopCandidate(Candidate):
         if not detector.needs_body:
             sums = NO_BODY
         elif detector.looks:
-            sums = self._compare(body, body.open(detector.max_inspect_bytes))
+            document = body.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends)
+            sums = self._compare(body, document) if not document.shortened else self._compare_excerpt(body, document)
         self.body_crc32 = sums.crc32
         self.composite, self.fingerprint, check, self.tenant = body.name(sums, self.caller)
         self._name = body.scope, self.fingerprint + check
@@ -375,6 +400,8 @@ class LoopCandidate(Candidate):
     def _compare(self, body: RequestBody, document: Document) -> Body:
         """Look into the body; the sums of what is compared in its place."""
         similarity, rings = self.detector.similarity, self.plan.rings
+        if self.claim is not None:
+            self.contradicted = similarity.contradicts(self.claim, document)
         if similarity.remembers and rings is not None and not self.is_anonymous:
             self.session = body.find_session(rings, self._in_head, document)
         if self.session:
@@ -386,6 +413,13 @@ class LoopCandidate(Candidate):
             return NO_BODY.plus(self.compared)
         self.compared_exactly = body.sums.length > 0
         return body.sums
+
+    def _compare_excerpt(self, body: RequestBody, document: Document) -> Body:
+        """The same for the excerpt of a body that is too long, which is all that can be said about one that cannot be read."""
+        try:
+            return self._compare(body, document)
+        except NotCounted:
+            raise NotCounted("inspect_limit") from None
 
     def _ask(self) -> None:
         """Make what the store is asked to count, now that all is known that the key depends on."""

@@ -13,14 +13,23 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from extproc.apis import open_conversation
+from extproc.apis import LIST_PATHS, open_conversation
+from extproc.apis.excerpt import Excerpt
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
-from extproc.engine.candidates import NO_LABELS, Answer, Candidate, LoopCandidate, RequestBody, SessionCandidate
+from extproc.engine.candidates import (
+    NO_LABELS,
+    Answer,
+    Candidate,
+    LoopCandidate,
+    RequestBody,
+    SessionCandidate,
+    make_excerpt,
+)
 from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
 from extproc.engine.ramp import Ramp
 from extproc.request.document import Document, NotCounted
-from extproc.request.encodings import UnreadableError, read_text
+from extproc.request.encodings import UnreadableError, list_encodings, read_text
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
@@ -49,11 +58,13 @@ class CandidateGroup:
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
         remembers: the session of some candidate keeps something of the request that the store has not been told.
         sessions: the candidates that limit sessions, among them such as had to be left out.
+        contradicted: policies of which a detector has read headers that say something else than the body.
         spared: what would have been done about the request, had no operator ordered to allow it.
     """
 
     __slots__ = (
         "candidates",
+        "contradicted",
         "failures",
         "forbidden",
         "left_out",
@@ -76,6 +87,7 @@ class CandidateGroup:
         self.remembers = False
         self.sessions = _NO_SESSIONS
         self.spared: list[Outcome] = []
+        self.contradicted: list[str] = []
 
     @property
     def inspects(self) -> bool:
@@ -109,6 +121,8 @@ class CandidateGroup:
             for detector in plan.detectors:
                 candidate = LoopCandidate(plan, detector, values, joined, session)
                 candidate.labels = labels
+                if detector.similarity.reads_headers and not self._read_headers(candidate, request):
+                    continue
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
             if plan.limiter is not None:
@@ -120,6 +134,15 @@ class CandidateGroup:
             return False
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
             self.failures.append((plan.id, error))
+            return False
+        return True
+
+    def _read_headers(self, candidate: LoopCandidate, request: HttpRequest) -> bool:
+        """Note what the request's headers say about its body; whether the candidate may still count the request."""
+        try:
+            candidate.claim = candidate.detector.similarity.read_headers(request.headers)
+        except NotCounted as why:
+            self._drop(candidate, why.reason)
             return False
         return True
 
@@ -163,6 +186,8 @@ class CandidateGroup:
                 self.remembers = self.remembers or candidate.push is not None
                 if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
                     self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
+            if isinstance(candidate, LoopCandidate) and candidate.contradicted:
+                self.contradicted.append(candidate.plan.id)
         self.candidates = able
 
     def list_pushes(self) -> list[Push]:
@@ -271,6 +296,7 @@ class Evaluation:
         size: bytes of its body, 0 where that is not known.
         inspects: a body of this many bytes at most has to be kept to be looked into, 0 for none.
         steers: a body of this many bytes at most has to be kept to be changed, 0 for none.
+        reads_ends: of a longer body than `inspects`, an excerpt may be looked into.
         plans: the policies that matched.
         paired: what some policy makes of it is compared with what another one does.
         trace: what each policy made of it, once that has been compared.
@@ -292,6 +318,7 @@ class Evaluation:
         "paired",
         "plain",
         "plans",
+        "reads_ends",
         "request",
         "sessions",
         "shadow",
@@ -312,6 +339,7 @@ class Evaluation:
         self.groups = [self.enforcing, self.shadow]
         self.inspects = 0
         self.steers = 0
+        self.reads_ends = False
         self.paired = False
         self.trace: list[Outcome] = []
         self.plans: Sequence[Plan] = ()
@@ -351,6 +379,7 @@ class Evaluation:
             if plan.needs_body:
                 self.inspects = max(self.inspects, plan.inspects)
                 self.steers = max(self.steers, plan.steers)
+                self.reads_ends = self.reads_ends or plan.reads_ends
 
     def apply_overrides(self, standing: Overrides, now: float) -> None:
         """Apply what operators have ordered, before the body is read; `now` in seconds since 1970."""
@@ -364,18 +393,19 @@ class Evaluation:
         watching.shadow.candidates = self.shadow.take_body_readers()
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
         watching.sessions, self.sessions = watching.shadow.sessions, self.enforcing.sessions
-        watching.inspects = self.inspects
+        watching.inspects, watching.reads_ends = self.inspects, self.reads_ends
         watching.paired = self.paired
         watching._earlier = self
         return watching
 
-    def read_body(
+    def read_body(  # noqa: PLR0913  # all that is known of a body
         self,
         sums: Body | None,
         reason: str = "",
         content: bytes | memoryview | None = None,
         withheld: str = "inspect_limit",
         *,
+        excerpt: Excerpt | None = None,
         shadow: bool = True,
     ) -> None:
         """Work out the fingerprints, now that the body is known or known to stay unknown.
@@ -385,6 +415,7 @@ class Evaluation:
             reason: why the body is not known, for `uncounted`.
             content: the body's bytes, None where no policy may look into them.
             withheld: why not.
+            excerpt: of the body, of which `content` is what that has left.
             shadow: also those of the shadow policies, else `read_shadow` does that later.
         """
         if sums is None:
@@ -393,17 +424,36 @@ class Evaluation:
             sums = NO_BODY
         self.size = sums.length
         document, unreadable = None, withheld
+        shortened: Document | None = None
         if self.inspects and content is not None:
-            document, unreadable = self._open_document(content)
+            if len(content) > self.inspects and excerpt is None and self.reads_ends and self.is_plain:
+                excerpt = Excerpt(LIST_PATHS, self.inspects)
+            if excerpt is None:
+                document, unreadable = self._open_document(content)
+            else:
+                shortened = self._open_excerpt(excerpt, content)
         if not (self.enforcing.candidates or self.shadow.candidates):
             return  # none counts it, perhaps because its query would take too long to read
         request = self.request
         query = write_query(request.read_shown_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
         self._body = RequestBody(request.path, head, sums, document, unreadable, self._scope)
+        self._body.excerpt = shortened
         self._read_with(self.enforcing)
         if shadow:
             self._read_with(self.shadow)
+
+    @property
+    def is_plain(self) -> bool:
+        """The body comes as it is, not compressed."""
+        return not list_encodings(self.request.headers.get("content-encoding", b""))
+
+    def _open_excerpt(self, excerpt: Excerpt, content: bytes | memoryview) -> Document | None:
+        """The excerpt of a body, to look into; None where there is none. Nothing in it is taken for a note."""
+        shortened = make_excerpt(excerpt, content)
+        if shortened is not None:
+            self.content, self.plain = bytes(shortened), shortened
+        return shortened
 
     def _open_document(self, content: bytes | memoryview) -> tuple[Document | None, str]:
         """The body without notes, to look into, or None and why it cannot be read."""
@@ -466,7 +516,7 @@ class Evaluation:
             withheld: why they may not look into the body; empty if they may.
         """
         if withheld and self._body is not None:
-            self._body.document, self._body.unreadable = None, withheld
+            self._body.document, self._body.unreadable, self._body.excerpt = None, withheld, None
         self._read_with(self.shadow)
 
     def _read_with(self, group: CandidateGroup) -> None:
@@ -474,7 +524,8 @@ class Evaluation:
         body = self._body
         if body is None or not group.candidates:
             return
-        if body.document is None or len(body.document) < _MANY_OBJECTS or not gc.isenabled():
+        looked_into = body.document or body.excerpt
+        if looked_into is None or len(looked_into) < _MANY_OBJECTS or not gc.isenabled():
             group.read_body(body)
             return
         gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes

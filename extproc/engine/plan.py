@@ -269,6 +269,7 @@ class Plan:
         ramp: chooses the callers that the policy acts on, None where these are all or none.
         watching: the same policy in shadow, for the others.
         paired: what it makes of a request is compared with what another one does.
+        reads_ends: of a body that is too long to be looked into, some detector reads an excerpt.
     """
 
     __slots__ = (
@@ -290,6 +291,7 @@ class Plan:
         "paired",
         "ramp",
         "reads_body",
+        "reads_ends",
         "refuses_uncountable",
         "rings",
         "shadow",
@@ -345,6 +347,7 @@ class Plan:
             if (self.limiter.steers or self.limiter.narrows) and not shadow:
                 steering.append(self.limiter.max_inspect_bytes)
         self.inspects = max(looking, default=0)
+        self.reads_ends = any(detector.similarity.reads_ends for detector in self.detectors)
         self.steers = max(steering, default=0)
         self.ramp: Ramp | None = None
         self.watching: Plan | None = None

@@ -77,7 +77,7 @@ class Service:
         self.holds = Holds(settings.max_throttled)
         self.released = False
         self.kept = UploadMemory()
-        self.budget = InspectionBudget(perf_counter())
+        self.budget = InspectionBudget(perf_counter(), settings.inspect_share)
         self.changes = Changes(self.reporter, self.budget)
         self.pairs = Pairs(settings.shadow_samples, sample_bodies=settings.shadow_sample_bodies)
         self.pairs.follow(engine.pairings, time())

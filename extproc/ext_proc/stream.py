@@ -15,6 +15,8 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from extproc.apis import LIST_PATHS
+from extproc.apis.excerpt import Excerpt
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.handover import POLICY_ATTRIBUTE, POLICY_METADATA, parse_names
 from extproc.errors import ProtocolError
@@ -289,7 +291,7 @@ class Stream(Waiting):
             return self._on_chunk(kind, evaluation, chunk, ended=ended)
         self._stop_waiting()
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
-        content = chunk if len(chunk) <= keeps else None
+        content = chunk if len(chunk) <= keeps or (evaluation.reads_ends and evaluation.is_plain) else None
         return self._transaction.judge(kind, evaluation, NO_BODY.plus(chunk), content=content)
 
     def _on_chunk(self, kind: str, evaluation: Evaluation, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
@@ -304,14 +306,16 @@ class Stream(Waiting):
             return self._transaction.judge(kind, evaluation, None, "body_truncated")
         if is_grpc(evaluation.request) and upload.is_framed:
             return self._transaction.judge(kind, evaluation, None, "grpc")
-        return self._transaction.judge(kind, evaluation, upload.body, content=upload.take_content())
+        content, excerpt = upload.take_content()
+        return self._transaction.judge(kind, evaluation, upload.body, content=content, excerpt=excerpt)
 
     def _start_upload(self, evaluation: Evaluation) -> Upload:
         if self._transaction.observed and self._body_mode < 0:
             self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
         length = evaluation.request.headers.get("content-length", b"")
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
-        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit)
+        excerpt = Excerpt(LIST_PATHS, keeps) if evaluation.reads_ends and evaluation.is_plain else None
+        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, excerpt)
 
     def _on_response(self, message: EnvoyMessage) -> MaybeLater:
         """The request was answered before its body was here: Envoy refused it, or sends no bodies."""

@@ -13,6 +13,7 @@ from math import ceil, inf
 from time import perf_counter, thread_time, time
 from typing import Any, Final, TypeAlias
 
+from extproc.apis.excerpt import Excerpt
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.candidates import SessionCandidate
 from extproc.engine.counting import HERE, Asked, Counts, MaybeCounts, wait_for
@@ -193,13 +194,14 @@ class Transaction:
         self._service.metrics.decision_seconds.observe(perf_counter() - self.started)
         return Reply(refusal, done=True)
 
-    def judge(
+    def judge(  # noqa: PLR0913  # all that is known of a body
         self,
         kind: str,
         evaluation: Evaluation,
         sums: Body | None,
         reason: str = "",
         content: bytes | memoryview | None = None,
+        excerpt: Excerpt | None = None,
     ) -> MaybeLater:
         """Count the request and answer, now or when the store has answered.
 
@@ -209,13 +211,14 @@ class Transaction:
             sums: of its body, None where that is not known.
             reason: why not.
             content: the body, None where no policy may look into it.
+            excerpt: of the body, of which `content` is what that has left.
         """
         if evaluation.steers:
-            self._content, self._unknown = content, reason
+            self._content, self._unknown = content if excerpt is None else None, reason
         if self._record is not None:
             self._record = record_body(self._record, sums, reason, time())
         if content and evaluation.inspects:
-            self._inspect(evaluation, sums, reason, content)
+            self._inspect(evaluation, sums, reason, content, excerpt)
         else:
             evaluation.read_body(sums, reason, content)
         if evaluation.is_overridden and (blocked := self.block(evaluation)) is not None:
@@ -230,7 +233,14 @@ class Transaction:
                 return self._answer(kind, evaluation, counts, shadow_counts)
         return self._judge_later(kind, evaluation, counts, shadow_counts)
 
-    def _inspect(self, evaluation: Evaluation, sums: Body | None, reason: str, content: bytes | memoryview) -> None:
+    def _inspect(
+        self,
+        evaluation: Evaluation,
+        sums: Body | None,
+        reason: str,
+        content: bytes | memoryview,
+        excerpt: Excerpt | None,
+    ) -> None:
         """Look into the body while its tenant's time for that lasts."""
         budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.inspects
         if not budget.allows(tenant, self.started, shadow=watches):
@@ -240,7 +250,7 @@ class Transaction:
         clock = perf_counter if small else thread_time  # what other processes take of the processor is no tenant's fault
         most = _SMALL_SECONDS if small else inf
         began = clock()
-        evaluation.read_body(sums, reason, content, shadow=False)
+        evaluation.read_body(sums, reason, content, excerpt=excerpt, shadow=False)
         looked = clock()
         budget.spend(tenant, min(looked - began, most), shadow=watches)
         if not evaluation.shadow.candidates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from extproc.apis.excerpt import Excerpt
 from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_STREAMED
 from extproc.request.fingerprint import NO_BODY
 
@@ -51,10 +52,28 @@ class Upload:
         body: what has come so far.
     """
 
-    __slots__ = ("_before", "_content_length", "_inspects", "_kept", "_last", "_limit", "_mode", "_start", "body")
+    __slots__ = (
+        "_before",
+        "_content_length",
+        "_excerpt",
+        "_inspects",
+        "_keeps",
+        "_kept",
+        "_last",
+        "_limit",
+        "_mode",
+        "_start",
+        "body",
+    )
 
-    def __init__(  # all that is known of a body before it comes
-        self, kept: UploadMemory, mode: int, content_length: bytes, inspects: int, limit: int = SMALLEST_LIMIT
+    def __init__(  # noqa: PLR0913  # all that is known of a body before it comes
+        self,
+        kept: UploadMemory,
+        mode: int,
+        content_length: bytes,
+        inspects: int,
+        limit: int = SMALLEST_LIMIT,
+        excerpt: Excerpt | None = None,
     ) -> None:
         """Nothing has come yet.
 
@@ -64,7 +83,10 @@ class Upload:
             content_length: the header, empty when absent.
             inspects: a body of this many bytes at most is going to be looked into.
             limit: Envoy's buffer limit, in bytes, or less than that.
+            excerpt: of a longer body, which takes as many bytes; None where it is not looked into.
         """
+        self._excerpt = excerpt
+        self._keeps = True  # nothing that is needed was left out
         self._kept = kept
         self._limit = limit
         self._mode = mode
@@ -86,11 +108,33 @@ class Upload:
             return CUT_OFF
         if len(self._start) < _PREFIX:
             self._start += bytes(chunk[: _PREFIX - len(self._start)])
-        if body.length <= self._inspects and self._kept.claim(len(chunk)):
+        self._keep(chunk)
+        return MORE
+
+    def _keep(self, chunk: bytes | memoryview) -> None:
+        """Keep a chunk, or as much as the excerpt takes, or nothing more at all."""
+        if self.body.length <= self._inspects:
+            self._append(chunk)
+            return
+        excerpt = self._excerpt
+        if excerpt is None:
+            self.drop()
+            return
+        size = max(1, self._inspects // 8)
+        for place in range(0, len(chunk), size):
+            piece, before = chunk[place : place + size], len(self._before)
+            if self._keeps and before + len(piece) > self._inspects:
+                excerpt.shorten(self._before)
+                self._kept.free(before - len(self._before))
+            self._append(piece)
+            if excerpt.lost:
+                self.drop()
+
+    def _append(self, chunk: bytes | memoryview) -> None:
+        if self._keeps and self._kept.claim(len(chunk)):
             self._before += chunk
         else:
             self.drop()
-        return MORE
 
     @property
     def is_framed(self) -> bool:
@@ -99,13 +143,19 @@ class Upload:
         whole = len(start) == _PREFIX and start[0] in (0, 1)
         return whole and _PREFIX + int.from_bytes(start[1:], "big") <= self.body.length
 
-    def take_content(self) -> bytes | memoryview | None:
-        """The whole body, None where it was not kept; nothing of it is kept here any longer."""
-        length, last = self.body.length, self._last
-        if length <= self._inspects and len(last) != length:
+    def take_content(self) -> tuple[bytes | memoryview | None, Excerpt | None]:
+        """What was kept of the body, None where that is nothing, and its excerpt, None where that is all of it.
+
+        Nothing of it is kept here any longer.
+        """
+        last, excerpt = self._last, self._excerpt
+        if self._before:
             last = bytes(self._before + last)
+        keeps = self._keeps
         self.drop()
-        return last if len(last) == length <= self._inspects else None
+        if keeps and self.body.length <= self._inspects:
+            return last, None
+        return (last, excerpt) if keeps and excerpt is not None and not excerpt.lost else (None, None)
 
     def _has_trailers(self, length: int) -> bool:
         """Whether a body that Envoy collects up to its limit ended before that, and only trailers follow.
@@ -122,6 +172,7 @@ class Upload:
 
     def drop(self) -> None:
         """It will not be looked into."""
+        self._keeps = False
         self._kept.free(len(self._before))
         self._before = bytearray()
         self._last = b""

@@ -317,7 +317,8 @@ class LoopEvents:
 
     def _describe(self, loop: Loop) -> dict[str, object]:
         return {
-            "gen_ai.agent.id": loop.tenant,
+            "gen_ai.agent.id": loop.agent or None,
+            "loopguard.caller": loop.tenant,
             "gen_ai.conversation.id": loop.session or None,
             "gen_ai.tool.name": ", ".join(loop.tools) or None,
             "gen_ai.request.model": loop.model or None,
@@ -368,7 +369,7 @@ class SessionEvents:
     def _describe(self, run: Run) -> dict[str, object]:
         standing, refusal = run.standing, run.refusal
         return {
-            "gen_ai.agent.id": run.name.tenant,
+            "loopguard.caller": run.name.tenant,
             "gen_ai.conversation.id": run.name.session,
             "gen_ai.tool.name": (refusal.tool or None) if refusal is not None else None,
             "policy": run.name.policy,

@@ -44,6 +44,7 @@ class Loop(msgspec.Struct, array_like=True):
         alias: what people call the caller; empty where they have no name for it.
         labels: what is shown of it, by name.
         credentials: hashes of its secrets.
+        agent: the id that the agent has given itself, cut to what can be shown; empty where it has not.
     """
 
     policy: str
@@ -69,6 +70,7 @@ class Loop(msgspec.Struct, array_like=True):
     alias: str = ""
     labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
     credentials: list[str] = []
+    agent: str = ""
 
     @property
     def name(self) -> tuple[str, ...]:

@@ -15,8 +15,9 @@ from extproc.engine.candidates import Candidate
 from extproc.engine.evaluation import Evaluation
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, Table, cut_caller, find_known
-from extproc.request.http import cut_text
+from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.prices import read_model
+from extproc.sessions.session_limits import AGENT_HEADERS
 
 _MAX_CURVES: Final = 1_000
 _PATH_SHOWN: Final = 256
@@ -94,7 +95,15 @@ def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: flo
         stopped=0,
         stopped_size=0,
         **known._asdict(),
+        agent=_find_agent(request, candidate),
     )
+
+
+def _find_agent(request: HttpRequest, candidate: Candidate | None) -> str:
+    """The id that the agent has given itself, unless that is what tells callers apart, which only those see who may."""
+    agent = next((value for name in AGENT_HEADERS if (value := request.read_header(name))), "")
+    hidden = [] if candidate is None else [value for _, value in candidate.values]
+    return "" if agent in hidden else cut_text(agent, NAME_SHOWN)
 
 
 def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:

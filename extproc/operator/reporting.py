@@ -104,6 +104,8 @@ class Reporter:
             if group.failures:
                 flawed = True
                 self._report_failures(group)
+            for policy in group.contradicted:
+                self._metrics.header_mismatch.labels(policy).inc()
             for spared in group.spared:
                 self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
         if flawed:

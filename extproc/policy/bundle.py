@@ -238,7 +238,8 @@ class LoopDetection(SimilarityKeys):
         refuse_as: `error`, or `completion`: an answer of the called API, with the reason as the model's text.
         max_delay_ms: longest delay of a throttled request, in milliseconds.
         body: `ignore` compares requests without their bodies.
-        max_inspect_bytes: longest body to inspect, at most 16 MiB; only `exact` without a `body:` key counts longer ones.
+        max_inspect_bytes: longest body to inspect, at most 16 MiB; `turns` reads the end of longer ones, and `exact` without a
+            `body:` key counts them.
         steer_note: text of a steering note, with the placeholders `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}` and
             `{policy}`.
     """

@@ -190,18 +190,24 @@ class Document:
 
     Attributes:
         conversation: what `open_conversation` makes of it, or the exception.
+        shortened: older messages have been left out.
     """
 
-    __slots__ = ("_data", "_value", "conversation")
+    __slots__ = ("_data", "_value", "conversation", "shortened")
 
-    def __init__(self, data: bytes | memoryview) -> None:
+    def __init__(self, data: bytes | memoryview, *, shortened: bool = False) -> None:
         self._data = data if isinstance(data, bytes) else data.tobytes()
         self._value: Json = _MISSING  # or the exception that it is
         self.conversation: Any = None
+        self.shortened = shortened
 
     def __len__(self) -> int:
         """The body's length in bytes."""
         return len(self._data)
+
+    def __bytes__(self) -> bytes:
+        """The body as it came."""
+        return self._data
 
     def value(self) -> Json:
         """The whole body, decoded.

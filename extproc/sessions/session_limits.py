@@ -48,11 +48,11 @@ SESSION_HEADERS = (
 )
 """Headers by which clients and gateways name a conversation of their own accord, in the order in which they are looked for."""
 
-_AGENTS = frozenset({"x-claude-code-agent-id", "thread-id"})
+AGENT_HEADERS: Final = ("x-claude-code-agent-id", "thread-id")
 """Those of them that tell agents of one session apart."""
 
 BUDGET_KEYS = [
-    *(f"{HEADER}:{name}" for name in SESSION_HEADERS if name not in _AGENTS),
+    *(f"{HEADER}:{name}" for name in SESSION_HEADERS if name not in AGENT_HEADERS),
     f"{HEADER}:thread-id",
     *(f"{BODY}:{pointer}" for pointer in ("/prompt_cache_key", "/conversation", "/conversation/id", "/metadata/session_id")),
     f"{BODY}:/metadata/user_id",  # in which some clients name a session

@@ -305,3 +305,113 @@ def test_any_json_gets_one_answer(request: dict[str, Any]) -> None:
 
     assert sample(service, "fail_open_total", reason="internal_error") == 0
     assert is_refused(answers[1]) == (reasons(service) == {})
+
+
+NEW_VERSION = "2026-07-28"
+F = {"name": "f"}
+
+
+def send_with(service: Service, data: bytes, **claims: Any) -> list[ProcessingResponse]:  # noqa: ANN401  # headers
+    """The answers to a request with these headers, and this body where it is waited for."""
+    return [decoded(answer) for answer in exchange(service, headers(**claims), body(data))]
+
+
+def test_a_poll_is_no_call() -> None:
+    """`tasks/get` asks how far a task is; nobody loops who does so again and again."""
+    service = make_guard()
+
+    assert not any(is_refused(send(service, call({"taskId": "t"}, "tasks/get"))) for _ in range(5))
+    assert reasons(service) == {"not_a_call": 5}
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"mcp_method": "tools/list"},
+        {"mcp_method": "tools/call", "mcp_name": "allowed"},
+        {"mcp_method": "tools/call"},
+        {"mcp_method": "tools/call", "mcp_name": "=?base64?!?="},
+        {"mcp_method": "tools/list", "mcp_protocol_version": "2025-06-18"},
+        {"mcp_method": "tools/list", "mcp_protocol_version": "9"},
+        {"mcp_method": "tools/call", "mcp_name": "g", "mcp_protocol_version": NEW_VERSION},
+    ],
+)
+def test_headers_that_lie_hide_no_loop(claims: dict[str, str], trust: bool) -> None:
+    """The body decides, and that they disagree is counted, with whatever policy."""
+    service = make_guard(tools={"allowed": {"allow": True}}, trust_headers=trust)
+
+    refused = [is_refused(send_with(service, call(F), **claims)[-1]) for _ in range(3)]
+
+    assert refused == [False, True, True]
+    assert sample(service, "header_mismatch_total", policy="p") == 3
+
+
+@pytest.mark.parametrize("claims", [{"mcp_method": "ping"}, {"mcp_method": "tools/call", "mcp_name": "allowed"}])
+def test_headers_of_the_new_version_hide_no_loop_either(claims: dict[str, str]) -> None:
+    """A client chooses the version that it names, so only a policy that trusts its server goes by that."""
+    service = make_guard(tools={"allowed": {"allow": True}})
+
+    refused = [is_refused(send_with(service, call(F), mcp_protocol_version=NEW_VERSION, **claims)[-1]) for _ in range(3)]
+
+    assert refused == [False, True, True]
+    assert sample(service, "header_mismatch_total", policy="p") == 3
+
+
+@pytest.mark.parametrize(
+    ("claims", "data"),
+    [
+        ({"mcp_method": "tools/call", "mcp_name": "f"}, call(F)),
+        ({"mcp_method": "tools/call", "mcp_name": "=?base64?w7w=?="}, call({"name": "\u00fc"})),
+        ({"mcp_method": "tools/call", "mcp_name": "=?BASE64?w7w=?="}, call({"name": "\u00fc"})),
+        ({"mcp_method": "tools/list"}, call({}, "tools/list")),
+        ({"mcp_method": "resources/read", "mcp_name": "file:///a"}, call({"uri": "file:///a"}, "resources/read")),
+        ({"mcp_method": "ping"}, b"no json"),
+        ({"mcp_method": "ping"}, b""),
+        ({"mcp_method": "ping"}, b'{"id": 1, "result": {}}'),
+    ],
+)
+def test_headers_that_agree_are_not_reported(claims: dict[str, str], data: bytes) -> None:
+    """Nor those of what is no request."""
+    service = make_guard()
+
+    send_with(service, data, mcp_protocol_version=NEW_VERSION, **claims)
+
+    assert sample(service, "header_mismatch_total", policy="p") == 0
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        ({"mcp_method": "tasks/get", "mcp_name": "t"}, "not_a_call"),
+        ({"mcp_method": "tools/list"}, "not_a_call"),
+        ({"mcp_method": "tools/call", "mcp_name": "allowed"}, "allowed_tool"),
+    ],
+)
+def test_a_trusted_header_decides_before_the_body(claims: dict[str, str], reason: str) -> None:
+    """What is not counted is done with its headers, and no body is waited for; a session id is not asked for."""
+    service = make_guard(tools={"allowed": {"allow": True}}, trust_headers=True)
+
+    answers = send_with(service, call(F), mcp_protocol_version=NEW_VERSION, **claims)
+    later = [
+        is_refused(send_with(service, call(F), mcp_protocol_version=NEW_VERSION, mcp_method=TOOL_CALL, mcp_name="f")[-1])
+        for _ in range(2)
+    ]
+
+    assert [answer.WhichOneof("response") for answer in answers] == ["request_headers"]
+    assert reasons(service) == {reason: 1}
+    assert later == [False, True]
+
+
+def test_an_untrusted_detector_beside_a_trusting_one_still_reads_the_body() -> None:
+    """Each detector of a policy decides for itself."""
+    trusting = {"similarity": "mcp", "window_seconds": 60, "threshold_identical_requests": 2, "trust_headers": True}
+    made = policy("p", ANY)
+    made["spec"]["loop_detection"] = [
+        {"name": "a", "enabled": True, **trusting},
+        {"name": "b", "enabled": True, **trusting, "trust_headers": False},
+    ]
+    service = make_service(made)
+
+    lying = {"mcp_method": "ping", "mcp_protocol_version": NEW_VERSION}
+    assert [is_refused(send_with(service, call(F), **lying)[-1]) for _ in range(2)] == [False, True]

@@ -180,7 +180,7 @@ def test_loops_are_told_when_they_begin_escalate_and_end() -> None:
     assert [(kind, subject) for kind, subject, _ in told] == [("loop_began", "p"), ("loop_escalated", "p"), ("loop_ended", "p")]
     began, _, ended = (data for _, _, data in told)
     assert (began["count"], began["requests"], ended["requests"]) == (3, {"warn": 1}, {"warn": 2, "reject": 2})
-    assert began["gen_ai.agent.id"] == table.copy()[0].tenant
+    assert began["loopguard.caller"] == table.copy()[0].tenant
     assert "secret" not in str(told)
 
 
@@ -233,3 +233,25 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
         with pytest.raises(LoopguardError) as failure:
             open_events(settings, "test", Metrics())
         assert named in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("sent", "keys", "shown"),
+    [
+        ({"x_claude_code_agent_id": "a1b2", "thread_id": "t"}, "header:x-user-id", "a1b2"),
+        ({"thread_id": "t"}, "header:x-user-id", "t"),
+        ({}, "header:x-user-id", None),
+        ({"thread_id": "t"}, "header:thread-id", None),
+    ],
+)
+def test_an_agent_is_told_by_its_own_id(sent: dict[str, Any], keys: str, shown: str | None) -> None:
+    """As it names itself in its requests; an id that tells callers apart is shown as their hash alone."""
+    told: list[dict[str, Any]] = []
+    watcher = LoopEvents(lambda _kind, _subject, data: told.append(dict(data)), lambda: False)
+    service = make_service(policy("p", {"pathPrefix": "/"}, action="warn", limit_keys=[keys]))
+
+    repeat(service, headers(end=True, x_user_id="ann", **sent), times=3)
+    watcher.look(service.reporter.loops.copy(), time.time())
+
+    assert [data["gen_ai.agent.id"] for data in told] == [shown]
+    assert told[0]["loopguard.caller"] == service.reporter.loops.copy()[0].tenant

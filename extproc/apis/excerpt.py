@@ -1,0 +1,230 @@
+"""The ends of a body that is too long to be looked into: what stands before its messages, and the newest of these.
+
+In between, older messages are left out, so that what is left is JSON again, of bounded length. Where a message begins is known
+for certain, whatever texts look like: what is left out goes by as bytes, and only its quotes and brackets are followed, all of
+them at once. Where that is not possible there is no excerpt. Nothing else than older messages is ever left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+MAX_QUOTES: Final = 500_000
+MAX_BRACKETS: Final = 200_000
+"""Most of these in what goes by; following as many takes 20 ms."""
+
+MAX_AT_ONCE: Final = 8 * 2**20
+"""Most bytes that go by without a pause, in 20 ms; a body that comes in pieces may be longer."""
+
+MAX_DEPTH: Final = 64
+"""What goes by is nested at most this deep, in an element of the list."""
+
+MAX_TOKENS: Final = 20_000
+"""Among this many, strings and punctuation, the first message of the tail begins."""
+
+_MAX_KEYS: Final = 32
+"""This many keys that look like that of the messages are tried."""
+
+_PIECE: Final = 2**16
+"""So many bytes go by at once."""
+
+_STRUCTURE: Final = b'"[]{}'
+_OTHERS: Final = bytes([byte for byte in range(256) if byte not in _STRUCTURE])
+
+_START: Final = re.compile(rb"[ \t\r\n]*\{")
+_STRING_END: Final = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NO_TOKEN: Final = re.compile(rb'[^"\[\]{},]*')
+
+
+class Position:
+    """Where in JSON a place stands, told from what goes by on the way there.
+
+    Attributes:
+        lost: that cannot be told, or the object or list has ended in which the way began.
+    """
+
+    __slots__ = ("_brackets", "_escaped", "_in_string", "_open", "_quotes", "lost")
+
+    def __init__(self) -> None:
+        """Begin behind the bracket of an object or a list."""
+        self.lost = False
+        self._open = b""  # brackets
+        self._in_string = False
+        self._escaped = False  # the next byte belongs to the last one
+        self._quotes = 0
+        self._brackets = 0
+
+    @property
+    def is_at_top(self) -> bool:
+        """The place is in no string, and in nothing else than that object or list."""
+        return not (self.lost or self._open or self._in_string or self._escaped)
+
+    def skip(self, data: bytes) -> None:
+        """Let bytes go by."""
+        if self.lost or not data:
+            return
+        if self._escaped:
+            data, self._escaped = data[1:], False
+        if b"\\" in data:
+            if (len(data) - len(data.rstrip(b"\\"))) % 2:
+                data, self._escaped = data[:-1], True
+            data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # the first of them from the left, as parsers read them
+        structure = data.translate(None, _OTHERS)
+        quotes = structure.count(b'"')
+        self._quotes += quotes
+        if self._quotes > MAX_QUOTES:
+            self.lost = True
+            return
+        brackets = b"".join(structure.split(b'"')[1 if self._in_string else 0 :: 2])
+        self._in_string = self._in_string != (quotes % 2 == 1)
+        self._follow(brackets)
+
+    def _follow(self, brackets: bytes) -> None:
+        """Strike what is opened and closed again."""
+        self._brackets += len(brackets)
+        if self._brackets > MAX_BRACKETS:
+            self.lost = True
+            return
+        left = self._open + brackets
+        for _ in range(MAX_DEPTH):
+            length = len(left)
+            left = left.replace(b"{}", b"").replace(b"[]", b"")
+            if len(left) == length:
+                break
+        self._open = left
+        self.lost = len(left) > MAX_DEPTH or b"}" in left or b"]" in left
+
+    def find_next(self, data: bytes) -> int:
+        """Where the next element of the list begins, in what comes next; negative where that cannot be told."""
+        place = 1 if self._escaped else 0
+        if self.lost:
+            return -1
+        if self._in_string:
+            place = _end_string(data, place)
+        depth = len(self._open)
+        for _ in range(MAX_TOKENS):
+            if place < 0:
+                return -1
+            found = _NO_TOKEN.match(data, place)
+            place = found.end() if found is not None else place
+            token = data[place : place + 1]
+            place += 1
+            if token == b'"':
+                place = _end_string(data, place)
+            elif token == b",":
+                if not depth:
+                    return place
+            elif token in (b"[", b"{"):
+                depth += 1
+            else:  # a closing bracket, or the end
+                depth -= 1
+                if depth < 0 or not token:
+                    return -1
+        return -1
+
+
+def _end_string(data: bytes, place: int) -> int:
+    """Where a string ends; negative where it does not."""
+    found = _STRING_END.match(data, place)
+    return -1 if found is None else found.end()
+
+
+class Excerpt:
+    """The ends of one body.
+
+    Attributes:
+        lost: there is no excerpt of it.
+    """
+
+    __slots__ = ("_begun", "_head", "_keys", "_position", "_start", "_tail", "lost")
+
+    def __init__(self, keys: Iterable[Sequence[str]], most: int) -> None:
+        """Know nothing yet.
+
+        Args:
+            keys: where in a body its messages may stand: a path of keys for each of the places.
+            most: bytes of the excerpt: an eighth for what stands before the messages, three quarters for the newest of them.
+        """
+        self.lost = False
+        self._keys = keys
+        self._head = most // 8
+        self._tail = most * 3 // 4
+        self._begun = False
+        self._start = b""
+        self._position = Position()
+
+    def shorten(self, data: bytearray) -> None:
+        """Take out of the middle of what has come so far what no excerpt needs; an eighth of `most` is free then."""
+        end = max(self._head, len(data) - self._tail)
+        self._skip(data[: self._head], data[self._head : end])
+        del data[self._head : end]
+
+    def write(self, data: bytes | memoryview) -> bytes | None:
+        """The excerpt of a body, all of which has come by now: whole, or what `shorten` has left of it.
+
+        Returns:
+            JSON of at most `most` bytes; None where there is none.
+        """
+        end = max(self._head, len(data) - self._tail)
+        self.lost = self.lost or end - self._head > MAX_AT_ONCE
+        if not self.lost:
+            self._skip(bytes(data[: self._head]), data[self._head : end])
+        if self.lost:
+            return None
+        rest = bytes(data[end:])
+        place = self._position.find_next(rest)
+        return None if place < 0 else self._start + rest[place:]
+
+    def _skip(self, head: bytes | bytearray, middle: bytes | bytearray | memoryview) -> None:
+        if not self._begun:
+            self._begun = True
+            self._begin(bytes(head))
+        for place in range(0, len(middle), _PIECE):
+            self._position.skip(bytes(middle[place : place + _PIECE]))
+        self.lost = self.lost or self._position.lost
+
+    def _begin(self, head: bytes) -> None:
+        """Find the messages, which go on where the head ends."""
+        found = _START.match(head)
+        for path in self._keys if found is not None else ():
+            place = found.end() if found is not None else 0
+            position = _find_open(head, place, path)
+            if position is not None:
+                self._start, self._position = head[: position[0]], position[1]
+                return
+        self.lost = True
+
+
+def _find_open(head: bytes, start: int, path: Sequence[str]) -> tuple[int, Position] | None:
+    """Where the list at the end of a path begins, and where the head ends in it; None where it has ended, or is not there.
+
+    Args:
+        head: begins as a body does.
+        start: behind the bracket of an object.
+        path: keys, from there on.
+    """
+    key, rest = path[0], path[1:]
+    passed = Position()
+    place = start
+    found = re.finditer(rb'"%b"[ \t\r\n]*:[ \t\r\n]*%b' % (key.encode(), rb"\{" if rest else rb"\["), head[start:])
+    for number, match in enumerate(found):
+        at = start + match.start()
+        passed.skip(head[place:at])
+        place = at
+        if passed.lost or number == _MAX_KEYS:
+            return None
+        if not passed.is_at_top:
+            continue
+        inside = start + match.end()
+        if rest:
+            deeper = _find_open(head, inside, rest)
+            if deeper is not None:
+                return deeper
+            continue
+        position = Position()
+        position.skip(head[inside:])
+        if not position.lost:
+            return inside, position
+    return None

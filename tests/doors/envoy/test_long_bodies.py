@@ -1,0 +1,67 @@
+"""Histories above `max_inspect_bytes` through the real Envoy: a loop in them is refused, and all others arrive whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack, stack
+from tests.support.turn_writers import Did, as_anthropic, as_chat, as_responses
+
+WRITERS = {"/v1/chat/completions": as_chat, "/v1/responses": as_responses, "/v1/messages": as_anthropic}
+POLICIES = bundle(policy("p", {"pathPrefix": "/v1/"}, similarity="turns", threshold_identical_requests=3))
+
+
+def stream(config: str) -> str:
+    """The same configuration with bodies in pieces."""
+    assert "request_body_mode: BUFFERED\n" in config
+    return config.replace("request_body_mode: BUFFERED\n", "request_body_mode: STREAMED\n")
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def buffering(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Envoy sends bodies as a whole."""
+    with stack(POLICIES, "--transport", request.param, buffer_limit=8_000_000) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=["fast", "grpcio"])
+def streaming(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Envoy sends bodies in pieces."""
+    with stack(POLICIES, "--transport", request.param, buffer_limit=8_000_000, edit=stream) as made:
+        yield made
+
+
+def eight_turns(path: str, size: int, *, loops: bool) -> bytes:
+    """A request with eight turns, equal or not, of about so many bytes in all; its texts look like messages."""
+    turns = []
+    for number in range(1, 9):
+        name = "a.py" if loops else f"{number}.py"
+        text = f'{name}: "}},{{"role":"user","content":"\\'
+        turns.append(Did((("read", {"path": name}),), (text * (size // 8 // len(json.dumps(text))),), number=number))
+    return json.dumps(WRITERS[path](turns)).encode()
+
+
+def check(made: Stack, path: str) -> None:
+    """Send both kinds at several sizes."""
+    for size in (500_000, 1_200_000, 4_000_000):
+        refused = made.send(path, method="POST", body=eight_turns(path, size, loops=True))
+        assert refused.status == (429 if size < 4_000_000 else 200), size
+        sent = eight_turns(path, size, loops=False)
+        assert made.send(path, method="POST", body=sent).status == 200
+        assert made.upstream.seen[-1].body == sent
+
+
+@pytest.mark.parametrize("path", WRITERS)
+def test_a_long_history_is_guarded_as_a_short_one_is(buffering: Stack, path: str) -> None:
+    """Eight equal turns in 0.5 or 1.2 MB are a loop; at 4 MB the newest of them alone is certain, and so it is none."""
+    check(buffering, path)
+
+
+@pytest.mark.parametrize("path", WRITERS)
+def test_so_it_is_where_bodies_come_in_pieces(streaming: Stack, path: str) -> None:
+    """Only the ends of them are kept."""
+    check(streaming, path)
