@@ -93,7 +93,7 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
 def _make_names(session: Session, rings: Rings | None) -> SessionNames:
     """Where limits look for the name of a session; a policy that looks in the same places for its rings looks once."""
     keys = session.list_budget_keys()
-    return rings if rings is not None and keys == session.keys else SessionNames(keys)
+    return rings if rings is not None and keys == session.keys else SessionNames(keys, usual=not session.has_own_keys)
 
 
 @cache

@@ -42,7 +42,8 @@ from extproc.errors import LoopguardError, StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.policy.messages import describe
-from extproc.request.limit_keys import check_limit_key
+from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key
+from extproc.sessions.names import is_vendor_session
 from extproc.store import Store
 from extproc.store.rules.documents import MAX_ORDERS, refuse_more
 from extproc.store.rules.session import NANO_DOLLARS
@@ -454,7 +455,7 @@ def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Ite
     keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
     if not keys:
         yield "this does nothing: no policy looks for sessions"
-    elif key and key not in keys:
+    elif key and key not in keys and not (VENDOR_SESSION in keys and is_vendor_session(key.partition(":")[2])):
         yield f"no policy finds sessions by {key}; known keys: {', '.join(keys)}"
 
 
