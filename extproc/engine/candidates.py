@@ -19,7 +19,7 @@ from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.request.http import cut_text
 from extproc.sessions.histories import read_known_calls
-from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
+from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard
 from extproc.sessions.names import SessionNames
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
@@ -426,11 +426,13 @@ class SessionCandidate(Candidate):
         if self._standing is not None:
             self.name_request()
         document = self._open(body)
-        self.session = "" if self.is_anonymous else body.find_session(self.limiter.names, self._in_head, document)
+        name = "" if self.is_anonymous else body.find_session(self.limiter.names, self._in_head, document)
+        unnamed = not name
+        self.session = name or UNNAMED
         if self._standing is not None:
             self._look_up(self._standing)
-        if not self.session:
-            raise NotCounted("no_session")
+        if unnamed and (self.limiter.unnamed is None or self.is_anonymous):
+            raise NotCounted(UNNAMED)
         session = self._renew(self.session) if self.overrides else self.session
         keys = self.limiter.find_keys(body.scope, self.tenant, session)
         if document is not None:
@@ -447,6 +449,7 @@ class SessionCandidate(Candidate):
             self.calls,
             self._grants,
             allowed=self.is_allowed,
+            unnamed=unnamed,
         )
 
     def name_request(self) -> None:
@@ -462,9 +465,13 @@ class SessionCandidate(Candidate):
         self.standing = count
         if count.limit or self.limiter.gives_notice:
             self.name_request()
+        if self.session == UNNAMED:
+            return self._know(self.limiter.judge_unnamed(self.fingerprint, self.tenant, count))
         if not count.limit and not self.is_allowed:
             self.narrowing = self.limiter.find_narrowing(count, self.calls, self._grants)
-        outcome = self.limiter.judge(self.fingerprint, self.tenant, count, self.calls, self._grants)
+        return self._know(self.limiter.judge(self.fingerprint, self.tenant, count, self.calls, self._grants))
+
+    def _know(self, outcome: Outcome) -> Outcome:
         self.subject = outcome.subject
         return outcome
 
@@ -492,7 +499,8 @@ class SessionCandidate(Candidate):
 
     def take_back(self, outcome: int) -> Settlement:
         """What the ledger is told of a request that it has let through, and that is REFUSED or WITHDRAWN."""
-        return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
+        limits = self.limiter.find_limits(self.session)
+        return Settlement(self.name_ledger(), limits, self.call, 0, estimated=False, outcome=outcome)
 
     def find_last_tool(self) -> str:
         """The tool that was called last, empty for none."""

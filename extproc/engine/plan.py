@@ -301,7 +301,8 @@ class Plan:
             session = spec.session or Session()
             names = _make_names(session, self.rings)
             most = spec.find_session_inspect_bytes()
-            self.limiter = SessionGuard(self.id, spec.session_limits, session, names, most, shadow=shadow, namespace=namespace)
+            limits = spec.session_limits, spec.unnamed_limits
+            self.limiter = SessionGuard(self.id, *limits, session, names, most, shadow=shadow, namespace=namespace)
         self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
         looking = [
             detector.max_inspect_bytes

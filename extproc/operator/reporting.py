@@ -19,7 +19,7 @@ from extproc.metrics import Metrics
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
-from extproc.sessions.limits import NARROW, SessionSubject
+from extproc.sessions.limits import NARROW, UNNAMED, SessionSubject
 from extproc.store.rules.session import Standing
 
 _LOG = logging.getLogger("loopguard")
@@ -128,6 +128,8 @@ class Reporter:
         metrics, now = self._metrics, time()
         for candidate in candidates:
             standing, policy, mode = candidate.standing, candidate.plan.id, candidate.guard.mode
+            if candidate.session == UNNAMED:
+                self._report_unnamed(candidate, now)
             if standing is None:
                 continue
             if candidate.narrowing is not None:
@@ -138,6 +140,15 @@ class Reporter:
             name = RunName(candidate.tenant, policy, mode, candidate.session)
             tool = candidate.find_last_tool()
             self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now)
+
+    def _report_unnamed(self, candidate: SessionCandidate, now: float) -> None:
+        """A request of no session: how many there are is logged once a minute."""
+        policy, mode, limited = candidate.plan.id, candidate.guard.mode, candidate.hit is not None
+        self._metrics.session_unnamed.labels(policy, mode).inc()
+        self.sessions.note_unnamed(RunName(candidate.tenant, policy, mode, UNNAMED), candidate.values, now)
+        if requests := self._remind(f"{UNNAMED} {mode} {policy}"):
+            what = "they share unnamed_limits" if limited else "they pass: unnamed_limits would limit them"
+            _LOG.warning(f"nothing names the session of requests; {what}", extra=make_extra(policy=policy, requests=requests))
 
     def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
         """Requests that sessions have let through, and that go no further; `status` is of their answer, 0 for none."""

@@ -96,6 +96,7 @@ class SessionRow(msgspec.Struct, array_like=True):
     consecutive_errors: int
     refusal: SessionRefusal | None
     calls: list[CallRow]
+    unnamed: int = 0
 
     def absorb(self, other: SessionRow) -> None:
         """Take what another replica knows of the same session."""
@@ -107,6 +108,7 @@ class SessionRow(msgspec.Struct, array_like=True):
         if other.refusal is not None and (self.refusal is None or other.refusal.at > self.refusal.at):
             self.refusal = other.refusal
         self.caller = self.caller or other.caller
+        self.unnamed += other.unnamed
         self.calls = merge_calls([*self.calls, *other.calls])
 
 

@@ -86,6 +86,9 @@ BUDGET_KEYS = [
 ]
 """The same for `session_limits`, where agents count together with the one that started them, whose session goes first."""
 
+_NEEDS_PRICES = f'needs a price for every model: set unknown_model, or "{ANY_MODEL}" in prices'
+_OR_PACKAGE = "or install the package genai-prices: pip install '.[prices]' in a checkout"
+
 _MAX_SESSIONS = 10_000
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -226,6 +229,36 @@ class SessionLimits(JsonObject):
         return self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
 
 
+class UnnamedLimits(JsonObject):
+    """What all requests of a caller together can use for which nothing names a session, within `idle_seconds`.
+
+    Attributes:
+        max_steps: maximum requests; refused ones and up to three retries of each don't count.
+        max_tool_calls: maximum tool calls in their histories; each call counts once.
+        max_cost_per_session: maximum cost in dollars, by the prices of `session_limits`.
+    """
+
+    max_steps: Count | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, le=MAX_TOOL_CALLS)] | None = None
+    max_cost_per_session: Dollars | None = None
+
+    def needs_answers(self) -> bool:
+        """See `SessionLimits`."""
+        return self.max_cost_per_session is not None
+
+
+def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Rules between the keys of one raw `unnamed_limits` and the `session_limits` beside it; yields as `find_limit_errors`."""
+    if not isinstance(unnamed, dict):
+        return
+    if not isinstance(limits, dict):
+        yield (), "unnamed_limits needs session_limits: it is about requests that have no session of these"
+    if all(unnamed.get(key) is None for key in _COUNTED):
+        yield (), f"unnamed_limits needs at least one of {', '.join(_COUNTED)}"
+    if unnamed.get("max_cost_per_session") is not None and isinstance(limits, dict) and not _knows_all_prices(limits):
+        yield ("max_cost_per_session",), f"{_NEEDS_PRICES} of session_limits, {_OR_PACKAGE}"
+
+
 def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
     """Rules between the keys of one raw `session_limits`.
 
@@ -237,8 +270,7 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
     if all(limits.get(key) in (None, {}) for key in _LIMITS):
         yield (), f"session_limits needs at least one of {', '.join(_LIMITS)}"
     if limits.get("max_cost_per_session") is not None and not _knows_all_prices(limits):
-        needed = f'needs a price for every model: set unknown_model, or "{ANY_MODEL}" in prices'
-        yield ("max_cost_per_session",), f"{needed}, or install the package genai-prices: pip install '.[prices]' in a checkout"
+        yield ("max_cost_per_session",), f"{_NEEDS_PRICES}, {_OR_PACKAGE}"
     recent = limits.get("loop_detection")
     if isinstance(recent, dict):
         window, threshold = recent.get("window"), recent.get("threshold")

@@ -197,7 +197,8 @@ class Book:
 
     def find(self, key: str, limits: Limits, now: int) -> Account | None:
         """One that is not to be forgotten."""
-        if key in self._accounts and abs(now - self._accounts[key].last) >= limits.idle_ms:
+        account = self._accounts.get(key)
+        if account is not None and abs(now - (account.began if limits.ends else account.last)) >= limits.idle_ms:
             del self._accounts[key]
         return self._accounts.get(key)
 
@@ -239,6 +240,7 @@ LIMITS_OF_ALL_KINDS = st.builds(
     threshold=st.just(-1) | st.integers(2, 4),
     blocks=st.just(-1) | st.integers(1, 4),
     errors=st.just(-1) | st.integers(1, 3),
+    ends=st.booleans(),
 )
 
 
@@ -381,6 +383,15 @@ CASES: dict[str, Case] = {
         (30_000, make_step(2, limit(steps=1)), "max_steps 1/1"),
         (59_999, make_step(3, limit(steps=1)), "max_steps 1/1"),
         (60_000, make_step(4, limit(steps=1)), "ok"),
+    ],
+    "what ends after its time does so however busy it is": [
+        (0, make_step(1, limit(steps=2, ends=True)), "ok"),
+        (59_999, make_step(2, limit(steps=2, ends=True)), "ok"),
+        (59_999, make_step(3, limit(steps=2, ends=True)), "max_steps 2/2"),
+        (60_000, make_step(4, limit(steps=2, ends=True)), "ok"),
+        (60_001, make_step(5, limit(steps=2, ends=True)), "ok"),
+        (119_999, make_step(6, limit(steps=2, ends=True)), "max_steps 2/2"),
+        (120_000, make_step(7, limit(steps=2, ends=True)), "ok"),
     ],
     "what another guard refused was no step and does not keep it": [
         (0, make_step(1, limit(steps=2)), "ok"),

@@ -29,6 +29,7 @@ local TOOLS, MOST_TOOLS = 64, 255
 local MAX, MAX_MONEY = 4294967295, 4503599627370496
 local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
 local RETRY, NARROWED = 1, 2
+local ENDS = 2
 local GARBAGE_MS = 1000
 
 local sub = string.sub
@@ -80,7 +81,7 @@ end
 local function recall(key, asked)
   local value = get(key)
   local l = unpack_ledger(value)
-  if l and math.abs(asked.now - l.last) < asked.idle then return l end
+  if l and math.abs(asked.now - (asked.ends and l.began or l.last)) < asked.idle then return l end
   if value ~= '' then redis.call('DEL', key) end
   return nil
 end
@@ -438,11 +439,11 @@ local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local answers, next_key, at = {}, 1, 0
 
 while next_key <= #KEYS do
-  local asked, estimated, narrows = {now = tonumber(ARGV[at + 1])}, nil, nil
-  asked.kind, estimated, narrows, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions, asked.max_steps,
+  local asked, estimated, flags = {now = tonumber(ARGV[at + 1])}, nil, nil
+  asked.kind, estimated, flags, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions, asked.max_steps,
     asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records, asked.shown,
     asked.newest, asked.total = struct.unpack(ASKED, ARGV[at + 2])
-  asked.estimated, asked.narrows = estimated == 1, narrows == 1
+  asked.estimated, asked.narrows, asked.ends = estimated == 1, flags % ENDS == 1, flags >= ENDS
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   if asked.now == -1 then asked.now = server_now end
   if asked.kind == STEP then

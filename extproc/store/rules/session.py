@@ -93,10 +93,12 @@ class Limits:
         threshold: the number of equal ones from which on a request is refused.
         blocks: the number of refusals in a row that kills the session.
         errors: the number of failures in a row that does.
+        ends: the session is forgotten `idle_ms` after it began, however busy it is.
     """
 
     __slots__ = (
-        "blocks", "cost", "errors", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls", "tools", "window",
+        "blocks", "cost", "ends", "errors", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls", "tools",
+        "window",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -113,6 +115,7 @@ class Limits:
         threshold: int = -1,
         blocks: int = -1,
         errors: int = -1,
+        ends: bool = False,
     ) -> None:
         self.idle_ms = idle_ms
         self.max_sessions = max_sessions
@@ -125,6 +128,7 @@ class Limits:
         self.threshold = threshold
         self.blocks = blocks
         self.errors = errors
+        self.ends = ends
 
 
 class Step:
@@ -440,8 +444,8 @@ class Ledger:
         return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
 
     def is_over(self, limits: Limits, now: int) -> bool:
-        """The session has been quiet for so long that it is forgotten."""
-        return abs(now - self.last) >= limits.idle_ms
+        """The session has been quiet for so long, or has gone on for so long, that it is forgotten."""
+        return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms
 
     def is_large(self) -> bool:
         """It knows many tool calls, which take a lot of memory unpacked."""
@@ -828,6 +832,9 @@ def read_standing(answer: bytes) -> Standing:
 
 
 _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIQ")
+_ENDS: Final = 2
+"""Beside whether tools are taken away, which is 1."""
+
 _STEP: Final = 3
 """What is asked, beside the outcomes of settlements."""
 
@@ -847,7 +854,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         if len(asked.calls) > len(calls):
             older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
     head = _QUESTION.pack(
-        kind, estimated, limits.narrows, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
+        kind, estimated, limits.narrows + _ENDS * limits.ends, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
         grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
         limits.threshold, limits.blocks, limits.errors, records, shown, newest, total,
     )  # fmt: skip
