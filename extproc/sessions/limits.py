@@ -262,7 +262,7 @@ class SessionGuard:
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
-        self._key = f"{namespace}session2:{policy}:"
+        self._key = f"{namespace}session3:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
 

@@ -129,7 +129,7 @@ def test_money_of_no_session_is_limited() -> None:
     service = make_service(unnamed(limits={"max_steps": 99, "prices": PRICES}, max_cost_per_session=1e4))
     answer = ask(service, turns(1), session="")
     named = tuple(json.loads(metadata_of(answer)["sessions"]))
-    entry = Entry(named, 200, False, 0, 0, "", Usage(20_000, 0), estimated=False, refused=False)  # noqa: FBT003  # a record
+    entry = Entry(named, 200, False, 0, 0, "", Usage(20_000, 0), estimated=False, refused=False)
 
     (settled,) = list_settlements(service.engine, entry)
     assert (settled.session, settled.settlement.outcome) == ("unnamed", SUCCEEDED)
