@@ -24,7 +24,7 @@ DETECTOR: Final = "session"
 NARROW: Final = "narrow"
 """What is done to a request that loses tools, beside the actions."""
 
-NO_CALLS: Final = CallHistory(b"", 0, 0, (), "")
+NO_CALLS: Final = CallHistory(b"", 0, 0, (), "", 0)
 NO_GRANTS: Final = (0, 0, 0)
 
 KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
@@ -343,6 +343,7 @@ class SessionGuard:
             calls.newest,
             calls.tools,
             grants,
+            calls.offer,
         )
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:

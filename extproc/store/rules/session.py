@@ -229,7 +229,8 @@ class Standing:
         killed: by what, an index into `KILLED`.
         age_ms: since the session began, in milliseconds.
         shared: it was counted in the ledger that too many sessions share.
-        retry: the request repeats one of the session's last 16, or is a side request, and is no step. Of a settlement: no call of its name was open.
+        retry: the request repeats one of the session's last 16, or is a side request, and is no step. Of a settlement: no call
+            of its name was open.
         tools: the digest, the name and the number of calls of each tool, up to 64 of them: those with limits of their own
             and the first others to come. A name has up to 64 characters.
     """
@@ -477,7 +478,7 @@ class Ledger:
         if asked.offer:
             identity = self._sort_out(asked, times)
             times = self.identities.get(identity, -1)
-        retry = 0 <= times and times % _OFFER < MAX_RETRIES_PER_STEP
+        retry = times >= 0 and times % _OFFER < MAX_RETRIES_PER_STEP
         limit, used, allowed, tool = self._find_limit(asked, retry)
         if limit:
             self._block(asked.limits)
@@ -500,7 +501,7 @@ class Ledger:
 
     def _sort_out(self, asked: Step, times: int) -> bytes:
         """Tell side requests from steps; the identity of the step that the request is a repetition of, if it is one."""
-        has_tools = any([repeated // _OFFER == OFFERS_TOOLS for repeated in self.identities.values()])
+        has_tools = any(repeated // _OFFER == OFFERS_TOOLS for repeated in self.identities.values())
         if asked.offer == OFFERS_NONE:
             return next(reversed(self.identities)) if has_tools and times < 0 else asked.identity
         none = [repeated // _OFFER == OFFERS_NONE for repeated in self.identities.values()]
