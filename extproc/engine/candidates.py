@@ -41,6 +41,9 @@ _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
 """Of a body that is no conversation, in which no calls can hide."""
 
 
+NOT_CHANGING: Final[list[tuple[str, str]]] = []
+
+
 class _Calls:
     """Random names for calls: who can send entries of an access log cannot guess the name of another client's call."""
 
@@ -75,6 +78,7 @@ class RequestBody:
         document: the same to look into, None where it cannot be.
         unreadable: why not.
         scope: attachment name.
+        changing: (policy, limit key) of what was just found to name no session.
     """
 
     __slots__ = (
@@ -84,6 +88,7 @@ class RequestBody:
         "_session",
         "_sums",
         "_values",
+        "changing",
         "document",
         "head",
         "path",
@@ -101,6 +106,7 @@ class RequestBody:
         self._values: Sequence[str] | None = None
         self._looked: Document | None = None
         self._session = ""
+        self.changing = NOT_CHANGING
         self.path = path
         self.head = head
         self.sums = sums
@@ -122,11 +128,16 @@ class RequestBody:
         tenant = self._names[3]
         return tenant if tenant and caller == self._caller else hash_tenant(caller)
 
-    def find_session(self, names: SessionNames, values: Sequence[str], document: Document | None) -> str:
+    def find_session(
+        self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
+    ) -> str:
         """See `SessionNames.find`."""
         if values is not self._values or document is not self._looked:
-            self._session = names.find(values, document)
+            self._session = name = names.find(values, document)
             self._values, self._looked = values, document
+            changing = names.watch(values, name, document, None if plan.reads_body else caller)
+            if changing:
+                self.changing = [*self.changing, (plan.id, changing)]
         return self._session
 
     def open(self, most: int) -> Document:
@@ -342,7 +353,7 @@ class LoopCandidate(Candidate):
         """Look into the body; the sums of what is compared in its place."""
         similarity, rings = self.detector.similarity, self.plan.rings
         if similarity.remembers and rings is not None and not self.is_anonymous:
-            self.session = body.find_session(rings, self._in_head, document)
+            self.session = body.find_session(rings, self._in_head, document, self.plan, self.caller)
         if self.session:
             self.compared, self.repeat, self.memory = similarity.compare_in_session(document)
         else:
@@ -426,7 +437,9 @@ class SessionCandidate(Candidate):
         if self._standing is not None:
             self.name_request()
         document = self._open(body)
-        name = "" if self.is_anonymous else body.find_session(self.limiter.names, self._in_head, document)
+        names, name = self.limiter.names, ""
+        if not self.is_anonymous:
+            name = body.find_session(names, self._in_head, document, self.plan, self.caller)
         unnamed = not name
         self.session = name or UNNAMED
         if self._standing is not None:

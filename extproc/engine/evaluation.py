@@ -15,7 +15,7 @@ from typing import Final
 
 from extproc.apis import open_conversation
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
-from extproc.engine.candidates import Answer, Candidate, LoopCandidate, RequestBody, SessionCandidate
+from extproc.engine.candidates import NOT_CHANGING, Answer, Candidate, LoopCandidate, RequestBody, SessionCandidate
 from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
 from extproc.engine.ramp import Ramp
@@ -49,11 +49,13 @@ class CandidateGroup:
         failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
         remembers: the session of some candidate keeps something of the request that the store has not been told.
         sessions: the candidates that limit sessions, among them such as had to be left out.
+        changing: (policy, limit key) of what was just found to name no session, because it changes with every request.
         spared: what would have been done about the request, had no operator ordered to allow it.
     """
 
     __slots__ = (
         "candidates",
+        "changing",
         "failures",
         "forbidden",
         "left_out",
@@ -74,6 +76,7 @@ class CandidateGroup:
         self.missing: list[tuple[str, str]] = []
         self.forbidden: tuple[str, str] | None = None
         self.remembers = False
+        self.changing = NOT_CHANGING
         self.sessions = _NO_SESSIONS
         self.spared: list[Outcome] = []
 
@@ -104,13 +107,14 @@ class CandidateGroup:
             else:
                 values = plan.read_descriptors(request, self.missing)
                 joined = join_descriptors(values)
-            session = plan.rings.read(request) if plan.rings is not None else ()
+            caller = None if plan.reads_body else joined
+            session = plan.rings.read(request, caller) if plan.rings is not None else ()
             for detector in plan.detectors:
                 candidate = LoopCandidate(plan, detector, values, joined, session)
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
             if plan.limiter is not None:
-                named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
+                named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
                 self._limit(plan, plan.limiter, values, joined, named)
         except NotCounted as why:
             hidden = request.opens_responses and why.reason != BYPASS  # whatever the caller
@@ -161,6 +165,8 @@ class CandidateGroup:
                 if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
                     self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
         self.candidates = able
+        if body.changing:
+            self.changing, body.changing = body.changing, NOT_CHANGING
 
     def list_pushes(self) -> list[Push]:
         """What the store is asked to keep, before anything is counted."""

@@ -91,6 +91,8 @@ class Reporter:
         for group in evaluation.groups:
             if group.missing:
                 self._report_missing(group)
+            if group.changing:
+                self._report_changing(group)
             if group.failures:
                 self._report_failures(group)
             for spared in group.spared:
@@ -237,6 +239,15 @@ class Reporter:
             if requests and (suppressed := self._missing.admit(perf_counter())) is not None:
                 extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
+
+    def _report_changing(self, group: CandidateGroup) -> None:
+        for policy, key in group.changing:
+            self._metrics.session_changing.labels(policy, key).inc()
+            if self._remind(f"changing {policy} {key}"):
+                what = (
+                    "changes with every request of a caller, so it names no session; a default key is left out for that caller"
+                )
+                _LOG.warning(f"{key} {what}", extra=make_extra(policy=policy, key=key))
 
     def _report_failures(self, group: CandidateGroup) -> None:
         for policy, error in group.failures:

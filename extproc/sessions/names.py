@@ -20,6 +20,7 @@ from extproc.request.document import Document, NotCounted, decode_json, find, sp
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION
+from extproc.sessions.changing import ChangingNames
 from extproc.sessions.session_limits import PARENT_SESSION, SESSION_HEADERS, USER_ID, Session
 from extproc.store.rules.ring import Push
 
@@ -55,24 +56,46 @@ class SessionNames:
             (_SAME.get(key.key, key.key) if usual else key.key, split_pointer(key.argument) if key.source == BODY else [])
             for key in keys
         ]
+        self._changing = ChangingNames()
         self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
 
     def list_keys(self) -> list[Descriptor]:
         """Where the name may stand."""
         return self._keys
 
-    def read(self, request: HttpRequest) -> list[str]:
+    def read(self, request: HttpRequest, caller: str | None = None) -> list[str]:
         """A request's value for each key, up to the first that it has; empty for the others, and for those in the body.
 
-        Of `VENDOR_SESSION` it is the name of the header that it has, and its value behind a `=`.
+        Of `VENDOR_SESSION` it is the name of the header that it has, and its value behind a `=`. What was found to change with
+        every request of this caller is left out of default keys; None stands for a caller who is not known yet.
         """
         values = []
+        changing = self._changing if self._usual and self._changing.finds_any and caller is not None else None
         for key in self._keys:
             value = key.read(request, key.argument)
+            if value and changing is not None and changing.passes_over(caller or "", key.key):
+                value = ""
             values.append(value)
             if value:
                 break
         return values
+
+    def watch(self, values: Sequence[str], name: str, document: Document | None, caller: str | None) -> str:
+        """Notice a header that changes with every request of its caller; the key of one that was just found, else empty.
+
+        Args:
+            values: what `read` returned.
+            name: what `find` returned.
+            document: the body.
+            caller: who sends it, None where that is not known from the head.
+        """
+        if caller is None or not name or not values[-1] or len(values) > self._in_head:
+            return ""
+        key = self._keys[len(values) - 1].key
+        known = self._changing.callers.get((caller, key))
+        if known is not None and not known.row and name in known.newest:  # as of most requests
+            return ""
+        return key if self._changing.note(caller, key, name, document) else ""
 
     def find(self, values: Sequence[str], document: Document | None) -> str:
         """The name of a request's session, 16 hex digits; empty where it has none.
