@@ -45,7 +45,7 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "no_history": (400, "the history of its conversation is not in its body"),
     "batch": (400, "its body holds several requests"),
     "missing_descriptor": (400, "it does not identify its caller"),
-    "no_session": (400, "it does not name its session"),
+    "unnamed": (400, "it does not name its session"),
     "descriptor_too_long": (400, "a value that identifies its caller is too long"),
     "target_too_long": (400, "its path and query are too long"),
 }

@@ -38,6 +38,15 @@ _MAX_OLDEST: Final = 100
 _MAX_NEWEST: Final = 100
 """This many results, made at once, may have a place for a note."""
 
+TOOLS, NO_TOOLS = "tools", "no tools"
+"""What a request offers its model."""
+
+_TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
+_KEPT_TOOLS: Final = ("cachedContent", "cached_content")
+"""Where bodies list tools, and where they name something that the server keeps and that may have tools."""
+
+_LONGEST_NOTHING: Final = 8
+
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
 
@@ -150,10 +159,11 @@ class Conversation:
         decoded: the whole body was decoded, because something in it is of another type than APIs know.
     """
 
-    __slots__ = ("_messages", "before", "decoded", "model", "shape")
+    __slots__ = ("_body", "_messages", "before", "decoded", "model", "shape")
 
-    def __init__(self, shape: Shape, messages: Sequence[Any], body: Struct, model: str, *, decoded: bool) -> None:
+    def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, *, decoded: bool) -> None:  # noqa: ANN401  # of all keys
         """Take messages as structs of the shape's, or as values where the whole body was decoded."""
+        self._body = body
         self.decoded = decoded
         self.shape = shape
         self.model = model
@@ -164,6 +174,15 @@ class Conversation:
     def elsewhere(self) -> bool:
         """What went before is not in the request: the server keeps it, or a plain prompt holds it in words."""
         return bool(self.before.after) or self.before.in_words
+
+    def find_offer(self) -> str:
+        """What the request offers its model: `TOOLS` or `NO_TOOLS`; empty where the tools may stand elsewhere."""
+        if len(self.shape.path) > 1:
+            return ""
+        for key in _TOOL_KEYS:
+            if _holds(getattr(self._body, key)):
+                return TOOLS
+        return "" if any(_holds(getattr(self._body, key)) for key in _KEPT_TOOLS) else NO_TOOLS
 
     def read_backwards(self) -> Iterator[Message]:
         """The messages from the newest to the oldest, without thoughts.
@@ -385,7 +404,17 @@ def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
         for field in fields(shape.body):
             optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
             keys.setdefault(field.name, optional)
+    for key in (*_TOOL_KEYS, *_KEPT_TOOLS):
+        keys.setdefault(key, (Raw, ABSENT))
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
+
+
+def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
+    """Whether something stands there."""
+    if not isinstance(value, Raw):
+        return bool(value)
+    raw = bytes(value)
+    return len(raw) > _LONGEST_NOTHING or b"".join(raw.split()) not in {b"", b"null", b"[]", b"{}"}
 
 
 def _follow(value: Json, path: tuple[str, ...]) -> Json:

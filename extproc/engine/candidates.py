@@ -21,7 +21,7 @@ from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.histories import read_known_calls
-from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, WITHIN, Narrowing, SessionGuard
+from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard
 from extproc.sessions.names import SessionNames
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
@@ -43,6 +43,9 @@ _IDENTITY: Final = 8
 _KILLED: Final = LIMITS.index(KILLED)
 _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
 """Of a body that is no conversation, in which no calls can hide."""
+
+
+NOT_CHANGING: Final[list[tuple[str, str]]] = []
 
 
 class _Calls:
@@ -80,6 +83,7 @@ class RequestBody:
         unreadable: why not.
         excerpt: of a body that is too long to be looked into; None where there is none.
         scope: attachment name.
+        changing: (policy, limit key) of what was just found to name no session.
     """
 
     __slots__ = (
@@ -90,6 +94,7 @@ class RequestBody:
         "_session",
         "_sums",
         "_values",
+        "changing",
         "document",
         "excerpt",
         "head",
@@ -109,6 +114,7 @@ class RequestBody:
         self._looked: Document | None = None
         self._session = ""
         self._most = 0  # bytes of the excerpt that was made here
+        self.changing = NOT_CHANGING
         self.path = path
         self.head = head
         self.sums = sums
@@ -131,11 +137,16 @@ class RequestBody:
         tenant = self._names[3]
         return tenant if tenant and caller == self._caller else hash_tenant(caller)
 
-    def find_session(self, names: SessionNames, values: Sequence[str], document: Document | None) -> str:
+    def find_session(
+        self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
+    ) -> str:
         """See `SessionNames.find`."""
         if values is not self._values or document is not self._looked:
-            self._session = names.find(values, document)
+            self._session = name = names.find(values, document)
             self._values, self._looked = values, document
+            changing = names.watch(values, name, document, None if plan.reads_body else caller)
+            if changing:
+                self.changing = [*self.changing, (plan.id, changing)]
         return self._session
 
     def open(self, most: int, *, ends: bool = False) -> Document:
@@ -403,7 +414,7 @@ class LoopCandidate(Candidate):
         if self.claim is not None:
             self.contradicted = similarity.contradicts(self.claim, document)
         if similarity.remembers and rings is not None and not self.is_anonymous:
-            self.session = body.find_session(rings, self._in_head, document)
+            self.session = body.find_session(rings, self._in_head, document, self.plan, self.caller)
         if self.session:
             self.compared, self.repeat, self.memory = similarity.compare_in_session(document)
         else:
@@ -496,11 +507,15 @@ class SessionCandidate(Candidate):
         if self._standing is not None:
             self.name_request()
         document = self._open(body)
-        self.session = "" if self.is_anonymous else body.find_session(self.limiter.names, self._in_head, document)
+        names, name = self.limiter.names, ""
+        if not self.is_anonymous:
+            name = body.find_session(names, self._in_head, document, self.plan, self.caller)
+        unnamed = not name
+        self.session = name or UNNAMED
         if self._standing is not None:
             self._look_up(self._standing)
-        if not self.session:
-            raise NotCounted("no_session")
+        if unnamed and (self.limiter.unnamed is None or self.is_anonymous):
+            raise NotCounted(UNNAMED)
         session = self._renew(self.session) if self.overrides else self.session
         keys = self.limiter.find_keys(body.scope, self.tenant, session)
         if document is not None:
@@ -517,6 +532,7 @@ class SessionCandidate(Candidate):
             self.calls,
             self._grants,
             allowed=self.is_allowed,
+            unnamed=unnamed,
         )
 
     def name_request(self) -> None:
@@ -532,9 +548,13 @@ class SessionCandidate(Candidate):
         self.standing = count
         if count.limit or self.limiter.gives_notice:
             self.name_request()
+        if self.session == UNNAMED:
+            return self._know(self.limiter.judge_unnamed(self.fingerprint, self.tenant, count))
         if not count.limit and not self.is_allowed:
             self.narrowing = self.limiter.find_narrowing(count, self.calls, self._grants)
-        outcome = self.limiter.judge(self.fingerprint, self.tenant, count, self.calls, self._grants)
+        return self._know(self.limiter.judge(self.fingerprint, self.tenant, count, self.calls, self._grants))
+
+    def _know(self, outcome: Outcome) -> Outcome:
         self.subject = outcome.subject
         return outcome
 
@@ -562,7 +582,8 @@ class SessionCandidate(Candidate):
 
     def take_back(self, outcome: int) -> Settlement:
         """What the ledger is told of a request that it has let through, and that is REFUSED or WITHDRAWN."""
-        return Settlement(self.name_ledger(), self.limiter.limits, self.call, 0, estimated=False, outcome=outcome)
+        limits = self.limiter.find_limits(self.session)
+        return Settlement(self.name_ledger(), limits, self.call, 0, estimated=False, outcome=outcome)
 
     def find_last_tool(self) -> str:
         """The tool that was called last, empty for none."""

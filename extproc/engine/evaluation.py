@@ -18,6 +18,7 @@ from extproc.apis.excerpt import Excerpt
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.engine.candidates import (
     NO_LABELS,
+    NOT_CHANGING,
     Answer,
     Candidate,
     LoopCandidate,
@@ -59,11 +60,13 @@ class CandidateGroup:
         remembers: the session of some candidate keeps something of the request that the store has not been told.
         sessions: the candidates that limit sessions, among them such as had to be left out.
         contradicted: policies of which a detector has read headers that say something else than the body.
+        changing: (policy, limit key) of what was just found to name no session, because it changes with every request.
         spared: what would have been done about the request, had no operator ordered to allow it.
     """
 
     __slots__ = (
         "candidates",
+        "changing",
         "contradicted",
         "failures",
         "forbidden",
@@ -85,6 +88,7 @@ class CandidateGroup:
         self.missing: list[tuple[str, str]] = []
         self.forbidden: tuple[str, str] | None = None
         self.remembers = False
+        self.changing = NOT_CHANGING
         self.sessions = _NO_SESSIONS
         self.spared: list[Outcome] = []
         self.contradicted: list[str] = []
@@ -116,7 +120,8 @@ class CandidateGroup:
             else:
                 values = plan.read_descriptors(request, self.missing)
                 joined = join_descriptors(values)
-            session = plan.rings.read(request) if plan.rings is not None else ()
+            caller = None if plan.reads_body else joined
+            session = plan.rings.read(request, caller) if plan.rings is not None else ()
             labels = plan.read_labels(request) if plan.labels else NO_LABELS
             for detector in plan.detectors:
                 candidate = LoopCandidate(plan, detector, values, joined, session)
@@ -126,7 +131,7 @@ class CandidateGroup:
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
             if plan.limiter is not None:
-                named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request)
+                named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
                 self._limit(plan, plan.limiter, values, joined, named).labels = labels
         except NotCounted as why:
             hidden = request.opens_responses and why.reason != BYPASS  # whatever the caller
@@ -189,6 +194,8 @@ class CandidateGroup:
             if isinstance(candidate, LoopCandidate) and candidate.contradicted:
                 self.contradicted.append(candidate.plan.id)
         self.candidates = able
+        if body.changing:
+            self.changing, body.changing = body.changing, NOT_CHANGING
 
     def list_pushes(self) -> list[Push]:
         """What the store is asked to keep, before anything is counted."""

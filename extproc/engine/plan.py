@@ -106,7 +106,7 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
 def _make_names(session: Session, rings: Rings | None) -> SessionNames:
     """Where limits look for the name of a session; a policy that looks in the same places for its rings looks once."""
     keys = session.list_budget_keys()
-    return rings if rings is not None and keys == session.keys else SessionNames(keys)
+    return rings if rings is not None and keys == session.keys else SessionNames(keys, usual=not session.has_own_keys)
 
 
 @cache
@@ -334,7 +334,8 @@ class Plan:
             session = spec.session or Session()
             names = _make_names(session, self.rings)
             most = spec.find_session_inspect_bytes()
-            self.limiter = SessionGuard(self.id, spec.session_limits, session, names, most, shadow=shadow, namespace=namespace)
+            limits = spec.session_limits, spec.unnamed_limits
+            self.limiter = SessionGuard(self.id, *limits, session, names, most, shadow=shadow, namespace=namespace)
         self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
         looking = [
             detector.max_inspect_bytes

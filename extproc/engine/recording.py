@@ -17,7 +17,9 @@ from urllib.parse import quote, urlencode
 from extproc.engine.plan import Plan
 from extproc.request.fingerprint import Body, is_too_long, write_crc32
 from extproc.request.http import MAX_DESCRIPTOR, Facts, HttpRequest
+from extproc.request.limit_keys import VENDOR_SESSION
 from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, SECRET_PARAMETER, list_places
+from extproc.sessions.names import find_vendor_headers
 
 VERSION = 1
 """Of the records that are written."""
@@ -41,7 +43,7 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
     headers: dict[str, Any] = {}
     claims: dict[str, Any] = {}
     for plan in plans:
-        for source, name in plan.list_reads():
+        for source, name in _list_reads(plan, request):
             if source == CREDENTIAL:
                 headers |= {name: _hide(request, name) for name in _list_credential_headers(request)}
             elif source == "header" and name in SECRET_HEADERS:
@@ -82,6 +84,15 @@ def record_body(head: dict[str, Any], body: Body | None, reason: str, now: float
         sums = {"body_bytes": body.length, "body_crc32": write_crc32(body.crc32), "body_adler32": write_crc32(body.adler32)}
         return {**record, **sums}
     return {**record, "unknown": reason} if reason else record
+
+
+def _list_reads(plan: Plan, request: HttpRequest) -> list[tuple[str, str]]:
+    """What a policy reads of this request's head; each header that one key stands for is one."""
+    found = []
+    for source, name in plan.list_reads():
+        vendors = f"{source}:{name}" == VENDOR_SESSION
+        found += [(source, header) for header in find_vendor_headers(request)] if vendors else [(source, name)]
+    return found
 
 
 def _write_value(value: str, plain: bool) -> str | bool:  # noqa: FBT001  # as `record_head`

@@ -104,9 +104,11 @@ def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | No
     asked = named.get("model")
     model = guard.rates.choose_name(entry.model, asked if isinstance(asked, str) else "")
     cost = guard.rates.find_cost(model, entry.usage)
-    settlement = Settlement(key, guard.limits, call, cost, entry.estimated, FAILED if entry.failed else SUCCEEDED)
-    _, session, tenant = key.rsplit(":", 2)
-    return Settled(settlement, guard.policy, guard.mode, tenant, session.rpartition(".")[2], model)
+    _, renewed, tenant = key.rsplit(":", 2)
+    session = renewed.rpartition(".")[2]
+    outcome = FAILED if entry.failed else SUCCEEDED
+    settlement = Settlement(key, guard.find_limits(session), call, cost, entry.estimated, outcome)
+    return Settled(settlement, guard.policy, guard.mode, tenant, session, model)
 
 
 def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:

@@ -44,8 +44,9 @@ from extproc.metrics import Metrics
 from extproc.policy.bundle import ALIAS
 from extproc.policy.messages import describe
 from extproc.request.hash_key import PROCESS_KEY, HashKey
-from extproc.request.limit_keys import check_limit_key
+from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key
 from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, extract_secret
+from extproc.sessions.names import is_vendor_session
 from extproc.store import Store
 from extproc.store.rules.documents import MAX_ORDERS, refuse_more
 from extproc.store.rules.session import NANO_DOLLARS
@@ -486,7 +487,7 @@ def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Ite
     keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
     if not keys:
         yield "this does nothing: no policy looks for sessions"
-    elif key and key not in keys:
+    elif key and key not in keys and not (VENDOR_SESSION in keys and is_vendor_session(key.partition(":")[2])):
         yield f"no policy finds sessions by {key}; known keys: {', '.join(keys)}"
 
 

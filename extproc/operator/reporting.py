@@ -22,7 +22,7 @@ from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
 from extproc.operator.table import find_known
-from extproc.sessions.limits import NARROW, SessionSubject
+from extproc.sessions.limits import NARROW, UNNAMED, SessionSubject
 from extproc.store.rules.session import Standing
 
 _LOG = logging.getLogger("loopguard")
@@ -92,24 +92,25 @@ class Reporter:
         """Policies that did not count a request, and those that failed."""
         if evaluation.plans:  # else it is the rest of one that has been decided in part
             self.coverage.requests += 1
-        flawed = False
         if evaluation.enforcing.left_out or evaluation.shadow.left_out:
-            flawed = True
             for policy, reason in evaluation.list_uncounted():
                 self._metrics.uncounted.labels(policy, reason).inc()
-        for group in evaluation.groups:
-            if group.missing:
-                flawed = True
-                self._report_missing(group)
-            if group.failures:
-                flawed = True
-                self._report_failures(group)
-            for policy in group.contradicted:
-                self._metrics.header_mismatch.labels(policy).inc()
-            for spared in group.spared:
-                self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
-        if flawed:
+        if any(group.left_out or group.missing or group.failures for group in evaluation.groups):
             self.coverage.note(evaluation)
+        for group in evaluation.groups:
+            self._report_group(group)
+
+    def _report_group(self, group: CandidateGroup) -> None:
+        if group.missing:
+            self._report_missing(group)
+        if group.changing:
+            self._report_changing(group)
+        if group.failures:
+            self._report_failures(group)
+        for policy in group.contradicted:
+            self._metrics.header_mismatch.labels(policy).inc()
+        for spared in group.spared:
+            self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
 
     def report_unsteered(self, decision: Decision, reason: str) -> None:
         """A request that was to get a note and cannot; once for each policy that wants one."""
@@ -145,6 +146,8 @@ class Reporter:
         metrics, now = self._metrics, time()
         for candidate in candidates:
             standing, policy, mode = candidate.standing, candidate.plan.id, candidate.guard.mode
+            if candidate.session == UNNAMED:
+                self._report_unnamed(candidate, now)
             if standing is None:
                 continue
             if candidate.narrowing is not None:
@@ -156,6 +159,15 @@ class Reporter:
             tool = candidate.find_last_tool()
             known = partial(find_known, candidate)
             self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now, known)
+
+    def _report_unnamed(self, candidate: SessionCandidate, now: float) -> None:
+        """A request of no session: how many there are is logged once a minute."""
+        policy, mode, limited = candidate.plan.id, candidate.guard.mode, candidate.hit is not None
+        self._metrics.session_unnamed.labels(policy, mode).inc()
+        self.sessions.note_unnamed(RunName(candidate.tenant, policy, mode, UNNAMED), candidate.values, now)
+        if requests := self._remind(f"{UNNAMED} {mode} {policy}"):
+            what = "they share unnamed_limits" if limited else "they pass: unnamed_limits would limit them"
+            _LOG.warning(f"nothing names the session of requests; {what}", extra=make_extra(policy=policy, requests=requests))
 
     def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
         """Requests that sessions have let through, and that go no further; `status` is of their answer, 0 for none."""
@@ -244,6 +256,15 @@ class Reporter:
             if requests and (suppressed := self._missing.admit(perf_counter())) is not None:
                 extra = make_extra(policy=policy, key=key, requests=requests, suppressed=suppressed or None)
                 _LOG.warning(f"requests have no {key}{_ADVICE.get(key.partition(':')[0], '')}", extra=extra)
+
+    def _report_changing(self, group: CandidateGroup) -> None:
+        for policy, key in group.changing:
+            self._metrics.session_changing.labels(policy, key).inc()
+            if self._remind(f"changing {policy} {key}"):
+                what = (
+                    "changes with every request of a caller, so it names no session; a default key is left out for that caller"
+                )
+                _LOG.warning(f"{key} {what}", extra=make_extra(policy=policy, key=key))
 
     def _report_failures(self, group: CandidateGroup) -> None:
         for policy, error in group.failures:

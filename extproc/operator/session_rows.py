@@ -99,6 +99,7 @@ class SessionRow(msgspec.Struct, array_like=True):
     alias: str = ""
     labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
     credentials: list[str] = []
+    unnamed: int = 0
 
     def absorb(self, other: SessionRow) -> None:
         """Take what another replica knows of the same session."""
@@ -111,6 +112,7 @@ class SessionRow(msgspec.Struct, array_like=True):
             self.refusal = other.refusal
         self.caller = self.caller or other.caller
         self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
+        self.unnamed += other.unnamed
         self.calls = merge_calls([*self.calls, *other.calls])
 
 

@@ -64,6 +64,7 @@ class Run:
         ordered: an operator has killed it.
         refusal: the newest, None for none.
         calls: its newest, oldest first.
+        unnamed: requests for which nothing names a session, if it stands for these.
     """
 
     def __init__(self, name: RunName, now: float) -> None:
@@ -76,6 +77,7 @@ class Run:
         self.ordered = False
         self.refusal: SessionRefusal | None = None
         self.calls: list[CallRow] = []
+        self.unnamed = 0
 
     @property
     def began(self) -> float:
@@ -151,6 +153,13 @@ class SessionTable(Table[Run, SessionDocument]):
         else:
             run.add_call(call, model, tool, now)
 
+    def note_unnamed(self, name: RunName, caller: list[tuple[str, str]], now: float) -> None:
+        """One request of a caller for which nothing names a session, limited or not; the rest as for `note`."""
+        run = self._get_or_begin(name, _UNKNOWN, now)
+        run.caller = run.caller or cut_caller(caller)
+        run.last = now
+        run.unnamed += 1
+
     def settle(  # noqa: PLR0913  # what is known of an answer
         self,
         name: RunName,
@@ -204,6 +213,7 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         calls=[replace(call, name=call.name[:_CALL_NAME]) for call in run.calls.copy()] if detailed else [],
         **{name: getattr(standing, name) for name in COUNTED},
         **run.known._asdict(),
+        unnamed=run.unnamed,
     )
 
 

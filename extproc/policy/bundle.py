@@ -47,7 +47,7 @@ from extproc.request.limit_keys import (
     list_sources,
 )
 from extproc.request.notes import PLACEHOLDERS
-from extproc.sessions.session_limits import Session, SessionLimits
+from extproc.sessions.session_limits import Session, SessionLimits, UnnamedLimits
 
 MAX_DELAY_MS = 30_000
 """Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
@@ -325,6 +325,7 @@ class Spec(JsonObject):
         bypass: requests that are never counted.
         session: which conversation a request belongs to.
         session_limits: limits of a session.
+        unnamed_limits: limits of a caller's requests that `session_limits` find no session for. Default: none.
         loop_detection: a detector, or a list of them.
         rules: Fairvisor's rate limits; not enforced.
         fallback_limit: Fairvisor's fallback limit; not enforced.
@@ -346,6 +347,7 @@ class Spec(JsonObject):
     bypass: list[Bypass] = NO_ITEMS
     session: Session | None = None
     session_limits: SessionLimits | None = None
+    unnamed_limits: UnnamedLimits | None = None
     loop_detection: Detections | None = None
     rules: list[Rule] = NO_ITEMS
     fallback_limit: FallbackLimit | None = None

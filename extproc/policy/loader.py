@@ -23,7 +23,7 @@ from extproc.policy.messages import describe, explain
 from extproc.policy.pairings import find_pairing_errors, read_claim
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
 from extproc.request.limit_keys import IP_ADDRESS, UNSUPPORTED_KEYS, list_sources
-from extproc.sessions.session_limits import SessionLimits
+from extproc.sessions.session_limits import SessionLimits, UnnamedLimits
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -95,9 +95,10 @@ class PolicySet:
         """The policies that do something."""
         return [policy for source in self.sources for policy in source.policies if policy.spec.is_enabled()]
 
-    def list_session_limits(self) -> list[SessionLimits]:
+    def list_session_limits(self) -> list[SessionLimits | UnnamedLimits]:
         """Those of the policies that do something."""
-        return [limits for policy in self.list_acting() if (limits := policy.spec.session_limits) is not None]
+        specs = [policy.spec for policy in self.list_acting()]
+        return [limits for spec in specs for limits in (spec.session_limits, spec.unnamed_limits) if limits is not None]
 
     def require_enforced(self) -> None:
         """Take no bundle of which a part is not enforced: no limit is lost without being told.

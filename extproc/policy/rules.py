@@ -18,7 +18,7 @@ from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, FallbackLimit, Loop
 from extproc.policy.strict_json import write_pointer
 from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
 from extproc.request.secrets import CREDENTIAL, is_secret
-from extproc.sessions.session_limits import find_limit_errors
+from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors
 
 MAX_LOG_THRESHOLD = 10_000
 """Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
@@ -97,6 +97,8 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
         yield from _find_loop_errors(loops, ("loop_detection",))
     for below, message in find_limit_errors(spec.get("session_limits")):
         yield ("session_limits", *below), message
+    for below, message in find_unnamed_errors(spec.get("unnamed_limits"), spec.get("session_limits")):
+        yield ("unnamed_limits", *below), message
     yield from _find_bypass_errors(spec.get("bypass"))
 
 
@@ -368,12 +370,15 @@ def _name(key: str | FirstOf) -> str:
 
 
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """What becomes of requests without limit keys under a policy that does not say so.
+    """What becomes of requests without limit keys, or without a session, under a policy that does not say so.
 
     Yields:
         the place below the policy, and what the default does.
     """
     spec = policy.spec
+    if spec.session_limits is not None and spec.unnamed_limits is None:
+        passing = "requests for which nothing names a session are reported as unnamed, and pass"
+        yield ("spec", "session_limits"), f"{passing}: unnamed_limits would limit them"
     keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]
     if "missing_descriptor" in spec.model_fields_set or not spec.is_enabled() or len(always) == len(keys):

@@ -19,6 +19,9 @@ UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:b
 
 BODY = "body"
 
+VENDOR_SESSION = f"{HEADER}:x-*-session-id"
+"""Any header by which some vendor names a session, for which there is one such key."""
+
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
 _SCOPE_KEY = re.compile(r"(?:jwt|header|query|ip|ua):[A-Za-z0-9_-]+\Z")
 
@@ -31,6 +34,9 @@ _KEY_IN_HEAD = (
 )
 _KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD}|body:(/([^~/]|~[01])*)+)$"}
 _HEAD_KEY_PATTERN: dict[str, Any] = {"pattern": f"^({_KEY_IN_HEAD})$"}
+_SESSION_KEY_PATTERN: dict[str, Any] = {
+    "pattern": f"^({_KEY_IN_HEAD}|{VENDOR_SESSION.replace('*', '[*]')}|body:(/([^~/]|~[01])*)+)$"
+}
 
 
 def check_limit_key(value: str) -> str:
@@ -52,6 +58,10 @@ def check_limit_key(value: str) -> str:
             "'credential' or 'body:/<JSON Pointer>'"
         )
     return value
+
+
+def _check_session_key(value: str) -> str:
+    return value if value == VENDOR_SESSION else check_limit_key(value)
 
 
 def _check_scope_key(value: str) -> str:
@@ -81,6 +91,7 @@ def _check_name(value: str) -> str:
 
 
 LimitKey = Annotated[str, AfterValidator(check_limit_key), Field(json_schema_extra=_KEY_PATTERN)]
+SessionKey = Annotated[str, AfterValidator(_check_session_key), Field(json_schema_extra=_SESSION_KEY_PATTERN)]
 ScopeKey = Annotated[
     str, AfterValidator(_check_scope_key), Field(json_schema_extra={"pattern": "^(jwt|header|query|ip|ua):[A-Za-z0-9_-]+$"})
 ]

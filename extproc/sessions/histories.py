@@ -73,9 +73,10 @@ class _KnownBody:
         count: messages before the gap.
         tally: what they show.
         loose: this many of the newest messages stay in the gap.
+        offers: what it offers the model, before or behind the gap.
     """
 
-    __slots__ = ("count", "end", "loose", "model", "shape", "start", "tally")
+    __slots__ = ("count", "end", "loose", "model", "offers", "shape", "start", "tally")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -86,8 +87,10 @@ class _KnownBody:
         count: int,
         tally: Tally,
         loose: int,
+        offers: str,
     ) -> None:
         self.loose = loose
+        self.offers = offers
         self.shape = shape
         self.model = model
         self.start = start
@@ -121,7 +124,7 @@ class _KnownBody:
         tally = tally.add(shown[:first])
         more = _find_end(text, len(_OPENING), _decode_items(text)[1 : settled + 1]) - len(_OPENING)
         start = self.start.plus(memoryview(data)[before : before + more])
-        grown = _KnownBody(self.shape, self.model, start, self.end, self.count + settled, tally, self.loose)
+        grown = _KnownBody(self.shape, self.model, start, self.end, self.count + settled, tally, self.loose, self.offers)
         return tally.add(shown[first:]), grown
 
 
@@ -153,7 +156,7 @@ class _Histories:
                     del self._known[place]
                     self._note(grown)
                 self.credit = min(self.credit + 1, _CREDIT)
-                return summarize(tally, known.model)
+                return summarize(tally, known.model, known.offers)
         return None
 
     def add(self, known: _KnownBody) -> None:
@@ -190,7 +193,7 @@ def read_known_calls(document: Document, session: str) -> CallHistory:
         known = _leave_gap(conversation, document.data(), shown, histories.loose) if histories.credit > 0 else None
         if known is not None:
             histories.add(known)
-    return summarize(tally, conversation.model)
+    return summarize(tally, conversation.model, conversation.find_offer())
 
 
 def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], loose: int) -> _KnownBody | None:
@@ -207,7 +210,7 @@ def _leave_gap(conversation: Conversation, data: bytes, shown: Sequence[Shown], 
     gap_end = at + len(messages) - 1
     tally = NOTHING.add(shown[: len(shown) - len(conversation.list_values(start=settled))])
     before, behind = NO_BODY.plus(data[:start]), NO_BODY.plus(data[gap_end:])
-    return _KnownBody(shape, conversation.model, before, behind, settled, tally, loose)
+    return _KnownBody(shape, conversation.model, before, behind, settled, tally, loose, conversation.find_offer())
 
 
 def _equals(known: Body, data: memoryview) -> bool:

@@ -21,11 +21,12 @@ from msgspec import json
 
 from extproc.apis import find_conversation, open_conversation
 from extproc.apis.contents import read_arguments
-from extproc.apis.conversation import ASSISTANT, Conversation, Shape, look_back, read_message
+from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOLS, Conversation, Shape, look_back, read_message
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.bounded import Memo
 from extproc.request.document import Document, NotCounted, count_left, walk, write_canonical
 from extproc.request.patch import Patch
+from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
 _CALL: Final = 6
 _TOOL: Final = 4
@@ -41,6 +42,7 @@ _LONGEST_NAMES: Final = 256
 """This many messages are in a generation of those that are known, by themselves or, if they are longer, by a digest. None has
 more calls, or longer names of tools. They take 0.6 KB each, and 60 MB in all under attack."""
 
+_OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
 _LONGEST_MODEL: Final = 256
 _NO_CALL: Final = bytes(_CALL)
@@ -57,11 +59,15 @@ class CallHistory:
         newest: how many the assistant's last turn has.
         tools: digest and name, cut to 64 characters, of the tools among them, the first to be called first.
         model: that the body names, cut to 256 characters; empty where it names none.
+        offer: what it offers the model, as in `Step`.
     """
 
-    __slots__ = ("model", "newest", "records", "tools", "total")
+    __slots__ = ("model", "newest", "offer", "records", "tools", "total")
 
-    def __init__(self, records: bytes, total: int, newest: int, tools: tuple[tuple[bytes, str], ...], model: str) -> None:
+    def __init__(  # noqa: PLR0913  # a record
+        self, records: bytes, total: int, newest: int, tools: tuple[tuple[bytes, str], ...], model: str, offer: int
+    ) -> None:
+        self.offer = offer
         self.newest = newest
         self.total = total
         self.records = records
@@ -206,12 +212,12 @@ def read_tool_calls(document: Document) -> CallHistory:
         NotCounted: there is no conversation, it cannot be read, or it is too much.
     """
     conversation = open_conversation(document)
-    return summarize(NOTHING.add(list_shown(conversation)), conversation.model)
+    return summarize(NOTHING.add(list_shown(conversation)), conversation.model, conversation.find_offer())
 
 
-def summarize(tally: Tally, model: str) -> CallHistory:
-    """What a request's history shows, given the model that its body names."""
-    return CallHistory(tally.records, tally.total, tally.newest, tally.tools, model[:_LONGEST_MODEL])
+def summarize(tally: Tally, model: str, offers: str) -> CallHistory:
+    """What a request's history shows, given the model that its body names and what it offers that."""
+    return CallHistory(tally.records, tally.total, tally.newest, tally.tools, model[:_LONGEST_MODEL], _OFFERS[offers])
 
 
 def find_called(patch: Patch, names: Collection[str]) -> str | None:

@@ -15,7 +15,7 @@ from extproc.request.quoting import quote
 from extproc.sessions.history import RECORD, CallHistory, digest_tool
 from extproc.sessions.names import SessionNames
 from extproc.sessions.rates import Rates, TokenPrice
-from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits
+from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits, UnnamedLimits
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 
 DETECTOR: Final = "session"
@@ -24,11 +24,15 @@ DETECTOR: Final = "session"
 NARROW: Final = "narrow"
 """What is done to a request that loses tools, beside the actions."""
 
-NO_CALLS: Final = CallHistory(b"", 0, 0, (), "")
+NO_CALLS: Final = CallHistory(b"", 0, 0, (), "", 0)
 NO_GRANTS: Final = (0, 0, 0)
 
 KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
 
+UNNAMED: Final = "unnamed"
+"""In place of the name of a session: all requests of a caller for which nothing names one."""
+
+_MOST_SESSIONS: Final = 2**31
 _SHARED: Final = "shared"
 _NONE: Final = -1
 # Where they stand in a record.
@@ -148,6 +152,21 @@ class SessionSubject:
         return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"
 
 
+class UnnamedSubject(SessionSubject):
+    """The same of the requests of a caller for which nothing names a session."""
+
+    __slots__ = ()
+
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        used, allowed = self.shown
+        return (
+            f"Session limit reached: this caller's requests that name no session have used {used:.6g} of their {allowed:.6g} "
+            f"{_WORDS[self.limit]}. Further ones are refused. Do not retry: report the result you have so far to the user. "
+            "Requests that name a session, such as with the header x-session-id, have the limits of that session."
+        )
+
+
 WITHIN: Final = SessionSubject("", 0, 0)
 """Of a session that has not used up anything."""
 
@@ -173,6 +192,7 @@ class SessionGuard:
         narrows: it may take tools out of requests.
         needs_answers: some limit is about what came back from upstream.
         refusal: how it refuses.
+        unnamed: the limits of requests that name no session, as the ledger takes them; None for none.
     """
 
     __slots__ = (
@@ -201,12 +221,14 @@ class SessionGuard:
         "similarity_name",
         "steer_note",
         "steers",
+        "unnamed",
     )
 
     def __init__(  # noqa: PLR0913  # what a policy says of it
         self,
         policy: str,
         limits: SessionLimits,
+        unnamed: UnnamedLimits | None,
         session: Session,
         names: SessionNames,
         max_inspect_bytes: int,
@@ -224,9 +246,10 @@ class SessionGuard:
         self.mode = "shadow" if shadow else "enforce"
         self.names = names
         self.limits = compile_limits(limits, session)
+        self.unnamed = None if unnamed is None else _compile_unnamed(unnamed, session)
         self._fewest = min([limit for _, limit in self.limits.tools], default=0)  # calls that use up a tool
         self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions, narrows=self.limits.narrows)
-        self.needs_answers = limits.needs_answers()
+        self.needs_answers = limits.needs_answers() or (unnamed is not None and unnamed.needs_answers())
         self.rates = Rates(
             {name: _read_price(price) for name, price in limits.prices.items()},
             _read_price(limits.unknown_model) if limits.unknown_model is not None else None,
@@ -239,7 +262,7 @@ class SessionGuard:
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
-        self._key = f"{namespace}session2:{policy}:"
+        self._key = f"{namespace}session3:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
 
@@ -261,6 +284,10 @@ class SessionGuard:
         words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
         return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
 
+    def find_limits(self, session: str) -> Limits:
+        """Those of a session, or of the requests that have none."""
+        return self.unnamed if session == UNNAMED and self.unnamed is not None else self.limits
+
     def owns(self, key: str) -> bool:
         """Whether a key may be that of one of its ledgers."""
         return key.startswith(self._key)
@@ -271,7 +298,8 @@ class SessionGuard:
         keys = _KEYS.get(place)
         if keys is None:
             ledger, shared = f"{self._key}{scope}:{session}:{tenant}", f"{self._key}{scope}:{_SHARED}:{tenant}"
-            keys = SessionKeys(ledger, f"{self._tenants}{scope}:{tenant}", shared, sum_up(session))
+            begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # which is no session that is begun
+            keys = SessionKeys(ledger, f"{self._tenants}{begun}:{tenant}", shared, sum_up(session))
             _KEYS.put(place, keys)
         return keys
 
@@ -285,6 +313,7 @@ class SessionGuard:
         grants: tuple[int, int, int],
         *,
         allowed: bool,
+        unnamed: bool = False,
     ) -> Step:
         """What the store is asked about a request.
 
@@ -296,8 +325,11 @@ class SessionGuard:
             calls: that its history shows.
             grants: from `sum_grants`.
             allowed: an operator has ordered that it is let through.
+            unnamed: nothing names its session.
         """
-        limits = self._unlimited if allowed else self.limits
+        limits = self.limits if self.unnamed is None or not unnamed else self.unnamed
+        if allowed:
+            limits = self._unlimited
         return Step(
             keys.ledger,
             keys.tenant,
@@ -311,6 +343,7 @@ class SessionGuard:
             calls.newest,
             calls.tools,
             grants,
+            calls.offer,
         )
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
@@ -335,6 +368,13 @@ class SessionGuard:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
         subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants))
         return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
+
+    def judge_unnamed(self, fingerprint: str, tenant: str, standing: Standing) -> Outcome:
+        """The same where nothing names the request's session."""
+        if not standing.limit:
+            return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
+        subject = UnnamedSubject(LIMITS[standing.limit], standing.used, standing.allowed)
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
 
     def find_narrowing(self, standing: Standing, calls: CallHistory, grants: tuple[int, int, int]) -> Narrowing | None:
         """The tools that have no budget left, of a request that is let through; None for none."""
@@ -417,6 +457,18 @@ def compile_limits(limits: SessionLimits, session: Session) -> Limits:
         threshold=_NONE if recent is None else recent.threshold,
         blocks=_or_none(breaker.consecutive_blocks if breaker is not None else None),
         errors=_or_none(breaker.consecutive_errors if breaker is not None else None),
+    )
+
+
+def _compile_unnamed(limits: UnnamedLimits, session: Session) -> Limits:
+    cost = limits.max_cost_per_session
+    return Limits(
+        idle_ms=session.idle_seconds * 1000,
+        max_sessions=_MOST_SESSIONS,
+        steps=_or_none(limits.max_steps),
+        tool_calls=_or_none(limits.max_tool_calls),
+        cost=_NONE if cost is None else round(cost * NANO_DOLLARS),
+        ends=True,
     )
 
 

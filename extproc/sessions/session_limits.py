@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from extproc.objects import MAX_SECONDS, InspectBytes, JsonObject, Place, Status
-from extproc.request.limit_keys import BODY, HEADER, LimitKey
+from extproc.request.limit_keys import BODY, HEADER, VENDOR_SESSION, SessionKey
 
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
@@ -31,33 +31,66 @@ ANY_MODEL: Final = "*"
 _COUNTED = ("max_steps", "max_tool_calls", "max_cost_per_session")
 """The limits of which some is left, so that a model can be told how much."""
 
+PARENT_SESSION = "x-parent-session-id"
+"""In which an agent names the `x-session-id` of the one that started it."""
+
+USER_ID = f"{BODY}:/metadata/user_id"
+"""In which some clients name a session, alone or beside the user."""
+
 _LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker")
 
-SESSION_HEADERS = (
-    "x-claude-code-agent-id",  # goes first: an agent that another one starts has a history of its own
-    "x-claude-code-session-id",
-    "thread-id",  # Codex, for the same reason before
-    "session-id",
-    "x-session-id",
-    "x-session-affinity",
+_GATEWAYS = (
     "x-litellm-session-id",
     "helicone-session-id",
     "agent-session-id",  # Envoy AI Gateway
     "mcp-session-id",
     "x-bf-session-id",
 )
+
+SESSION_HEADERS = (
+    "x-claude-code-agent-id",  # goes first: an agent that another one starts has a history of its own
+    "thread-id",  # Codex, for the same reason before
+    "x-session-id",  # opencode, whose agents have one each
+    "x-claude-code-session-id",
+    "session-id",
+    "x-session-affinity",
+    *_GATEWAYS,
+)
 """Headers by which clients and gateways name a conversation of their own accord, in the order in which they are looked for."""
 
 AGENT_HEADERS: Final = ("x-claude-code-agent-id", "thread-id")
 """Those of them that tell agents of one session apart."""
 
-BUDGET_KEYS = [
-    *(f"{HEADER}:{name}" for name in SESSION_HEADERS if name not in AGENT_HEADERS),
-    f"{HEADER}:thread-id",
-    *(f"{BODY}:{pointer}" for pointer in ("/prompt_cache_key", "/conversation", "/conversation/id", "/metadata/session_id")),
-    f"{BODY}:/metadata/user_id",  # in which some clients name a session
+_ROOT_HEADERS = (
+    "x-claude-code-session-id",
+    PARENT_SESSION,
+    "session-id",
+    "x-session-id",
+    "x-session-affinity",
+    *_GATEWAYS,
+    "thread-id",
+)
+
+_CONVERSATIONS = [
+    f"{BODY}:/conversation",  # of the Responses API: its id, or an object that has it
+    f"{BODY}:/conversation/id",
+    f"{BODY}:/metadata/session_id",
+    USER_ID,
 ]
-"""The same for `session_limits`, where agents count together with the one that started them; what bodies say comes last."""
+
+CONVERSATION_KEYS = [*(f"{HEADER}:{name}" for name in SESSION_HEADERS), VENDOR_SESSION, *_CONVERSATIONS]
+"""What names a conversation, where a policy does not say it; what bodies say comes last."""
+
+BUDGET_KEYS = [
+    *(f"{HEADER}:{name}" for name in _ROOT_HEADERS),
+    VENDOR_SESSION,
+    f"{BODY}:/prompt_cache_key",  # Codex; behind the headers, because other programs send the same one in all sessions
+    *_CONVERSATIONS,
+]
+"""The same for `session_limits`, where agents count together with the one that started them, whose session goes first."""
+
+_NEEDS_PRICES = f'needs a price for every model: set unknown_model, or "{ANY_MODEL}" in prices'
+_OR_PACKAGE = "or install the package genai-prices: pip install '.[prices]' in a checkout"
 
 _MAX_SESSIONS = 10_000
 
@@ -72,20 +105,27 @@ class Session(JsonObject):
     """Which conversation a request belongs to, within its caller.
 
     Attributes:
-        keys: limit keys; the first that a request has names its session. For `session_limits`, the default has no
-            `x-claude-code-agent-id`, has `thread-id` last, and goes on with body fields.
+        keys: limit keys; the first that a request has names its session. `header:x-*-session-id` is any such header, the
+            first by name. For `session_limits`, the default looks for the session that started the agent:
+            `x-claude-code-session-id`, `x-parent-session-id` and `session-id` go first, `thread-id` is the last header,
+            `x-claude-code-agent-id` is none of them, and `body:/prompt_cache_key` is the first body field.
         idle_seconds: a session is forgotten after this long without a request.
         max_sessions_per_tenant: number of sessions that a caller can start within `idle_seconds`; further ones share the
             `session_limits` of one.
     """
 
-    keys: Annotated[list[LimitKey], Field(min_length=1)] = [f"{HEADER}:{name}" for name in SESSION_HEADERS]
+    keys: Annotated[list[SessionKey], Field(min_length=1)] = CONVERSATION_KEYS
     idle_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] = 3600
     max_sessions_per_tenant: Annotated[int, Field(ge=1, le=MAX_COUNT)] = _MAX_SESSIONS
 
+    @property
+    def has_own_keys(self) -> bool:
+        """The policy says what names a session."""
+        return "keys" in self.model_fields_set
+
     def list_budget_keys(self) -> list[str]:
         """Where `session_limits` look for the name."""
-        return self.keys if "keys" in self.model_fields_set else BUDGET_KEYS
+        return self.keys if self.has_own_keys else BUDGET_KEYS
 
 
 class Price(JsonObject):
@@ -192,6 +232,36 @@ class SessionLimits(JsonObject):
         return self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
 
 
+class UnnamedLimits(JsonObject):
+    """What all requests of a caller together can use for which nothing names a session, within `idle_seconds`.
+
+    Attributes:
+        max_steps: maximum requests; refused ones and up to three retries of each don't count.
+        max_tool_calls: maximum tool calls in their histories; each call counts once.
+        max_cost_per_session: maximum cost in dollars, by the prices of `session_limits`.
+    """
+
+    max_steps: Count | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, le=MAX_TOOL_CALLS)] | None = None
+    max_cost_per_session: Dollars | None = None
+
+    def needs_answers(self) -> bool:
+        """See `SessionLimits`."""
+        return self.max_cost_per_session is not None
+
+
+def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Rules between the keys of one raw `unnamed_limits` and the `session_limits` beside it; yields as `find_limit_errors`."""
+    if not isinstance(unnamed, dict):
+        return
+    if not isinstance(limits, dict):
+        yield (), "unnamed_limits needs session_limits: it is about requests that have no session of these"
+    if all(unnamed.get(key) is None for key in _COUNTED):
+        yield (), f"unnamed_limits needs at least one of {', '.join(_COUNTED)}"
+    if unnamed.get("max_cost_per_session") is not None and isinstance(limits, dict) and not _knows_all_prices(limits):
+        yield ("max_cost_per_session",), f"{_NEEDS_PRICES} of session_limits, {_OR_PACKAGE}"
+
+
 def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
     """Rules between the keys of one raw `session_limits`.
 
@@ -203,8 +273,7 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
     if all(limits.get(key) in (None, {}) for key in _LIMITS):
         yield (), f"session_limits needs at least one of {', '.join(_LIMITS)}"
     if limits.get("max_cost_per_session") is not None and not _knows_all_prices(limits):
-        needed = f'needs a price for every model: set unknown_model, or "{ANY_MODEL}" in prices'
-        yield ("max_cost_per_session",), f"{needed}, or install the package genai-prices: pip install '.[prices]' in a checkout"
+        yield ("max_cost_per_session",), f"{_NEEDS_PRICES}, {_OR_PACKAGE}"
     recent = limits.get("loop_detection")
     if isinstance(recent, dict):
         window, threshold = recent.get("window"), recent.get("threshold")

@@ -14,6 +14,8 @@ from extproc.store.rules.session import (
     KILLED,
     LIMITS,
     MAX_RETRIES_PER_STEP,
+    OFFERS_NONE,
+    OFFERS_TOOLS,
     REFUSED,
     SUCCEEDED,
     WITHDRAWN,
@@ -69,6 +71,7 @@ class Account:
         self.steps: list[dict[str, Any]] = []  # those that were let through, retries included
         self.open: list[dict[str, Any]] = []
         self.identities: dict[bytes, int] = {}
+        self.offers: dict[bytes, int] = {}
         self.records: list[bytes] = []
         self.tools: dict[bytes, list[Any]] = {}
         self.count = self.blocks = self.row = self.errors = self.narrowed = 0
@@ -130,25 +133,40 @@ class Account:
         """One request."""
         self.close_old(now)
         shown = self.learn(asked)
-        retry = self.identities.get(asked.identity, MAX_RETRIES_PER_STEP) < MAX_RETRIES_PER_STEP
+        identity = self.sort_out(asked)
+        retry = self.identities.get(identity, MAX_RETRIES_PER_STEP) < MAX_RETRIES_PER_STEP
+        identity = identity if retry else asked.identity
         verdict = self.judge(asked, shown, retry)
         if verdict[0]:
             self.block(asked.limits)
         else:
             self.count += not retry
-            times = self.identities[asked.identity] + 1 if retry else 0
-            others = {known: number for known, number in self.identities.items() if retry or known != asked.identity}
-            self.identities = dict(list({**others, asked.identity: times}.items())[-16:])
+            times = self.identities[identity] + 1 if retry else 0
+            others = {known: number for known, number in self.identities.items() if retry or known != identity}
+            self.identities = dict(list({**others, identity: times}.items())[-16:])
+            self.offers |= {} if retry else {identity: asked.offer}
             limits = asked.limits
             met = limits.narrows and len(self.records) >= limits.tool_calls + asked.grants[1]
             first = met and not self.narrowed
             self.narrowed = (self.narrowed or len(self.records)) if met else 0
-            kept: dict[str, Any] = {"call": asked.call, "identity": asked.identity, "now": now, "reserve": asked.reserve}
+            kept: dict[str, Any] = {"call": asked.call, "identity": identity, "now": now, "reserve": asked.reserve}
             kept |= {"retry": retry, "first": first}
             self.open.append(kept | {"last": self.last, "row": self.row})
             self.row, self.last = 0, now
             self.close_old(now)
         return self.stand(now, verdict, shared, retry)
+
+    def sort_out(self, asked: Step) -> bytes:
+        """Of which step a request is a repetition, if it is of one; the first with tools makes those before it none."""
+        offered = [self.offers[known] for known in self.identities]
+        if asked.offer == OFFERS_NONE and OFFERS_TOOLS in offered and asked.identity not in self.identities:
+            return list(self.identities)[-1]
+        if asked.offer == OFFERS_TOOLS and set(offered) == {OFFERS_NONE} and self.count == len(offered) <= 3:
+            self.count = 0
+            self.identities = {}
+            for step in self.open:
+                step["retry"] = True
+        return asked.identity
 
     def settle(self, asked: Settlement, now: int) -> Standing:
         """What became of one."""
@@ -197,7 +215,8 @@ class Book:
 
     def find(self, key: str, limits: Limits, now: int) -> Account | None:
         """One that is not to be forgotten."""
-        if key in self._accounts and abs(now - self._accounts[key].last) >= limits.idle_ms:
+        account = self._accounts.get(key)
+        if account is not None and abs(now - (account.began if limits.ends else account.last)) >= limits.idle_ms:
             del self._accounts[key]
         return self._accounts.get(key)
 
@@ -239,13 +258,14 @@ LIMITS_OF_ALL_KINDS = st.builds(
     threshold=st.just(-1) | st.integers(2, 4),
     blocks=st.just(-1) | st.integers(1, 4),
     errors=st.just(-1) | st.integers(1, 3),
+    ends=st.booleans(),
 )
 
 
 _GAPS = st.integers(0, 5_000) | st.sampled_from([59_999, 60_000, 599_999, 600_000, -1_000, -70_000])
 
 
-_MOVES = ("step", "step", "step", "retry", "compact", "branch", "settle", "fail", "refuse", "withdraw")
+_MOVES = ("step", "step", "step", "side", "side", "retry", "compact", "branch", "settle", "fail", "refuse", "withdraw")
 
 
 MOVES = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(_MOVES), st.integers(0, 4), _GAPS), max_size=60)
@@ -276,7 +296,10 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
             history += [make_record(number * 8 + more, tool, f"{who}{amount // 2}") for more in range(amount)]
         again = done[-1][0].identity if move == "retry" and done else number.to_bytes(8)
         names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
-        asked = make_step(number, limits, history, **names, reserve=amount * 2, grants=(amount // 3, amount // 4, amount))
+        offer = OFFERS_NONE if move == "side" else (who + 1) % 4 and (0, OFFERS_TOOLS, OFFERS_TOOLS)[who % 3]
+        shown = history if move != "side" or amount % 2 else []
+        more = {"reserve": amount * 2, "grants": (amount // 3, amount // 4, amount), "offer": offer}
+        asked = make_step(number, limits, shown, **names, **more)
         answers.append(ask(asked, now))
         done.append((asked, asked.shared if answers[-1].shared else asked.key))
     return answers
@@ -371,6 +394,35 @@ CASES: dict[str, Case] = {
         *((number, make_step(1, _TWO_STEPS), "ok") for number in range(6, 10)),
         (10, make_step(1, _TWO_STEPS), "max_steps 2/2"),
     ],
+    "a title goes first, and is no step": [
+        (0, make_step(1, limit(steps=1), offer=OFFERS_NONE), "ok"),
+        (1, make_step(2, limit(steps=1), offer=OFFERS_TOOLS), "ok"),
+        (2, make_step(3, limit(steps=1), call("read"), offer=OFFERS_TOOLS), "max_steps 1/1"),
+    ],
+    "three side requests of a step are free": [
+        (0, make_step(1, _TWO_STEPS, offer=OFFERS_TOOLS), "ok"),
+        *((number, make_step(number, _TWO_STEPS, offer=OFFERS_NONE), "ok") for number in range(2, 5)),
+        (5, make_step(5, _TWO_STEPS, offer=OFFERS_NONE), "ok"),  # the second step
+        *((number, make_step(number, _TWO_STEPS, offer=OFFERS_NONE), "ok") for number in range(6, 9)),
+        (9, make_step(9, _TWO_STEPS, offer=OFFERS_NONE), "max_steps 2/2"),
+        (10, make_step(10, _TWO_STEPS, offer=OFFERS_TOOLS), "max_steps 2/2"),
+    ],
+    "without tools there are no side requests": [
+        (0, make_step(1, _TWO_STEPS, offer=OFFERS_NONE), "ok"),
+        (1, make_step(2, _TWO_STEPS, offer=OFFERS_NONE), "ok"),
+        (2, make_step(3, _TWO_STEPS, offer=OFFERS_NONE), "max_steps 2/2"),
+    ],
+    "a title that goes no further takes nothing back from the step behind it": [
+        (0, make_step(1, limit(steps=1), offer=OFFERS_NONE), "ok"),
+        (1, make_step(2, limit(steps=1), offer=OFFERS_TOOLS), "ok"),
+        (2, settle_step(make_step(1, limit(steps=1)), WITHDRAWN), "ok"),
+        (3, make_step(3, limit(steps=1), offer=OFFERS_TOOLS), "max_steps 1/1"),
+    ],
+    "side requests cost what they cost": [
+        (0, make_step(1, _MONEY, offer=OFFERS_TOOLS), "ok"),
+        (1, make_step(2, _MONEY, offer=OFFERS_NONE, reserve=100), "ok"),
+        (2, make_step(3, _MONEY, offer=OFFERS_NONE), "max_cost_per_session 100/100"),
+    ],
     "what lies 17 requests back is no retry": [
         *((number, make_step(number, limit(steps=17)), "ok") for number in range(17)),
         (17, make_step(1, limit(steps=17)), "ok"),
@@ -381,6 +433,15 @@ CASES: dict[str, Case] = {
         (30_000, make_step(2, limit(steps=1)), "max_steps 1/1"),
         (59_999, make_step(3, limit(steps=1)), "max_steps 1/1"),
         (60_000, make_step(4, limit(steps=1)), "ok"),
+    ],
+    "what ends after its time does so however busy it is": [
+        (0, make_step(1, limit(steps=2, ends=True)), "ok"),
+        (59_999, make_step(2, limit(steps=2, ends=True)), "ok"),
+        (59_999, make_step(3, limit(steps=2, ends=True)), "max_steps 2/2"),
+        (60_000, make_step(4, limit(steps=2, ends=True)), "ok"),
+        (60_001, make_step(5, limit(steps=2, ends=True)), "ok"),
+        (119_999, make_step(6, limit(steps=2, ends=True)), "max_steps 2/2"),
+        (120_000, make_step(7, limit(steps=2, ends=True)), "ok"),
     ],
     "what another guard refused was no step and does not keep it": [
         (0, make_step(1, limit(steps=2)), "ok"),

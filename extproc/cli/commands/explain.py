@@ -32,6 +32,7 @@ from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
 from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
+from extproc.sessions.limits import UNNAMED
 from extproc.store.rules.session import NANO_DOLLARS, RECORD
 from extproc.store.rules.windows import Count, Hit
 
@@ -84,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     for policy, detector, why in evaluation.list_left_out():
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []
         more = ramps.get(policy, []) + _list_missing(missing, policy, request)
-        more += _list_session_keys(engine, policy) if why == "no_session" else []
+        more += _list_session_keys(engine, policy) if why == UNNAMED else []
         if (policy, why) == evaluation.enforcing.forbidden:
             more.append(("decision", f"reject with {CHOSEN_BY_CLIENTS[why][0]}"))
         _print_rows([("policy", policy), *named, *more, ("uncounted", why)])

@@ -81,6 +81,8 @@ def _write_session(session: Mapping[str, Any]) -> str:
         f"{counts}, ${session['actual_cost']:.2f}{estimated}, {session['total_block_count']} refused",
         f"since {session['started']}, last {session['last_seen']}",
     ]
+    if unnamed := session.get("unnamed_requests"):
+        said.insert(1, f"{count(unnamed, 'request')} for which nothing names a session")
     if session["killed"]:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:

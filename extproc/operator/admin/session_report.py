@@ -85,6 +85,7 @@ def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
         "descriptors": dict(row.caller) if shows_callers and row.caller else None,
         "policy": row.policy,
         "mode": row.mode,
+        "unnamed_requests": row.unnamed,
         "started": write_time(row.began),
         "last_seen": write_time(row.last),
         "total_step_count": row.steps,

@@ -41,7 +41,7 @@ _TEXT = 128
 
 _DIGEST = 8
 
-_SENT_ANYWAY: Final = SessionNames(Session().keys)
+_SENT_ANYWAY: Final = SessionNames(Session().keys, usual=True)
 """What headers may say about the session of a request to which no policy looks for one."""
 
 Kind: TypeAlias = tuple[str, str, str, str, str, str]

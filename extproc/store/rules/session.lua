@@ -29,6 +29,8 @@ local TOOLS, MOST_TOOLS = 64, 255
 local MAX, MAX_MONEY = 4294967295, 4503599627370496
 local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
 local RETRY, NARROWED = 1, 2
+local ENDS, OFFERED = 2, 4
+local OFFER, OFFERS_TOOLS, OFFERS_NONE = 64, 1, 2
 local GARBAGE_MS = 1000
 
 local sub = string.sub
@@ -80,7 +82,7 @@ end
 local function recall(key, asked)
   local value = get(key)
   local l = unpack_ledger(value)
-  if l and math.abs(asked.now - l.last) < asked.idle then return l end
+  if l and math.abs(asked.now - (asked.ends and l.began or l.last)) < asked.idle then return l end
   if value ~= '' then redis.call('DEL', key) end
   return nil
 end
@@ -349,17 +351,39 @@ end
 
 local function repeat_identity(l, identity, more)
   local at, times = find_identity(l, identity)
-  if not at then return end
-  times = string.char(math.max(0, times + more))
+  if not at or times % OFFER + more < 0 then return end
+  times = string.char(times + more)
   l.identities = sub(l.identities, 1, at + IDENTITY - 1) .. times .. sub(l.identities, at + REPEATED)
 end
 
-local function let_through(l, asked, retry)
+local function sort_out(l, asked, known)
+  local has_tools, none = false, #l.identities / REPEATED == l.steps and l.steps <= MAX_RETRIES_PER_STEP
+  for at = REPEATED, #l.identities, REPEATED do
+    local offered = math.floor(string.byte(l.identities, at) / OFFER)
+    has_tools, none = has_tools or offered == OFFERS_TOOLS, none and offered == OFFERS_NONE
+  end
+  if asked.offer == OFFERS_NONE then
+    return has_tools and not known and sub(l.identities, -REPEATED, -2) or asked.identity
+  end
+  if not has_tools and none then
+    l.steps, l.identities = 0, ''
+    local open = {}
+    for at = 1, #l.open, RESERVATION_SIZE do
+      local bits = string.byte(l.open, at + RESERVATION_SIZE - 1)
+      bits = bits % NARROWED == RETRY and bits or bits + RETRY
+      open[#open + 1] = sub(l.open, at, at + RESERVATION_SIZE - 2) .. string.char(bits)
+    end
+    l.open = table.concat(open)
+  end
+  return asked.identity
+end
+
+local function let_through(l, asked, identity, retry)
   if retry then
-    repeat_identity(l, asked.identity, 1)
+    repeat_identity(l, identity, 1)
   else
     l.steps = math.min(l.steps + 1, MAX)
-    l.identities = sub(drop_identity(l, asked.identity) .. asked.identity .. '\0', -IDENTITIES * REPEATED)
+    l.identities = sub(drop_identity(l, identity) .. identity .. string.char(asked.offer * OFFER), -IDENTITIES * REPEATED)
   end
   local bits = retry and RETRY or 0
   if not asked.narrows or l.tool_calls < asked.max_calls then
@@ -369,7 +393,7 @@ local function let_through(l, asked, retry)
     bits = bits + NARROWED
   end
   local quiet = math.min(math.max(0, asked.now - l.last), MAX)
-  l.open = l.open .. struct.pack(RESERVATION, asked.call, asked.identity, asked.now, asked.money, quiet, l.consecutive_blocks,
+  l.open = l.open .. struct.pack(RESERVATION, asked.call, identity, asked.now, asked.money, quiet, l.consecutive_blocks,
     bits)
   l.reserved = l.reserved + asked.money
   l.consecutive_blocks, l.last = 0, asked.now
@@ -415,9 +439,14 @@ local function take_step(key, tenant, shared_key, asked)
   l = l or make(asked.now)
   local known, times = find_identity(l, asked.identity)
   if not known and #asked.calls > 0 then learn(l, asked) end -- the same request shows the same calls
-  local retry = known ~= nil and times < MAX_RETRIES_PER_STEP
+  local identity = asked.identity
+  if asked.offer > 0 then
+    identity = sort_out(l, asked, known)
+    known, times = find_identity(l, identity)
+  end
+  local retry = known ~= nil and times % OFFER < MAX_RETRIES_PER_STEP
   local limit, used, allowed, tool = find_limit(l, asked, retry)
-  if limit > 0 then block(l, asked) else let_through(l, asked, retry) end
+  if limit > 0 then block(l, asked) else let_through(l, asked, retry and identity or asked.identity, retry) end
   close_old(l, asked.now)
   keep(key, l, asked)
   return describe(l, asked.now, shared, retry, limit, used, allowed, tool)
@@ -438,11 +467,12 @@ local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local answers, next_key, at = {}, 1, 0
 
 while next_key <= #KEYS do
-  local asked, estimated, narrows = {now = tonumber(ARGV[at + 1])}, nil, nil
-  asked.kind, estimated, narrows, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions, asked.max_steps,
+  local asked, estimated, flags = {now = tonumber(ARGV[at + 1])}, nil, nil
+  asked.kind, estimated, flags, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions, asked.max_steps,
     asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records, asked.shown,
     asked.newest, asked.total = struct.unpack(ASKED, ARGV[at + 2])
-  asked.estimated, asked.narrows = estimated == 1, narrows == 1
+  asked.estimated, asked.narrows, asked.ends = estimated == 1, flags % ENDS == 1, flags % OFFERED >= ENDS
+  asked.offer = math.floor(flags / OFFERED)
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   if asked.now == -1 then asked.now = server_now end
   if asked.kind == STEP then

@@ -67,6 +67,11 @@ NO_ID: Final = bytes(6)
 MAX_RETRIES_PER_STEP: Final = 3
 """This many repetitions of a request are no steps; the next one is, and has as many."""
 
+OFFERS_TOOLS: Final = 1
+OFFERS_NONE: Final = 2
+"""What a request offers its model. In a session whose agent has tools, one without is a side request: a title, a router, a
+summary. It counts as a repetition of the newest step, so there are as many for each."""
+
 SUCCEEDED: Final = 0
 FAILED: Final = 1
 """A 5xx status, or none at all."""
@@ -93,10 +98,12 @@ class Limits:
         threshold: the number of equal ones from which on a request is refused.
         blocks: the number of refusals in a row that kills the session.
         errors: the number of failures in a row that does.
+        ends: the session is forgotten `idle_ms` after it began, however busy it is.
     """
 
     __slots__ = (
-        "blocks", "cost", "errors", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls", "tools", "window",
+        "blocks", "cost", "ends", "errors", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls", "tools",
+        "window",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -113,6 +120,7 @@ class Limits:
         threshold: int = -1,
         blocks: int = -1,
         errors: int = -1,
+        ends: bool = False,
     ) -> None:
         self.idle_ms = idle_ms
         self.max_sessions = max_sessions
@@ -125,6 +133,7 @@ class Limits:
         self.threshold = threshold
         self.blocks = blocks
         self.errors = errors
+        self.ends = ends
 
 
 class Step:
@@ -143,16 +152,19 @@ class Step:
         newest: how many of them the last turn has; earlier requests have shown the others.
         tools: the digest and the name of each tool among them.
         grants: what is added to the limits of steps, tool calls and cost.
+        offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 where that is not known.
     """
 
     __slots__ = (
-        "call", "calls", "grants", "identity", "key", "limits", "newest", "reserve", "shared", "tenant", "tools", "total",
+        "call", "calls", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "shared", "tenant", "tools",
+        "total",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
-        total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int],
+        total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int], offer: int = 0,
     ) -> None:  # fmt: skip
+        self.offer = offer
         self.total = total
         self.newest = newest
         self.key = key
@@ -217,7 +229,8 @@ class Standing:
         killed: by what, an index into `KILLED`.
         age_ms: since the session began, in milliseconds.
         shared: it was counted in the ledger that too many sessions share.
-        retry: the request repeats one of the session's last 16, and is no step. Of a settlement: no call of its name was open.
+        retry: the request repeats one of the session's last 16, or is a side request, and is no step. Of a settlement: no call
+            of its name was open.
         tools: the digest, the name and the number of calls of each tool, up to 64 of them: those with limits of their own
             and the first others to come. A name has up to 64 characters.
     """
@@ -318,7 +331,9 @@ _BEGUN: Final = struct.Struct("<QQI")
 
 _IDENTITY: Final = 8
 _REPEATED: Final = _IDENTITY + 1
-"""An identity, and how often it came again since it was a step."""
+"""An identity, and how often it came again since it was a step, to which is added what it offered, times `_OFFER`."""
+
+_OFFER: Final = 64
 
 _IDENTITIES: Final = 16
 _OPEN: Final = 32
@@ -374,7 +389,7 @@ class Ledger:
     Attributes:
         idle_ms: how long it is kept, as the limits said last; what is not listed here is as `Standing` has it.
         narrowed_at: how many tool calls there were when a request was let through that had used up all of them; or 0.
-        identities: of the newest steps, oldest first, and how often each came again.
+        identities: of the newest steps, oldest first, and how often each came again; see `_REPEATED`.
         renewed: ids do not last from one request to the next.
         open: reservations, oldest first.
         counts: a digest and a number for each tool.
@@ -440,8 +455,8 @@ class Ledger:
         return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
 
     def is_over(self, limits: Limits, now: int) -> bool:
-        """The session has been quiet for so long that it is forgotten."""
-        return abs(now - self.last) >= limits.idle_ms
+        """The session has been quiet for so long, or has gone on for so long, that it is forgotten."""
+        return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms
 
     def is_large(self) -> bool:
         """It knows many tool calls, which take a lot of memory unpacked."""
@@ -456,15 +471,19 @@ class Ledger:
             shared: whether it is the ledger of sessions that are too many.
         """
         self.idle_ms = asked.limits.idle_ms
-        times = self.identities.get(asked.identity, -1)
+        identity = asked.identity
+        times = self.identities.get(identity, -1)
         if asked.calls and times < 0:  # the same request shows the same calls
             self._learn(asked)
-        retry = 0 <= times < MAX_RETRIES_PER_STEP
+        if asked.offer:
+            identity = self._sort_out(asked, times)
+            times = self.identities.get(identity, -1)
+        retry = times >= 0 and times % _OFFER < MAX_RETRIES_PER_STEP
         limit, used, allowed, tool = self._find_limit(asked, retry)
         if limit:
             self._block(asked.limits)
         else:
-            self._let_through(asked, retry, now)
+            self._let_through(asked, identity if retry else asked.identity, retry, now)
         self._close_old(now)
         return self._describe(now, limit, used, allowed, tool, shared, retry)
 
@@ -479,6 +498,19 @@ class Ledger:
                 break
         self._close_old(now)
         return self._describe(now, 0, 0, 0, b"", False, unknown)
+
+    def _sort_out(self, asked: Step, times: int) -> bytes:
+        """Tell side requests from steps; the identity of the step that the request is a repetition of, if it is one."""
+        has_tools = any(repeated // _OFFER == OFFERS_TOOLS for repeated in self.identities.values())
+        if asked.offer == OFFERS_NONE:
+            return next(reversed(self.identities)) if has_tools and times < 0 else asked.identity
+        none = [repeated // _OFFER == OFFERS_NONE for repeated in self.identities.values()]
+        if not has_tools and all(none) and self.steps == len(none) <= MAX_RETRIES_PER_STEP:
+            # The first that offers tools: all before it were side requests, as when a title goes first.
+            self.steps = 0
+            self.identities = {}
+            self.open = [(*reservation[:6], reservation[6] | _RETRY) for reservation in self.open]
+        return asked.identity
 
     def _learn(self, asked: Step) -> None:
         """Count the tool calls that are new."""
@@ -648,15 +680,15 @@ class Ledger:
         if not self.killed and 0 <= limits.blocks <= self.consecutive_blocks:
             self.killed = 1
 
-    def _let_through(self, asked: Step, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
+    def _let_through(self, asked: Step, identity: bytes, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
         """One more request was not."""
         limits = asked.limits
         if retry:
-            self.identities[asked.identity] += 1
+            self.identities[identity] += 1
         else:
             self.steps = min(self.steps + 1, _MAX)
-            self.identities.pop(asked.identity, None)
-            self.identities[asked.identity] = 0
+            self.identities.pop(identity, None)
+            self.identities[identity] = asked.offer * _OFFER
             if len(self.identities) > _IDENTITIES:
                 del self.identities[next(iter(self.identities))]
         bits = _RETRY if retry else 0
@@ -666,7 +698,7 @@ class Ledger:
             self.narrowed_at = self.tool_calls
             bits += _NARROWED
         reserve, quiet = min(asked.reserve, MAX_RESERVE), min(max(0, now - self.last), _MAX)
-        self.open.append((asked.call, asked.identity, now, reserve, quiet, self.consecutive_blocks, bits))
+        self.open.append((asked.call, identity, now, reserve, quiet, self.consecutive_blocks, bits))
         self.reserved += reserve
         self.consecutive_blocks = 0
         self.last = now
@@ -707,7 +739,7 @@ class Ledger:
         if not bits & _RETRY:
             self.steps -= 1
             self.identities.pop(identity, None)
-        elif self.identities.get(identity, 0):
+        elif self.identities.get(identity, 0) % _OFFER:
             self.identities[identity] -= 1
 
     def _describe(  # noqa: PLR0913  # what the ledger does not hold
@@ -828,6 +860,10 @@ def read_standing(answer: bytes) -> Standing:
 
 
 _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIQ")
+_ENDS: Final = 2
+_OFFERED: Final = 4
+"""Beside whether tools are taken away, which is 1; times what the request offers."""
+
 _STEP: Final = 3
 """What is asked, beside the outcomes of settlements."""
 
@@ -835,19 +871,20 @@ _STEP: Final = 3
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     """What a remote store is asked: a head, tools with limits, names of tools, the newest calls, and tools of older ones."""
     limits, grants, limited, names, calls, older = asked.limits, (0, 0, 0), b"", b"", b"", b""
+    flags = limits.narrows + _ENDS * limits.ends
     if isinstance(asked, Settlement):
         kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
         records = shown = newest = total = 0
     else:
         kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
         records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
-        grants, calls = asked.grants, cut_calls(asked)
+        grants, calls, flags = asked.grants, cut_calls(asked), flags + _OFFERED * asked.offer
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
         if len(asked.calls) > len(calls):
             older = b"".join([_TOOL.pack(tool, number) for tool, number in sum_up_older(asked)])
     head = _QUESTION.pack(
-        kind, estimated, limits.narrows, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
+        kind, estimated, flags, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
         grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
         limits.threshold, limits.blocks, limits.errors, records, shown, newest, total,
     )  # fmt: skip

@@ -403,7 +403,7 @@ def test_a_session_without_a_name_is_not_limited() -> None:
     strict["spec"]["uncountable"] = "reject"
 
     assert send(service, [turns(n) for n in range(3)], session="") == [200] * 3
-    assert sample(service, "uncounted_total", policy="agents", reason="no_session") == 3
+    assert sample(service, "uncounted_total", policy="agents", reason="unnamed") == 3
     assert send(make_service(strict), [turns(1)], session="") == [400]
 
 
@@ -619,7 +619,7 @@ def test_explain_says_where_a_name_was_looked_for(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out
     assert "header:x-run, or" in printed
     assert "body:/run" in printed
-    assert "no_session" in printed
+    assert "unnamed" in printed
 
 
 def test_a_step_that_a_detector_takes_back_has_narrowed_nothing() -> None:

@@ -1,0 +1,118 @@
+"""Names that change with every request name no session: they are noticed by histories that go on under another name.
+
+A conversation that begins has a name of its own, and shows no history. One whose name changes shows under each new name what
+was shown before under another one. `MOST_IN_A_ROW` such requests of a caller, without a name that comes again, are the rule.
+What a caller sends is compared with its own requests alone, and none of it is kept but digests.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from itertools import islice
+from typing import Final
+
+from msgspec import json
+
+from extproc.apis import open_conversation
+from extproc.apis.conversation import ASSISTANT
+from extproc.request.document import Document, NotCounted
+
+MOST_IN_A_ROW: Final = 8
+TRIED_AGAIN: Final = 1_000
+"""A key that is left out is looked at again after this many requests: its client may have been mended."""
+
+_CALLERS: Final = 256
+_NAMES: Final = 512
+_SHOWN: Final = 64
+_LOOKED_AT: Final = 4
+"""Of a caller's names and turns this many of the newest are known, and this many of a history's newest turns are looked at.
+Runs that are equal to the byte are told from one whose name changes by their names, which come again."""
+
+_DIGEST: Final = 8
+_encode: Final = json.Encoder().encode
+
+
+class CallerNames:
+    """Those of one caller under one key.
+
+    Attributes:
+        newest: what the newest turn was that each of them showed last, the oldest name first.
+        shown: under which name each of the newest turns was shown first.
+        row: how many names in a row went on with what another one had shown.
+        left: for how many requests the key is left out.
+    """
+
+    __slots__ = ("left", "newest", "row", "shown")
+
+    def __init__(self) -> None:
+        self.newest: dict[str, bytes] = {}
+        self.shown: dict[bytes, str] = {}
+        self.row = 0
+        self.left = 0
+
+
+class ChangingNames:
+    """The names by which the callers of one policy have called their sessions recently.
+
+    Attributes:
+        callers: by caller and key.
+        finds_any: some key was found to change.
+    """
+
+    def __init__(self) -> None:
+        self.callers: dict[tuple[str, str], CallerNames] = {}
+        self.finds_any = False
+
+    def passes_over(self, caller: str, key: str) -> bool:
+        """Whether a caller's names under this key are no sessions; asked once for each of its requests."""
+        names = self.callers.get((caller, key))
+        if names is None or not names.left:
+            return False
+        names.left -= 1
+        if not names.left:
+            del self.callers[caller, key]
+        return True
+
+    def note(self, caller: str, key: str, name: str, document: Document | None) -> bool:
+        """Know one more request; returns whether its key has just been found to change with every request."""
+        names = self.callers.get((caller, key))
+        if names is None:
+            if len(self.callers) >= _CALLERS:
+                self.callers.clear()  # what is forgotten is noticed again
+            names = self.callers[caller, key] = CallerNames()
+        again = name in names.newest
+        if names.left or (again and not names.row):
+            return False
+        turns = _list_newest(document)
+        newest = turns[0] if turns else b""
+        if again:
+            names.row = names.row if names.newest[name] == newest else 0  # the same again is a retry
+            return False
+        if any(names.shown.get(turn, name) != name for turn in turns[1:]):
+            names.row += 1
+        names.newest[name] = newest
+        if len(names.newest) > _NAMES:
+            del names.newest[next(iter(names.newest))]
+        if newest:
+            names.shown.setdefault(newest, name)
+        if len(names.shown) > _SHOWN:
+            del names.shown[next(iter(names.shown))]
+        if names.row < MOST_IN_A_ROW:
+            return False
+        names.left, names.row, self.finds_any = TRIED_AGAIN, 0, True
+        return True
+
+
+def _list_newest(document: Document | None) -> list[bytes]:
+    """Digests of the assistant's newest messages, the newest first; none where they cannot be read."""
+    if document is None:
+        return []
+    found = []
+    try:
+        messages = open_conversation(document).read_backwards()
+        for message in islice((message for message in messages if message.speaker == ASSISTANT), _LOOKED_AT):
+            said = [(part.kind, part.id, part.name, part.value) for part in message.read_parts()]
+            found.append(blake2b(_encode(said), digest_size=_DIGEST).digest())
+    except NotCounted:
+        return found
+    return found

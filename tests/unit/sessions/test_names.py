@@ -1,0 +1,138 @@
+"""What real programs send about their conversation, without a key in any policy: headers and bodies as theirs, made up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from extproc.request.document import Document
+from extproc.request.http import HttpRequest
+from extproc.sessions.names import SessionNames, hash_session
+from extproc.sessions.session_limits import BUDGET_KEYS, CONVERSATION_KEYS
+from tests.support.bundles import check, refused, spec
+from tests.support.service import make_service, metadata_of
+from tests.support.session_limits import ask, limited, status, turns
+from tests.support.sessions import agents, send_all, turn
+from tests.support.sessions import ask as sessions_ask
+
+CONVERSATION = SessionNames(CONVERSATION_KEYS, usual=True)
+BUDGET = SessionNames(BUDGET_KEYS, usual=True)
+
+
+def name(names: SessionNames, body: object = None, **headers: str) -> str:
+    """What a request's session is called."""
+    raw = {key.replace("_", "-"): value.encode() for key, value in headers.items()}
+    request = HttpRequest("POST", "/v1/chat/completions", headers=raw)
+    return names.find(names.read(request), Document(json.dumps(body).encode()) if body is not None else None)
+
+
+CLAUDE = {"x_claude_code_session_id": "run"}
+CODEX = {"session_id": "run", "x_client_request_id": "run"}
+OPENCODE = {"x_session_id": "ses_child", "x_session_affinity": "ses_child", "x_parent_session_id": "ses_run"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "conversation", "root"),
+    [
+        (CLAUDE, "header:x-claude-code-session-id=run", "header:x-claude-code-session-id=run"),
+        (
+            CLAUDE | {"x_claude_code_agent_id": "a1"},
+            "header:x-claude-code-agent-id=a1",
+            "header:x-claude-code-session-id=run",
+        ),
+        (CODEX | {"thread_id": "t1"}, "header:thread-id=t1", "header:session-id=run"),
+        (OPENCODE, "header:x-session-id=ses_child", "header:x-session-id=ses_run"),
+        ({"x_session_id": "ses_run"}, "header:x-session-id=ses_run", "header:x-session-id=ses_run"),
+        ({"x_session_affinity": "s"}, "header:x-session-affinity=s", "header:x-session-affinity=s"),
+        ({"x_acme_session_id": "s"}, "header:x-acme-session-id=s", "header:x-acme-session-id=s"),
+        ({"x_zebra_session_id": "z", "x_acme_session_id": "s"}, "header:x-acme-session-id=s", "header:x-acme-session-id=s"),
+        ({"x_acme_session_id": "s", "agent_session_id": "l"}, "header:agent-session-id=l", "header:agent-session-id=l"),
+    ],
+    ids=["claude", "claude's agent", "codex", "opencode's agent", "opencode", "affinity", "vendor", "vendors", "gateway"],
+)
+def test_a_conversation_is_told_from_the_one_that_started_it(sent: dict[str, str], conversation: str, root: str) -> None:
+    """Turns are an agent's own; limits count for all that one has started."""
+    assert name(CONVERSATION, **sent) == hash_session(*conversation.split("="))
+    assert name(BUDGET, **sent) == hash_session(*root.split("="))
+
+
+def test_a_parent_s_name_is_no_vendor_s() -> None:
+    """An agent that names only its parent has no name of its own."""
+    assert name(CONVERSATION, x_parent_session_id="ses_run") == ""
+    assert name(CONVERSATION, x__session_id="s") == ""
+    assert name(CONVERSATION, x_session_id_hint="s") == ""
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "value"),
+    [
+        ({"conversation": "conv_1"}, "body:/conversation", "conv_1"),
+        ({"conversation": {"id": "conv_1"}}, "body:/conversation/id", "conv_1"),
+        ({"metadata": {"session_id": "s", "user_id": "u"}}, "body:/metadata/session_id", "s"),
+        ({"metadata": {"user_id": '{"device_id":"d","account_uuid":"","session_id":"s"}'}}, "body:/metadata/user_id", "s"),
+        ({"metadata": {"user_id": "user_0af3_account__session_s"}}, "body:/metadata/user_id", "s"),
+        ({"metadata": {"user_id": "alice"}}, "body:/metadata/user_id", "alice"),
+        ({"metadata": {"user_id": '{"device_id":"d"}'}}, "body:/metadata/user_id", '{"device_id":"d"}'),
+        ({"metadata": {"user_id": '{"session_id":7}'}}, "body:/metadata/user_id", '{"session_id":7}'),
+        ({"metadata": {"user_id": "{odd"}}, "body:/metadata/user_id", "{odd"),
+    ],
+)
+def test_a_body_names_a_conversation_where_no_header_does(body: dict[str, Any], key: str, value: str) -> None:
+    """Of a user's id only the part counts that names a session, where there is one."""
+    assert name(CONVERSATION, body) == name(BUDGET, body) == hash_session(key, value)
+    assert name(CONVERSATION, body, x_session_id="h") == hash_session("header:x-session-id", "h")
+
+
+def test_a_policy_s_own_keys_are_read_as_they_stand() -> None:
+    """What the default takes apart, or takes for another header, an own key takes whole."""
+    own = SessionNames(["body:/metadata/user_id", "header:x-parent-session-id"])
+    whole = '{"session_id":"s"}'
+
+    assert name(own, {"metadata": {"user_id": whole}}) == hash_session("body:/metadata/user_id", whole)
+    assert name(own, x_parent_session_id="p") == hash_session("header:x-parent-session-id", "p")
+
+
+def test_a_policy_may_ask_for_any_vendor_s_header() -> None:
+    """It is a key as others are; any other pattern is none."""
+    keys = ["header:x-run", "header:x-*-session-id"]
+
+    assert check(spec(session={"keys": keys}, session_limits={"max_steps": 3})).sources[0].policies[0].spec.session is not None
+    assert "header:<name>" in str(refused(spec(session={"keys": ["header:x-*-id"]}, session_limits={"max_steps": 3}))[0])
+
+
+def test_opencode_s_agents_use_up_the_limits_of_the_one_that_started_them() -> None:
+    """Each has a session id of its own, and names its parent's."""
+    service = make_service(limited(max_steps=3))
+
+    assert status(ask(service, turns(1), session="ses_run")) == 200
+    assert status(ask(service, turns(2), session="ses_a", x_parent_session_id="ses_run")) == 200
+    assert status(ask(service, turns(3), session="ses_b", x_parent_session_id="ses_run")) == 200
+    assert status(ask(service, turns(4), session="ses_run")) == 429
+    assert status(ask(service, turns(1), session="ses_b")) == 200
+
+
+def test_turns_are_kept_for_each_agent() -> None:
+    """Claude's agents share one metadata.user_id, and each has a history of its own."""
+    service = make_service(agents())
+
+    def of(agent: str, number: int) -> int:
+        (answer,) = send_all(service, [turn(number)], x_claude_code_session_id="s", x_claude_code_agent_id=agent)
+        return answer
+
+    assert [of(agent, number) for number in (1, 2) for agent in ("a", "b", "c")] == [200] * 6
+    assert of("a", 3) == 429
+
+
+def test_a_record_has_the_headers_that_name_a_session() -> None:
+    """So that a replay finds the sessions that the requests had: each vendor's header by itself."""
+    service = make_service(agents(), record=True)
+
+    answer = sessions_ask(service, turn(1), x_acme_session_id="s", x_parent_session_id="p")[0]
+
+    recorded = metadata_of(answer)["record"]["headers"]
+    assert recorded["x-acme-session-id"]
+    assert recorded["x-session-id"] is None
+    assert "x-*-session-id" not in recorded
+    assert "x-parent-session-id" not in recorded
