@@ -30,7 +30,7 @@ NAMES = ["authorization", "proxy-authorization", "cookie", "x-api-key", "api-key
 CALLER = {"first_of": ["jwt:sub", "credential", "header:x-user-id"], "name": "caller"}
 KEYS = ["credential", *(f"header:{name}" for name in NAMES), "query:key"]
 ANY = {"pathPrefix": "/"}
-LABELS = {"labels": ["header:x-team", "header:authorization", "query:key"]}
+LABELS: dict[str, Any] = {"labels": ["header:x-team", "header:authorization", "query:key"]}
 PAGES = [
     "/",
     "/metrics",

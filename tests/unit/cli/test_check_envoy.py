@@ -549,7 +549,7 @@ JWT = {
 }
 
 
-def with_jwt(place: int, **provider: str) -> Edit:
+def with_jwt(place: int, **provider: object) -> Edit:
     """An edit that has tokens verified, before the filter or behind it."""
 
     def edit(document: Json) -> None:

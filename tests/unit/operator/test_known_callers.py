@@ -36,12 +36,12 @@ SECRET = "sk-secret"
 HIDDEN = PROCESS_KEY.hide(SECRET)
 TENANT = hash_tenant(f"credential={HIDDEN}")
 CALLER = {"first_of": ["credential", "header:x-user-id"], "name": "caller"}
-LABELS = {"labels": ["header:x-team", "header:authorization"]}
+LABELS: dict[str, Any] = {"labels": ["header:x-team", "header:authorization"]}
 
 
 def send(service: Service, times: int = 1, content: bytes = b"{}", **given: str) -> list[int]:
     """What becomes of equal requests of this caller: the status of each refusal, or 200."""
-    named = given or {"authorization": f"Bearer {SECRET}", "x_team": "blue"}
+    named: dict[str, Any] = given or {"authorization": f"Bearer {SECRET}", "x_team": "blue"}
     answers = [decoded(exchange(service, headers("/v1/chat/completions", **named), body(content))[-1]) for _ in range(times)]
     return [answer.immediate_response.status.code or 200 for answer in answers]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,6 +10,9 @@ from types import MappingProxyType
 import pytest
 
 import extproc.apis  # noqa: F401  # which say where each API's secret stands
+from extproc.cli.replay.judge import Judge
+from extproc.cli.replay.records import parse_line
+from extproc.engine.recording import record_body, record_head
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import HashKey
 from extproc.request.http import HttpRequest, StatedFacts, compile_descriptors
@@ -180,3 +184,34 @@ def test_a_policy_may_have_it_wherever_callers_are_chosen() -> None:
     (chosen,) = found.sources[0].policies
 
     assert chosen.spec.all_limit_keys() == [CALLER]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        (CHAT, {"authorization": "Bearer sk-secret"}),
+        (MESSAGES, {"authorization": "Bearer sk-secret"}),
+        (BEDROCK, {"authorization": f"{SIGNED}ab12"}),
+        (f"{GEMINI}?key=sk-secret&alt=sse", {}),
+        ("/other", {"x_goog_api_key": "sk-secret", "cookie": "sk-secret"}),
+        ("/other", {"x_user_id": "ann"}),
+    ],
+)
+def test_a_record_has_the_hash_and_replays_as_the_same_caller(
+    path: str, headers: dict[str, str], plain: bool
+) -> None:  # a parameter
+    """Whoever replays it needs no key; what is not shown is not recorded, plain or hashed."""
+    keys = ["credential", "header:authorization", "header:cookie", "query:key"]
+    engine = make_engine(policy("p", ANY, limit_keys=keys, missing_descriptor="share"))
+    request = ask(path, **headers)
+    live = engine.prepare(request, key=KEY)
+    assert live is not None
+    live.read_body(NO_BODY)
+    record = record_body(record_head(request, request.facts, live.plans, plain=plain), NO_BODY, "", 1.0)
+
+    replayed = Judge(engine, 100, HashKey()).judge(parse_line(json.dumps({"loop_record": record}).encode()))
+
+    assert replayed is not None
+    assert replayed[0].enforcing.candidates[0].values == live.enforcing.candidates[0].values
+    assert "sk-secret" not in json.dumps(record)
