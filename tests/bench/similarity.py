@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from extproc.apis import LIST_PATHS
+from extproc.apis.excerpt import Excerpt
 from extproc.detectors import make_similarity, results
 from extproc.detectors.results import MAX_NORMALIZED, normalize
 from extproc.ext_proc.budget import InspectionBudget
@@ -25,6 +27,8 @@ from tests.bench.timing import cpu_us, interleaved, ratio
 TITLE = "similarity: inspecting an agent's request, vs. msgspec decoding the same bytes"
 
 _LIMITS = {"canonical": 8, "tail": 1.5, "tool_calls": 1.5, "turns": 1.5}
+_LONG_MS = 20
+_PIECE = 65_536
 _SIZES = (1_000, 10_000, 70_000, 500_000)
 _PROSE = "The pool was closed before the last request came back, so the test saw an error in place of the answer. "
 _CODE = 'def put(self, key):\n    if key is None:\n        raise KeyError("no key")\n    return self.rows[key]\n'
@@ -110,7 +114,40 @@ def run(*, quick: bool) -> list[Row]:
     progress("similarity: indented code", len(_SIZES) + 1, len(_SIZES) + 1)
     rows += _measure(request(10_000, _CODE * 12), "10 KB, results of indented code", quick=quick, limited=False)
     rows += [_measure_normalizing(name, text[:MAX_NORMALIZED], quick=quick) for name, text in _RESULTS.items()]
-    return rows + _measure_steering(quick=quick)
+    return rows + _measure_long(quick=quick) + _measure_steering(quick=quick)
+
+
+def _measure_long(*, quick: bool) -> list[Row]:
+    """What a history takes of which only the end is read, whole or in the pieces in which Envoy streams it."""
+    body = json.loads(request(70_000))
+    body["messages"] += [message for number in range(3_000) for message in _turn(number, _PROSE * 12)]
+    data = memoryview(json.dumps(body).encode())
+    compare, most = make_similarity(_loop("turns")).compare, 2**20
+
+    def read(excerpt: Excerpt, left: memoryview | bytes) -> None:
+        found = excerpt.write(left)
+        assert found is not None
+        compare(Document(found, shortened=True))
+
+    def read_in_pieces() -> None:
+        excerpt, kept = Excerpt(LIST_PATHS, most), bytearray()
+        for place in range(0, len(data), _PIECE):
+            if len(kept) + _PIECE > most:
+                excerpt.shorten(kept)
+            kept += data[place : place + _PIECE]
+        read(excerpt, bytes(kept))
+
+    works = {"at once": lambda: read(Excerpt(LIST_PATHS, most), data), "in pieces": read_in_pieces}
+    times = 5 if quick else 25
+    return [
+        Row(
+            f"{len(data) / 1e6:.0f} MB, turns reads the newest messages, {name}",
+            median([cpu_us(work, 1) / 1_000 for _ in range(times)]),
+            "ms",
+            _LONG_MS,
+        )
+        for name, work in works.items()
+    ]
 
 
 def _measure_normalizing(name: str, text: str, *, quick: bool) -> Row:
