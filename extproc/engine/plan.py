@@ -294,12 +294,12 @@ class Plan:
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         self.reads_body = bool(self._body_descriptors)
         self.rings: Rings | None = None
-        if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
+        if any(detector.similarity.remembers for detector in self.detectors):
             self.rings = Rings(self.id, spec.session, namespace=namespace)
         self.limiter: SessionGuard | None = None
         if spec.session_limits is not None:
             session = spec.session or Session()
-            names = _make_names(session, self.rings)
+            names = _make_names(session, self.rings if spec.session is not None else None)
             most = spec.find_session_inspect_bytes()
             self.limiter = SessionGuard(self.id, spec.session_limits, session, names, most, shadow=shadow, namespace=namespace)
         self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
