@@ -74,6 +74,8 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
         return ChainPlace(words, [_hash_turn(shape, turn) for turn in turns])
     except NotCounted:
         return None
+    finally:
+        start_looking()  # as it is where all of them were known
 
 
 def _hash_turn(shape: Shape, messages: Sequence[Any]) -> bytes:

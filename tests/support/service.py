@@ -114,13 +114,16 @@ def make_service(*policies: Mapping[str, Any], store: Store | None = None, **set
 
 
 def receive(stream: Stream, message: Message) -> Reply:
-    """Hand one message over and wait for the reply."""
-    reply = stream.receive(message.SerializeToString())
+    """Hand one message over and wait for the reply, within an event loop, as every transport does."""
 
     async def settled() -> Reply:
-        return await reply if inspect.isawaitable(reply) else reply
+        reply = stream.receive(message.SerializeToString())
+        answer = await reply if inspect.isawaitable(reply) else reply
+        for _ in range(3):  # what is not waited for is done as well
+            await asyncio.sleep(0)
+        return answer
 
-    return asyncio.run(settled()) if inspect.isawaitable(reply) else reply
+    return asyncio.run(settled())
 
 
 def decoded(reply: Reply) -> ProcessingResponse:

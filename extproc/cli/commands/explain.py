@@ -31,6 +31,7 @@ from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
 from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
+from extproc.store.rules.chain import Link
 from extproc.store.rules.session import NANO_DOLLARS, RECORD
 from extproc.store.rules.windows import Count, Hit
 
@@ -161,8 +162,9 @@ def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: byte
         rows += zip(chain(["compared"], repeat("")), detector.similarity.show(evaluation.plain), strict=False)
     rows += more
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
-    if candidate.push is not None:
-        rows.append(("ring", f"{candidate.push.key}: earlier turns, which explain does not read"))
+    for push in candidate.pushes:
+        kind = "chain" if isinstance(push, Link) else "ring"
+        rows.append((kind, f"{push.key}: earlier turns, which explain does not read"))
     if hit is not None:
         rows.append(("key", hit.key))
     rows.append(("decision", _describe_decision(candidate)))
