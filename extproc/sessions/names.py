@@ -31,8 +31,8 @@ _LONGEST_KNOWN: Final = 256
 
 _MAX_MS: Final = 2**32 - 1
 
-MAX_CALLER_BYTES: Final = 64 * 2**20
-"""The store keeps this much of the conversations of one caller, in bytes, in a policy's detector."""
+MAX_CALLER_BYTES: Final = 16 * 2**20
+"""The store takes conversations of this many bytes that a caller begins within ten minutes, for one detector."""
 
 _KNOWN: Final[Memo[tuple[str, str], str]] = Memo(2_048)
 

@@ -97,7 +97,7 @@ local function make_suffix(old, node, id)
   return suffix
 end
 
-local function charge(key, cost, most, ttl, now)
+local function charge(key, cost, most, window, now)
   local value, started, used = get(key), now, 0
   if #value == USAGE_SIZE and string.byte(value) == VERSION then
     local _, life
@@ -105,7 +105,7 @@ local function charge(key, cost, most, ttl, now)
     if math.abs(now - started) >= life then started, used = now, 0 end
   end
   if used + cost > most then return false end
-  redis.call('SET', key, struct.pack(USAGE, VERSION, 0, started, ttl, used + cost), 'PX', ttl + GARBAGE_MS)
+  redis.call('SET', key, struct.pack(USAGE, VERSION, 0, started, window, used + cost), 'PX', window + GARBAGE_MS)
   return true
 end
 
@@ -165,9 +165,9 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, now)
     cost = cost * 2
   end
   if not begins then
-    cost, most = math.floor(cost * CUT_MS / (ttl + CUT_MS)), most * 2
+    cost, most = math.floor(cost * CUT_MS / FIRST_MS), most * 2
   end
-  local dropped = is_new and keys[5] and not charge(keys[5], cost, most, ttl, now)
+  local dropped = is_new and keys[5] and not charge(keys[5], cost, most, first, now)
   if not dropped then
     for _, change in ipairs(changed) do write(change[1], change[2]) end
   end

@@ -51,7 +51,7 @@ class Link(NamedTuple):
         parent_node: the same of its parent.
         entry: up to 64 bytes; none of a request that shows no assistant message.
         ttl_ms: how long after its last request a conversation is forgotten, in milliseconds.
-        most: the caller may take up this many bytes for what it begins, and twice as many in all.
+        most: in `FIRST_MS` the caller may begin conversations of this many bytes, and go on with others for as many.
     """
 
     key: str
@@ -192,7 +192,7 @@ def follow(read: Read, write: Write, asked: Link, now: int) -> Trail:
         changed.append((asked.own, suffix))
         cost += cost
     if not begins:  # its parent goes in its place, after a while
-        cost = cost * CUT_MS // (asked.ttl_ms + CUT_MS)
+        cost = cost * CUT_MS // FIRST_MS
     most = asked.most if begins else 2 * asked.most
     dropped = is_new and not _charge(read, write, asked, cost, most, now)
     if not dropped:
@@ -243,7 +243,8 @@ def _charge(read: Read, write: Write, asked: Link, cost: int, most: int, now: in
             started, used = now, 0
     if used + cost > most:
         return False
-    write(asked.usage, _USAGE.pack(_VERSION, 0, started, asked.ttl_ms, used + cost), asked.ttl_ms)
+    life = min(FIRST_MS, asked.ttl_ms)
+    write(asked.usage, _USAGE.pack(_VERSION, 0, started, life, used + cost), life)
     return True
 
 
