@@ -125,7 +125,7 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, now)
       node.life = first
     end
     stand(node)
-  elseif node and not claims then
+  elseif node and (not claims or node.retries < MAX_RETRIES) then
     repeat_turn(node, before, entry)
   else
     local linked = before and not parent and not has(before.flags, AMBIGUOUS)

@@ -7,8 +7,8 @@ and nothing else. Conversations that are equal so far stand at one node. It coun
 A client that keeps the last messages alone shows no parent that is known. Its link is the suffix, the last two messages, where
 these belong to one conversation alone.
 
-An equal request is a retry, unless its parent has a conversation left that may have come here. After `MAX_RETRIES` it is a turn:
-a window of messages in which the same stands again and again looks like that.
+An equal request is a retry, `MAX_RETRIES` times. From then on it is another conversation, for as long as its parent has some left
+that may have come here, and else a turn: a window of messages in which the same stands again and again looks like that.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def follow(read: Read, write: Write, asked: Link, now: int) -> Trail:
             node, begins = _Knot(_WHOLE, 0, asked.node, asked.node, b""), True
             node.life = min(FIRST_MS, asked.ttl_ms)
         node.add()
-    elif node is not None and not claims:
+    elif node is not None and (not claims or node.retries < MAX_RETRIES):
         _repeat(node, before, asked)
     else:
         linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
