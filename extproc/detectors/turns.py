@@ -68,16 +68,18 @@ class Turns(HistorySimilarity):
             return b"", None
         return self.rule.spell(newest), found or self.rule.count(history, newest)
 
-    def compare_in_session(
-        self, document: Document, *, named: bool = True
-    ) -> tuple[bytes, Repeat | None, Memory | None]:
+    def compare_in_session(self, document: Document, *, named: bool = True) -> tuple[bytes, Repeat | None, Memory | None]:
         """The newest turn, whether there is a loop or not: who asks what was before may find one; see `Similarity`."""
         history = self.rule.read(document)
         if history.elsewhere and not (named and history.after):  # a plain prompt has all in words
             return *self.compare(document), None
         found = self.find_loop(history)
         kept = keep_newest(history)
-        place = None if history.elsewhere else find_place(open_conversation(document), prefilled=kept is not None and kept.place > 0)
+        place = (
+            None
+            if history.elsewhere
+            else find_place(open_conversation(document), prefilled=kept is not None and kept.place > 0)
+        )
         if kept is None:
             begins = place is not None and not place.parent
             return *self.compare(document), TurnMemory(self, None, None, place) if begins else None

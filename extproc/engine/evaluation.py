@@ -174,7 +174,7 @@ class CandidateGroup:
 
     @property
     def needs_store(self) -> bool:
-        """The same, and no request of that session can be judged without the store; a chain only adds to what a request shows."""
+        """The same, and the request names its session; what it shows is enough to judge one that names none."""
         return any(
             candidate.session != "" and candidate.memory is not None and candidate.memory.waits for candidate in self.candidates
         )

@@ -2,12 +2,12 @@
 
 A request shows a number of assistant messages. It stands at the node of all of them, and its parent is the node of all but the
 newest. A node has the entries of its whole way, copied from its parent: conversations that part share what they have in common
-and nothing else. Conversations that are equal so far stand at one node. It counts how many, and each child takes one of them on.
+and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on.
 
 A client that keeps the last messages alone shows no parent that is known. Its link is the suffix, the last two messages, where
 these belong to one conversation alone.
 
-An equal request is a retry, `MAX_RETRIES` times. From then on it is another conversation, for as long as its parent has some left
+An equal request is a retry, `MAX_RETRIES` times. From then on it is another conversation, as long as its parent has some left
 that may have come here, and else a turn: a window of messages in which the same stands again and again looks like that.
 """
 
@@ -126,10 +126,6 @@ class _Knot:
         )
         return head + self.entries
 
-    def claim(self) -> None:
-        """One of the conversations that stand here goes on."""
-        self.runs = max(self.runs - 1, 0)
-
     def add(self) -> None:
         """One more stands here."""
         self.runs = min(self.runs + 1, _MAX_RUNS)
@@ -146,59 +142,68 @@ def follow(read: Read, write: Write, asked: Link, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
     node, parent, before = _open(read(asked.key), now), _read(read, asked.parent, now), _read(read, asked.before, now)
     own = before if asked.own == asked.before else _read(read, asked.own, now)
-    claims = parent is not None and parent.runs > 0
-    is_new, begins, cost = node is None, False, 0
-    changed: list[tuple[str, _Knot]] = []
+    is_new, begins = node is None, False
+    changed: dict[str, _Knot] = {}
     if not asked.parent:
-        if node is None:
-            node, begins = _Knot(_WHOLE, 0, asked.node, asked.node, b""), True
-            node.life = min(FIRST_MS, asked.ttl_ms)
-        node.add()
-    elif node is not None and (not claims or node.retries < MAX_RETRIES):
+        node, begins = _begin(node, asked), node is None
+    elif node is not None and (parent is None or parent.runs == 0 or node.retries < MAX_RETRIES):
         _repeat(node, before, asked)
     else:
-        linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
-        base = before if linked else parent
-        stood = node
-        if base is None:
-            node, begins = _Knot(0, 1, asked.node, asked.node, _add(b"", asked.entry)), True
-        else:
-            begins = base.next not in (_NONE, asked.node)
-            conversation = asked.node if begins else base.conversation
-            flags = base.flags if claims or linked else 0
-            node = _Knot(flags, base.depth + 1, conversation, asked.node, _add(base.entries, asked.entry))
-            if not begins:
-                base.next = asked.node
-            base.claim()
-            changed.append((asked.before if linked else asked.parent, base))
-            if not linked and before is not None and before.writer == asked.parent_node:
-                before.claim()
-                changed.append((asked.before, before))
-        for _, knot in changed:
-            if not knot.runs:
-                knot.last, knot.life = now, min(CUT_MS, asked.ttl_ms)
-        node.life = asked.ttl_ms if base is not None and not linked else min(FIRST_MS, asked.ttl_ms)
-        if stood is not None:
-            begins = False
-            node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
-        node.add()
+        node, begins, changed = _go_on(node, parent, before, asked, now)
     node.last = now
-    changed.append((asked.key, node))
-    if is_new:
-        cost = OVERHEAD + _HEAD.size + len(node.entries)
+    changed[asked.key] = node
+    cost = OVERHEAD + _HEAD.size + len(node.entries) if is_new else 0
     if asked.own:
-        suffix = _write_suffix(own, node, asked)
+        suffix = _make_suffix(own, node, asked)
         suffix.last, suffix.life = now, asked.ttl_ms if node.depth > 1 else node.life
-        changed.append((asked.own, suffix))
-        cost += cost
-    if not begins:  # its parent goes in its place, after a while
-        cost = cost * CUT_MS // FIRST_MS
-    most = asked.most if begins else 2 * asked.most
-    dropped = is_new and not _charge(read, write, asked, cost, most, now)
+        changed[asked.own] = suffix
+        cost *= 2
+    dropped = is_new and not _charge(read, write, asked, cost, now, begins=begins)
     if not dropped:
-        for key, knot in changed:
+        for key, knot in changed.items():
             write(key, knot.pack(), knot.life)
     return Trail(split_entries(node.entries), node.flags & _WHOLE != 0, dropped)
+
+
+def _begin(node: _Knot | None, asked: Link) -> _Knot:
+    """A request without history: a conversation more."""
+    if node is None:
+        node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
+        node.life = min(FIRST_MS, asked.ttl_ms)
+    node.add()
+    return node
+
+
+def _go_on(
+    stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: Link, now: int
+) -> tuple[_Knot, bool, dict[str, _Knot]]:
+    """A conversation goes on, or is seen for the first time: its node, whether it begins there, and what else has changed."""
+    claims = parent is not None and parent.runs > 0
+    linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
+    base = before if linked else parent
+    changed: dict[str, _Knot] = {}
+    if base is None:
+        node, begins = _Knot(0, 1, asked.node, asked.node, _add(b"", asked.entry)), True
+    else:
+        begins = base.next not in (_NONE, asked.node)
+        conversation = asked.node if begins else base.conversation
+        flags = base.flags if claims or linked else 0
+        node = _Knot(flags, base.depth + 1, conversation, asked.node, _add(base.entries, asked.entry))
+        if not begins:
+            base.next = asked.node
+        changed[asked.before if linked else asked.parent] = base
+        if not linked and before is not None and before.writer == asked.parent_node:
+            changed[asked.before] = before
+    for knot in changed.values():
+        knot.runs = max(knot.runs - 1, 0)
+        if knot.runs == 0:
+            knot.last, knot.life = now, min(CUT_MS, asked.ttl_ms)
+    node.life = asked.ttl_ms if base is not None and not linked else min(FIRST_MS, asked.ttl_ms)
+    if stood is not None:
+        begins = False
+        node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
+    node.add()
+    return node, begins, changed
 
 
 def _repeat(node: _Knot, before: _Knot | None, asked: Link) -> None:
@@ -219,12 +224,10 @@ def _repeat(node: _Knot, before: _Knot | None, asked: Link) -> None:
     node.entries, node.depth = _add(base.entries, asked.entry), base.depth + 1
 
 
-def _write_suffix(old: _Knot | None, node: _Knot, asked: Link) -> _Knot:
+def _make_suffix(old: _Knot | None, node: _Knot, asked: Link) -> _Knot:
     """What stands at the last two messages of a node; nothing that is of use where several conversations end so."""
     mine = old is not None and old.writer == asked.node
-    if old is not None and (
-        old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))
-    ):
+    if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
         return _Knot(_AMBIGUOUS, 0, old.conversation, old.writer, b"")
     suffix = _Knot(node.flags, node.depth, node.conversation, asked.node, node.entries)
     suffix.runs = node.runs
@@ -233,8 +236,11 @@ def _write_suffix(old: _Knot | None, node: _Knot, asked: Link) -> _Knot:
     return suffix
 
 
-def _charge(read: Read, write: Write, asked: Link, cost: int, most: int, now: int) -> bool:
+def _charge(read: Read, write: Write, asked: Link, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
     """Whether the caller may take up so many bytes more."""
+    most = asked.most
+    if not begins:  # its parent goes in its place, after a while
+        cost, most = cost * CUT_MS // FIRST_MS, 2 * most
     value = read(asked.usage)
     started, used = now, 0
     if value is not None and len(value) == _USAGE.size and value[0] == _VERSION:

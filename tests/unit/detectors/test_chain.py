@@ -1,9 +1,10 @@
-"""Conversations under one caller without any header, through the whole service, against what each shows if nothing is left out."""
+"""Conversations under one caller without any header, through the whole service, against what each shows as a whole."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from random import Random
 from typing import Any, NamedTuple
 
@@ -64,7 +65,9 @@ def make_turns(random: Random, *, looping: bool) -> list[Did]:
     return [turn._replace(number=number, thought=f"thought {random.randrange(10**9)}") for number, turn in enumerate(turns, 1)]
 
 
-def list_refused(runs: Sequence[Agent], writer: Callable[[Sequence[Did]], dict[str, Any]], order: str, random: Random) -> list[bool]:
+def list_refused(
+    runs: Sequence[Agent], writer: Callable[[Sequence[Did]], dict[str, Any]], order: str, random: Random
+) -> list[bool]:
     """Which of these, side by side, are refused at some time."""
     service = make_service(agents(session=None))
     at, refused = [0] * len(runs), [False] * len(runs)
@@ -78,7 +81,9 @@ def list_refused(runs: Sequence[Agent], writer: Callable[[Sequence[Did]], dict[s
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", [(0, 0), (0, 2), (3, 0), (5, 0), (8, 0)], ids=["whole", "cleared", "last 3", "last 5", "last 8"])
+@pytest.mark.parametrize(
+    "kind", [(0, 0), (0, 2), (3, 0), (5, 0), (8, 0)], ids=["whole", "cleared", "last 3", "last 5", "last 8"]
+)
 @pytest.mark.parametrize("shape", [*SHAPES, "text, react"])
 def test_every_loop_is_found_and_no_other(shape: str, kind: tuple[int, int], order: str) -> None:
     """As many as with a name for each conversation, in every API, whatever the client leaves out."""
@@ -164,7 +169,7 @@ def test_a_request_stands_below_the_one_before(shape: str) -> None:
     again = [turn._replace(number=turn_number + 7, results=("other",)) for turn_number, turn in enumerate(turns)]
     places = [place(SHAPES[shape](turns[:count])) for count in range(5)]
 
-    for earlier, later in zip(places, places[1:], strict=False):
+    for earlier, later in pairwise(places):
         assert later.parent == earlier.node
         assert later.before == earlier.own
     assert places[4].node == place(SHAPES[shape](again)).node

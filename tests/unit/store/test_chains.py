@@ -63,9 +63,15 @@ def test_a_window_hides_no_exact_loop(window: int, order: str) -> None:
     for length in range(1, 6):
         random = Random(length)
         loop = Run("task", [(f"a{turn % length}", f"e{turn % length}") for turn in range(64)], window)
-        others = [Run(f"task {number}", [(f"{number} {turn}", f"{number} {turn}") for turn in range(40)]) for number in range(3)]
+        others = [
+            Run(f"task {number}", [(f"{number} {turn}", f"{number} {turn}") for turn in range(40)]) for number in range(3)
+        ]
         model = Model()
-        found = [model.ask(make_link(sent), now).entries for now, (run, sent, _) in enumerate(interleave([loop, *others], order, random)) if run is loop]
+        found = [
+            model.ask(make_link(sent), now).entries
+            for now, (run, sent, _) in enumerate(interleave([loop, *others], order, random))
+            if run is loop
+        ]
 
         newest = found[-1][-1]
         assert found[-1].count(newest) >= 3

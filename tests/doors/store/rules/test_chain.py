@@ -9,17 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.store.rules.chain import MAX_ENTRIES, MAX_RETRIES, Link, Trail
+from extproc.store.rules.ring import Push
 from tests.support.chains import STEPS, Model, Sent, make_link
 from tests.support.servers import Driver
 from tests.support.windows import make_push
 
+KEYS = ("key", "parent", "before", "own", "usage")
+
 
 def ask(store: Driver, link: Link, now: int) -> Trail:
     """What the store answers, under keys of this driver's."""
-    keys = {name: value and store.name(value) for name in ("key", "parent", "before", "own", "usage") if (value := getattr(link, name)) is not None}
+    changes: dict[str, Any] = {name: store.name(getattr(link, name)) for name in KEYS if getattr(link, name)}
 
     async def settled() -> Any:  # noqa: ANN401  # whatever a store answers
-        answer = store.store.push([link._replace(**keys)], now)
+        answer = store.store.push([link._replace(**changes)], now)
         return (await answer if inspect.isawaitable(answer) else answer)[0]
 
     found: Trail = store.run(settled())
@@ -72,7 +75,7 @@ def test_a_node_whose_conversations_have_left_goes_after_two_minutes(store: Driv
 def test_chains_and_rings_are_asked_together(store: Driver) -> None:
     """In one round trip, each answered for itself."""
     links = [make_link(Sent(f"u{number}", ("a",), f"e{number}"), tenant=f"{number:02x}") for number in range(20)]
-    pushes = [make_push("r")._replace(key=store.key(make_push("r"))), *links]
+    pushes: list[Push | Link] = [make_push("r")._replace(key=store.key(make_push("r"))), *links]
 
     async def settled() -> Any:  # noqa: ANN401  # whatever a store answers
         answer = store.store.push(pushes, 5)
