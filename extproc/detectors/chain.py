@@ -24,7 +24,8 @@ _MOST_SHOWN: Final = 2_000
 """Assistant messages of a request; more are no conversation that is followed."""
 
 _MOST_KNOWN: Final = 8_192
-"""This many messages are in a generation of those whose hashes are known: by a hash themselves, so that 2 MB hold them."""
+_LONGEST_KEY: Final = 512
+"""This many messages are in a generation of those whose hashes are known, longer ones by a hash: in 12 MB under attack."""
 
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _SUFFIX: Final = b"suffix"
@@ -90,7 +91,9 @@ def _hash_message(shape: Shape, message: Any, speaker: bytes) -> bytes:  # noqa:
     Raises:
         NotCounted: it cannot be read, or is too much.
     """
-    raw = _hash(_encode(message) + speaker)
+    raw = _encode(message) + speaker
+    if len(raw) > _LONGEST_KEY:
+        raw = _hash(raw)
     found = _KNOWN.get(raw)
     if found is None:
         start_looking()  # with bounds of its own, so that it does not depend on what was seen before
