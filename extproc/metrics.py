@@ -101,6 +101,8 @@ class Metrics:
         self.store_evictions = counter(
             "store_evictions_total", "Live entries that the memory store dropped because it was full"
         )
+        text = "Turns that were not kept because their caller's conversations take up too much of the store"
+        self.chains_dropped = counter("chains_dropped_total", text)
         self.events = counter("events_total", "Events for other programs, by result", "result")
         self.policy_reloads = counter("policy_reloads_total", "Policy reloads, by result", "result")
         self.policy_reload_refused = gauge(

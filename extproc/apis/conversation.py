@@ -230,6 +230,33 @@ class Conversation:
                 found.append(value)
         return found
 
+    def list_turns(self, first: str, speaker: str) -> tuple[Any, list[list[Any]]]:
+        """The first message of one role, None for none, and what another has said, the oldest first, as the shape has it.
+
+        Messages of that one which stand side by side are one turn.
+
+        Raises:
+            NotCounted: there are too many messages.
+        """
+        self._check_count()
+        name_speaker, opening = self.shape.name_speaker, None
+        turns: list[list[Any]] = []
+        goes_on = False
+        for place in range(len(self._messages)):
+            value = self._open_message(place)
+            by = name_speaker(value)
+            if by == speaker:
+                if goes_on:
+                    turns[-1].append(value)
+                else:
+                    turns.append([value])
+                goes_on = True
+            elif by:
+                goes_on = False
+                if opening is None and by == first:
+                    opening = value
+        return opening, turns
+
     def _read_each(self) -> Iterator[Message]:
         count, name_speaker = len(self._messages), self.shape.name_speaker
         for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):

@@ -424,6 +424,14 @@ def _cut_thoughts(text: str) -> str:
     return text
 
 
+def cut_thinking(text: str) -> str:
+    """A text without the elements in which models think and which clients leave out of older messages."""
+    if "</think" in text:
+        for tag in _THOUGHT_TAGS[:2]:
+            text = _cut_elements(text, f"<{tag}>", f"</{tag}>")
+    return text
+
+
 def _cut_elements(text: str, opening: str, closing: str) -> str:
     kept = []
     place = 0

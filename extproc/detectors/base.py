@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
 from extproc.decision import Advice, Framed, Outcome, Repeat, Subject
+from extproc.detectors.chain import ChainPlace
 from extproc.detectors.keys import LoopKeys, SimilarityKeys
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document
@@ -21,16 +22,18 @@ _UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60))
 
 
 class Memory(Protocol):
-    """What a request leaves to the later ones of its session, and what it makes of what earlier ones have left.
+    """What a request leaves to the later ones of its conversation, and what it makes of what earlier ones have left.
 
     Attributes:
-        entry: for the session's ring.
+        entry: of the conversation's ring; empty where the request brings nothing, and begins a conversation.
         identity: digest of 8 bytes; a request that is sent again has the same.
-        waits: its verdict waits for the ring.
+        place: where it stands in the conversation that it shows, None where that is not known.
+        waits: its verdict waits for what earlier ones have left.
     """
 
     entry: bytes
     identity: bytes
+    place: ChainPlace | None
     waits: bool
 
     def recall(self, entries: Sequence[bytes]) -> Repeat | None:
@@ -86,8 +89,17 @@ class Similarity:
         """
         return None, None
 
-    def compare_in_session(self, document: Document) -> tuple[bytes | None, Repeat | None, Memory | None]:
-        """The same for a request of a session, and what the session keeps of it; None where that is nothing.
+    def compare_in_session(
+        self,
+        document: Document,
+        *,
+        named: bool = True,  # noqa: ARG002  # others have no use for a name
+    ) -> tuple[bytes | None, Repeat | None, Memory | None]:
+        """The same for a request of a known caller, and what is kept of it; None where that is nothing.
+
+        Args:
+            document: the body.
+            named: the request names its session.
 
         Raises:
             NotCounted: as `compare`.

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
+from extproc.apis import open_conversation
 from extproc.decision import Repeat
 from extproc.detectors.base import HistorySimilarity, Memory
+from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.keys import SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
 from extproc.detectors.tools import find_window_errors
@@ -67,17 +69,25 @@ class Turns(HistorySimilarity):
             return b"", None
         return self.rule.spell(newest), found or self.rule.count(history, newest)
 
-    def compare_in_session(self, document: Document) -> tuple[bytes, Repeat | None, Memory | None]:
-        """The newest turn, whether there is a loop or not: who asks the ring may find one; see `Similarity`."""
+    def compare_in_session(self, document: Document, *, named: bool = True) -> tuple[bytes, Repeat | None, Memory | None]:
+        """The newest turn, whether there is a loop or not: who asks what was before may find one; see `Similarity`."""
         history = self.rule.read(document)
+        if history.elsewhere and not (named and history.after):  # a plain prompt has all in words
+            return *self.compare(document), None
         found = self.find_loop(history)
         kept = keep_newest(history)
-        if kept is None or (history.elsewhere and not history.after):  # a plain prompt has all in words
-            return *self.compare(document), None
+        place = (
+            None
+            if history.elsewhere
+            else find_place(open_conversation(document), prefilled=kept is not None and kept.place > 0)
+        )
+        if kept is None:
+            begins = place is not None and not place.parent
+            return *self.compare(document), TurnMemory(self, None, None, place) if begins else None
         newest = history.at(kept.place)
         if found is None and self._cooldown and newest is not None:
             found = self.rule.count(history, newest)
-        return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found)
+        return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest of these turns is part of, by the strictest rule that sees one; None where it is in none."""
@@ -148,17 +158,20 @@ class Turns(HistorySimilarity):
 class TurnMemory:
     """See `Memory`."""
 
-    def __init__(self, turns: Turns, kept: KeptTurn, found: Repeat | None) -> None:
-        self.entry = kept.entry
-        self.identity = kept.identity
-        self.waits = not turns.is_final(found) and not kept.complete and turns.rule.may_loop(kept.newest)
+    def __init__(self, turns: Turns, kept: KeptTurn | None, found: Repeat | None, place: ChainPlace | None) -> None:
+        self.entry = kept.entry if kept is not None else b""
+        self.identity = kept.identity if kept is not None else b""
+        self.place = place
+        settled = kept is None or kept.complete or turns.is_final(found)
+        self.waits = kept is not None and not settled and turns.rule.may_loop(kept.newest)
         self._turns = turns
         self._kept = kept
         self._found = found
 
     def recall(self, entries: Sequence[bytes]) -> Repeat | None:
         """See `Memory`."""
-        recalled, found = self._turns.find_loop(self._kept.extend(entries)), self._found
+        found = self._found
+        recalled = self._turns.find_loop(self._kept.extend(entries)) if self._kept is not None else None
         if recalled is None or (found is not None and found.looping and found.step > recalled.step):
             return found
         return recalled

@@ -22,7 +22,8 @@ from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_ten
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.histories import read_known_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard
-from extproc.sessions.names import SessionNames
+from extproc.sessions.names import Rings, SessionNames
+from extproc.store.rules.chain import Link, Trail
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
 from extproc.store.rules.windows import Count, Hit
@@ -32,6 +33,9 @@ Guard: TypeAlias = Detector | SessionGuard
 
 Answer: TypeAlias = Count | Standing
 """What the store says to what a guard asks."""
+
+Kept: TypeAlias = Sequence[bytes] | Trail
+"""What the store has kept, as it answers a push."""
 
 _CALL: Final = 16
 _CALLS_AT_ONCE: Final = 256
@@ -194,8 +198,8 @@ class Candidate:
         compared_exactly: the body was compared because it is not what the similarity is for.
         hit: what the store is asked to count, None for nothing.
         session: the name of the request's session, empty where the request alone is looked at.
-        memory: what the request's session keeps of it, None for nothing.
-        push: the same as the store is asked to keep it.
+        memory: what the request's conversation keeps of it, None for nothing.
+        pushes: the same as the store is asked to keep it, by the session's name and by what the request shows.
         needs_body: without the body this guard cannot say anything about the request.
         overrides: what operators have ordered about the request, as far as it is known.
         labels: what is shown of the caller, by name.
@@ -221,7 +225,7 @@ class Candidate:
         "needs_body",
         "overrides",
         "plan",
-        "push",
+        "pushes",
         "repeat",
         "session",
         "subject",
@@ -251,7 +255,7 @@ class Candidate:
         self.compared_exactly = False
         self.hit: Hit | Step | None = None
         self.memory: Memory | None = None
-        self.push: Push | None = None
+        self.pushes: Sequence[Push | Link] = ()
         self.session = ""
         self.needs_body = True
         self.overrides: Sequence[ActiveOverride] = ()
@@ -325,8 +329,8 @@ class Candidate:
     def name_request(self) -> None:
         """Work out what people know the request by, where `read_body` has not."""
 
-    def recall(self, entries: Sequence[bytes]) -> None:
-        """Take what the session's ring has to say, which may be another verdict."""
+    def recall(self, answers: Sequence[Kept]) -> None:
+        """Take what the store answers to the pushes, which may make another verdict."""
 
     def judge(self, count: Answer) -> Outcome:
         """What this guard makes of the request."""
@@ -393,14 +397,28 @@ class LoopCandidate(Candidate):
         self._name = body.scope, self.fingerprint + check
         self._ask()
         if self.memory is not None and self.plan.rings is not None:
-            session = self._renew(self.session) if self.overrides else self.session
-            self.push = self.plan.rings.make_push(detector.name, body.scope, self.tenant, session, self.memory)
+            self.pushes = self._list_pushes(self.plan.rings, self.memory, body.scope)
 
-    def recall(self, entries: Sequence[bytes]) -> None:
-        """See `Candidate`."""
-        if self.memory is not None and self.memory.waits:
-            self.repeat = self.memory.recall(entries)
-            self._ask()
+    def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[Push | Link]:
+        """A ring is known by a name; a request that brings no turn is known by what it shows alone."""
+        detector, session = self.detector.name, self._renew(self.session) if self.overrides else self.session
+        pushes: list[Push | Link] = []
+        if memory.place is not None:
+            pushes.append(rings.make_link(detector, scope, self.tenant, session, memory.place, memory.entry))
+        if memory.entry and self.session:
+            pushes.append(rings.make_push(detector, scope, self.tenant, session, memory))
+        return pushes
+
+    def recall(self, answers: Sequence[Kept]) -> None:
+        """See `Candidate`; where the chain knows all of a conversation, its name may be that of several."""
+        memory = self.memory
+        if memory is None or not memory.waits:
+            return
+        for answer in reversed(answers) if not _is_whole(answers) else answers[:1]:
+            self.repeat = memory.recall(answer.entries if isinstance(answer, Trail) else answer)
+            if self.repeat is not None and self.repeat.looping:
+                break
+        self._ask()
 
     def judge(self, count: Answer) -> Outcome:
         """See `Candidate`."""
@@ -415,8 +433,8 @@ class LoopCandidate(Candidate):
             self.contradicted = similarity.contradicts(self.claim, document)
         if similarity.remembers and rings is not None and not self.is_anonymous:
             self.session = body.find_session(rings, self._in_head, document, self.plan, self.caller)
-        if self.session:
-            self.compared, self.repeat, self.memory = similarity.compare_in_session(document)
+            named = self.session != ""
+            self.compared, self.repeat, self.memory = similarity.compare_in_session(document, named=named)
         else:
             self.compared, self.repeat = similarity.compare(document)
         self.subject = similarity.find_subject(document)
@@ -439,6 +457,11 @@ class LoopCandidate(Candidate):
         scope, name = self._name
         name = self._renew(name) if self.overrides else name
         self.hit = self.detector.make_hit(scope, self.tenant, name, self.subject, self.repeat)
+
+
+def _is_whole(answers: Sequence[Kept]) -> bool:
+    first = answers[0]
+    return isinstance(first, Trail) and first.whole
 
 
 class SessionCandidate(Candidate):

@@ -13,13 +13,14 @@ from time import perf_counter
 from types import NoneType
 from typing import Any, Final, TypeAlias, cast
 
-from extproc.engine.candidates import Answer
+from extproc.engine.candidates import Answer, Kept
 from extproc.engine.evaluation import CandidateGroup
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
+from extproc.store.rules.chain import Link, Trail
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Settlement
 
@@ -27,8 +28,10 @@ Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
 """Of a group's hits; None when they could not be had and `--on-store-error reject` wants that refused."""
 
 
-Rings: TypeAlias = Sequence[Sequence[bytes]]
-"""What sessions have kept, an answer to each of a group's pushes."""
+Rings: TypeAlias = Sequence[Kept]
+"""What conversations have kept, an answer to each of a group's pushes."""
+
+Pushes: TypeAlias = Sequence[Push | Link]
 
 HERE: Final = (list, tuple, NoneType)
 """Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
@@ -96,17 +99,23 @@ class Counting:
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             return self._remember_without_store(group, pushes, error)
         if isinstance(rings, HERE) or not isinstance(rings, Awaitable):
-            group.recall(rings)
+            self._recall(group, rings)
             return self.count(group)
         if group.waits:
             return self._recall_later(group, pushes, rings)
         self._watch(pushes, rings)
         return self.count(group)
 
-    async def _recall_later(self, group: CandidateGroup, pushes: Sequence[Push], rings: Awaitable[Rings]) -> Counts:
+    def _recall(self, group: CandidateGroup, rings: Rings) -> None:
+        for answer in rings:
+            if isinstance(answer, Trail) and answer.dropped:
+                self._metrics.chains_dropped.inc()
+        group.recall(rings)
+
+    async def _recall_later(self, group: CandidateGroup, pushes: Pushes, rings: Awaitable[Rings]) -> Counts:
         started = perf_counter()
         try:
-            group.recall(await rings)
+            self._recall(group, await rings)
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
             counts = self._remember_without_store(group, pushes, error)
         else:
@@ -115,11 +124,11 @@ class Counting:
             self._metrics.store_seconds.observe(perf_counter() - started)
         return await wait_for(counts)
 
-    def _remember_without_store(self, group: CandidateGroup, pushes: Sequence[Push], error: Exception) -> MaybeCounts:
+    def _remember_without_store(self, group: CandidateGroup, pushes: Pushes, error: Exception) -> MaybeCounts:
         if isinstance(error, StoreError):
             self._metrics.store_errors.labels(error.kind).inc()
             if group.waits:
-                if self._reject:
+                if self._reject and group.needs_store:
                     return None
                 self._metrics.fail_open.labels("store_error").inc()
             try:
@@ -131,14 +140,14 @@ class Counting:
         group.fail(error)
         return ()
 
-    def _watch(self, pushes: Sequence[Push], rings: Awaitable[Rings]) -> None:
+    def _watch(self, pushes: Pushes, rings: Awaitable[Rings]) -> None:
         """No answer waits for these, but a failure is one all the same. The store's own deadline bounds how many there are."""
         if isinstance(rings, Pending):
             rings.then(lambda: self._finish(pushes, rings.error))
         else:
             asyncio.ensure_future(rings).add_done_callback(lambda done: self._finish(pushes, done.exception()))
 
-    def _finish(self, pushes: Sequence[Push], error: BaseException | None) -> None:
+    def _finish(self, pushes: Pushes, error: BaseException | None) -> None:
         if error is not None:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             _complete(error, pushes, self._local.push)

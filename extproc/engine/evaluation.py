@@ -21,6 +21,7 @@ from extproc.engine.candidates import (
     NOT_CHANGING,
     Answer,
     Candidate,
+    Kept,
     LoopCandidate,
     RequestBody,
     SessionCandidate,
@@ -36,6 +37,7 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import Marks, cut_notes
 from extproc.sessions.limits import SessionGuard
+from extproc.store.rules.chain import Link
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Step
 from extproc.store.rules.windows import UNCOUNTED, Hit
@@ -188,7 +190,7 @@ class CandidateGroup:
                 self.failures.append((candidate.plan.id, error))
             else:
                 able.append(candidate)
-                self.remembers = self.remembers or candidate.push is not None
+                self.remembers = self.remembers or len(candidate.pushes) > 0
                 if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
                     self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
             if isinstance(candidate, LoopCandidate) and candidate.contradicted:
@@ -197,23 +199,31 @@ class CandidateGroup:
         if body.changing:
             self.changing, body.changing = body.changing, NOT_CHANGING
 
-    def list_pushes(self) -> list[Push]:
+    def list_pushes(self) -> list[Push | Link]:
         """What the store is asked to keep, before anything is counted."""
-        return [candidate.push for candidate in self.candidates if candidate.push is not None]
+        return [push for candidate in self.candidates for push in candidate.pushes]
 
     @property
     def waits(self) -> bool:
         """The verdict about some candidate waits for what the store has kept."""
         return any(candidate.memory is not None and candidate.memory.waits for candidate in self.candidates)
 
-    def recall(self, rings: Sequence[Sequence[bytes]]) -> None:
+    @property
+    def needs_store(self) -> bool:
+        """The same, and the request names its session; what it shows is enough to judge one that names none."""
+        return any(
+            candidate.session != "" and candidate.memory is not None and candidate.memory.waits for candidate in self.candidates
+        )
+
+    def recall(self, answers: Sequence[Kept]) -> None:
         """Take what the store has answered to the pushes, in their order; one that cannot is no candidate any more."""
-        left = iter(rings)
+        taken = 0
         recalled = []
         for candidate in self.candidates:
             try:
-                if candidate.push is not None:
-                    candidate.recall(next(left))
+                if candidate.pushes:
+                    first, taken = taken, taken + len(candidate.pushes)
+                    candidate.recall(answers[first:taken])
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
             else:

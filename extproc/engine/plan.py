@@ -327,12 +327,12 @@ class Plan:
         self.labels, _ = parts.find_descriptors(spec.labels)
         self.aliases = parts.aliases
         self.rings: Rings | None = None
-        if spec.session is not None and any(detector.similarity.remembers for detector in self.detectors):
+        if any(detector.similarity.remembers for detector in self.detectors):
             self.rings = Rings(self.id, spec.session, namespace=namespace)
         self.limiter: SessionGuard | None = None
         if spec.session_limits is not None:
             session = spec.session or Session()
-            names = _make_names(session, self.rings)
+            names = _make_names(session, self.rings if spec.session is not None else None)
             most = spec.find_session_inspect_bytes()
             limits = spec.session_limits, spec.unnamed_limits
             self.limiter = SessionGuard(self.id, *limits, session, names, most, shadow=shadow, namespace=namespace)

@@ -6,15 +6,16 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from msgspec import DecodeError, Raw, ValidationError, defstruct, json
 
 from extproc.bounded import Memo
 from extproc.detectors.base import Memory
+from extproc.detectors.chain import ChainPlace
 from extproc.detectors.loops import MAX_TURNS
 from extproc.request.document import Document, NotCounted, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
@@ -22,11 +23,17 @@ from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION
 from extproc.sessions.changing import ChangingNames
 from extproc.sessions.session_limits import PARENT_SESSION, SESSION_HEADERS, USER_ID, Session
+from extproc.store.rules.chain import Link
 from extproc.store.rules.ring import Push
 
 _DIGEST: Final = 8
 _LONGEST_KNOWN: Final = 256
 """Longest name of a session that is remembered, in characters; longer ones fill no memory."""
+
+_MAX_MS: Final = 2**32 - 1
+
+MAX_CALLER_BYTES: Final = 16 * 2**20
+"""The store takes conversations of this many bytes that a caller begins within ten minutes, for one detector."""
 
 _KNOWN: Final[Memo[tuple[str, str], str]] = Memo(2_048)
 
@@ -40,7 +47,7 @@ _SAME: Final = {f"{HEADER}:{PARENT_SESSION}": f"{HEADER}:x-session-id"}
 _SESSION_PART: Final = "_session_"
 """Of a user's id in which older clients name a session, before that."""
 
-_decode_named: Final = json.Decoder(defstruct("Named", [("session_id", str, "")])).decode
+_decode_named: Final[Callable[[str], Any]] = json.Decoder(defstruct("Named", [("session_id", str, "")])).decode
 _decode_object = json.Decoder(dict[str, Raw]).decode
 
 
@@ -121,23 +128,42 @@ class SessionNames:
 
 
 class Rings(SessionNames):
-    """What a policy's sessions remember of their turns.
+    """What a policy's conversations remember of their turns: by their names, and by what they show.
 
     Attributes:
-        idle_seconds: how long after its last request a session is forgotten.
+        idle_seconds: how long after its last request a conversation is forgotten.
     """
 
-    def __init__(self, policy: str, session: Session, *, namespace: str) -> None:
-        """Compile; every key starts with the namespace."""
-        super().__init__(session.keys, usual=not session.has_own_keys)
+    def __init__(self, policy: str, session: Session | None, *, namespace: str) -> None:
+        """Compile; every key starts with the namespace. Without a session no conversation has a name."""
+        super().__init__(session.keys if session is not None else (), usual=session is not None and not session.has_own_keys)
         self._ring = f"{namespace}ring:{policy}:"
-        self.idle_seconds = session.idle_seconds
-        self._idle_ms = session.idle_seconds * 1000
+        self._chain = f"{namespace}chain:{policy}:"
+        self.idle_seconds = (session or Session()).idle_seconds
+        self._idle_ms = self.idle_seconds * 1000
 
     def make_push(self, detector: str, scope: str, tenant: str, session: str, memory: Memory) -> Push:
         """What the store is asked to keep of a request for one detector."""
         key = f"{self._ring}{detector}:{scope}:{tenant}:{session}"
         return Push(key, memory.entry, memory.identity, MAX_TURNS, self._idle_ms)
+
+    def make_link(  # noqa: PLR0913  # all that tells conversations apart
+        self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes
+    ) -> Link:
+        """The same by what the request shows; below the session's name, where it has one."""
+        start, end = f"{self._chain}{detector}:{scope}:{session}:", f":{tenant}"
+        return Link(
+            f"{start}{place.node.hex()}{end}",
+            f"{start}{place.parent.hex()}{end}" if place.parent else "",
+            f"{start}{place.before.hex()}{end}" if place.before else "",
+            f"{start}{place.own.hex()}{end}" if place.own else "",
+            f"{self._chain}{detector}:{scope}:*{end}",
+            place.node[:_DIGEST],
+            place.parent[:_DIGEST],
+            entry,
+            min(self._idle_ms, _MAX_MS),
+            MAX_CALLER_BYTES,
+        )
 
 
 def hash_session(key: str, value: str) -> str:

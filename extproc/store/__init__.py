@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
+from extproc.store.rules.chain import Link, Trail
 from extproc.store.rules.documents import Documents
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question
@@ -33,9 +34,11 @@ class Store(Protocol):
         ...
 
     def push(
-        self, pushes: Sequence[Push], now: int | None = None
-    ) -> Sequence[Sequence[bytes]] | Awaitable[Sequence[Sequence[bytes]]]:
-        """Push every entry once; the rings' entries, oldest first and the new one included, in the order of the pushes.
+        self, pushes: Sequence[Push | Link], now: int | None = None
+    ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
+        """Push every entry once; the entries of rings and chains, oldest first and the new one included, as the pushes are.
+
+        A push is answered with the entries, a link with a `Trail`.
 
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.

@@ -22,6 +22,8 @@ from extproc.bounded import LRU
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
+from extproc.store.memory_chains import MemoryChains
+from extproc.store.rules.chain import Link, Trail, follow
 from extproc.store.rules.documents import BOARDS, ORDERS, Documents, MemoryDocuments
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
@@ -37,6 +39,9 @@ _SWEEP: Final = 2 * _SWEEP_EVERY
 
 _MEAN_BYTES: Final = 256
 """Of state in an entry: a count takes 28, a log or a ring can take thousands."""
+
+_CHAINS_SHARE: Final = 4
+"""This part of as many bytes again is for chains."""
 
 _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
@@ -78,23 +83,24 @@ class MemoryStore:
         self._bytes = 0
         self._puts = 0
         self._hand = 0
+        self._chains = MemoryChains(self._max_bytes // _CHAINS_SHARE, metrics.store_evictions.inc)
         self._documents = MemoryDocuments()
         self._evictions = metrics.store_evictions
         metrics.store_entries.set_function(self.__len__)
 
     def __len__(self) -> int:
         """Entries kept now, some of which may have expired."""
-        return self._entries
+        return self._entries + len(self._chains)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once and never raises a StoreError."""
         moment = self._clock() if now is None else now
         return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
 
-    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
+    def push(self, pushes: Sequence[Push | Link], now: int | None = None) -> list[list[bytes] | Trail]:
         """Push every entry once; answers at once and never raises a StoreError."""
         moment = self._clock() if now is None else now
-        return [self._push(pushed, moment) for pushed in pushes]
+        return [self._push(pushed, moment) if isinstance(pushed, Push) else self._follow(pushed, moment) for pushed in pushes]
 
     async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
         """See `Store`; this process is the only replica."""
@@ -230,6 +236,11 @@ class MemoryStore:
         (last, records), entries = push(ring, pushed, now)
         self._put(pushed.key, pushed.ttl_ms, _TIMES.pack(last, 0) + records, now)
         return entries
+
+    def _follow(self, link: Link, now: int) -> Trail:
+        trail = follow(self._chains.get, self._chains.put, link, now)
+        self._chains.sweep(now)
+        return trail
 
     def _take(self, key: str, lifetime: int) -> _Entry | None:
         """Take an entry out, to be changed and put back."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from extproc.errors import StoreError
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
+from extproc.store.rules.chain import Link, Trail, read_trail
 from extproc.store.rules.ring import Push, read_entries, split_records
 from extproc.store.rules.session import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
 from extproc.store.rules.windows import Count, Hit
@@ -62,7 +63,7 @@ class ScriptCall:
     def __init__(  # noqa: PLR0913  # a record
         self,
         script: Script,
-        subject: Question | Push,
+        subject: Question | Push | Link,
         arguments: tuple[int | bytes, ...],
         owed: int = 0,
         others: tuple[str, ...] = (),
@@ -129,6 +130,16 @@ def _read_ring(value: bytes) -> list[bytes]:
 _RING = Script("ring", partial(_read_each, _read_ring))
 
 
+def _read_trail(value: bytes) -> Trail:
+    try:
+        return read_trail(value)
+    except IndexError:
+        raise _make_error() from None
+
+
+_CHAIN = Script("chain", partial(_read_each, _read_trail))
+
+
 def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
     """Count a hit several times at once, and what is owed beside.
 
@@ -159,7 +170,18 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     return ScriptCall(_SESSION, asked, arguments, 0, (asked.tenant, asked.shared), weigh(asked))
 
 
-def push_call(pushed: Push, now: int | None = None) -> ScriptCall:
-    """Push an entry to a ring; `now` as for counts."""
+def push_call(pushed: Push | Link, now: int | None = None) -> ScriptCall:
+    """Push an entry to a ring, or a turn to a chain; `now` as for counts."""
+    if isinstance(pushed, Link):
+        return _link_call(pushed, now)
     _, entry, request, size, ttl = pushed
     return ScriptCall(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
+
+
+def _link_call(link: Link, now: int | None) -> ScriptCall:
+    key = link.key
+    given = (link.parent != "") + 2 * (link.before != "") + 4 * (link.own != "")
+    others = (link.parent or key, link.before or key, link.own or key, link.usage)
+    moment = -1 if now is None else now
+    arguments = (link.node, link.parent_node, given, link.entry, link.ttl_ms, link.most, moment)
+    return ScriptCall(_CHAIN, link, arguments, 0, others, 1)

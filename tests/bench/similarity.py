@@ -10,16 +10,20 @@ from typing import Any
 
 import msgspec
 
-from extproc.apis import LIST_PATHS
+from extproc.apis import LIST_PATHS, open_conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.detectors import make_similarity, results
+from extproc.detectors.chain import find_place
 from extproc.detectors.results import MAX_NORMALIZED, normalize
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.stream import Stream
 from extproc.ext_proc.transaction import Reply
+from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
+from extproc.sessions.names import Rings
+from extproc.store.memory import MemoryStore
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio
@@ -81,6 +85,7 @@ _RESULTS = {
 """What tools bring back, each longer than what is normalised of it."""
 
 _NORMALIZED_US_PER_KB = 25
+_CHAIN_US = 15
 
 
 def request(size: int, result: str = _PROSE * 12) -> bytes:
@@ -114,7 +119,7 @@ def run(*, quick: bool) -> list[Row]:
     progress("similarity: indented code", len(_SIZES) + 1, len(_SIZES) + 1)
     rows += _measure(request(10_000, _CODE * 12), "10 KB, results of indented code", quick=quick, limited=False)
     rows += [_measure_normalizing(name, text[:MAX_NORMALIZED], quick=quick) for name, text in _RESULTS.items()]
-    return rows + _measure_long(quick=quick) + _measure_steering(quick=quick)
+    return [*rows, _measure_chain(quick=quick), *_measure_long(quick=quick), *_measure_steering(quick=quick)]
 
 
 def _measure_long(*, quick: bool) -> list[Row]:
@@ -148,6 +153,21 @@ def _measure_long(*, quick: bool) -> list[Row]:
         )
         for name, work in works.items()
     ]
+
+
+def _measure_chain(*, quick: bool) -> Row:
+    """What it takes to find a conversation by what a request shows, and to keep its turn in memory."""
+    rings, store = Rings("p", None, namespace=""), MemoryStore(Metrics())
+    conversation = open_conversation(Document(request(39_000)))
+
+    def follow() -> None:
+        place = find_place(conversation, prefilled=False)
+        if place is not None:
+            store.push([rings.make_link("default", "", "0" * 16, "", place, bytes(31))])
+
+    times = 20 if quick else 100
+    spent = [cpu_us(follow, times) for _ in range(9 if quick else 25)]
+    return Row("39 KB, the chain in memory", median(spent), "us", _CHAIN_US)
 
 
 def _measure_normalizing(name: str, text: str, *, quick: bool) -> Row:

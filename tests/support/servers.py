@@ -354,7 +354,7 @@ class Driver:
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
         """Push, whether the store answers at once or later."""
 
-        async def settled() -> Sequence[Sequence[bytes]]:
+        async def settled() -> Sequence[Any]:
             answer = self.store.push([replace(pushed, key=self.key(pushed)) for pushed in pushes], now)
             return await answer if inspect.isawaitable(answer) else answer
 

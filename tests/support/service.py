@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from extproc.engine.candidates import Kept
 from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
@@ -19,6 +20,7 @@ from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingRespo
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.chain import Link
 from extproc.store.rules.documents import Documents
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question
@@ -40,7 +42,7 @@ class FailingStore:
         """Count or fail."""
         return self._answer([hit.key for hit in hits], lambda: self._memory.hit(hits, now))
 
-    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]] | Awaitable[list[list[bytes]]]:
+    def push(self, pushes: Sequence[Push | Link], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
         """Push or fail."""
         return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
 
@@ -114,13 +116,16 @@ def make_service(*policies: Mapping[str, Any], store: Store | None = None, **set
 
 
 def receive(stream: Stream, message: Message) -> Reply:
-    """Hand one message over and wait for the reply."""
-    reply = stream.receive(message.SerializeToString())
+    """Hand one message over and wait for the reply, within an event loop, as every transport does."""
 
     async def settled() -> Reply:
-        return await reply if inspect.isawaitable(reply) else reply
+        reply = stream.receive(message.SerializeToString())
+        answer = await reply if inspect.isawaitable(reply) else reply
+        for _ in range(3):  # what is not waited for is done as well
+            await asyncio.sleep(0)
+        return answer
 
-    return asyncio.run(settled()) if inspect.isawaitable(reply) else reply
+    return asyncio.run(settled())
 
 
 def decoded(reply: Reply) -> ProcessingResponse:

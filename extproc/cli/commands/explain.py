@@ -33,6 +33,7 @@ from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
 from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
 from extproc.sessions.limits import UNNAMED
+from extproc.store.rules.chain import Link
 from extproc.store.rules.session import NANO_DOLLARS, RECORD
 from extproc.store.rules.windows import Count, Hit
 
@@ -173,8 +174,9 @@ def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: byte
     rows += more
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
     rows += _show_known(candidate)
-    if candidate.push is not None:
-        rows.append(("ring", f"{candidate.push.key}: earlier turns, which explain does not read"))
+    for push in candidate.pushes:
+        kind = "chain" if isinstance(push, Link) else "ring"
+        rows.append((kind, f"{push.key}: earlier turns, which explain does not read"))
     if hit is not None:
         rows.append(("key", hit.key))
     rows.append(("decision", _describe_decision(candidate)))

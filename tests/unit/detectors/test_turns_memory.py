@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.detectors import actions, results, turn
+from extproc.detectors import actions, chain, results, turn
 from extproc.detectors.actions import THOUGHTS, read_text_action
 from extproc.detectors.results import MAX_NORMALIZED, normalize
 from extproc.detectors.turns import Turns
@@ -64,7 +64,7 @@ _BODIES = (
 
 def forget() -> None:
     """Have nothing known."""
-    for memo in (actions._KNOWN, results._KNOWN, turn._NORMAL):
+    for memo in (actions._KNOWN, chain._KNOWN, results._KNOWN, turn._NORMAL):
         memo._young.clear()
         memo._old.clear()
 

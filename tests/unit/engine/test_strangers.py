@@ -25,7 +25,10 @@ from tests.support.service import decoded, exchange, make_service, sample
 )
 def test_what_counts_nothing_needs_no_caller(spec: dict[str, Any], acts: bool) -> None:  # of a table
     """A loop that a request shows itself is one, whoever sends it; what is counted is not, or strangers would be one caller."""
-    loops = {"turns": {"similarity": "turns"}, "again": {"similarity": "canonical", "window_seconds": 60}}
+    loops: dict[str, dict[str, Any]] = {
+        "turns": {"similarity": "turns"},
+        "again": {"similarity": "canonical", "window_seconds": 60},
+    }
     made = policy("p", ANY, limit_keys=["header:x-user-id"], missing_descriptor=spec.get("missing_descriptor", "require_one"))
     made["spec"] |= {key: spec[key] for key in ("session", "uncountable") if key in spec}
     cooldown = {key: spec[key] for key in ("cooldown_seconds",) if key in spec}

@@ -32,11 +32,10 @@ def test_a_loop_spans_condensed_histories() -> None:
 
 @pytest.mark.parametrize(("keys", "named"), [({}, {}), ({"session": None}, {"session_id": "s"})], ids=["request", "policy"])
 def test_without_a_session_a_request_is_all_that_is_known(keys: dict[str, Any], named: dict[str, str]) -> None:
-    """Where the request names none, or the policy has none, nothing is kept."""
+    """Where the request names none, or the policy has none, turns of which each request shows one are not brought together."""
     service = make_service(agents(**keys))
 
     assert send_all(service, [turn(n) for n in range(1, 6)], **named) == [200] * 5
-    assert sample(service, "store_entries") == 0
 
 
 def test_a_session_never_takes_the_place_of_a_caller() -> None:
@@ -143,9 +142,9 @@ def look(spec: Mapping[str, Any], scope: str = "", **named: Any) -> Evaluation: 
 
 def test_a_ring_s_key_has_bounded_parts() -> None:
     """Policy, detector, attachment, tenant, and a hash of however long a name; shadow policies have theirs apart."""
-    (short,) = look(agents(), session_id="s").enforcing.list_pushes()
-    (long,) = look(agents(session={"idle_seconds": 7}), "edge", session_id="s" * 60_000).enforcing.list_pushes()
-    (shadow,) = look(agents(mode="shadow"), session_id="s").shadow.list_pushes()
+    chain, short = look(agents(), session_id="s").enforcing.list_pushes()
+    _, long = look(agents(session={"idle_seconds": 7}), "edge", session_id="s" * 60_000).enforcing.list_pushes()
+    _, shadow = look(agents(mode="shadow"), session_id="s").shadow.list_pushes()
 
     start, tenant, session = short.key.rsplit(":", 2)
     assert start == "ring:agents:default:"
@@ -153,6 +152,9 @@ def test_a_ring_s_key_has_bounded_parts() -> None:
     assert len(long.key) == len(short.key) + len("edge")
     assert shadow.key == f"shadow:{short.key}"
     assert (short.ttl_ms, long.ttl_ms) == (3_600_000, 7_000)
+    start, node, own = chain.key.rsplit(":", 2)
+    assert start == f"chain:agents:default::{session}"
+    assert (len(node), own) == (32, tenant)
 
 
 def test_a_loop_that_the_ring_shows_trips_the_cooldown() -> None:

@@ -44,7 +44,7 @@ def test_rings_and_counters_are_asked_together(store: Driver) -> None:
     pushes = [make_push("a")._replace(key=f"ring-{number}") for number in range(20)]
     store.push(pushes[5:6], 1_000)
 
-    async def both() -> tuple[Sequence[Sequence[bytes]], Sequence[Count]]:
+    async def both() -> tuple[Sequence[Any], Sequence[Count]]:
         entries = store.store.push([pushed._replace(key=store.key(pushed), request=b"another.") for pushed in pushes], 1_001)
         counts = store.ask([make_hit()], 1_001)
         return (await entries if inspect.isawaitable(entries) else entries), await counts

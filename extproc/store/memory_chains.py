@@ -1,0 +1,66 @@
+"""Chains in this process: what `rules/chain.py` keeps, within a bound of bytes.
+
+What is needed least goes first: nodes that all of their conversations have left, then conversations of one node, then others;
+of each kind the one that was written longest ago.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from extproc.store.rules.chain import CUT_MS, FIRST_MS, OVERHEAD, ends_at
+
+_SWEEP: Final = 4
+"""Forgotten values that are removed at most each time, of each kind: as many as one turn writes."""
+
+
+class MemoryChains:
+    """Values by key, each of one kind."""
+
+    def __init__(self, max_bytes: int, on_evicted: Callable[[], object]) -> None:
+        """Start empty; `on_evicted` is told of each value that is dropped because there is no room."""
+        self._max_bytes = max_bytes
+        self._on_evicted = on_evicted
+        self._bytes = 0
+        self._kinds: list[OrderedDict[str, bytes]] = [OrderedDict(), OrderedDict(), OrderedDict()]
+
+    def __len__(self) -> int:
+        """Values kept now, some of which may be over."""
+        return sum([len(kind) for kind in self._kinds])
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a key, None where there is none."""
+        for kind in self._kinds:
+            value = kind.get(key)
+            if value is not None:
+                return value
+        return None
+
+    def put(self, key: str, value: bytes, life: int) -> None:
+        """Keep a value for so many milliseconds, as the one of its kind that was written last."""
+        for kind in self._kinds:
+            old = kind.pop(key, None)
+            if old is not None:
+                self._bytes -= len(old) + OVERHEAD
+                break
+        self._kinds[0 if life <= CUT_MS else 1 if life <= FIRST_MS else 2][key] = value
+        self._bytes += len(value) + OVERHEAD
+        while self._bytes > self._max_bytes:
+            kind = next((kind for kind in self._kinds if kind), self._kinds[0])
+            self._drop_oldest(kind)
+            self._on_evicted()
+
+    def sweep(self, now: int) -> None:
+        """Remove what is over, as far as it is the oldest of its kind; `now` in milliseconds."""
+        for kind in self._kinds:
+            for _ in range(_SWEEP):
+                key = next(iter(kind), None)
+                if key is None or now < ends_at(kind[key]):
+                    break
+                self._drop_oldest(kind)
+
+    def _drop_oldest(self, kind: OrderedDict[str, bytes]) -> None:
+        _, value = kind.popitem(last=False)
+        self._bytes -= len(value) + OVERHEAD

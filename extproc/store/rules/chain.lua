@@ -1,0 +1,187 @@
+-- chain: a turn of each of several conversations that are known by what they show.
+--
+-- KEYS     for each turn five keys, all in one hash slot: its node, the node's parent, the suffix of the parent, that of the node,
+--          and what the caller takes up; the node's stands in place of one that there is not. A turn may come with its first
+--          key alone: then it begins a conversation, and nothing is charged
+-- ARGV     for each turn, or once where they are the same for all, seven values: the node (8 bytes), its parent (8 bytes, none of
+--          a root), which keys there are (1 a parent, 2 the parent's suffix, 4 the node's), the entry, ttl_ms, most (bytes),
+--          now_ms (-1: the server's clock)
+-- returns  for each turn a byte of flags (1 whole, 4 dropped), and its conversation's entries, each with a byte for its length
+--
+-- The formats and the rules are those of chain.py, and so are the names here. The value decides; the key's own expiry only
+-- collects garbage.
+
+local VERSION = 1
+local HEAD, HEAD_SIZE = '>BBI8I8I4c8c8c8BB', 44
+local USAGE, USAGE_SIZE = '>BBI8I4I8', 22
+local MAX_ENTRIES, MAX_RETRIES, MAX_RUNS = 32, 3, 255
+local CUT_MS, FIRST_MS, OVERHEAD, GARBAGE_MS = 120000, 600000, 128, 1000
+local WHOLE, AMBIGUOUS, DROPPED = 1, 2, 4
+local PARENT, BEFORE, OWN = 1, 2, 4
+local NONE, ARGUMENTS, WIDTH = '\0\0\0\0\0\0\0\0', 7, 5
+
+local clock = redis.call('TIME')
+local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+
+local function has(flags, flag) return math.floor(flags / flag) % 2 == 1 end
+
+local function get(key)
+  local value = redis.pcall('GET', key)
+  if type(value) == 'table' then redis.call('DEL', key) end -- not ours: one odd key must not fail a whole batch
+  return type(value) == 'string' and value or ''
+end
+
+local function open(key, now)
+  local value = get(key)
+  if #value < HEAD_SIZE or string.byte(value) ~= VERSION then return nil end
+  local k, _, at = {}, nil, nil
+  _, k.flags, k.last, k.life, k.depth, k.conversation, k.writer, k.next, k.runs, k.retries, at = struct.unpack(HEAD, value)
+  if math.abs(now - k.last) >= k.life then return nil end
+  k.entries = string.sub(value, at)
+  return k
+end
+
+local function make(flags, depth, conversation, writer, entries)
+  return {
+    flags = flags, last = 0, life = 0, depth = depth, conversation = conversation, writer = writer, next = NONE, runs = 0,
+    retries = 0, entries = entries,
+  }
+end
+
+local function write(key, k)
+  local head = struct.pack(HEAD, VERSION, k.flags, k.last, k.life, k.depth, k.conversation, k.writer, k.next, k.runs, k.retries)
+  redis.call('SET', key, head .. k.entries, 'PX', k.life + GARBAGE_MS)
+end
+
+local function claim(k) k.runs = math.max(k.runs - 1, 0) end
+local function stand(k) k.runs = math.min(k.runs + 1, MAX_RUNS) end
+
+local function count_entries(entries) -- and where the last begins
+  local kept, at, newest = 0, 1, 1
+  while at <= #entries do
+    kept, newest = kept + 1, at
+    at = at + 1 + string.byte(entries, at)
+  end
+  return kept, newest
+end
+
+local function add(entries, entry)
+  local start = 1
+  if count_entries(entries) >= MAX_ENTRIES then start = 2 + string.byte(entries) end
+  return string.sub(entries, start) .. string.char(#entry) .. entry
+end
+
+local function repeat_turn(node, before, entry)
+  stand(node)
+  if node.retries < MAX_RETRIES then
+    node.retries = node.retries + 1
+    local _, newest = count_entries(node.entries)
+    node.entries = string.sub(node.entries, 1, newest - 1) .. string.char(#entry) .. entry
+    return
+  end
+  local base = node
+  if before and not has(before.flags, AMBIGUOUS) and before.conversation == node.conversation and before.depth > node.depth then
+    base = before
+  end
+  node.entries, node.depth = add(base.entries, entry), base.depth + 1
+end
+
+local function make_suffix(old, node, id)
+  local mine = old and old.writer == id
+  if old and (has(old.flags, AMBIGUOUS) or (not mine and (old.conversation ~= node.conversation or old.runs > 0))) then
+    return make(AMBIGUOUS, 0, old.conversation, old.writer, '')
+  end
+  local suffix = make(node.flags, node.depth, node.conversation, id, node.entries)
+  suffix.runs = node.runs
+  if mine then suffix.next = old.next end
+  return suffix
+end
+
+local function charge(key, cost, most, window, now)
+  local value, started, used = get(key), now, 0
+  if #value == USAGE_SIZE and string.byte(value) == VERSION then
+    local _, life
+    _, _, started, life, used = struct.unpack(USAGE, value)
+    if math.abs(now - started) >= life then started, used = now, 0 end
+  end
+  if used + cost > most then return false end
+  redis.call('SET', key, struct.pack(USAGE, VERSION, 0, started, window, used + cost), 'PX', window + GARBAGE_MS)
+  return true
+end
+
+local function follow(keys, id, parent_id, given, entry, ttl, most, now)
+  local node = open(keys[1], now)
+  local parent = has(given, PARENT) and open(keys[2], now) or nil
+  local before = has(given, BEFORE) and open(keys[3], now) or nil
+  local own
+  if has(given, OWN) then
+    if has(given, BEFORE) and keys[3] == keys[4] then own = before else own = open(keys[4], now) end
+  end
+  local claims, first = parent and parent.runs > 0, math.min(FIRST_MS, ttl)
+  local is_new, begins, cost, changed = not node, false, 0, {}
+  if parent_id == '' then
+    if not node then
+      node, begins = make(WHOLE, 0, id, id, ''), true
+      node.life = first
+    end
+    stand(node)
+  elseif node and (not claims or node.retries < MAX_RETRIES) then
+    repeat_turn(node, before, entry)
+  else
+    local linked = before and not parent and not has(before.flags, AMBIGUOUS)
+    local base, stood = linked and before or parent, node
+    if base then
+      begins = base.next ~= NONE and base.next ~= id
+      node = make(
+        (claims or linked) and base.flags or 0, base.depth + 1, begins and id or base.conversation, id, add(base.entries, entry)
+      )
+      if not begins then base.next = id end
+      claim(base)
+      changed[1] = { linked and keys[3] or keys[2], base }
+      if not linked and before and before.writer == parent_id then
+        claim(before)
+        changed[2] = { keys[3], before }
+      end
+      for _, change in ipairs(changed) do
+        if change[2].runs == 0 then change[2].last, change[2].life = now, math.min(CUT_MS, ttl) end
+      end
+    else
+      node, begins = make(0, 1, id, id, add('', entry)), true
+    end
+    node.life = base and not linked and ttl or first
+    if stood then
+      begins = false
+      node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
+    end
+    stand(node)
+  end
+  node.last = now
+  changed[#changed + 1] = { keys[1], node }
+  if is_new then cost = OVERHEAD + HEAD_SIZE + #node.entries end
+  if has(given, OWN) then
+    local suffix = make_suffix(own, node, id)
+    suffix.last, suffix.life = now, node.depth > 1 and ttl or node.life
+    changed[#changed + 1] = { keys[4], suffix }
+    cost = cost * 2
+  end
+  if not begins then
+    cost, most = math.floor(cost * CUT_MS / FIRST_MS), most * 2
+  end
+  local dropped = is_new and keys[5] and not charge(keys[5], cost, most, first, now)
+  if not dropped then
+    for _, change in ipairs(changed) do write(change[1], change[2]) end
+  end
+  return string.char(node.flags % 2 + (dropped and DROPPED or 0)) .. node.entries
+end
+
+local width = #KEYS == 1 and 1 or WIDTH
+local answers = {}
+for i = 1, #KEYS / width do
+  local at = #ARGV == ARGUMENTS and 0 or (i - 1) * ARGUMENTS
+  local keys, given, now = {}, tonumber(ARGV[at + 3]), tonumber(ARGV[at + 7])
+  for place = 1, width do keys[place] = KEYS[(i - 1) * width + place] end
+  if width == 1 then given = 0 end
+  if now == -1 then now = server_now end
+  answers[i] = follow(keys, ARGV[at + 1], ARGV[at + 2], given, ARGV[at + 4], tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6]), now)
+end
+return answers

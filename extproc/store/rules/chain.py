@@ -1,0 +1,315 @@
+"""Chains: conversations that are known by what they show, with a ring of entries at each point; the rule of `chain.lua`.
+
+A request shows a number of assistant messages. It stands at the node of all of them, and its parent is the node of all but the
+newest. A node has the entries of its whole way, copied from its parent: conversations that part share what they have in common
+and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on.
+
+A client that keeps the last messages alone shows no parent that is known. Its link is the suffix, the last two messages, where
+these belong to one conversation alone.
+
+An equal request is a retry, `MAX_RETRIES` times. From then on it is another conversation, as long as its parent has some left
+that may have come here, and else a turn: a window of messages in which the same stands again and again looks like that.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+MAX_ENTRIES: Final = 32
+MAX_RETRIES: Final = 3
+_MAX_RUNS: Final = 255
+
+CUT_MS: Final = 120_000
+"""How long a node stays that all of its conversations have left: one may be sent back to it."""
+
+FIRST_MS: Final = 600_000
+"""How long one stays that may never have a child: the first of a conversation, or one in a window of messages."""
+
+OVERHEAD: Final = 128
+"""What a store takes for a key beside its value, in bytes, as the caller is charged for it."""
+
+_VERSION: Final = 1
+_HEAD: Final = struct.Struct(">BBQII8s8s8sBB")
+_TIMES: Final = struct.Struct(">BBQI")
+_USAGE: Final = struct.Struct(">BBQIQ")
+_WHOLE, _AMBIGUOUS, _DROPPED = 1, 2, 4
+_NONE: Final = bytes(8)
+
+
+class Link(NamedTuple):
+    """One turn of a conversation that has no name; all keys end in the two hex digits that the caller's other keys end in.
+
+    Attributes:
+        key: of the request's node.
+        parent: key of the node without the newest assistant message; empty for a request that shows none.
+        before: key of the parent's last two assistant messages; empty where it has fewer.
+        own: key of the node's last two; empty where it has fewer.
+        usage: key of what the caller takes up.
+        node: 8 bytes that tell the node from others.
+        parent_node: the same of its parent.
+        entry: up to 64 bytes; none of a request that shows no assistant message.
+        ttl_ms: how long after its last request a conversation is forgotten, in milliseconds.
+        most: in `FIRST_MS` the caller may begin conversations of this many bytes, and go on with others for as many.
+    """
+
+    key: str
+    parent: str
+    before: str
+    own: str
+    usage: str
+    node: bytes
+    parent_node: bytes
+    entry: bytes
+    ttl_ms: int
+    most: int
+
+
+class Trail(NamedTuple):
+    """What a chain answers.
+
+    Attributes:
+        entries: of the conversation, the oldest first, the new one included.
+        whole: they are all that there were since its first request, up to `MAX_ENTRIES`.
+        dropped: nothing was kept, because the caller takes up too much.
+    """
+
+    entries: list[bytes]
+    whole: bool
+    dropped: bool
+
+
+class _Knot:
+    """What stands at a node, or at a suffix.
+
+    Attributes:
+        flags: whether it is whole, or ambiguous.
+        last: when it was written, in milliseconds.
+        life: until it is forgotten, in milliseconds.
+        depth: entries on the way here.
+        conversation: to which it belongs.
+        writer: the node; of a node itself, its own.
+        next: the child that goes on with the conversation; others begin one.
+        runs: conversations that stand here and have not gone on.
+        retries: so far.
+        entries: each with a byte for its length before it.
+    """
+
+    __slots__ = ("conversation", "depth", "entries", "flags", "last", "life", "next", "retries", "runs", "writer")
+
+    def __init__(self, flags: int, depth: int, conversation: bytes, writer: bytes, entries: bytes) -> None:
+        self.flags = flags
+        self.last = 0
+        self.life = 0
+        self.depth = depth
+        self.conversation = conversation
+        self.writer = writer
+        self.next = _NONE
+        self.runs = 0
+        self.retries = 0
+        self.entries = entries
+
+    def pack(self) -> bytes:
+        """As a value of the store's."""
+        head = _HEAD.pack(
+            _VERSION,
+            self.flags,
+            self.last,
+            self.life,
+            self.depth,
+            self.conversation,
+            self.writer,
+            self.next,
+            self.runs,
+            self.retries,
+        )
+        return head + self.entries
+
+    def add(self) -> None:
+        """One more stands here."""
+        self.runs = min(self.runs + 1, _MAX_RUNS)
+
+
+Read = Callable[[str], bytes | None]
+"""The value of a key, None where there is none."""
+
+Write = Callable[[str, bytes, int], None]
+"""Keep a value under a key for so many milliseconds."""
+
+
+def follow(read: Read, write: Write, asked: Link, now: int) -> Trail:
+    """Add a turn to its conversation; `now` in milliseconds."""
+    node, parent, before = _open(read(asked.key), now), _read(read, asked.parent, now), _read(read, asked.before, now)
+    own = before if asked.own == asked.before else _read(read, asked.own, now)
+    is_new, begins = node is None, False
+    changed: dict[str, _Knot] = {}
+    if not asked.parent:
+        node, begins = _begin(node, asked), node is None
+    elif node is not None and (parent is None or parent.runs == 0 or node.retries < MAX_RETRIES):
+        _repeat(node, before, asked)
+    else:
+        node, begins, changed = _go_on(node, parent, before, asked, now)
+    node.last = now
+    changed[asked.key] = node
+    cost = OVERHEAD + _HEAD.size + len(node.entries) if is_new else 0
+    if asked.own:
+        suffix = _make_suffix(own, node, asked)
+        suffix.last, suffix.life = now, asked.ttl_ms if node.depth > 1 else node.life
+        changed[asked.own] = suffix
+        cost *= 2
+    dropped = is_new and not _charge(read, write, asked, cost, now, begins=begins)
+    if not dropped:
+        for key, knot in changed.items():
+            write(key, knot.pack(), knot.life)
+    return Trail(split_entries(node.entries), node.flags & _WHOLE != 0, dropped)
+
+
+def _begin(node: _Knot | None, asked: Link) -> _Knot:
+    """A request without history: a conversation more."""
+    if node is None:
+        node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
+        node.life = min(FIRST_MS, asked.ttl_ms)
+    node.add()
+    return node
+
+
+def _go_on(
+    stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: Link, now: int
+) -> tuple[_Knot, bool, dict[str, _Knot]]:
+    """A conversation goes on, or is seen for the first time: its node, whether it begins there, and what else has changed."""
+    claims = parent is not None and parent.runs > 0
+    linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
+    base = before if linked else parent
+    changed: dict[str, _Knot] = {}
+    if base is None:
+        node, begins = _Knot(0, 1, asked.node, asked.node, _add(b"", asked.entry)), True
+    else:
+        begins = base.next not in (_NONE, asked.node)
+        conversation = asked.node if begins else base.conversation
+        flags = base.flags if claims or linked else 0
+        node = _Knot(flags, base.depth + 1, conversation, asked.node, _add(base.entries, asked.entry))
+        if not begins:
+            base.next = asked.node
+        changed[asked.before if linked else asked.parent] = base
+        if not linked and before is not None and before.writer == asked.parent_node:
+            changed[asked.before] = before
+    for knot in changed.values():
+        knot.runs = max(knot.runs - 1, 0)
+        if knot.runs == 0:
+            knot.last, knot.life = now, min(CUT_MS, asked.ttl_ms)
+    node.life = asked.ttl_ms if base is not None and not linked else min(FIRST_MS, asked.ttl_ms)
+    if stood is not None:
+        begins = False
+        node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
+    node.add()
+    return node, begins, changed
+
+
+def _repeat(node: _Knot, before: _Knot | None, asked: Link) -> None:
+    """The request was there before."""
+    node.add()
+    if node.retries < MAX_RETRIES:
+        node.retries += 1
+        kept = split_entries(node.entries)[:-1]
+        node.entries = _add(b"".join([bytes((len(entry),)) + entry for entry in kept]), asked.entry)
+        return
+    goes_on = (
+        before is not None
+        and not before.flags & _AMBIGUOUS
+        and before.conversation == node.conversation
+        and before.depth > node.depth
+    )
+    base = before if before is not None and goes_on else node
+    node.entries, node.depth = _add(base.entries, asked.entry), base.depth + 1
+
+
+def _make_suffix(old: _Knot | None, node: _Knot, asked: Link) -> _Knot:
+    """What stands at the last two messages of a node; nothing that is of use where several conversations end so."""
+    mine = old is not None and old.writer == asked.node
+    if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
+        return _Knot(_AMBIGUOUS, 0, old.conversation, old.writer, b"")
+    suffix = _Knot(node.flags, node.depth, node.conversation, asked.node, node.entries)
+    suffix.runs = node.runs
+    if old is not None and mine:
+        suffix.next = old.next
+    return suffix
+
+
+def _charge(read: Read, write: Write, asked: Link, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
+    """Whether the caller may take up so many bytes more."""
+    most = asked.most
+    if not begins:  # its parent goes in its place, after a while
+        cost, most = cost * CUT_MS // FIRST_MS, 2 * most
+    value = read(asked.usage)
+    started, used = now, 0
+    if value is not None and len(value) == _USAGE.size and value[0] == _VERSION:
+        _, _, started, life, used = _USAGE.unpack(value)
+        if abs(now - started) >= life:
+            started, used = now, 0
+    if used + cost > most:
+        return False
+    life = min(FIRST_MS, asked.ttl_ms)
+    write(asked.usage, _USAGE.pack(_VERSION, 0, started, life, used + cost), life)
+    return True
+
+
+def ends_at(value: bytes) -> int:
+    """When a value is over, in milliseconds; every kind of value begins alike."""
+    _, _, last, life = _TIMES.unpack_from(value)
+    return int(last + life)
+
+
+def _read(read: Read, key: str, now: int) -> _Knot | None:
+    return _open(read(key), now) if key else None
+
+
+def _open(value: bytes | None, now: int) -> _Knot | None:
+    """What a value says; None where there is none, or it is over."""
+    if value is None or len(value) < _HEAD.size or value[0] != _VERSION:
+        return None
+    _, flags, last, life, depth, conversation, writer, following, runs, retries = _HEAD.unpack_from(value)
+    if abs(now - last) >= life:
+        return None
+    knot = _Knot(flags, depth, conversation, writer, value[_HEAD.size :])
+    knot.last, knot.life, knot.next, knot.runs, knot.retries = last, life, following, runs, retries
+    return knot
+
+
+def _add(entries: bytes, entry: bytes) -> bytes:
+    """The newest of these, and one more."""
+    kept, at = 0, 0
+    while at < len(entries):
+        kept += 1
+        at += 1 + entries[at]
+    start = 0
+    if kept >= MAX_ENTRIES:
+        start = 1 + entries[0]
+    return entries[start:] + bytes((len(entry),)) + entry
+
+
+def split_entries(joined: bytes) -> list[bytes]:
+    """The entries of a ring.
+
+    Raises:
+        IndexError: they are no such thing.
+    """
+    entries = []
+    start = 0
+    while start < len(joined):
+        end = start + 1 + joined[start]
+        if end > len(joined):
+            raise IndexError
+        entries.append(joined[start + 1 : end])
+        start = end
+    return entries
+
+
+def read_trail(answer: bytes) -> Trail:
+    """What a script answers: a byte of flags, and the entries.
+
+    Raises:
+        IndexError: it is no such thing.
+    """
+    flags = answer[0]
+    return Trail(split_entries(answer[1:]), flags & _WHOLE != 0, flags & _DROPPED != 0)

@@ -1,0 +1,54 @@
+"""Conversations that send an API key and a body alone, through the real Envoy, two Loopguards and Valkey or a cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack, stack
+from tests.support.servers import cluster, server
+from tests.support.turn_writers import SHAPES, Did
+
+LOOPS = policy("agents", {"pathPrefix": "/"}, similarity="turns", limit_keys=["header:x-user-id"])
+STUCK = Did((("check", {"build": 7}),), ("the build is broken",))
+
+
+@pytest.fixture(scope="module", params=["valkey", "cluster"])
+def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """Two replicas that share a store."""
+    if request.param == "valkey":
+        with server() as one, stack(bundle(LOOPS), "--store", f"redis://{one.address}", replicas=2) as made:
+            yield made
+    else:
+        with cluster() as nodes:
+            url = "redis+cluster://" + ",".join(node.address for node in nodes[:2])
+            with stack(bundle(LOOPS), "--store", url, replicas=2) as made:
+                yield made
+
+
+@pytest.mark.parametrize("shape", ["chat", "anthropic", "responses", "gemini"])
+@pytest.mark.parametrize("window", [0, 3])
+def test_the_one_that_loops_is_stopped_whichever_replica_it_meets(stacked: Stack, shape: str, window: int) -> None:
+    """Six conversations of one caller side by side; older results are cleared, or older messages left out."""
+    random = Random(f"{shape}{window}")
+    headers = {"content-type": "application/json", "x-user-id": f"{shape}-{window}"}
+    statuses: list[list[int]] = [[] for _ in range(6)]
+    begun = [Did((("look", {"at": random.randrange(10**6)}),), (str(random.randrange(10**6)),)) for _ in range(6)]
+    before = [replica.metric("requests_total") for replica in stacked.replicas]
+    for count in range(7):
+        for place in random.sample(range(6), 6):
+            work = [STUCK] * 8 if place == 0 else [STUCK._replace(results=(f"{place} {turn}",)) for turn in range(8)]
+            turns = [begun[place], *work][:count]
+            turns = [turn._replace(thought=f"{place} thinks {at}", number=at + 1) for at, turn in enumerate(turns)]
+            shown = turns[-window:] if window else [turn._replace(results=("[cleared]",)) for turn in turns[:-2]] + turns[-2:]
+            answer = stacked.send("/v1/x", method="POST", body=json.dumps(SHAPES[shape](shown)).encode(), headers=headers)
+            statuses[place].append(answer.status)
+
+    assert 429 not in statuses[0][:4]
+    assert statuses[0][4:] == [429] * 3
+    assert not any(429 in others for others in statuses[1:])
+    assert all(replica.metric("requests_total") > was for replica, was in zip(stacked.replicas, before, strict=True))

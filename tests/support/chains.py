@@ -1,0 +1,107 @@
+"""Conversations under one caller that no header tells apart: made by the thousand, with the truth known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+from extproc.detectors.chain import ChainPlace
+from extproc.sessions.names import Rings
+from extproc.store.rules.chain import Link, Trail, follow
+
+RINGS = Rings("p", None, namespace="")
+
+
+class Sent(NamedTuple):
+    """A request as a client sends it.
+
+    Attributes:
+        first: what the user said first, as far as it is shown.
+        shown: the assistant messages that it shows, the oldest first.
+        entry: of the newest turn.
+    """
+
+    first: str
+    shown: tuple[str, ...]
+    entry: str
+
+
+def make_link(sent: Sent, *, tenant: str = "00", session: str = "", rings: Rings = RINGS, **changes: int) -> Link:
+    """What the store is asked about a request."""
+    place = ChainPlace(_widen(sent.first), [_widen(message) for message in sent.shown])
+    entry = sent.entry.encode() if sent.shown else b""
+    return rings.make_link("default", "", tenant, session, place, entry)._replace(**changes)  # type: ignore[arg-type]  # its fields
+
+
+def _widen(text: str) -> bytes:
+    return text.encode().ljust(16, b"\0")
+
+
+class Model:
+    """A store that keeps everything, by the rule in Python."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def ask(self, link: Link, now: int = 0) -> Trail:
+        """What the rule answers."""
+        return follow(self.values.get, self._put, link, now)
+
+    def _put(self, key: str, value: bytes, _life: int) -> None:
+        self.values[key] = value
+
+
+class Run:
+    """One conversation: what the assistant says and what comes back, turn by turn."""
+
+    def __init__(self, task: str, turns: Sequence[tuple[str, str]], window: int = 0) -> None:
+        """Take turns of (assistant message, entry); `window`: so many messages are shown, 0 for all."""
+        self.task = task
+        self.turns = list(turns)
+        self.window = window
+        self.at = 0
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to send."""
+        return self.at > len(self.turns)
+
+    def send(self) -> tuple[Sent, list[bytes]]:
+        """The next request, and the entries of all turns up to it, the oldest first: the truth."""
+        past = self.turns[: self.at]
+        self.at += 1
+        shown = tuple(message for message, _ in past)
+        if self.window:
+            shown = shown[-self.window :]
+        entries = [entry.encode() for _, entry in past][-32:]
+        return Sent(self.task, shown, past[-1][1] if past else ""), entries
+
+
+def interleave(runs: Sequence[Run], how: str, random: Random) -> list[tuple[Run, Sent, list[bytes]]]:
+    """All requests of the runs: one after the other (`sequential`), in turn (`lockstep`), or in any order (`random`)."""
+    sent = []
+    left = list(runs)
+    number = 0
+    while left:
+        place = 0 if how == "sequential" else number % len(left) if how == "lockstep" else random.randrange(len(left))
+        run = left[place]
+        sent.append((run, *run.send()))
+        number += 1
+        if run.done:
+            left.remove(run)
+            number -= 1
+    return sent
+
+
+_MESSAGES = st.sampled_from(["a", "b", "c"])
+_SENT = st.builds(
+    Sent,
+    st.sampled_from(["u", "v"]),
+    st.lists(_MESSAGES, max_size=5).map(tuple),
+    st.sampled_from(["x", "y", "z" * 64]),
+)
+STEPS = st.lists(st.tuples(_SENT, st.integers(0, 50) | st.integers(0, 130_000) | st.integers(-900_000, 900_000)), max_size=40)
+"""Requests of a caller, each with the time since the one before in milliseconds."""
