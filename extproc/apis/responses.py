@@ -185,7 +185,10 @@ def _make_message(completion: Completion, status: str) -> dict[str, Any]:
 _TOOLS = ToolList("input", "tools", "tool_choice")
 
 API = Api(
-    paths={r"/responses\Z": Endpoint(write_error, complete, websocket=True)},
+    paths={
+        r"/responses\Z": Endpoint(write_error, complete, websocket=True),
+        r"/responses/input_tokens\Z": Endpoint(write_error, asks_model=False),
+    },
     asked=("stream",),
     shapes=(
         Shape(("input",), ResponsesBody, Item, _name_speaker, _read, _find_raw, _take, _is_call, _look_back, locate=_locate),

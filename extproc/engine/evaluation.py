@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from extproc.apis import open_conversation
+from extproc.apis import asks_model, open_conversation
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.engine.candidates import NOT_CHANGING, Answer, Candidate, LoopCandidate, RequestBody, SessionCandidate
 from extproc.engine.orders import ActiveOverride, Overrides
@@ -113,7 +113,7 @@ class CandidateGroup:
                 candidate = LoopCandidate(plan, detector, values, joined, session)
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
-            if plan.limiter is not None:
+            if plan.limiter is not None and request.method != "HEAD" and asks_model(request.path):  # the others are no steps
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
                 self._limit(plan, plan.limiter, values, joined, named)
         except NotCounted as why:
