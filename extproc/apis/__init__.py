@@ -79,6 +79,7 @@ for _api in APIS:
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
 _TOOLLESS: Final = [search for search, endpoint in _PATHS if not endpoint.needs_tool]
+_MODELLESS: Final = [search for search, endpoint in _PATHS if not endpoint.asks_model]
 _WEBSOCKETS: Final = [search for search, endpoint in _PATHS if endpoint.websocket]
 
 
@@ -109,6 +110,11 @@ def needs_tool(path: str) -> bool:
 def takes_websocket(path: str) -> bool:
     """Whether an API takes its calls over a WebSocket on this path."""
     return any(search(path) for search in _WEBSOCKETS)
+
+
+def asks_model(path: str) -> bool:
+    """Whether a model may answer what is asked on this path; an API's own counting of tokens is no such thing."""
+    return not any(search(path) for search in _MODELLESS)
 
 
 def list_models(model: str) -> list[str]:

@@ -94,6 +94,7 @@ _MESSAGES = Endpoint(write_error, complete)
 API = Api(
     paths={
         r"/v1/messages\Z": _MESSAGES,
+        r"/v1/messages/count_tokens\Z": Endpoint(write_error, asks_model=False),
         r"/v1/messages/": Endpoint(write_error),
         r"/publishers/anthropic/models/[^/:]+:(?:rawPredict|streamRawPredict)\Z": _MESSAGES,
     },

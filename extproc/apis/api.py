@@ -131,12 +131,14 @@ class Endpoint(NamedTuple):
             API has no such answers.
         needs_tool: a history with calls is refused where no tool is declared.
         websocket: calls are also taken over a WebSocket on the same path.
+        asks_model: a model answers; else tokens are counted.
     """
 
     write_error: Callable[[Refusal, Question], Framed]
     complete: Callable[[Completion, Question], Framed | None] = lambda _completion, _question: None
     needs_tool: bool = True
     websocket: bool = False
+    asks_model: bool = True
 
 
 Changes = dict[str, bytes | None]

@@ -148,7 +148,7 @@ API = Api(
         rf"{_PATH}converse-stream\Z": Endpoint(write_error, complete_in_pieces),
         rf"{_PATH}invoke\Z": Endpoint(write_error, complete_as_model),
         rf"{_PATH}invoke-with-response-stream\Z": Endpoint(write_error, complete_as_model_in_pieces),
-        rf"{_PATH}count-tokens\Z": Endpoint(write_error),
+        rf"{_PATH}count-tokens\Z": Endpoint(write_error, asks_model=False),
     },
     prefixes=("/model/",),
     asked=("anthropic_version",),

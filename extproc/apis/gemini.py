@@ -209,7 +209,8 @@ API = Api(
     paths={
         r":generateContent\Z": Endpoint(write_error, complete),
         r":streamGenerateContent\Z": Endpoint(write_error, complete_in_pieces),
-        r":(?:countTokens|embedContent|batchEmbedContents)\Z": Endpoint(write_error),
+        r":countTokens\Z": Endpoint(write_error, asks_model=False),
+        r":(?:embedContent|batchEmbedContents)\Z": Endpoint(write_error),
     },
     # Of Gemini, of Vertex AI, which has Anthropic's models, too, and of Code Assist.
     prefixes=(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from extproc.apis import LIST_PATHS, open_conversation
+from extproc.apis import LIST_PATHS, asks_model, open_conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
 from extproc.engine.candidates import (
@@ -132,7 +132,7 @@ class CandidateGroup:
                     continue
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
-            if plan.limiter is not None:
+            if plan.limiter is not None and request.method != "HEAD" and asks_model(request.path):  # the others are no steps
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
                 self._limit(plan, plan.limiter, values, joined, named).labels = labels
         except NotCounted as why:

@@ -170,3 +170,29 @@ def test_turns_are_not_disturbed() -> None:
     sent = [TITLE, turn(1), TITLE, SUMMARY, turn(2), SUMMARY, turn(3)]
 
     assert [send(service, data, session_id="s") for data in sent] == [200] * 6 + [429]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("HEAD", "/"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/v1beta/models/m:countTokens"),
+        ("POST", "/v1/responses/input_tokens"),
+        ("POST", "/model/m/count-tokens"),
+    ],
+)
+def test_what_asks_no_model_is_no_step(method: str, path: str) -> None:
+    """However often a program looks whether a server is there, or how long its prompt is."""
+    document = limited(max_steps=1)
+    document["spec"] |= {"selector": {"pathPrefix": "/"}, "unnamed_limits": {"max_steps": 1}}
+    service = make_service(document)
+
+    def send_one(**named: str) -> int:
+        message = headers(path, method=method, x_team="t", **named)
+        return status(decoded(exchange(service, message, body(turns(1)))[-1]))
+
+    assert [send_one(x_session_id="s") for _ in range(6)] == [200] * 6
+    assert [send_one() for _ in range(6)] == [200] * 6
+    assert service.reporter.sessions.copy() == []
+    assert status(ask(service, turns(1))) == 200
