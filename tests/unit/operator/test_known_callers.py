@@ -54,7 +54,7 @@ def report(service: Service, **selected: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("known", [HIDDEN, TENANT])
+@pytest.mark.parametrize("known", [HIDDEN, TENANT], ids=["secret", "caller"])  # hashes of this process
 def test_alias_and_labels_stand_beside_the_hash(known: str, caplog: pytest.LogCaptureFixture) -> None:
     """In rows, logs, events and commands; callers are chosen by them; the secret is in none, as a label neither."""
     caplog.set_level(logging.WARNING)
@@ -129,6 +129,7 @@ def test_a_client_cannot_take_an_alias() -> None:
         {"credential": SECRET},
         {"credential": f"Bearer {SECRET}"},
     ],
+    ids=["alias", "secret's hash", "caller's hash", "credential's hash", "secret", "bearer token"],
 )
 def test_operators_name_a_caller_by_what_they_see(caller: object) -> None:
     """By alias, by either hash, and by the secret, which nothing keeps."""
