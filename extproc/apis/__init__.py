@@ -20,7 +20,7 @@ from extproc.apis.contents import READERS
 from extproc.apis.conversation import Shapes
 from extproc.apis.places import LOCATORS
 from extproc.apis.usage import COUNTS, FINDERS, Counts
-from extproc.request.secrets import OWN_PLACES, SECRET_HEADERS
+from extproc.request.secrets import ANYWHERE, OWN_PLACES, SECRET_HEADERS
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 APIS: Final[list[Api]] = sorted([file.API for file in _FILES if hasattr(file, "API")], key=lambda api: api.default is None)
@@ -73,6 +73,8 @@ _CONTENT_TYPES: Final = [
     for pattern, endpoint in api.content_types.items()
 ]
 _PATHS: Final = [(re.compile(pattern).search, endpoint) for api in APIS for pattern, endpoint in api.paths.items()]
+_USUAL = ("header:authorization", "header:x-api-key", "header:api-key", "header:x-goog-api-key", "query:key")
+ANYWHERE.extend(dict.fromkeys([*_USUAL, *[key for api in APIS for key in api.credentials]]))
 for _api in APIS:
     SECRET_HEADERS.update([key.removeprefix("header:") for key in _api.credentials if key.startswith("header:")])
     OWN_PLACES.extend([(re.compile(pattern).search, _api.credentials) for pattern in _api.paths])

@@ -13,10 +13,11 @@ CREDENTIAL: Final = "credential"
 SECRET_PARAMETER: Final = "key"  # noqa: S105  # its name
 """Of a query."""
 
-_ANYWHERE: Final = ("header:authorization", "header:x-api-key", "header:api-key", "header:x-goog-api-key", "query:key")
+ANYWHERE: Final[list[str]] = []
+"""The limit keys for the places of secrets, whatever the API, in the order in which they are looked at; `apis` fills it."""
 
-SECRET_HEADERS: Final = {"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"}
-"""Headers whose values leave no request; `apis` adds those of single APIs."""
+SECRET_HEADERS: Final = {"authorization", "proxy-authorization", "cookie"}
+"""Headers whose values leave no request; `apis` adds its own."""
 
 OWN_PLACES: Final[list[tuple[Callable[[str], object], tuple[str, ...]]]] = []
 """What finds an API by a path, and the limit keys for the places of its secrets; `apis` fills it."""
@@ -50,8 +51,8 @@ def list_places(path: str) -> tuple[str, ...]:
 def _list_places(path: str) -> tuple[str, ...]:
     for search, places in OWN_PLACES:
         if search(path):
-            return tuple(dict.fromkeys([*places, *_ANYWHERE]))
-    return _ANYWHERE
+            return tuple(dict.fromkeys([*places, *ANYWHERE]))
+    return tuple(ANYWHERE)
 
 
 _recall_places: Final = lru_cache(_MAX_KNOWN)(_list_places)
@@ -64,7 +65,7 @@ def extract_secret(value: str) -> str:
 
     >>> extract_secret("Bearer sk-1")
     'sk-1'
-    >>> extract_secret("AWS4-HMAC-SHA256 Credential=AKIA1/20260101/us-east-1/bedrock/aws4_request, SignedHeaders=host, ...")
+    >>> extract_secret("AWS4-HMAC-SHA256 Credential=AKIA1/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, ...")
     'AKIA1'
     """
     scheme, _, rest = value.strip().partition(" ")

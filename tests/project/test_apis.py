@@ -38,7 +38,8 @@ def list_words() -> list[str]:
     """Everything that names an API."""
     declared: list[str] = []
     for api in APIS:
-        declared += [*api.headers, *{*api.credentials} - {"authorization"}, *api.streamed_documents, *api.blocks, *api.locators]
+        secrets = {key.partition(":")[2] for key in api.credentials} - {"authorization"}
+        declared += [*api.headers, *secrets, *api.streamed_documents, *api.blocks, *api.locators]
         declared += [path.removesuffix(r"\Z") for path in api.paths]
     peculiar = [word for word in declared if re.fullmatch(r".*([-_/:]|[a-z][A-Z]).*", word)]  # others are words of English
     return sorted({*NAMES, *FIELDS, *peculiar})
