@@ -24,6 +24,9 @@ from extproc.store.topology import ClusterLayout, Layout, SentinelServer, Single
 TAGS = 16
 """Hash tags that a cluster's keys are spread over: a batch falls apart into few calls, and still reaches every primary."""
 
+MAX_TAGS = 256
+"""As many as the two hex digits tell apart that every key ends in."""
+
 DEFAULT_PREFIX = "loopguard:"
 
 
@@ -50,7 +53,8 @@ class _StoreUrl:
         self.options = dict(parse_qsl(parts.query, keep_blank_values=True))
         if parts.fragment:
             raise self.explain("it must not contain #; in a password, write %23")
-        known = ("prefix", "credential_provider", *(("db",) if self.scheme == "unix" else ()), *(self.read_tls_options()))
+        own = ("db",) if self.scheme == "unix" else ("tags",) if self.kind == "cluster" else ()
+        known = ("prefix", "credential_provider", *own, *(self.read_tls_options()))
         unknown = [name for name in self.options if name not in known]
         if unknown:
             raise self.explain(f"unknown option; known options: {', '.join(known)}")
@@ -154,7 +158,10 @@ def _make_cluster(url: _StoreUrl, access: Access) -> Layout:
         raise url.explain(f"it takes the form {url.scheme}+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)")
     if "{" in url.options.get("prefix", ""):
         raise url.explain("the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's")
-    return ClusterLayout(url.hosts, access, TAGS)
+    tags = url.parse_number(url.options.get("tags", str(TAGS)), "tags", 1)
+    if tags > MAX_TAGS or tags & (tags - 1):
+        raise url.explain(f"tags must be a power of two up to {MAX_TAGS}")
+    return ClusterLayout(url.hosts, access, tags)
 
 
 _LAYOUTS: Mapping[str, Callable[[_StoreUrl, Access], Layout]] = {

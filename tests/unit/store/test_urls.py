@@ -10,6 +10,7 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store, redact_url
+from extproc.store.remote import RemoteStore
 
 SECRET = "hunter2"
 
@@ -40,6 +41,8 @@ BAD_URLS = [
         "redis+cluster://a/1",
         "redis+cluster://a/1: it takes the form redis+cluster://HOST1:PORT,HOST2:PORT (a cluster has no databases)",
     ),
+    ("redis+cluster://a?tags=17", "redis+cluster://a: tags must be a power of two up to 256"),
+    ("redis+cluster://a?tags=512", "redis+cluster://a: tags must be a power of two up to 256"),
     (
         "redis+cluster://a?prefix={x}",
         "redis+cluster://a: the prefix must not contain {: the hash tag of a cluster's keys is Loopguard's",
@@ -82,3 +85,11 @@ def test_a_password_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path) ->
         open_store("redis://a", Metrics(), Settings(store_password_file=str(tmp_path / "none")))
 
     assert str(error.value) == f"--store-password-file {tmp_path}/none: No such file or directory"
+
+
+def test_a_cluster_s_hash_tags_are_a_setting() -> None:
+    """As many as there may be primaries; 16 where the URL says nothing."""
+    for url, tags in (("redis+cluster://a", 16), ("redis+cluster://a?tags=64", 64), ("redis+cluster://a?tags=256", 256)):
+        store = open_store(url, Metrics())
+        assert isinstance(store, RemoteStore)
+        assert len(set(store._layout.tags)) == tags
