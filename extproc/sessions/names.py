@@ -6,10 +6,10 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from msgspec import DecodeError, Raw, ValidationError, defstruct, json
 
@@ -47,7 +47,8 @@ _SAME: Final = {f"{HEADER}:{PARENT_SESSION}": f"{HEADER}:x-session-id"}
 _SESSION_PART: Final = "_session_"
 """Of a user's id in which older clients name a session, before that."""
 
-_decode_named: Final[Callable[[str], Any]] = json.Decoder(defstruct("Named", [("session_id", str, "")])).decode
+_SESSION_ID: Final = "session_id"
+_decode_named: Final = json.Decoder(defstruct("Named", [(_SESSION_ID, str, "")])).decode
 _decode_object = json.Decoder(dict[str, Raw]).decode
 
 
@@ -208,7 +209,7 @@ def _cut_session(user_id: str) -> str:
     """The part of a user's id that names a session; all of it where no part does."""
     if user_id.startswith("{"):
         try:
-            named = _decode_named(user_id).session_id
+            named = str(getattr(_decode_named(user_id), _SESSION_ID))
         except (ValidationError, DecodeError):
             named = ""
         return named or user_id

@@ -188,7 +188,7 @@ def test_what_asks_no_model_is_no_step(method: str, path: str) -> None:
     document["spec"] |= {"selector": {"pathPrefix": "/"}, "unnamed_limits": {"max_steps": 1}}
     service = make_service(document)
 
-    def send_one(**named: Any) -> int:
+    def send_one(**named: Any) -> int:  # noqa: ANN401  # of `headers`
         message = headers(path, method=method, x_team="t", **named)
         return status(decoded(exchange(service, message, body(turns(1)))[-1]))
 
