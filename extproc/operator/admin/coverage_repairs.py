@@ -47,10 +47,10 @@ _SELECTOR = Repair(
 REPAIRS = {
     "missing_descriptor": Repair("have none of the policy's limit keys: {keys}", _OTHER_KEY, "limit_keys"),
     SHARED: Repair("have none of the policy's limit keys: {keys}, so they count as one caller", _OTHER_KEY, "limit_keys"),
-    "no_session": Repair(
+    "unnamed": Repair(
         "name no session, so session_limits do not limit them",
-        'add what tells their sessions apart: "session": {{"keys": [...]}}',
-        "session",
+        'limit them with "unnamed_limits", or name their sessions: "session": {{"keys": [...]}}',
+        "session_limits",
     ),
     "no_history": Repair(
         "do not show the history of their conversation, and name no session that remembers it",
@@ -67,7 +67,7 @@ REPAIRS = {
     ),
     "inspect_budget": Repair(
         "come from a caller that has used up its inspection time",
-        "run more processes, or lower max_inspect_bytes",
+        "raise `serve --inspect-share`, run more processes, or lower max_inspect_bytes",
     ),
     "content_encoding": Repair("have a body in an unknown or wrong encoding", _REFUSE, "uncountable"),
     "descriptor_too_long": _TOO_LONG,

@@ -103,9 +103,9 @@ FINDINGS: dict[str, tuple[Callable[[Stack], None], dict[str, Any]]] = {
         lambda made: send(made, "/share/a"),
         {"policy": "merged", "place": "/policies/1/spec/limit_keys", "says": "so they count as one caller"},
     ),
-    "no_session": (
+    "unnamed": (
         lambda made: send(made, "/limited/a", **ANN),
-        {"policy": "limits", "place": "/policies/2/spec/session", "says": "name no session"},
+        {"policy": "limits", "place": "/policies/2/spec/session_limits", "says": "name no session"},
     ),
     "no_messages": (
         lambda made: send(made, "/v1/embeddings", {"input": 5}, **ANN),
