@@ -142,10 +142,10 @@ def follow(read: Read, write: Write, asked: Link, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
     node, parent, before = _open(read(asked.key), now), _read(read, asked.parent, now), _read(read, asked.before, now)
     own = before if asked.own == asked.before else _read(read, asked.own, now)
-    is_new, begins = node is None, False
+    is_new = begins = node is None
     changed: dict[str, _Knot] = {}
     if not asked.parent:
-        node, begins = _begin(node, asked), node is None
+        node = _begin(node, asked)
     elif node is not None and (parent is None or parent.runs == 0 or node.retries < MAX_RETRIES):
         _repeat(node, before, asked)
     else:
