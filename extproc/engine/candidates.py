@@ -23,7 +23,7 @@ from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.histories import read_known_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard
 from extproc.sessions.names import Rings, SessionNames
-from extproc.store.rules.chain import Link, Trail
+from extproc.store.rules.chain import ChainLink, Trail
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
 from extproc.store.rules.windows import Count, Hit
@@ -255,7 +255,7 @@ class Candidate:
         self.compared_exactly = False
         self.hit: Hit | Step | None = None
         self.memory: Memory | None = None
-        self.pushes: Sequence[Push | Link] = ()
+        self.pushes: Sequence[Push | ChainLink] = ()
         self.session = ""
         self.needs_body = True
         self.overrides: Sequence[ActiveOverride] = ()
@@ -399,10 +399,10 @@ class LoopCandidate(Candidate):
         if self.memory is not None and self.plan.rings is not None:
             self.pushes = self._list_pushes(self.plan.rings, self.memory, body.scope)
 
-    def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[Push | Link]:
+    def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[Push | ChainLink]:
         """A ring is known by a name; a request that brings no turn is known by what it shows alone."""
         detector, session = self.detector.name, self._renew(self.session) if self.overrides else self.session
-        pushes: list[Push | Link] = []
+        pushes: list[Push | ChainLink] = []
         if memory.place is not None:
             pushes.append(rings.make_link(detector, scope, self.tenant, session, memory.place, memory.entry))
         if memory.entry and self.session:

@@ -20,7 +20,7 @@ from extproc.metrics import Metrics
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
-from extproc.store.rules.chain import Link, Trail
+from extproc.store.rules.chain import ChainLink, Trail
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Settlement
 
@@ -31,7 +31,7 @@ Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
 Rings: TypeAlias = Sequence[Kept]
 """What conversations have kept, an answer to each of a group's pushes."""
 
-Pushes: TypeAlias = Sequence[Push | Link]
+Pushes: TypeAlias = Sequence[Push | ChainLink]
 
 HERE: Final = (list, tuple, NoneType)
 """Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""

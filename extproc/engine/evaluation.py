@@ -37,7 +37,7 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import Marks, cut_notes
 from extproc.sessions.limits import SessionGuard
-from extproc.store.rules.chain import Link
+from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Step
 from extproc.store.rules.windows import UNCOUNTED, Hit
@@ -199,7 +199,7 @@ class CandidateGroup:
         if body.changing:
             self.changing, body.changing = body.changing, NOT_CHANGING
 
-    def list_pushes(self) -> list[Push | Link]:
+    def list_pushes(self) -> list[Push | ChainLink]:
         """What the store is asked to keep, before anything is counted."""
         return [push for candidate in self.candidates for push in candidate.pushes]
 

@@ -98,7 +98,8 @@ class Reporter:
         if any(group.left_out or group.missing or group.failures for group in evaluation.groups):
             self.coverage.note(evaluation)
         for group in evaluation.groups:
-            self._report_group(group)
+            if group.missing or group.changing or group.failures or group.contradicted or group.spared:
+                self._report_group(group)
 
     def _report_group(self, group: CandidateGroup) -> None:
         if group.missing:

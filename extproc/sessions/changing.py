@@ -8,7 +8,6 @@ What a caller sends is compared with its own requests alone, and none of it is k
 from __future__ import annotations
 
 from hashlib import blake2b
-from itertools import islice
 from typing import Final
 
 from msgspec import json
@@ -110,9 +109,13 @@ def _list_newest(document: Document | None) -> list[bytes]:
     found = []
     try:
         messages = open_conversation(document).read_backwards()
-        for message in islice((message for message in messages if message.speaker == ASSISTANT), _LOOKED_AT):
+        for message in messages:
+            if message.speaker != ASSISTANT:
+                continue
             said = [(part.kind, part.id, part.name, part.value) for part in message.read_parts()]
             found.append(blake2b(_encode(said), digest_size=_DIGEST).digest())
+            if len(found) == _LOOKED_AT:
+                break
     except NotCounted:
         return found
     return found

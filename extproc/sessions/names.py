@@ -23,7 +23,7 @@ from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION
 from extproc.sessions.changing import ChangingNames
 from extproc.sessions.session_limits import PARENT_SESSION, SESSION_HEADERS, USER_ID, Session
-from extproc.store.rules.chain import Link
+from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
 
 _DIGEST: Final = 8
@@ -150,10 +150,10 @@ class Rings(SessionNames):
 
     def make_link(  # noqa: PLR0913  # all that tells conversations apart
         self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes
-    ) -> Link:
+    ) -> ChainLink:
         """The same by what the request shows; below the session's name, where it has one."""
         start, end = f"{self._chain}{detector}:{scope}:{session}:", f":{tenant}"
-        return Link(
+        return ChainLink(
             f"{start}{place.node.hex()}{end}",
             f"{start}{place.parent.hex()}{end}" if place.parent else "",
             f"{start}{place.before.hex()}{end}" if place.before else "",

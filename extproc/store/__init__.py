@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store.rules.chain import Link, Trail
+from extproc.store.rules.chain import ChainLink, Trail
 from extproc.store.rules.documents import Documents
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question
@@ -34,7 +34,7 @@ class Store(Protocol):
         ...
 
     def push(
-        self, pushes: Sequence[Push | Link], now: int | None = None
+        self, pushes: Sequence[Push | ChainLink], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once; the entries of rings and chains, oldest first and the new one included, as the pushes are.
 

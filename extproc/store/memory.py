@@ -23,7 +23,7 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.memory_chains import MemoryChains
-from extproc.store.rules.chain import Link, Trail, follow
+from extproc.store.rules.chain import ChainLink, Trail, follow
 from extproc.store.rules.documents import BOARDS, ORDERS, Documents, MemoryDocuments
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
@@ -97,7 +97,7 @@ class MemoryStore:
         moment = self._clock() if now is None else now
         return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
 
-    def push(self, pushes: Sequence[Push | Link], now: int | None = None) -> list[list[bytes] | Trail]:
+    def push(self, pushes: Sequence[Push | ChainLink], now: int | None = None) -> list[list[bytes] | Trail]:
         """Push every entry once; answers at once and never raises a StoreError."""
         moment = self._clock() if now is None else now
         return [self._push(pushed, moment) if isinstance(pushed, Push) else self._follow(pushed, moment) for pushed in pushes]
@@ -237,7 +237,7 @@ class MemoryStore:
         self._put(pushed.key, pushed.ttl_ms, _TIMES.pack(last, 0) + records, now)
         return entries
 
-    def _follow(self, link: Link, now: int) -> Trail:
+    def _follow(self, link: ChainLink, now: int) -> Trail:
         trail = follow(self._chains.get, self._chains.put, link, now)
         self._chains.sweep(now)
         return trail

@@ -19,7 +19,7 @@ from extproc.store.backend import RedisBackend, find_part
 from extproc.store.known_refusals import KnownRefusals
 from extproc.store.pending import Pending
 from extproc.store.remote_documents import RemoteDocuments
-from extproc.store.rules.chain import Link, Trail
+from extproc.store.rules.chain import ChainLink, Trail
 from extproc.store.rules.documents import BOARDS, ORDERS, Documents
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question, Settlement
@@ -135,7 +135,7 @@ class RemoteStore:
         return counts if len(asked) == len(hits) else _merge(known, counts)
 
     def push(
-        self, pushes: Sequence[Push | Link], now: int | None = None
+        self, pushes: Sequence[Push | ChainLink], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once.
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from extproc.errors import StoreError
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
-from extproc.store.rules.chain import Link, Trail, read_trail
+from extproc.store.rules.chain import ChainLink, Trail, read_trail
 from extproc.store.rules.ring import Push, read_entries, split_records
 from extproc.store.rules.session import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
 from extproc.store.rules.windows import Count, Hit
@@ -63,7 +63,7 @@ class ScriptCall:
     def __init__(  # noqa: PLR0913  # a record
         self,
         script: Script,
-        subject: Question | Push | Link,
+        subject: Question | Push | ChainLink,
         arguments: tuple[int | bytes, ...],
         owed: int = 0,
         others: tuple[str, ...] = (),
@@ -170,15 +170,15 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     return ScriptCall(_SESSION, asked, arguments, 0, (asked.tenant, asked.shared), weigh(asked))
 
 
-def push_call(pushed: Push | Link, now: int | None = None) -> ScriptCall:
+def push_call(pushed: Push | ChainLink, now: int | None = None) -> ScriptCall:
     """Push an entry to a ring, or a turn to a chain; `now` as for counts."""
-    if isinstance(pushed, Link):
+    if isinstance(pushed, ChainLink):
         return _link_call(pushed, now)
     _, entry, request, size, ttl = pushed
     return ScriptCall(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
 
 
-def _link_call(link: Link, now: int | None) -> ScriptCall:
+def _link_call(link: ChainLink, now: int | None) -> ScriptCall:
     key = link.key
     given = (link.parent != "") + 2 * (link.before != "") + 4 * (link.own != "")
     others = (link.parent or key, link.before or key, link.own or key, link.usage)

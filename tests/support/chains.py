@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from extproc.detectors.chain import ChainPlace
 from extproc.sessions.names import Rings
-from extproc.store.rules.chain import Link, Trail, follow
+from extproc.store.rules.chain import ChainLink, Trail, follow
 
 RINGS = Rings("p", None, namespace="")
 
@@ -29,7 +29,7 @@ class Sent(NamedTuple):
     entry: str
 
 
-def make_link(sent: Sent, *, tenant: str = "00", session: str = "", rings: Rings = RINGS, **changes: int) -> Link:
+def make_link(sent: Sent, *, tenant: str = "00", session: str = "", rings: Rings = RINGS, **changes: int) -> ChainLink:
     """What the store is asked about a request."""
     place = ChainPlace(_widen(sent.first), [_widen(message) for message in sent.shown])
     entry = sent.entry.encode() if sent.shown else b""
@@ -46,7 +46,7 @@ class Model:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
-    def ask(self, link: Link, now: int = 0) -> Trail:
+    def ask(self, link: ChainLink, now: int = 0) -> Trail:
         """What the rule answers."""
         return follow(self.values.get, self._put, link, now)
 

@@ -20,7 +20,7 @@ from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingRespo
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.chain import Link
+from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.documents import Documents
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question
@@ -42,7 +42,7 @@ class FailingStore:
         """Count or fail."""
         return self._answer([hit.key for hit in hits], lambda: self._memory.hit(hits, now))
 
-    def push(self, pushes: Sequence[Push | Link], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
+    def push(self, pushes: Sequence[Push | ChainLink], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
         """Push or fail."""
         return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
 

@@ -33,7 +33,7 @@ from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
 from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
 from extproc.sessions.limits import UNNAMED
-from extproc.store.rules.chain import Link
+from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.session import NANO_DOLLARS, RECORD
 from extproc.store.rules.windows import Count, Hit
 
@@ -175,7 +175,7 @@ def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: byte
     rows += [("composite", candidate.composite), ("fingerprint", candidate.fingerprint), ("tenant", candidate.tenant)]
     rows += _show_known(candidate)
     for push in candidate.pushes:
-        kind = "chain" if isinstance(push, Link) else "ring"
+        kind = "chain" if isinstance(push, ChainLink) else "ring"
         rows.append((kind, f"{push.key}: earlier turns, which explain does not read"))
     if hit is not None:
         rows.append(("key", hit.key))

@@ -38,7 +38,7 @@ _WHOLE, _AMBIGUOUS, _DROPPED = 1, 2, 4
 _NONE: Final = bytes(8)
 
 
-class Link(NamedTuple):
+class ChainLink(NamedTuple):
     """One turn of a conversation that has no name; all keys end in the two hex digits that the caller's other keys end in.
 
     Attributes:
@@ -138,7 +138,7 @@ Write = Callable[[str, bytes, int], None]
 """Keep a value under a key for so many milliseconds."""
 
 
-def follow(read: Read, write: Write, asked: Link, now: int) -> Trail:
+def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
     node, parent, before = _open(read(asked.key), now), _read(read, asked.parent, now), _read(read, asked.before, now)
     own = before if asked.own == asked.before else _read(read, asked.own, now)
@@ -165,7 +165,7 @@ def follow(read: Read, write: Write, asked: Link, now: int) -> Trail:
     return Trail(split_entries(node.entries), node.flags & _WHOLE != 0, dropped)
 
 
-def _begin(node: _Knot | None, asked: Link) -> _Knot:
+def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
     """A request without history: a conversation more."""
     if node is None:
         node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
@@ -175,7 +175,7 @@ def _begin(node: _Knot | None, asked: Link) -> _Knot:
 
 
 def _go_on(
-    stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: Link, now: int
+    stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
 ) -> tuple[_Knot, bool, dict[str, _Knot]]:
     """A conversation goes on, or is seen for the first time: its node, whether it begins there, and what else has changed."""
     claims = parent is not None and parent.runs > 0
@@ -206,7 +206,7 @@ def _go_on(
     return node, begins, changed
 
 
-def _repeat(node: _Knot, before: _Knot | None, asked: Link) -> None:
+def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> None:
     """The request was there before."""
     node.add()
     if node.retries < MAX_RETRIES:
@@ -224,7 +224,7 @@ def _repeat(node: _Knot, before: _Knot | None, asked: Link) -> None:
     node.entries, node.depth = _add(base.entries, asked.entry), base.depth + 1
 
 
-def _make_suffix(old: _Knot | None, node: _Knot, asked: Link) -> _Knot:
+def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
     """What stands at the last two messages of a node; nothing that is of use where several conversations end so."""
     mine = old is not None and old.writer == asked.node
     if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
@@ -236,7 +236,7 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: Link) -> _Knot:
     return suffix
 
 
-def _charge(read: Read, write: Write, asked: Link, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
+def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
     """Whether the caller may take up so many bytes more."""
     most = asked.most
     if not begins:  # its parent goes in its place, after a while
