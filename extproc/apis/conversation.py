@@ -182,6 +182,8 @@ class Conversation:
         for key in _TOOL_KEYS:
             if _holds(getattr(self._body, key)):
                 return TOOLS
+        if self.before.after:  # a server that keeps the history may keep the tools
+            return ""
         return "" if any(_holds(getattr(self._body, key)) for key in _KEPT_TOOLS) else NO_TOOLS
 
     def read_backwards(self) -> Iterator[Message]:
