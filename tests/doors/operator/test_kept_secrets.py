@@ -143,8 +143,12 @@ def test_no_secret_is_anywhere(transport: str, capsys: pytest.CaptureFixture[str
             admin = ["--admin", f"http://127.0.0.1:{made.loopguard._admin}"]
             assert main(["block", *admin, "--token-file", str(tokens), "--caller", f"authorization=Bearer {secret}"]) == 0
             assert main(["block", *admin, "--token-file", str(tokens), "--caller", f"credential={secret}"]) == 0
-            refused = made.send(CHAT, method="POST", body=body, headers={"authorization": f"Bearer {secret}"})
-            assert b"(blocked)" in refused.body
+
+            def is_blocked() -> bool:
+                refused = made.send(CHAT, method="POST", body=body, headers={"authorization": f"Bearer {secret}"})
+                return b"(blocked)" in refused.body
+
+            eventually(is_blocked, "the order at each replica")  # which ask for orders once a second
             for command in (["top", "--once"], ["top", "--json"], ["sessions"], ["overrides"]):
                 assert main([*command, *admin]) == 0
             eventually(lambda: events.exists() and b"loop.began" in events.read_bytes(), "events")
