@@ -9,8 +9,8 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find
 unexport PYTHONDONTWRITEBYTECODE
 # A module stays with one worker, because its tests share servers.
 WORKERS := -n auto --maxprocesses 4 --dist loadscope
-# What goes through a door waits most of the time: five workers keep two processors busy.
-WAITING := -n 5 --dist loadscope
+# What goes through a door waits most of the time: six workers keep two processors busy.
+WAITING := -n 6 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart reference clean

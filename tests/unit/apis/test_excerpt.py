@@ -102,6 +102,7 @@ def find_messages(body: Any) -> tuple[Any, Callable[[list[Any]], Any]]:  # noqa:
     return body[key], lambda messages: {**body, key: messages}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("pieces", [False, True], ids=["at once", "in pieces"])
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("seed", range(60))

@@ -80,6 +80,7 @@ def list_refused(
     return refused
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "kind", [(0, 0), (0, 2), (3, 0), (5, 0), (8, 0)], ids=["whole", "cleared", "last 3", "last 5", "last 8"]

@@ -84,6 +84,7 @@ def test_who_is_alone_gets_all_of_the_time(share: float) -> None:
     assert got["company"] == pytest.approx(share + BURST_SECONDS / 60, rel=0.02)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", range(20))
 def test_time_is_shared_fairly_and_none_is_lost(seed: int) -> None:
     """A caller that asks for less than its share gets all of that, the others no less than theirs, and no time is left over."""
