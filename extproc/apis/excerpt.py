@@ -28,7 +28,7 @@ _MAX_KEYS: Final = 32
 """This many keys that look like that of the messages are tried."""
 
 _PIECE: Final = 2**16
-"""So many bytes go by at once."""
+"""This many bytes go by at once."""
 
 _STRUCTURE: Final = b'"[]{}'
 _OTHERS: Final = bytes([byte for byte in range(256) if byte not in _STRUCTURE])

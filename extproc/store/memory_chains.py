@@ -39,7 +39,7 @@ class MemoryChains:
         return None
 
     def put(self, key: str, value: bytes, life: int) -> None:
-        """Keep a value for so many milliseconds, as the one of its kind that was written last."""
+        """Keep a value for a number of milliseconds, as the one of its kind that was written last."""
         for kind in self._kinds:
             old = kind.pop(key, None)
             if old is not None:

@@ -58,7 +58,7 @@ class Run:
     """One conversation: what the assistant says and what comes back, turn by turn."""
 
     def __init__(self, task: str, turns: Sequence[tuple[str, str]], window: int = 0) -> None:
-        """Take turns of (assistant message, entry); `window`: so many messages are shown, 0 for all."""
+        """Take turns of (assistant message, entry); `window`: how many messages are shown, 0 for all."""
         self.task = task
         self.turns = list(turns)
         self.window = window

@@ -17,6 +17,8 @@ import struct
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from extproc.store.rules.ring import split_records
+
 MAX_ENTRIES: Final = 32
 MAX_RETRIES: Final = 3
 _MAX_RUNS: Final = 255
@@ -135,12 +137,12 @@ Read = Callable[[str], bytes | None]
 """The value of a key, None where there is none."""
 
 Write = Callable[[str, bytes, int], None]
-"""Keep a value under a key for so many milliseconds."""
+"""Keep a value under a key for a number of milliseconds."""
 
 
 def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
-    node, parent, before = _open(read(asked.key), now), _read(read, asked.parent, now), _read(read, asked.before, now)
+    node, parent, before = _read(read, asked.key, now), _read(read, asked.parent, now), _read(read, asked.before, now)
     own = before if asked.own == asked.before else _read(read, asked.own, now)
     is_new = begins = node is None
     changed: dict[str, _Knot] = {}
@@ -211,8 +213,7 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> None:
     node.add()
     if node.retries < MAX_RETRIES:
         node.retries += 1
-        kept = split_entries(node.entries)[:-1]
-        node.entries = _add(b"".join([bytes((len(entry),)) + entry for entry in kept]), asked.entry)
+        node.entries = _add(b"".join(split_records(node.entries, 0)[:-1]), asked.entry)
         return
     goes_on = (
         before is not None
@@ -237,7 +238,7 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
 
 
 def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
-    """Whether the caller may take up so many bytes more."""
+    """Whether the caller may take up this many bytes more."""
     most = asked.most
     if not begins:  # its parent goes in its place, after a while
         cost, most = cost * CUT_MS // FIRST_MS, 2 * most
@@ -261,11 +262,8 @@ def ends_at(value: bytes) -> int:
 
 
 def _read(read: Read, key: str, now: int) -> _Knot | None:
-    return _open(read(key), now) if key else None
-
-
-def _open(value: bytes | None, now: int) -> _Knot | None:
-    """What a value says; None where there is none, or it is over."""
+    """What the value of a key says; None where there is none, or it is over."""
+    value = read(key) if key else None
     if value is None or len(value) < _HEAD.size or value[0] != _VERSION:
         return None
     _, flags, last, life, depth, conversation, writer, following, runs, retries = _HEAD.unpack_from(value)
@@ -278,14 +276,8 @@ def _open(value: bytes | None, now: int) -> _Knot | None:
 
 def _add(entries: bytes, entry: bytes) -> bytes:
     """The newest of these, and one more."""
-    kept, at = 0, 0
-    while at < len(entries):
-        kept += 1
-        at += 1 + entries[at]
-    start = 0
-    if kept >= MAX_ENTRIES:
-        start = 1 + entries[0]
-    return entries[start:] + bytes((len(entry),)) + entry
+    kept = split_records(entries, 0)[1 - MAX_ENTRIES :]
+    return b"".join([*kept, bytes((len(entry),)), entry])
 
 
 def split_entries(joined: bytes) -> list[bytes]:
@@ -294,15 +286,7 @@ def split_entries(joined: bytes) -> list[bytes]:
     Raises:
         IndexError: they are no such thing.
     """
-    entries = []
-    start = 0
-    while start < len(joined):
-        end = start + 1 + joined[start]
-        if end > len(joined):
-            raise IndexError
-        entries.append(joined[start + 1 : end])
-        start = end
-    return entries
+    return [record[1:] for record in split_records(joined, 0)]
 
 
 def read_trail(answer: bytes) -> Trail:

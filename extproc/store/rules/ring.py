@@ -45,8 +45,8 @@ def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]
     return (now, b"".join(records)), read_entries(records)
 
 
-def split_records(joined: bytes) -> list[bytes]:
-    """The records of a ring.
+def split_records(joined: bytes, before: int = _DIGEST) -> list[bytes]:
+    """The records of a ring: `before` bytes, a byte for the length of what follows, and that.
 
     Raises:
         IndexError: they are no such thing.
@@ -54,7 +54,7 @@ def split_records(joined: bytes) -> list[bytes]:
     records = []
     start = 0
     while start < len(joined):
-        end = start + _ENTRY + joined[start + _DIGEST]
+        end = start + before + 1 + joined[start + before]
         if end > len(joined):
             raise IndexError
         records.append(joined[start:end])

@@ -36,7 +36,7 @@ def streaming(request: pytest.FixtureRequest) -> Iterator[Stack]:
 
 
 def eight_turns(path: str, size: int, *, loops: bool) -> bytes:
-    """A request with eight turns, equal or not, of about so many bytes in all; its texts look like messages."""
+    """A request with eight turns, equal or not, of about this many bytes in all; its texts look like messages."""
     turns = []
     for number in range(1, 9):
         name = "a.py" if loops else f"{number}.py"

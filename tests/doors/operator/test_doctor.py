@@ -76,7 +76,7 @@ def send(made: Stack, target: str, body: object = HELLO, **headers: str) -> None
 
 
 def test_before_any_request_it_says_so(made: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the filter is not attached nothing is matched, and nobody should take that for peace."""
+    """If the filter is not attached, nothing is matched, and the report says so rather than that all is well."""
     if made.upstream.seen:
         pytest.skip("other tests have sent requests already")
     doctor = Doctor(capsys, made.loopguard)

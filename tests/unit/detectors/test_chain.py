@@ -38,7 +38,7 @@ class Agent(NamedTuple):
     kept: int = 0
 
     def write(self, writer: Callable[[Sequence[Did]], dict[str, Any]], count: int) -> bytes:
-        """The request after so many turns."""
+        """The request after a number of turns."""
         turns = list(self.turns[:count])
         if self.kept:
             turns = [

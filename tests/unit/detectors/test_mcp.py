@@ -317,7 +317,7 @@ def send_with(service: Service, data: bytes, **claims: Any) -> list[ProcessingRe
 
 
 def test_a_poll_is_no_call() -> None:
-    """`tasks/get` asks how far a task is; nobody loops who does so again and again."""
+    """`tasks/get` asks how far a task is; asking again and again is no loop."""
     service = make_guard()
 
     assert not any(is_refused(send(service, call({"taskId": "t"}, "tasks/get"))) for _ in range(5))

@@ -24,7 +24,7 @@ from tests.support.service import decoded, exchange, make_service, sample
     ],
 )
 def test_what_counts_nothing_needs_no_caller(spec: dict[str, Any], acts: bool) -> None:  # of a table
-    """A loop that a request shows itself is one, whoever sends it; what is counted is not, or strangers would be one caller."""
+    """A loop that a request itself shows needs no caller. Counts need one, or all strangers would share them."""
     loops: dict[str, dict[str, Any]] = {
         "turns": {"similarity": "turns"},
         "again": {"similarity": "canonical", "window_seconds": 60},

@@ -105,7 +105,7 @@ def test_time_is_shared_fairly_and_none_is_lost(seed: int) -> None:
 
 @pytest.mark.parametrize("wanted", [1.0, 10.0, 100.0])
 def test_who_keeps_to_its_share_misses_nothing_in_a_flood(wanted: float) -> None:
-    """However much one caller sends, whoever was there before and whoever comes anew is looked into."""
+    """However much one caller sends, the bodies of known and of new callers are inspected."""
     budget = InspectionBudget(0.0)
     run(budget, {"shy": 0.02}, 5.0)
     run(budget, {"greedy": wanted, "shy": 0.02}, 5.0, start=5.0)

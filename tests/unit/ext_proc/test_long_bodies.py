@@ -22,7 +22,7 @@ WRITERS = ["as_chat", "as_ollama", "as_responses", "as_anthropic", "as_gemini", 
 
 
 def make_guard(*more: dict[str, Any], uncountable: str = "allow", **loop: Any) -> Service:  # noqa: ANN401  # of a policy
-    """A service with a policy that looks for turns in bodies of so many bytes, and with others."""
+    """A service with a policy that looks for turns in bodies of up to this many bytes, and with others."""
     made = policy("p", ANY, **{"similarity": "turns", "max_inspect_bytes": LIMIT, **loop})
     made["spec"]["uncountable"] = uncountable
     return make_service(made, *more)
@@ -38,7 +38,7 @@ def make_body(writer: str = "as_chat", *, times: int = 8, size: int = 2 * LIMIT,
 
 
 def send(service: Service, data: bytes, *, chunk: int = 0, **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
-    """The last answer; streamed in chunks of so many bytes, or buffered."""
+    """The last answer; streamed in chunks of this many bytes, or buffered."""
     if not chunk:
         return decoded(exchange(service, headers(**more), body(data))[-1])
     chunks: list[ProcessingRequest] = [

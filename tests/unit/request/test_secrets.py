@@ -201,7 +201,7 @@ def test_a_policy_may_have_it_wherever_callers_are_chosen() -> None:
 def test_a_record_has_the_hash_and_replays_as_the_same_caller(
     path: str, headers: dict[str, str], plain: bool
 ) -> None:  # a parameter
-    """Whoever replays it needs no key; what is not shown is not recorded, plain or hashed."""
+    """A replay needs no key. What a request does not show is not recorded, plain or hashed."""
     keys = ["credential", "header:authorization", "header:cookie", "query:key"]
     engine = make_engine(policy("p", ANY, limit_keys=keys, missing_descriptor="share"))
     request = ask(path, **headers)

@@ -21,7 +21,7 @@ def play(service: Service, names: list[str], team: str = "t", first: int = 1) ->
 
 
 def changing(number: int) -> list[str]:
-    """So many names."""
+    """This many names."""
     return [f"r{at}" for at in range(number)]
 
 
