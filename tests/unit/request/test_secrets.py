@@ -44,6 +44,16 @@ def read(request: HttpRequest, key: str | FirstOf = "credential") -> str:
     return found.read(request, found.argument)
 
 
+def test_a_hash_tells_secrets_and_keys_apart() -> None:
+    """Equal only for the same secret under the same key."""
+    other = HashKey(bytes(32))
+
+    found = {key.hide(secret) for key in (KEY, other) for secret in ("sk-1", "sk-2", "")}
+
+    assert len(found) == 6
+    assert KEY.hide("sk-1") == HashKey(KEY.secret).hide("sk-1")
+
+
 @pytest.mark.parametrize(
     ("path", "headers", "secret"),
     [

@@ -143,6 +143,7 @@ def test_side_requests_of_no_session_count_as_little() -> None:
         ({"input": "x"}, OFFERS_NONE),
         ({"contents": [{"parts": [{"text": "x"}]}], "tools": [{"functionDeclarations": []}]}, OFFERS_TOOLS),
         ({"contents": [{"parts": [{"text": "x"}]}], "cachedContent": "c1"}, 0),
+        ({"input": "x", "previous_response_id": "r1"}, 0),
     ],
 )
 def test_what_a_request_offers_is_read_for_every_api(document: dict[str, Any], offer: int) -> None:
