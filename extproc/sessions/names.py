@@ -139,7 +139,7 @@ class Rings(SessionNames):
         """Compile; every key starts with the namespace. Without a session no conversation has a name."""
         super().__init__(session.keys if session is not None else (), usual=session is not None and not session.has_own_keys)
         self._ring = f"{namespace}ring:{policy}:"
-        self._chain = f"{namespace}chain:{policy}:"
+        self._chain = f"{namespace}chain2:{policy}:"
         self.idle_seconds = (session or Session()).idle_seconds
         self._idle_ms = self.idle_seconds * 1000
 

@@ -164,7 +164,7 @@ class MemoryStore:
             key = asked.shared
             ledger = self._take_ledger(key, limits, now)
         if ledger is None:
-            ledger = Ledger(None, now)
+            ledger = Ledger(None, now, 0 if shared else asked.earlier)
         standing = ledger.take_step(asked, now, shared=shared)
         self._keep_ledger(key, ledger, now)
         return standing

@@ -183,5 +183,5 @@ def _link_call(link: ChainLink, now: int | None) -> ScriptCall:
     given = (link.parent != "") + 2 * (link.before != "") + 4 * (link.own != "")
     others = (link.parent or key, link.before or key, link.own or key, link.usage)
     moment = -1 if now is None else now
-    arguments = (link.node, link.parent_node, given, link.entry, link.ttl_ms, link.most, moment)
+    arguments = (link.node, link.parent_node, given, link.entry, link.ttl_ms, link.most, link.fresh, moment)
     return ScriptCall(_CHAIN, link, arguments, 0, others, 1)

@@ -66,7 +66,7 @@ def settle_step(step: Step, outcome: int = SUCCEEDED, cost: int = 0, **changes: 
 class Account:
     """One session by the rules, on lists and sets that forget nothing."""
 
-    def __init__(self, now: int) -> None:
+    def __init__(self, now: int, earlier: int = 0) -> None:
         self.began = self.last = now
         self.steps: list[dict[str, Any]] = []  # those that were let through, retries included
         self.open: list[dict[str, Any]] = []
@@ -74,7 +74,8 @@ class Account:
         self.offers: dict[bytes, int] = {}
         self.records: list[bytes] = []
         self.tools: dict[bytes, list[Any]] = {}
-        self.count = self.blocks = self.row = self.errors = self.narrowed = 0
+        self.count = earlier
+        self.blocks = self.row = self.errors = self.narrowed = 0
         self.cost = self.estimated = 0
         self.killed = 0
 
@@ -233,7 +234,7 @@ class Book:
             self._begun[asked.tenant] = began if shared else [*began, now]
             key = asked.shared if shared else key
             account = self.find(key, asked.limits, now) if shared else None
-            account = self._accounts[key] = account or Account(now)
+            account = self._accounts[key] = account or Account(now, 0 if shared else asked.earlier)
         return account.step(asked, now, shared)
 
 
@@ -298,7 +299,7 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
         names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
         offer = OFFERS_NONE if move == "side" else (who + 1) % 4 and (0, OFFERS_TOOLS, OFFERS_TOOLS)[who % 3]
         shown = history if move != "side" or amount % 2 else []
-        more = {"reserve": amount * 2, "grants": (amount // 3, amount // 4, amount), "offer": offer}
+        more = {"reserve": amount * 2, "grants": (amount // 3, amount // 4, amount), "offer": offer, "earlier": amount * (who == 2)}
         asked = make_step(number, limits, shown, **names, **more)
         answers.append(ask(asked, now))
         done.append((asked, asked.shared if answers[-1].shared else asked.key))

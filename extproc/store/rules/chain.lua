@@ -11,14 +11,15 @@
 -- The formats and the rules are those of chain.py, and so are the names here. The value decides; the key's own expiry only
 -- collects garbage.
 
-local VERSION = 1
-local HEAD, HEAD_SIZE = '>BBI8I8I4c8c8c8BB', 44
+local VERSION = 2
+local HEAD, HEAD_SIZE = '>BBI8I4I4c8c8c8BBc8B', 53
 local USAGE, USAGE_SIZE = '>BBI8I4I8', 22
 local MAX_ENTRIES, MAX_RETRIES, MAX_RUNS = 32, 3, 255
 local CUT_MS, FIRST_MS, OVERHEAD, GARBAGE_MS = 120000, 600000, 128, 1000
-local WHOLE, AMBIGUOUS, DROPPED = 1, 2, 4
+local WHOLE, AMBIGUOUS, DROPPED, NAMED = 1, 2, 4, 8
 local PARENT, BEFORE, OWN = 1, 2, 4
-local NONE, ARGUMENTS, WIDTH = '\0\0\0\0\0\0\0\0', 7, 5
+local NONE, ARGUMENTS, WIDTH = '\0\0\0\0\0\0\0\0', 8, 5
+local NAME, MAX_NAMES = 8, 32
 
 local clock = redis.call('TIME')
 local server_now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -34,27 +35,55 @@ end
 local function open(key, now)
   local value = get(key)
   if #value < HEAD_SIZE or string.byte(value) ~= VERSION then return nil end
-  local k, _, at = {}, nil, nil
-  _, k.flags, k.last, k.life, k.depth, k.conversation, k.writer, k.next, k.runs, k.retries, at = struct.unpack(HEAD, value)
+  local k, _, names, at = {}, nil, nil, nil
+  _, k.flags, k.last, k.life, k.depth, k.conversation, k.writer, k.next, k.runs, k.retries, k.name, names, at =
+    struct.unpack(HEAD, value)
   if math.abs(now - k.last) >= k.life then return nil end
-  k.entries = string.sub(value, at)
+  k.names = string.sub(value, at, at + names * NAME - 1)
+  k.entries = string.sub(value, at + names * NAME)
   return k
 end
 
 local function make(flags, depth, conversation, writer, entries)
   return {
     flags = flags, last = 0, life = 0, depth = depth, conversation = conversation, writer = writer, next = NONE, runs = 0,
-    retries = 0, entries = entries,
+    retries = 0, name = NONE, names = '', entries = entries,
   }
 end
 
 local function write(key, k)
-  local head = struct.pack(HEAD, VERSION, k.flags, k.last, k.life, k.depth, k.conversation, k.writer, k.next, k.runs, k.retries)
-  redis.call('SET', key, head .. k.entries, 'PX', k.life + GARBAGE_MS)
+  local head = struct.pack(HEAD, VERSION, k.flags, k.last, k.life, k.depth, k.conversation, k.writer, k.next, k.runs, k.retries,
+    k.name, #k.names / NAME)
+  redis.call('SET', key, head .. k.names .. k.entries, 'PX', k.life + GARBAGE_MS)
 end
 
 local function claim(k) k.runs = math.max(k.runs - 1, 0) end
 local function stand(k) k.runs = math.min(k.runs + 1, MAX_RUNS) end
+
+local function give(k, name)
+  k.name = name
+  k.names = string.sub(k.names .. name, -MAX_NAMES * NAME)
+end
+
+local function take(k, name)
+  for at = 1, #k.names, NAME do
+    if string.sub(k.names, at, at + NAME - 1) == name then
+      k.names = string.sub(k.names, 1, at - 1) .. string.sub(k.names, at + NAME)
+      return true
+    end
+  end
+  return false
+end
+
+local function find_name(node, parent, before, is_root, fresh) -- and whether it comes to the node now
+  if parent and parent.names ~= '' then return string.sub(parent.names, 1, NAME), true end
+  if node and not is_root then return node.name ~= NONE and node.name or '', false end
+  if not parent and before then
+    if has(before.flags, AMBIGUOUS) then return '', false end
+    if before.names ~= '' then return string.sub(before.names, 1, NAME), true end
+  end
+  return fresh, true
+end
 
 local function count_entries(entries) -- and where the last begins
   local kept, at, newest = 0, 1, 1
@@ -92,7 +121,7 @@ local function make_suffix(old, node, id)
     return make(AMBIGUOUS, 0, old.conversation, old.writer, '')
   end
   local suffix = make(node.flags, node.depth, node.conversation, id, node.entries)
-  suffix.runs = node.runs
+  suffix.runs, suffix.name, suffix.names = node.runs, node.name, node.names
   if mine then suffix.next = old.next end
   return suffix
 end
@@ -109,7 +138,7 @@ local function charge(key, cost, most, window, now)
   return true
 end
 
-local function follow(keys, id, parent_id, given, entry, ttl, most, now)
+local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
   local node = open(keys[1], now)
   local parent = has(given, PARENT) and open(keys[2], now) or nil
   local before = has(given, BEFORE) and open(keys[3], now) or nil
@@ -119,6 +148,8 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, now)
   end
   local claims, first = parent and parent.runs > 0, math.min(FIRST_MS, ttl)
   local is_new, begins, cost, changed = not node, false, 0, {}
+  local name, comes = '', false
+  if fresh ~= '' then name, comes = find_name(node, parent, before, parent_id == '', fresh) end
   if parent_id == '' then
     if not node then
       node, begins = make(WHOLE, 0, id, id, ''), true
@@ -152,12 +183,18 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, now)
     if stood then
       begins = false
       node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
+      node.name, node.names = stood.name, stood.names
     end
     stand(node)
   end
+  if comes then
+    if parent and take(parent, name) then changed[#changed + 1] = { keys[2], parent } end
+    if before and take(before, name) then changed[#changed + 1] = { keys[3], before } end
+    give(node, name)
+  end
   node.last = now
   changed[#changed + 1] = { keys[1], node }
-  if is_new then cost = OVERHEAD + HEAD_SIZE + #node.entries end
+  if is_new then cost = OVERHEAD + HEAD_SIZE + #node.names + #node.entries end
   if has(given, OWN) then
     local suffix = make_suffix(own, node, id)
     suffix.last, suffix.life = now, node.depth > 1 and ttl or node.life
@@ -171,17 +208,18 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, now)
   if not dropped then
     for _, change in ipairs(changed) do write(change[1], change[2]) end
   end
-  return string.char(node.flags % 2 + (dropped and DROPPED or 0)) .. node.entries
+  return string.char(node.flags % 2 + (dropped and DROPPED or 0) + (name ~= '' and NAMED or 0)) .. name .. node.entries
 end
 
 local width = #KEYS == 1 and 1 or WIDTH
 local answers = {}
 for i = 1, #KEYS / width do
   local at = #ARGV == ARGUMENTS and 0 or (i - 1) * ARGUMENTS
-  local keys, given, now = {}, tonumber(ARGV[at + 3]), tonumber(ARGV[at + 7])
+  local keys, given, now = {}, tonumber(ARGV[at + 3]), tonumber(ARGV[at + 8])
   for place = 1, width do keys[place] = KEYS[(i - 1) * width + place] end
   if width == 1 then given = 0 end
   if now == -1 then now = server_now end
-  answers[i] = follow(keys, ARGV[at + 1], ARGV[at + 2], given, ARGV[at + 4], tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6]), now)
+  local ttl, most = tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6])
+  answers[i] = follow(keys, ARGV[at + 1], ARGV[at + 2], given, ARGV[at + 4], ttl, most, ARGV[at + 7], now)
 end
 return answers

@@ -4,6 +4,11 @@ A request shows a number of assistant messages. It stands at the node of all of 
 newest. A node has the entries of its whole way, copied from its parent: conversations that part share what they have in common
 and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on.
 
+Where it is asked for, a conversation also has a name. A request without history takes a fresh one, which waits at its node until
+the first child comes that finds it there: that takes the oldest on to its own node. A request that stands at a node and finds
+none left at its parent is a retry, and has the newest name that came to the node. Of a conversation whose parent is not known, or
+has none left, the name is fresh; where several end alike and nothing else is known, there is none.
+
 A client that keeps the last messages alone shows no parent that is known. Its link is the suffix, the last two messages, where
 these belong to one conversation alone.
 
@@ -29,15 +34,19 @@ CUT_MS: Final = 120_000
 FIRST_MS: Final = 600_000
 """How long one stays that may never have a child: the first of a conversation, or one in a window of messages."""
 
+MAX_NAMES: Final = 32
+"""This many may wait at a node, the newest ones."""
+
 OVERHEAD: Final = 128
 """What a store takes for a key beside its value, in bytes, as the caller is charged for it."""
 
-_VERSION: Final = 1
-_HEAD: Final = struct.Struct(">BBQII8s8s8sBB")
+_VERSION: Final = 2
+_HEAD: Final = struct.Struct(">BBQII8s8s8sBB8sB")
 _TIMES: Final = struct.Struct(">BBQI")
 _USAGE: Final = struct.Struct(">BBQIQ")
-_WHOLE, _AMBIGUOUS, _DROPPED = 1, 2, 4
-_NONE: Final = bytes(8)
+_WHOLE, _AMBIGUOUS, _DROPPED, _NAMED = 1, 2, 4, 8
+_NAME: Final = 8
+_NONE: Final = bytes(_NAME)
 
 
 class ChainLink(NamedTuple):
@@ -54,6 +63,7 @@ class ChainLink(NamedTuple):
         entry: up to 64 bytes; none of a request that shows no assistant message.
         ttl_ms: how long after its last request a conversation is forgotten, in milliseconds.
         most: in `FIRST_MS` the caller may begin conversations of this many bytes, and go on with others for as many.
+        fresh: 8 bytes, the name of the conversation if it begins here; empty where no names are asked for.
     """
 
     key: str
@@ -66,6 +76,7 @@ class ChainLink(NamedTuple):
     entry: bytes
     ttl_ms: int
     most: int
+    fresh: bytes = b""
 
 
 class Trail(NamedTuple):
@@ -75,11 +86,13 @@ class Trail(NamedTuple):
         entries: of the conversation, the oldest first, the new one included.
         whole: they are all that there were since its first request, up to `MAX_ENTRIES`.
         dropped: nothing was kept, because the caller takes up too much.
+        name: of the conversation, 8 bytes; empty where nothing tells which it is, or no names are asked for.
     """
 
     entries: list[bytes]
     whole: bool
     dropped: bool
+    name: bytes = b""
 
 
 class _Knot:
@@ -95,10 +108,14 @@ class _Knot:
         next: the child that goes on with the conversation; others begin one.
         runs: conversations that stand here and have not gone on.
         retries: so far.
+        name: the newest that came here.
+        names: those that wait for a child, the oldest first.
         entries: each with a byte for its length before it.
     """
 
-    __slots__ = ("conversation", "depth", "entries", "flags", "last", "life", "next", "retries", "runs", "writer")
+    __slots__ = (
+        "conversation", "depth", "entries", "flags", "last", "life", "name", "names", "next", "retries", "runs", "writer",
+    )  # fmt: skip
 
     def __init__(self, flags: int, depth: int, conversation: bytes, writer: bytes, entries: bytes) -> None:
         self.flags = flags
@@ -110,6 +127,8 @@ class _Knot:
         self.next = _NONE
         self.runs = 0
         self.retries = 0
+        self.name = _NONE
+        self.names = b""
         self.entries = entries
 
     def pack(self) -> bytes:
@@ -125,12 +144,27 @@ class _Knot:
             self.next,
             self.runs,
             self.retries,
+            self.name,
+            len(self.names) // _NAME,
         )
-        return head + self.entries
+        return head + self.names + self.entries
 
     def add(self) -> None:
         """One more stands here."""
         self.runs = min(self.runs + 1, _MAX_RUNS)
+
+    def give(self, name: bytes) -> None:
+        """A name comes here."""
+        self.name = name
+        self.names = (self.names + name)[-MAX_NAMES * _NAME :]
+
+    def take(self, name: bytes) -> bool:
+        """A name goes on from here, if it is here."""
+        for at in range(0, len(self.names), _NAME):
+            if self.names[at : at + _NAME] == name:
+                self.names = self.names[:at] + self.names[at + _NAME :]
+                return True
+        return False
 
 
 Read = Callable[[str], bytes | None]
@@ -145,6 +179,7 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     node, parent, before = _read(read, asked.key, now), _read(read, asked.parent, now), _read(read, asked.before, now)
     own = before if asked.own == asked.before else _read(read, asked.own, now)
     is_new = begins = node is None
+    name, comes = _find_name(node, parent, before, asked) if asked.fresh else (b"", False)
     changed: dict[str, _Knot] = {}
     if not asked.parent:
         node = _begin(node, asked)
@@ -152,9 +187,14 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
         _repeat(node, before, asked)
     else:
         node, begins, changed = _go_on(node, parent, before, asked, now)
+    if comes:
+        for key, knot in ((asked.parent, parent), (asked.before, before)):
+            if knot is not None and knot.take(name):
+                changed[key] = knot
+        node.give(name)
     node.last = now
     changed[asked.key] = node
-    cost = OVERHEAD + _HEAD.size + len(node.entries) if is_new else 0
+    cost = OVERHEAD + _HEAD.size + len(node.names) + len(node.entries) if is_new else 0
     if asked.own:
         suffix = _make_suffix(own, node, asked)
         suffix.last, suffix.life = now, asked.ttl_ms if node.depth > 1 else node.life
@@ -164,7 +204,21 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     if not dropped:
         for key, knot in changed.items():
             write(key, knot.pack(), knot.life)
-    return Trail(split_entries(node.entries), node.flags & _WHOLE != 0, dropped)
+    return Trail(split_entries(node.entries), node.flags & _WHOLE != 0, dropped, name)
+
+
+def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool]:
+    """The name of a request's conversation, empty where nothing tells it, and whether it comes to the node now."""
+    if parent is not None and parent.names:
+        return parent.names[:_NAME], True
+    if node is not None and asked.parent:
+        return node.name if node.name != _NONE else b"", False
+    if parent is None and before is not None:
+        if before.flags & _AMBIGUOUS:
+            return b"", False
+        if before.names:
+            return before.names[:_NAME], True
+    return asked.fresh, True
 
 
 def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
@@ -204,6 +258,7 @@ def _go_on(
     if stood is not None:
         begins = False
         node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
+        node.name, node.names = stood.name, stood.names
     node.add()
     return node, begins, changed
 
@@ -231,7 +286,7 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
     if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
         return _Knot(_AMBIGUOUS, 0, old.conversation, old.writer, b"")
     suffix = _Knot(node.flags, node.depth, node.conversation, asked.node, node.entries)
-    suffix.runs = node.runs
+    suffix.runs, suffix.name, suffix.names = node.runs, node.name, node.names
     if old is not None and mine:
         suffix.next = old.next
     return suffix
@@ -266,11 +321,13 @@ def _read(read: Read, key: str, now: int) -> _Knot | None:
     value = read(key) if key else None
     if value is None or len(value) < _HEAD.size or value[0] != _VERSION:
         return None
-    _, flags, last, life, depth, conversation, writer, following, runs, retries = _HEAD.unpack_from(value)
+    _, flags, last, life, depth, conversation, writer, following, runs, retries, name, names = _HEAD.unpack_from(value)
     if abs(now - last) >= life:
         return None
-    knot = _Knot(flags, depth, conversation, writer, value[_HEAD.size :])
+    start = _HEAD.size + names * _NAME
+    knot = _Knot(flags, depth, conversation, writer, value[start:])
     knot.last, knot.life, knot.next, knot.runs, knot.retries = last, life, following, runs, retries
+    knot.name, knot.names = name, value[_HEAD.size : start]
     return knot
 
 
@@ -290,10 +347,11 @@ def split_entries(joined: bytes) -> list[bytes]:
 
 
 def read_trail(answer: bytes) -> Trail:
-    """What a script answers: a byte of flags, and the entries.
+    """What a script answers: a byte of flags, the name where there is one, and the entries.
 
     Raises:
         IndexError: it is no such thing.
     """
     flags = answer[0]
-    return Trail(split_entries(answer[1:]), flags & _WHOLE != 0, flags & _DROPPED != 0)
+    start = 1 + _NAME if flags & _NAMED else 1
+    return Trail(split_entries(answer[start:]), flags & _WHOLE != 0, flags & _DROPPED != 0, answer[1:start])

@@ -17,7 +17,7 @@ local TOOL, TOOL_SIZE = '>c4I4', 8
 local BEGUN_VERSION = 0 -- older releases have a time of eight bytes there, of which the first is 0
 local BEGUN, BEGUN_SIZE = '>BI7I8I4', 20
 local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
-local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I8'
+local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I4I8'
 local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
 
 local RECORD, KNOWN, ID, NAME, NO_ID = 14, 10, 6, 10, '\0\0\0\0\0\0'
@@ -47,9 +47,9 @@ local function get(key)
   return type(value) == 'string' and value or ''
 end
 
-local function make(now)
+local function make(now, steps)
   return {
-    last = now, began = now, cost = 0, estimated = 0, reserved = 0, steps = 0, tool_calls = 0, narrowed_at = 0, blocks = 0,
+    last = now, began = now, cost = 0, estimated = 0, reserved = 0, steps = steps, tool_calls = 0, narrowed_at = 0, blocks = 0,
     consecutive_blocks = 0, consecutive_errors = 0, killed = 0, renewed = 0, identities = '', open = '', counts = '', names = '',
     marks = '', records = '',
   }
@@ -436,7 +436,7 @@ local function take_step(key, tenant, shared_key, asked)
     key = shared_key
     l = recall(key, asked)
   end
-  l = l or make(asked.now)
+  l = l or make(asked.now, shared and 0 or asked.earlier)
   local known, times = find_identity(l, asked.identity)
   if not known and #asked.calls > 0 then learn(l, asked) end -- the same request shows the same calls
   local identity = asked.identity
@@ -454,7 +454,7 @@ end
 
 local function settle(key, asked)
   local l = recall(key, asked)
-  if not l then return describe(make(asked.now), asked.now, false, true, 0, 0, 0) end
+  if not l then return describe(make(asked.now, 0), asked.now, false, true, 0, 0, 0) end
   local at = find(l.open, asked.call, RESERVATION_SIZE)
   if at then close(l, at, asked) end
   close_old(l, asked.now)
@@ -469,8 +469,8 @@ local answers, next_key, at = {}, 1, 0
 while next_key <= #KEYS do
   local asked, estimated, flags = {now = tonumber(ARGV[at + 1])}, nil, nil
   asked.kind, estimated, flags, asked.call, asked.identity, asked.money, asked.idle, asked.max_sessions, asked.max_steps,
-    asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records, asked.shown,
-    asked.newest, asked.total = struct.unpack(ASKED, ARGV[at + 2])
+    asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records,
+    asked.earlier, asked.shown, asked.newest, asked.total = struct.unpack(ASKED, ARGV[at + 2])
   asked.estimated, asked.narrows, asked.ends = estimated == 1, flags % ENDS == 1, flags % OFFERED >= ENDS
   asked.offer = math.floor(flags / OFFERED)
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]

@@ -153,17 +153,20 @@ class Step:
         tools: the digest and the name of each tool among them.
         grants: what is added to the limits of steps, tool calls and cost.
         offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 where that is not known.
+        earlier: the number of steps with which the session's ledger begins, where there is none yet.
     """
 
     __slots__ = (
-        "call", "calls", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "shared", "tenant", "tools",
-        "total",
+        "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "shared", "tenant",
+        "tools", "total",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
         total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int], offer: int = 0,
+        earlier: int = 0,
     ) -> None:  # fmt: skip
+        self.earlier = earlier
         self.offer = offer
         self.total = total
         self.newest = newest
@@ -403,12 +406,13 @@ class Ledger:
         "killed", "last", "marks", "names", "narrowed_at", "open", "records", "renewed", "reserved", "steps", "tool_calls",
     )  # fmt: skip
 
-    def __init__(self, state: bytes | None, now: int) -> None:
-        """What is stored, or a fresh one."""
+    def __init__(self, state: bytes | None, now: int, steps: int = 0) -> None:
+        """What is stored, or a fresh one that begins with this many steps."""
         self.idle_ms = 0
         self.last = self.began = now
         self.cost = self.estimated = self.reserved = 0
-        self.steps = self.tool_calls = self.narrowed_at = 0
+        self.steps = steps
+        self.tool_calls = self.narrowed_at = 0
         self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
         self.renewed = False
         self.identities: dict[bytes, int] = {}
@@ -859,7 +863,7 @@ def read_standing(answer: bytes) -> Standing:
     )  # fmt: skip
 
 
-_QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIQ")
+_QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIIQ")
 _ENDS: Final = 2
 _OFFERED: Final = 4
 """Beside whether tools are taken away, which is 1; times what the request offers."""
@@ -874,10 +878,11 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
     flags = limits.narrows + _ENDS * limits.ends
     if isinstance(asked, Settlement):
         kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
-        records = shown = newest = total = 0
+        records = shown = newest = total = earlier = 0
     else:
         kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
         records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
+        earlier = asked.earlier
         grants, calls, flags = asked.grants, cut_calls(asked), flags + _OFFERED * asked.offer
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
@@ -886,7 +891,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
     head = _QUESTION.pack(
         kind, estimated, flags, asked.call, identity, money, limits.idle_ms, limits.max_sessions,
         grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
-        limits.threshold, limits.blocks, limits.errors, records, shown, newest, total,
+        limits.threshold, limits.blocks, limits.errors, records, earlier, shown, newest, total,
     )  # fmt: skip
     return head, limited, names, calls, older
 

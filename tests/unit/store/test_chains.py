@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.chain import MAX_NAMES
 from tests.support.chains import Model, Run, Sent, interleave, make_link
 
 _ORDERS = ["sequential", "lockstep", "random"]
 _TURNS = st.lists(st.sampled_from(["a", "b"]), max_size=12).map(lambda turns: [(message, f"{message}!") for message in turns])
 """What runs of one task do: little of it is different, so that they go together for a while, and come back to the same."""
+
+
+def name_freshly(number: int) -> bytes:
+    """A name that no other conversation has."""
+    return (number + 1).to_bytes(8, "little")
 
 
 @settings(deadline=None)
@@ -25,6 +31,76 @@ def test_runs_of_one_task_never_mix(turns: list[list[tuple[str, str]]], order: s
 
     for now, (_, sent, truth) in enumerate(interleave([Run("task", each) for each in turns], order, random)):
         assert model.ask(make_link(sent), now).entries == truth
+
+
+@settings(deadline=None)
+@given(st.lists(_TURNS, min_size=1, max_size=9), st.sampled_from(_ORDERS), st.randoms(use_true_random=False))
+def test_each_conversation_has_a_name_of_its_own(
+    turns: list[list[tuple[str, str]]], order: str, random: Random
+) -> None:
+    """What is counted below names, from what a history shows where its name is new, is exact for each run."""
+    model, counts = Model(), dict[bytes, int]()
+
+    for number, (_, sent, truth) in enumerate(interleave([Run("task", each) for each in turns], order, random)):
+        name = model.ask(make_link(sent)._replace(fresh=name_freshly(number)), number).name
+        counts[name] = counts.get(name, len(sent.shown)) + 1
+        assert counts[name] == len(truth) + 1
+
+    assert len(counts) == len(turns)
+
+
+@settings(deadline=None)
+@given(st.lists(_TURNS, min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
+def test_no_retry_makes_a_conversation_longer(
+    turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject
+) -> None:
+    """A request that is sent again has a name that has counted it, or one that counts no more than was sent."""
+    model, counts, counted = Model(), dict[bytes, int](), set[tuple[bytes, Sent]]()
+
+    for number, (_, sent, truth) in enumerate(interleave([Run("task", each) for each in turns], "random", random)):
+        for again in range(data.draw(st.integers(1, 3))):
+            name = model.ask(make_link(sent)._replace(fresh=name_freshly(4 * number + again)), number).name
+            if (name, sent) not in counted:
+                counts[name] = counts.get(name, len(sent.shown)) + 1
+                counted.add((name, sent))
+            assert counts[name] == len(truth) + 1
+
+
+@pytest.mark.parametrize("order", _ORDERS)
+def test_windows_keep_the_name_of_their_conversation(order: str) -> None:
+    """As long as the last two messages tell whose they are."""
+    for seed in range(40):
+        random = Random(seed)
+        runs = [Run("task", [(f"{random.randrange(10**9)}", "a") for _ in range(20)], 4) for _ in range(random.randint(1, 6))]
+        model, names = Model(), dict[bytes, list[int]]()
+        for number, (_, sent, truth) in enumerate(interleave(runs, order, random)):
+            name = model.ask(make_link(sent)._replace(fresh=name_freshly(number)), number).name
+            names.setdefault(name, []).append(len(truth) + 1)
+        assert sorted(names.values()) == [list(range(1, 22))] * len(runs)
+
+
+def test_conversations_that_end_alike_have_no_name() -> None:
+    """Where nothing else is known of them: which one it is, nothing tells."""
+    model = Model()
+    for number, task in enumerate("uv"):
+        for shown in ((), ("a",), ("a", "b"), ("a", "b", "c")):
+            model.ask(make_link(Sent(task, shown, "x"))._replace(fresh=name_freshly(number)), 0)
+
+    found = model.ask(make_link(Sent("u", ("b", "c", "d"), "x"))._replace(fresh=name_freshly(9)), 0)
+
+    assert found.name == b""
+
+
+def test_a_node_has_the_newest_names() -> None:
+    """However many begin alike; those that are forgotten begin with what they show."""
+    model = Model()
+    for number in range(MAX_NAMES + 2):
+        model.ask(make_link(Sent("u", (), ""))._replace(fresh=name_freshly(number)), 0)
+
+    shown = [Sent("u", (str(number),), "x") for number in range(MAX_NAMES + 1)]
+    found = [model.ask(make_link(sent)._replace(fresh=b"f" * 8), 0).name for sent in shown]
+
+    assert found == [name_freshly(number) for number in range(2, MAX_NAMES + 2)] + [b"f" * 8]
 
 
 @settings(deadline=None)

@@ -44,7 +44,7 @@ class Ledgers:
                 self._kept[asked.tenant], room = enter(self._kept.get(asked.tenant), asked.limits, now)
             if not room:
                 key, ledger = asked.shared, self._take(asked.shared, asked.limits, now)
-            ledger = ledger or Ledger(None, now)
+            ledger = ledger or Ledger(None, now, asked.earlier if room else 0)
             standing = ledger.take_step(asked, now, shared=not room)
         if ledger is not None:
             self._kept[key] = ledger.pack()
