@@ -259,6 +259,18 @@ class Conversation:
                     opening = value
         return opening, turns
 
+    def is_prefilled(self) -> bool:
+        """The newest message is the assistant's: so the model is to begin its answer.
+
+        Raises:
+            NotCounted: that message cannot be read.
+        """
+        for place in range(len(self._messages) - 1, -1, -1):
+            speaker = self.shape.name_speaker(self._open_message(place))
+            if speaker:
+                return speaker == ASSISTANT
+        return False
+
     def _read_each(self) -> Iterator[Message]:
         count, name_speaker = len(self._messages), self.shape.name_speaker
         for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):

@@ -12,12 +12,13 @@ from typing import Any, Final
 
 from msgspec import json
 
+from extproc.apis import open_conversation
 from extproc.apis.contents import read_arguments, unpack
 from extproc.apis.conversation import ASSISTANT, USER, Conversation, Shape
 from extproc.apis.messages import CALL, TEXT, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import cut_thinking
-from extproc.request.document import NotCounted, start_looking, write_canonical
+from extproc.request.document import Document, NotCounted, start_looking, write_canonical
 
 _ID: Final = 16
 _MOST_SHOWN: Final = 2_000
@@ -36,20 +37,23 @@ _KNOWN: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
 
 
 class ChainPlace:
-    """Where a request stands; each a hash of 16 bytes, empty where there is none.
+    """Where a request stands; each but `depth` a hash of 16 bytes, empty where there is none.
 
     Attributes:
         node: all that it shows.
         parent: the same without the newest assistant message.
         own: its last two assistant messages.
         before: the last two of its parent.
+        first: what the user said first.
+        depth: the number of assistant messages.
     """
 
-    __slots__ = ("before", "node", "own", "parent")
+    __slots__ = ("before", "depth", "first", "node", "own", "parent")
 
     def __init__(self, first_words: bytes, shown: Sequence[bytes]) -> None:
         """Take the hashes of what the user said first, and of the assistant's messages, the oldest first."""
-        count = len(shown)
+        self.first = first_words
+        self.depth = count = len(shown)
         way = first_words + b"".join(shown)
         self.node = _hash(way)
         self.parent = _hash(way[:-_ID]) if count else b""
@@ -77,6 +81,15 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
         return None
     finally:
         start_looking()  # as it is where all of them were known
+
+
+def find_place_in(document: Document) -> ChainPlace | None:
+    """The same for a body; None also where it shows no conversation, or the server keeps what was before."""
+    try:
+        conversation = open_conversation(document)
+        return None if conversation.elsewhere else find_place(conversation, prefilled=conversation.is_prefilled())
+    except NotCounted:
+        return None
 
 
 def _hash_turn(shape: Shape, messages: Sequence[Any]) -> bytes:

@@ -15,6 +15,7 @@ from extproc.apis.excerpt import Excerpt
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
+from extproc.detectors.chain import ChainPlace, find_place_in
 from extproc.engine.orders import ALLOW, BLOCK, RELEASE, ActiveOverride, Caller, Overrides, find_kill, find_kind, sum_grants
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
@@ -95,6 +96,8 @@ class RequestBody:
         "_looked",
         "_most",
         "_names",
+        "_place",
+        "_placed",
         "_session",
         "_sums",
         "_values",
@@ -116,6 +119,8 @@ class RequestBody:
         self._names = ("", "", "", "")
         self._values: Sequence[str] | None = None
         self._looked: Document | None = None
+        self._placed: Document | None = None
+        self._place: ChainPlace | None = None
         self._session = ""
         self._most = 0  # bytes of the excerpt that was made here
         self.changing = NOT_CHANGING
@@ -152,6 +157,12 @@ class RequestBody:
             if changing:
                 self.changing = [*self.changing, (plan.id, changing)]
         return self._session
+
+    def find_place(self, document: Document) -> ChainPlace | None:
+        """Where the request stands in the conversation that it shows; None where that is not known."""
+        if document is not self._placed:
+            self._placed, self._place = document, find_place_in(document)
+        return self._place
 
     def open(self, most: int, *, ends: bool = False) -> Document:
         """The document, where it is small enough for a guard that looks into this many bytes.
@@ -200,6 +211,7 @@ class Candidate:
         session: the name of the request's session, empty where the request alone is looked at.
         memory: what the request's conversation keeps of it, None for nothing.
         pushes: the same as the store is asked to keep it, by the session's name and by what the request shows.
+        waits: it can say nothing before the store has answered these.
         needs_body: without the body this guard cannot say anything about the request.
         overrides: what operators have ordered about the request, as far as it is known.
         labels: what is shown of the caller, by name.
@@ -231,6 +243,7 @@ class Candidate:
         "subject",
         "tenant",
         "values",
+        "waits",
     )
 
     def __init__(  # noqa: PLR0913  # all that a request's head tells
@@ -256,6 +269,7 @@ class Candidate:
         self.hit: Hit | Step | None = None
         self.memory: Memory | None = None
         self.pushes: Sequence[Push | ChainLink] = ()
+        self.waits = False
         self.session = ""
         self.needs_body = True
         self.overrides: Sequence[ActiveOverride] = ()
@@ -330,7 +344,11 @@ class Candidate:
         """Work out what people know the request by, where `read_body` has not."""
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """Take what the store answers to the pushes, which may make another verdict."""
+        """Take what the store answers to the pushes, which may make another verdict.
+
+        Raises:
+            NotCounted: nothing can be counted without more than it answers.
+        """
 
     def judge(self, count: Answer) -> Outcome:
         """What this guard makes of the request."""
@@ -397,6 +415,7 @@ class LoopCandidate(Candidate):
         self._name = body.scope, self.fingerprint + check
         self._ask()
         if self.memory is not None and self.plan.rings is not None:
+            self.waits = self.memory.waits
             self.pushes = self._list_pushes(self.plan.rings, self.memory, body.scope)
 
     def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[Push | ChainLink]:
@@ -404,7 +423,7 @@ class LoopCandidate(Candidate):
         detector, session = self.detector.name, self._renew(self.session) if self.overrides else self.session
         pushes: list[Push | ChainLink] = []
         if memory.place is not None:
-            pushes.append(rings.make_link(detector, scope, self.tenant, session, memory.place, memory.entry))
+            pushes.append(rings.chains.make_link(detector, scope, self.tenant, session, memory.place, memory.entry))
         if memory.entry and self.session:
             pushes.append(rings.make_push(detector, scope, self.tenant, session, memory))
         return pushes
@@ -480,7 +499,9 @@ class SessionCandidate(Candidate):
 
     __slots__ = (
         "_body",
+        "_earlier_steps",
         "_grants",
+        "_stopped",
         "_unknown",
         "call",
         "calls",
@@ -506,6 +527,8 @@ class SessionCandidate(Candidate):
         self.unreadable = ""
         self._grants = NO_GRANTS
         self._body: RequestBody | None = None
+        self._earlier_steps = 0
+        self._stopped = False
         self._unknown = False
 
     def find_stop(self) -> ActiveOverride | None:
@@ -530,22 +553,49 @@ class SessionCandidate(Candidate):
         if self._standing is not None:
             self.name_request()
         document = self._open(body)
-        names, name = self.limiter.names, ""
+        name = ""
         if not self.is_anonymous:
-            name = body.find_session(names, self._in_head, document, self.plan, self.caller)
-        unnamed = not name
-        self.session = name or UNNAMED
-        if self._standing is not None:
-            self._look_up(self._standing)
-        if unnamed and (self.limiter.unnamed is None or self.is_anonymous):
-            raise NotCounted(UNNAMED)
-        session = self._renew(self.session) if self.overrides else self.session
-        keys = self.limiter.find_keys(body.scope, self.tenant, session)
+            name = body.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
+        place = body.find_place(document) if document is not None and not name and not self.is_anonymous else None
+        if place is None:
+            self._name_session(name)
         if document is not None:
-            self._read_calls(document, keys.ledger)
+            self._read_calls(document, self.limiter.name_histories(self.tenant, name, place))
         self.call = _CALLS.name()
         self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, 0)
+        if place is None:
+            self._ask(body)
+            return
+        self.waits = True
+        self._earlier_steps = place.depth
+        self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, _CALLS.name()[:_IDENTITY])]
+
+    def recall(self, answers: Sequence[Kept]) -> None:
+        """See `Candidate`; the conversation that the request shows is its session."""
+        for answer in answers:
+            if isinstance(answer, Trail) and self._body is not None:
+                self._name_session(answer.name.hex())
+                self._ask(self._body)
+        if not self.limiter.shadow and self.find_stop() is not None:  # by this name, which no order was looked up by before
+            self.hit, self._stopped = None, True
+
+    def _name_session(self, name: str) -> None:
+        """Know the session by its name, empty where it has none.
+
+        Raises:
+            NotCounted: it has none, and such requests have no limits.
+        """
+        self.session = name or UNNAMED
+        if self._standing is not None:
+            self._look_up(self._standing)
+        if not name and (self.limiter.unnamed is None or self.is_anonymous):
+            raise NotCounted(UNNAMED)
+
+    def _ask(self, body: RequestBody) -> None:
+        """Make what the store is asked to count."""
+        session, unnamed = self._renew(self.session) if self.overrides else self.session, self.session == UNNAMED
+        keys = self.limiter.find_keys(body.scope, self.tenant, session)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(
             keys,
@@ -556,6 +606,7 @@ class SessionCandidate(Candidate):
             self._grants,
             allowed=self.is_allowed,
             unnamed=unnamed,
+            earlier=0 if unnamed else self._earlier_steps,
         )
 
     def name_request(self) -> None:
@@ -566,6 +617,8 @@ class SessionCandidate(Candidate):
 
     def judge(self, count: Answer) -> Outcome:
         """See `Candidate`."""
+        if self._stopped:
+            return self._know(self.kill())
         if not isinstance(count, Standing):
             raise TypeError("a step is answered with a standing")
         self.standing = count

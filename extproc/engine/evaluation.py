@@ -206,14 +206,12 @@ class CandidateGroup:
     @property
     def waits(self) -> bool:
         """The verdict about some candidate waits for what the store has kept."""
-        return any(candidate.memory is not None and candidate.memory.waits for candidate in self.candidates)
+        return any(candidate.waits for candidate in self.candidates)
 
     @property
     def needs_store(self) -> bool:
         """The same, and the request names its session; what it shows is enough to judge one that names none."""
-        return any(
-            candidate.session != "" and candidate.memory is not None and candidate.memory.waits for candidate in self.candidates
-        )
+        return any(candidate.waits and candidate.session != "" for candidate in self.candidates)
 
     def recall(self, answers: Sequence[Kept]) -> None:
         """Take what the store has answered to the pushes, in their order; one that cannot is no candidate any more."""
@@ -224,6 +222,8 @@ class CandidateGroup:
                 if candidate.pushes:
                     first, taken = taken, taken + len(candidate.pushes)
                     candidate.recall(answers[first:taken])
+            except NotCounted as why:
+                self._drop(candidate, why.reason)
             except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
                 self.failures.append((candidate.plan.id, error))
             else:

@@ -10,12 +10,14 @@ from msgspec import json
 
 from extproc.bounded import Memo
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
+from extproc.detectors.chain import ChainPlace
 from extproc.request.fingerprint import sum_up
 from extproc.request.quoting import quote
 from extproc.sessions.history import RECORD, CallHistory, digest_tool
-from extproc.sessions.names import SessionNames
+from extproc.sessions.names import Chains, SessionNames
 from extproc.sessions.rates import Rates, TokenPrice
 from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits, UnnamedLimits
+from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 
 DETECTOR: Final = "session"
@@ -196,6 +198,7 @@ class SessionGuard:
     """
 
     __slots__ = (
+        "_chains",
         "_fewest",
         "_key",
         "_opening",
@@ -264,6 +267,7 @@ class SessionGuard:
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
         self._key = f"{namespace}session3:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
+        self._chains = Chains(policy, session.idle_seconds, namespace=namespace)
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
 
     @property
@@ -303,6 +307,14 @@ class SessionGuard:
             _KEYS.put(place, keys)
         return keys
 
+    def name_histories(self, tenant: str, session: str, place: ChainPlace | None) -> str:
+        """By which a session's histories are known again before the store has told what it is called."""
+        return f"{self._key}{session if place is None else place.first.hex()}:{tenant}"
+
+    def make_link(self, scope: str, tenant: str, place: ChainPlace, fresh: bytes) -> ChainLink:
+        """What the store is asked about the conversation that a request shows; `fresh` is its name if it begins there."""
+        return self._chains.make_link(self.name, scope, tenant, "", place, b"")._replace(fresh=fresh)
+
     def make_step(  # noqa: PLR0913  # all that a ledger is told
         self,
         keys: SessionKeys,
@@ -314,6 +326,7 @@ class SessionGuard:
         *,
         allowed: bool,
         unnamed: bool = False,
+        earlier: int = 0,
     ) -> Step:
         """What the store is asked about a request.
 
@@ -326,6 +339,7 @@ class SessionGuard:
             grants: from `sum_grants`.
             allowed: an operator has ordered that it is let through.
             unnamed: nothing names its session.
+            earlier: steps that its history shows, where the ledger begins with them.
         """
         limits = self.limits if self.unnamed is None or not unnamed else self.unnamed
         if allowed:
@@ -344,6 +358,7 @@ class SessionGuard:
             calls.tools,
             grants,
             calls.offer,
+            earlier,
         )
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:

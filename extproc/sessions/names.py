@@ -128,43 +128,55 @@ class SessionNames:
         return ""
 
 
+class Chains:
+    """Where the store keeps a policy's conversations that are known by what they show."""
+
+    __slots__ = ("_start", "_ttl_ms")
+
+    def __init__(self, policy: str, idle_seconds: int, *, namespace: str) -> None:
+        """Every key starts with the namespace; `idle_seconds` after its last request a conversation is forgotten."""
+        self._start = f"{namespace}chain2:{policy}:"
+        self._ttl_ms = min(idle_seconds * 1000, _MAX_MS)
+
+    def make_link(  # noqa: PLR0913  # all that tells conversations apart
+        self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes
+    ) -> ChainLink:
+        """What the store is asked about a request, for one detector; below the session's name, where it has one."""
+        start, end = f"{self._start}{detector}:{scope}:{session}:", f":{tenant}"
+        return ChainLink(
+            f"{start}{place.node.hex()}{end}",
+            f"{start}{place.parent.hex()}{end}" if place.parent else "",
+            f"{start}{place.before.hex()}{end}" if place.before else "",
+            f"{start}{place.own.hex()}{end}" if place.own else "",
+            f"{self._start}{detector}:{scope}:*{end}",
+            place.node[:_DIGEST],
+            place.parent[:_DIGEST],
+            entry,
+            self._ttl_ms,
+            MAX_CALLER_BYTES,
+        )
+
+
 class Rings(SessionNames):
     """What a policy's conversations remember of their turns: by their names, and by what they show.
 
     Attributes:
         idle_seconds: how long after its last request a conversation is forgotten.
+        chains: where they are by what they show.
     """
 
     def __init__(self, policy: str, session: Session | None, *, namespace: str) -> None:
         """Compile; every key starts with the namespace. Without a session no conversation has a name."""
         super().__init__(session.keys if session is not None else (), usual=session is not None and not session.has_own_keys)
         self._ring = f"{namespace}ring:{policy}:"
-        self._chain = f"{namespace}chain2:{policy}:"
         self.idle_seconds = (session or Session()).idle_seconds
+        self.chains = Chains(policy, self.idle_seconds, namespace=namespace)
         self._idle_ms = self.idle_seconds * 1000
 
     def make_push(self, detector: str, scope: str, tenant: str, session: str, memory: Memory) -> Push:
         """What the store is asked to keep of a request for one detector."""
         key = f"{self._ring}{detector}:{scope}:{tenant}:{session}"
         return Push(key, memory.entry, memory.identity, MAX_TURNS, self._idle_ms)
-
-    def make_link(  # noqa: PLR0913  # all that tells conversations apart
-        self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes
-    ) -> ChainLink:
-        """The same by what the request shows; below the session's name, where it has one."""
-        start, end = f"{self._chain}{detector}:{scope}:{session}:", f":{tenant}"
-        return ChainLink(
-            f"{start}{place.node.hex()}{end}",
-            f"{start}{place.parent.hex()}{end}" if place.parent else "",
-            f"{start}{place.before.hex()}{end}" if place.before else "",
-            f"{start}{place.own.hex()}{end}" if place.own else "",
-            f"{self._chain}{detector}:{scope}:*{end}",
-            place.node[:_DIGEST],
-            place.parent[:_DIGEST],
-            entry,
-            min(self._idle_ms, _MAX_MS),
-            MAX_CALLER_BYTES,
-        )
 
 
 def hash_session(key: str, value: str) -> str:

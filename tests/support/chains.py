@@ -9,10 +9,10 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from extproc.detectors.chain import ChainPlace
-from extproc.sessions.names import Rings
+from extproc.sessions.names import Chains
 from extproc.store.rules.chain import ChainLink, Trail, follow
 
-RINGS = Rings("p", None, namespace="")
+CHAINS = Chains("p", 3_600, namespace="")
 
 
 class Sent(NamedTuple):
@@ -29,11 +29,11 @@ class Sent(NamedTuple):
     entry: str
 
 
-def make_link(sent: Sent, *, tenant: str = "00", session: str = "", rings: Rings = RINGS, **changes: int) -> ChainLink:
+def make_link(sent: Sent, *, tenant: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int) -> ChainLink:
     """What the store is asked about a request."""
     place = ChainPlace(_widen(sent.first), [_widen(message) for message in sent.shown])
     entry = sent.entry.encode() if sent.shown else b""
-    return rings.make_link("default", "", tenant, session, place, entry)._replace(**changes)  # type: ignore[arg-type]  # its fields
+    return chains.make_link("default", "", tenant, session, place, entry)._replace(**changes)  # type: ignore[arg-type]  # its fields
 
 
 def _widen(text: str) -> bytes:

@@ -299,7 +299,8 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
         names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
         offer = OFFERS_NONE if move == "side" else (who + 1) % 4 and (0, OFFERS_TOOLS, OFFERS_TOOLS)[who % 3]
         shown = history if move != "side" or amount % 2 else []
-        more = {"reserve": amount * 2, "grants": (amount // 3, amount // 4, amount), "offer": offer, "earlier": amount * (who == 2)}
+        more = {"reserve": amount * 2, "grants": (amount // 3, amount // 4, amount), "offer": offer}
+        more["earlier"] = amount * (who == 2)
         asked = make_step(number, limits, shown, **names, **more)
         answers.append(ask(asked, now))
         done.append((asked, asked.shared if answers[-1].shared else asked.key))

@@ -10,7 +10,7 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange
-from tests.support.turn_writers import Did, as_chat
+from tests.support.turn_writers import Did, as_chat, as_responses
 
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
 
@@ -26,6 +26,12 @@ def turns(count: int, tool: str = "run", **more: Any) -> bytes:  # noqa: ANN401 
     """A request whose history shows this many calls, each with arguments of its own."""
     done = [Did(((tool, {"step": number}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
     return json.dumps({**as_chat(done), "tools": [TOOL], **more}).encode()
+
+
+def kept(count: int) -> bytes:
+    """The same calls in a request that nothing tells apart from others: its server keeps what was before."""
+    done = [Did((("run", {"step": number}),), (f"result {number}",), number=number) for number in range(1, count + 1)]
+    return json.dumps({**as_responses(done), "tools": [TOOL], "previous_response_id": "r"}).encode()
 
 
 def ask(service: Service, data: bytes, session: str = "s", team: str = "t", **more: str) -> ProcessingResponse:

@@ -4,16 +4,10 @@ A request shows a number of assistant messages. It stands at the node of all of 
 newest. A node has the entries of its whole way, copied from its parent: conversations that part share what they have in common
 and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on.
 
-Where it is asked for, a conversation also has a name. A request without history takes a fresh one, which waits at its node until
-the first child comes that finds it there: that takes the oldest on to its own node. A request that stands at a node and finds
-none left at its parent is a retry, and has the newest name that came to the node. Of a conversation whose parent is not known, or
-has none left, the name is fresh; where several end alike and nothing else is known, there is none.
-
-A client that keeps the last messages alone shows no parent that is known. Its link is the suffix, the last two messages, where
-these belong to one conversation alone.
-
-An equal request is a retry, `MAX_RETRIES` times. From then on it is another conversation, as long as its parent has some left
-that may have come here, and else a turn: a window of messages in which the same stands again and again looks like that.
+Where names are asked for, a conversation has one. A request without history gets a fresh name, which waits at its node. A child
+takes the oldest name that waits at its parent on to its own node. Where none waits there, an equal request is a retry, and has
+the name that came to its node last; any other begins a conversation, with a fresh name. So does one whose parent is not known,
+unless its link has a name. Where several conversations end alike, and nothing else is known, there is no name.
 """
 
 from __future__ import annotations

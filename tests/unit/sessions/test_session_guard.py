@@ -25,7 +25,7 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, headers_of, make_service, metadata_of, receive, sample
-from tests.support.session_limits import TOOL, ask, limited, status, told, turns
+from tests.support.session_limits import TOOL, ask, kept, limited, status, told, turns
 from tests.support.turn_writers import Did, as_chat
 
 PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
@@ -396,15 +396,15 @@ def test_a_request_that_a_detector_refuses_is_no_step() -> None:
     assert send(service, [turns(1)], session="b") == [429]
 
 
-def test_a_session_without_a_name_is_not_limited() -> None:
+def test_what_nothing_tells_apart_is_not_limited() -> None:
     """That is counted; a policy that lets nothing pass uncounted refuses it."""
     service = make_service(limited(max_steps=1))
     strict = limited(max_steps=1)
     strict["spec"]["uncountable"] = "reject"
 
-    assert send(service, [turns(n) for n in range(3)], session="") == [200] * 3
+    assert send(service, [kept(n) for n in range(3)], session="") == [200] * 3
     assert sample(service, "uncounted_total", policy="agents", reason="unnamed") == 3
-    assert send(make_service(strict), [turns(1)], session="") == [400]
+    assert send(make_service(strict), [kept(1)], session="") == [400]
 
 
 @pytest.mark.parametrize("key", BUDGET_KEYS)

@@ -153,7 +153,7 @@ def test_a_ring_s_key_has_bounded_parts() -> None:
     assert shadow.key == f"shadow:{short.key}"
     assert (short.ttl_ms, long.ttl_ms) == (3_600_000, 7_000)
     start, node, own = chain.key.rsplit(":", 2)
-    assert start == f"chain:agents:default::{session}"
+    assert start == f"chain2:agents:default::{session}"
     assert (len(node), own) == (32, tenant)
 
 

