@@ -83,7 +83,7 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
         start_looking()  # as it is where all of them were known
 
 
-def find_place_in(document: Document) -> ChainPlace | None:
+def read_place(document: Document) -> ChainPlace | None:
     """The same for a body; None also where it shows no conversation, or the server keeps what was before."""
     try:
         conversation = open_conversation(document)

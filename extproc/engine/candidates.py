@@ -15,7 +15,7 @@ from extproc.apis.excerpt import Excerpt
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
-from extproc.detectors.chain import ChainPlace, find_place_in
+from extproc.detectors.chain import ChainPlace, read_place
 from extproc.engine.orders import ALLOW, BLOCK, RELEASE, ActiveOverride, Caller, Overrides, find_kill, find_kind, sum_grants
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
@@ -161,7 +161,7 @@ class RequestBody:
     def find_place(self, document: Document) -> ChainPlace | None:
         """Where the request stands in the conversation that it shows; None where that is not known."""
         if document is not self._placed:
-            self._placed, self._place = document, find_place_in(document)
+            self._placed, self._place = document, read_place(document)
         return self._place
 
     def open(self, most: int, *, ends: bool = False) -> Document:

@@ -164,7 +164,7 @@ def _measure_chain(*, quick: bool) -> Row:
         for _ in range(times):
             place = find_place(conversation, prefilled=False)
             if place is not None:
-                store.push([rings.make_link("default", "", "0" * 16, "", place, bytes(31))])
+                store.push([rings.chains.make_link("default", "", "0" * 16, "", place, bytes(31))])
 
     times = 20 if quick else 100
     spent = [cpu_us(follow, times) for _ in range(9 if quick else 25)]
