@@ -564,12 +564,15 @@ class SessionCandidate(Candidate):
         self.call = _CALLS.name()
         self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, 0)
-        if place is None:
+        if place is not None:
+            fresh = _CALLS.name()[:_IDENTITY]
+            self._earlier_steps = place.depth
+            self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, fresh)]
+            self.waits = place.depth > 0
+            if not self.waits:  # a conversation begins, and nothing else can be its name
+                self._name_session(fresh.hex())
+        if not self.waits:
             self._ask(body)
-            return
-        self.waits = True
-        self._earlier_steps = place.depth
-        self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, _CALLS.name()[:_IDENTITY])]
 
     def recall(self, answers: Sequence[Kept]) -> None:
         """See `Candidate`; the conversation that the request shows is its session."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -13,12 +14,13 @@ from tool_agents import Job, messages_agent
 
 from tests.support.agents import DONE, Gate, same
 from tests.support.documents import bundle
-from tests.support.frameworks import FRAMEWORKS, Errand, Run
+from tests.support.frameworks import FRAMEWORKS, MOST_TURNS, Errand, Run
 from tests.support.harness import Stack, stack
 from tests.support.servers import server
 
 CHECK = Call("check")
 STEPS = 4
+ALONE = {"max_steps": STEPS, "reject_status": "auto"}
 
 
 def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
@@ -34,6 +36,7 @@ POLICIES = bundle(
     limited("narrow", max_tool_calls=2, max_tool_calls_mode="narrow"),
     limited("tool", max_calls_per_tool={"check": 2}),
     limited("loop", loop_detection={"window": 5, "threshold": 3}),
+    {"id": "alone", "spec": {"selector": {"pathPrefix": "/alone/"}, "limit_keys": ["credential"], "session_limits": ALONE}},
 )
 
 
@@ -57,19 +60,20 @@ def run_gemini_agent(errand: Errand) -> str:
     return client.models.generate_content(model=NAME, contents="Is it done?", config=config).text or ""
 
 
-def run_bedrock_agent(errand: Errand) -> str:
-    """AWS's SDK, Converse, without a signature, or its tools could not be taken away."""
+def run_bedrock_agent(errand: Errand, signature: str | None = None) -> str:
+    """AWS's SDK, Converse; signed, its tools cannot be taken away."""
     import boto3
     import botocore
     from botocore.config import Config
 
-    plain = Config(signature_version=botocore.UNSIGNED)
-    client: Any = boto3.client("bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=plain)
+    config = Config(signature_version=signature or botocore.UNSIGNED)
+    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+    client: Any = boto3.client("bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=config, **keys)
     client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: errand.user}))
     results = {"check": errand.check(), "ask_colleague": errand.ask_colleague()}
     tools = [{"toolSpec": {"name": name, "inputSchema": {"json": {"type": "object"}}}} for name in results]
     messages: list[Any] = [{"role": "user", "content": [{"text": "Is it done?"}]}]
-    while True:
+    for _ in range(MOST_TURNS):
         message = client.converse(modelId=NAME, messages=messages, toolConfig={"tools": tools})["output"]["message"]
         messages.append(message)
         calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
@@ -77,6 +81,7 @@ def run_bedrock_agent(errand: Errand) -> str:
             return str(message["content"][0]["text"])
         said = [{"toolUseId": call["toolUseId"], "content": [{"text": results[call["name"]]}]} for call in calls]
         messages.append({"role": "user", "content": [{"toolResult": one} for one in said]})
+    return ""
 
 
 def run_messages_agent(errand: Errand) -> str:
@@ -90,6 +95,7 @@ RUNS: dict[str, Run] = FRAMEWORKS | {
     "anthropic": run_messages_agent,
     "gemini": run_gemini_agent,
     "bedrock": run_bedrock_agent,
+    "bedrock, signed": partial(run_bedrock_agent, signature="v4"),
 }
 APIS = ("langchain", "openai-agents, responses", "anthropic", "gemini", "bedrock")
 """One run for each."""
@@ -97,7 +103,10 @@ APIS = ("langchain", "openai-agents, responses", "anthropic", "gemini", "bedrock
 THREADS = ("anthropic tool runner", "node, anthropic")
 """Their tools are declared once, and the server keeps them."""
 
-DECLARING = [name for name in RUNS if name not in THREADS]
+SHOWING = [name for name in RUNS if name not in (*THREADS, "bedrock")]
+"""They show their whole history, and have a key."""
+
+DECLARING = [name for name in RUNS if name not in (*THREADS, "bedrock, signed")]
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +171,16 @@ def test_a_model_that_never_ends_is_asked_so_often_and_no_more(gate: Gate, name:
     assert gate.model.asked[user[USER]] == STEPS
     assert gate.sent() - sent == STEPS + 1
     assert count_refusals(gate.stack, "steps") - refused == 1
+
+
+@pytest.mark.parametrize("name", SHOWING)
+def test_each_run_has_its_steps_where_none_is_named(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """All have one API key, and nothing that names a session; two of them do the same."""
+    for number in (1, 2):
+        with pytest.raises(Exception, match=f"this session has used {STEPS} of its {STEPS} steps"):
+            run(gate, name, "alone", user[USER], forever)
+
+        assert gate.model.asked[user[USER]] == number * STEPS
 
 
 @pytest.mark.parametrize("name", APIS)
