@@ -48,7 +48,7 @@ REPAIRS = {
     "missing_descriptor": Repair("have none of the policy's limit keys: {keys}", _OTHER_KEY, "limit_keys"),
     SHARED: Repair("have none of the policy's limit keys: {keys}, so they count as one caller", _OTHER_KEY, "limit_keys"),
     "unnamed": Repair(
-        "name no session, so session_limits do not limit them",
+        "name no session and show no conversation, so session_limits do not limit them",
         'limit them with "unnamed_limits", or name their sessions: "session": {{"keys": [...]}}',
         "session_limits",
     ),

@@ -104,8 +104,8 @@ FINDINGS: dict[str, tuple[Callable[[Stack], None], dict[str, Any]]] = {
         {"policy": "merged", "place": "/policies/1/spec/limit_keys", "says": "so they count as one caller"},
     ),
     "unnamed": (
-        lambda made: send(made, "/limited/a", **ANN),
-        {"policy": "limits", "place": "/policies/2/spec/session_limits", "says": "name no session"},
+        lambda made: send(made, "/limited/a", {"input": "hi", "previous_response_id": "resp_1"}, **ANN),
+        {"policy": "limits", "place": "/policies/2/spec/session_limits", "says": "name no session and show no conversation"},
     ),
     "no_messages": (
         lambda made: send(made, "/v1/embeddings", {"input": 5}, **ANN),
