@@ -19,7 +19,7 @@ import msgspec
 
 from extproc.errors import StoreError
 from extproc.store import Store
-from extproc.store.rules.documents import MAX_DOCUMENT, make_replica_name
+from extproc.store.rules.documents import BOARDS, MAX_DOCUMENT, make_replica_name
 
 KEPT_SECONDS = 3_600
 """What has been quiet for longer is shown no more."""
@@ -128,7 +128,7 @@ class Board(Generic[AnyDocument]):
             return
         document = await asyncio.to_thread(lambda: self._make().pack())
         with suppress(StoreError):  # the store tells that itself
-            await self._store.publish(self._name, self.replica, document, KEPT_SECONDS)
+            await self._store.documents.put(BOARDS, self._name, self.replica, document, KEPT_SECONDS)
             self._published, self._published_at = changes, time()
 
     def view(self) -> View[AnyDocument]:
@@ -144,7 +144,7 @@ class Board(Generic[AnyDocument]):
         """Read the others' tables; where the store or the event loop does not answer, the last ones have to do."""
         if self._home is None or time() - self._collected_at < _COLLECT_SECONDS:
             return
-        asked = asyncio.run_coroutine_threadsafe(self._store.collect(self._name), self._home)
+        asked = asyncio.run_coroutine_threadsafe(self._store.documents.read(BOARDS, self._name), self._home)
         try:
             found = asked.result(_COLLECT_SECONDS)
         except TimeoutError:
@@ -154,7 +154,8 @@ class Board(Generic[AnyDocument]):
         except StoreError as error:
             self._problem = f"the store is unavailable: {error}"
             return
-        packed = {replica: document for replica, document in found.items() if replica != self.replica}
+        packed = found.documents if found is not None else {}
+        packed.pop(self.replica, None)
         self._collected = unpack_all(packed, self._kind)
         self._collected_at, self._problem = time(), ""
 

@@ -48,7 +48,7 @@ from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key
 from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, extract_secret
 from extproc.sessions.names import is_vendor_session
 from extproc.store import Store
-from extproc.store.rules.documents import MAX_ORDERS, refuse_more
+from extproc.store.rules.documents import MAX_ORDERS, ORDERS, refuse_more
 from extproc.store.rules.session import NANO_DOLLARS
 
 _LOG = logging.getLogger("loopguard")
@@ -168,7 +168,8 @@ class OverrideService:
         if override.kind == RELEASE:
             await self.refresh()
             override = outlast_kills(override, self.list_standing())
-        await self._store.put_order(_BOOK, override.name, write_override(override), override.ends - override.since)
+        seconds = override.ends - override.since
+        await self._store.documents.put(ORDERS, _BOOK, override.name, write_override(override), seconds)
         _announce("override given", override, who)
         self.emit(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
@@ -186,7 +187,7 @@ class OverrideService:
         """
         await self.refresh()
         revoked = self._standing.get(name)
-        if not await self._store.drop_order(_BOOK, name):
+        if not await self._store.documents.drop(ORDERS, _BOOK, name):
             return False
         if revoked is not None:
             _announce("override revoked", revoked, who)
@@ -212,7 +213,7 @@ class OverrideService:
             StoreError: it cannot be read; what was read last stays in force.
         """
         async with self._lock:
-            found = await self._store.read_orders(_BOOK, self._version)
+            found = await self._store.documents.read(ORDERS, _BOOK, self._version)
             if found is None:
                 self._forget_ended()
                 return

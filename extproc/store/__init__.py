@@ -16,6 +16,31 @@ from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question
 
 
+class SharedDocuments(Protocol):
+    """Documents by name, of a kind in `documents.KINDS` and about a subject, which is one of our own words.
+
+    No request waits for them. Every method raises StoreError if the store is away; the requests' part of it goes on as it was.
+    """
+
+    async def put(  # noqa: PLR0913  # a document, where it stands, and until when
+        self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
+    ) -> None:
+        """Keep a document for that long, in place of the one of that name.
+
+        Raises:
+            StoreError: it does not fit, or there is no room for one more.
+        """
+        ...
+
+    async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
+        """Take a document back; whether there was one."""
+        ...
+
+    async def read(self, kind: str, subject: str, known: str = "", now: int | None = None) -> Documents | None:
+        """Those that have not ended, None where nothing has changed since the version that is known (empty for none)."""
+        ...
+
+
 class Store(Protocol):
     """Shared state, of several kinds: each call reads and writes its keys, and decides, in one atomic step for each of them.
 
@@ -45,58 +70,9 @@ class Store(Protocol):
         """
         ...
 
-    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """Tell the other replicas something, in place of what this one told last; no request waits for that.
-
-        Args:
-            board: what it is about, one of our own words.
-            replica: from `documents.make_replica_name`.
-            document: up to `documents.MAX_DOCUMENT` bytes.
-            seconds: after which it is forgotten.
-            now: as above.
-
-        Raises:
-            StoreError: the store is away, or the document does not fit; the requests' part of the store goes on as it was.
-        """
-        ...
-
-    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
-        """What the replicas have told that is not forgotten yet, this one's included, by their names.
-
-        Raises:
-            StoreError: as for `publish`.
-        """
-        ...
-
-    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """Keep what an operator has ordered, in place of the order of that name, for every replica; no request waits for that.
-
-        Args:
-            book: what such orders are about, one of our own words.
-            name: of the order.
-            document: up to `documents.MAX_ORDER` bytes.
-            seconds: after which it ends.
-            now: as above.
-
-        Raises:
-            StoreError: the store is away (orders that stand are not lost), or there is no room for the order.
-        """
-        ...
-
-    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
-        """Take an order back; whether it stood.
-
-        Raises:
-            StoreError: as for `put_order`.
-        """
-        ...
-
-    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
-        """Every order that stands, None where nothing has changed since the version that is known (empty for none).
-
-        Raises:
-            StoreError: as for `put_order`.
-        """
+    @property
+    def documents(self) -> SharedDocuments:
+        """What replicas and operators leave there for all of them."""
         ...
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:

@@ -24,7 +24,7 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.memory_chains import MemoryChains
 from extproc.store.rules.chain import ChainLink, Trail, follow
-from extproc.store.rules.documents import BOARDS, ORDERS, Documents, MemoryDocuments
+from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
 from extproc.store.rules.windows import Count, Hit, Tally, log, read_log_times, tally
@@ -84,7 +84,7 @@ class MemoryStore:
         self._puts = 0
         self._hand = 0
         self._chains = MemoryChains(self._max_bytes // _CHAINS_SHARE, metrics.store_evictions.inc)
-        self._documents = MemoryDocuments()
+        self.documents = MemoryDocuments(clock)
         self._evictions = metrics.store_evictions
         metrics.store_entries.set_function(self.__len__)
 
@@ -101,27 +101,6 @@ class MemoryStore:
         """Push every entry once; answers at once and never raises a StoreError."""
         moment = self._clock() if now is None else now
         return [self._push(pushed, moment) if isinstance(pushed, Push) else self._follow(pushed, moment) for pushed in pushes]
-
-    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """See `Store`; this process is the only replica."""
-        self._documents.put(BOARDS, board, replica, document, int(seconds * 1000), self._clock() if now is None else now)
-
-    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
-        """See `Store`."""
-        found = self._documents.read(BOARDS, board, "", self._clock() if now is None else now)
-        return found.documents if found is not None else {}
-
-    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """See `Store`."""
-        self._documents.put(ORDERS, book, name, document, int(seconds * 1000), _read_clock() if now is None else now)
-
-    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
-        """See `Store`."""
-        return self._documents.drop(ORDERS, book, name, _read_clock() if now is None else now)
-
-    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
-        """See `Store`."""
-        return self._documents.read(ORDERS, book, known, _read_clock() if now is None else now)
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:  # noqa: ARG002  # a Store's signature
         """See `Store`; this process is the only replica."""

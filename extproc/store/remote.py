@@ -20,7 +20,6 @@ from extproc.store.known_refusals import KnownRefusals
 from extproc.store.pending import Pending
 from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.rules.chain import ChainLink, Trail
-from extproc.store.rules.documents import BOARDS, ORDERS, Documents
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question, Settlement
 from extproc.store.rules.windows import Count, Hit
@@ -94,7 +93,7 @@ class RemoteStore:
         self._layout = layout
         self._prefix = prefix
         self._side_connections = SideConnections(layout, prefix)
-        self._documents = RemoteDocuments(self._side_connections)
+        self.documents = RemoteDocuments(self._side_connections, self._check_side)
         self._metrics = metrics
         self._timeout = timeout
         self._whole = whole
@@ -144,35 +143,9 @@ class RemoteStore:
         """
         return self._ask([push_call(pushed, now) for pushed in pushes], _take_all) if pushes else []
 
-    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """See `Store`."""
-        self._find_side_shard(board).check_open()
-        await self._documents.put(BOARDS, board, replica, document, int(seconds * 1000), now)
-
-    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
-        """See `Store`."""
-        self._find_side_shard(board).check_open()
-        found = await self._documents.read(BOARDS, board, "", now)
-        return found.documents if found is not None else {}
-
-    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """See `Store`."""
-        self._find_side_shard(book).check_open()
-        await self._documents.put(ORDERS, book, name, document, int(seconds * 1000), now)
-
-    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
-        """See `Store`."""
-        self._find_side_shard(book).check_open()
-        return await self._documents.drop(ORDERS, book, name, now)
-
-    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
-        """See `Store`."""
-        self._find_side_shard(book).check_open()
-        return await self._documents.read(ORDERS, book, known, now)
-
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """See `Store`."""
-        self._find_side_shard(name).check_open()
+        self._check_side(name)
         key = self._side_connections.name_key("secret", name)
         _, found = await self._side_connections.ask(name, [("SET", key, secret, "NX"), ("GET", key)])
         if not isinstance(found, bytes) or len(found) != len(secret):
@@ -223,9 +196,9 @@ class RemoteStore:
         """The shard that has a key."""
         return self._list_shards()[find_part(key, len(self._layout.tags))]
 
-    def _find_side_shard(self, subject: str) -> Shard:
-        """The shard that has what is asked on the side about a subject."""
-        return self._list_shards()[self._side_connections.find_part(subject)]
+    def _check_side(self, subject: str) -> None:
+        """Raise StoreError if the shard is away that has what is asked on the side about a subject."""
+        self._list_shards()[self._side_connections.find_part(subject)].check_open()
 
     def _list_shards(self) -> list[Shard]:
         """The shard of each part."""

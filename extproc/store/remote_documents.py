@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from extproc.errors import StoreError
 from extproc.store.link import RedisReply
 from extproc.store.rules import read_script
@@ -13,39 +15,29 @@ _SCRIPT = read_script("documents")
 
 
 class RemoteDocuments:
-    """Documents on a server that is asked beside the requests."""
+    """Documents on a server that is asked beside the requests; see `SharedDocuments`."""
 
-    def __init__(self, connections: SideConnections) -> None:
+    def __init__(self, connections: SideConnections, check: Callable[[str], None]) -> None:
+        """`check` raises StoreError if the server that has a subject is known to be away."""
         self._connections = connections
+        self._check = check
 
     async def put(  # noqa: PLR0913  # a document, where it stands, and until when
-        self, kind: str, subject: str, name: str, document: bytes, ttl_ms: int, now: int | None
+        self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
     ) -> None:
-        """Keep a document, in place of the one of that name.
-
-        Raises:
-            StoreError: see `check_document`, there is no room, or the server cannot.
-        """
+        """See `SharedDocuments`."""
         check_document(kind, name, document)
         bounds = KINDS[kind]
         most = bounds.max_documents, int(bounds.makes_room)
-        if not await self._run(kind, subject, "put", name, bounds.version + document, ttl_ms, *most, now=now):
+        if not await self._run(kind, subject, "put", name, bounds.version + document, int(seconds * 1000), *most, now=now):
             raise refuse_more()
 
-    async def drop(self, kind: str, subject: str, name: str, now: int | None) -> bool:
-        """Take a document back; whether there was one.
-
-        Raises:
-            StoreError: the server cannot.
-        """
+    async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
+        """See `SharedDocuments`."""
         return bool(await self._run(kind, subject, "drop", name, now=now))
 
-    async def read(self, kind: str, subject: str, known: str, now: int | None) -> Documents | None:
-        """Those that have not ended, None where the version is the known one.
-
-        Raises:
-            StoreError: the server cannot, or answers something else.
-        """
+    async def read(self, kind: str, subject: str, known: str = "", now: int | None = None) -> Documents | None:
+        """See `SharedDocuments`."""
         listed = await self._run(kind, subject, "list", known, now=now)
         if not isinstance(listed, list) or not all(isinstance(item, bytes) for item in listed):
             raise _make_error(kind)
@@ -71,6 +63,7 @@ class RemoteDocuments:
 
     async def _run(self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None) -> RedisReply:
         """The reply of the script, whose last argument is the time in milliseconds, -1 for the server's own clock."""
+        self._check(subject)
         keys = [self._name_key(kind, subject, part) for part in ("ends", "documents", "version")]
         moment = -1 if now is None else now
         [reply] = await self._connections.ask(subject, [("EVAL", _SCRIPT, len(keys), *keys, what, *arguments, moment)])

@@ -360,6 +360,11 @@ class Driver:
 
         return [list(entries) for entries in self._runner.run(settled())]
 
+    def read(self, kind: str, subject: str, now: int | None = None) -> dict[str, bytes]:
+        """The documents about a subject, by name; none where there never was one."""
+        found = self.run(self.store.documents.read(kind, subject, now=now))
+        return found.documents if found is not None else {}
+
     def key(self, hit: Hit | Push) -> str:
         """What the store is told; it ends in hex digits, as every key does."""
         return f"{self._name}:{hit.key}:{zlib.crc32(hit.key.encode()):08x}"

@@ -21,12 +21,35 @@ from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.chain import ChainLink
-from extproc.store.rules.documents import Documents
+from extproc.store.rules.documents import Documents, MemoryDocuments
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question
 from tests.support.engine import make_engine
 
 T = TypeVar("T")
+
+
+class FailingDocuments(MemoryDocuments):
+    """Documents that fail where a check of their subject does."""
+
+    def __init__(self, check: Callable[[str], None]) -> None:
+        super().__init__(lambda: 0)
+        self._check = check
+
+    async def put(self, kind: str, subject: str, *more: Any, **named: Any) -> None:  # noqa: ANN401  # as in MemoryDocuments
+        """Keep or fail."""
+        self._check(subject)
+        await super().put(kind, subject, *more, **named)
+
+    async def drop(self, kind: str, subject: str, *more: Any, **named: Any) -> bool:  # noqa: ANN401  # as above
+        """Take back or fail."""
+        self._check(subject)
+        return await super().drop(kind, subject, *more, **named)
+
+    async def read(self, kind: str, subject: str, *more: Any, **named: Any) -> Documents | None:  # noqa: ANN401  # as above
+        """Read or fail."""
+        self._check(subject)
+        return await super().read(kind, subject, *more, **named)
 
 
 class FailingStore:
@@ -37,6 +60,7 @@ class FailingStore:
         self._error = error or StoreError("down", kind="connection")
         self._later = later
         self._memory = MemoryStore(Metrics())
+        self.documents = FailingDocuments(self._check)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
         """Count or fail."""
@@ -46,41 +70,14 @@ class FailingStore:
         """Push or fail."""
         return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
 
-    async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """Publish or fail."""
-        if self._failing in board:
-            raise self._error
-        await self._memory.publish(board, replica, document, seconds, now)
-
-    async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
-        """Collect or fail."""
-        if self._failing in board:
-            raise self._error
-        return await self._memory.collect(board, now)
-
-    async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """Keep or fail."""
-        if self._failing in book:
-            raise self._error
-        await self._memory.put_order(book, name, document, seconds, now)
-
-    async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
-        """Take back or fail."""
-        if self._failing in book:
-            raise self._error
-        return await self._memory.drop_order(book, name, now)
-
-    async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
-        """Read or fail."""
-        if self._failing in book:
-            raise self._error
-        return await self._memory.read_orders(book, known, now)
-
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """Keep or fail."""
+        self._check(name)
+        return secret
+
+    def _check(self, name: str) -> None:
         if self._failing in name:
             raise self._error
-        return secret
 
     def _answer(self, keys: Sequence[str], ask: Callable[[], list[T]]) -> list[T] | Awaitable[list[T]]:
         failing = any(self._failing in key for key in keys)

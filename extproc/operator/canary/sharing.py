@@ -13,6 +13,7 @@ from extproc.logs import make_extra
 from extproc.operator.canary.pairs import Pair, Pairs
 from extproc.operator.canary.states import State, decode_state, encode_state, read_state
 from extproc.store import Store
+from extproc.store.rules.documents import BOARDS
 
 _LOG = logging.getLogger("loopguard")
 
@@ -58,7 +59,8 @@ class Sharing:
         before, at = self._published.get(identity, (0, now))
         if progress == before and now - at < _REFRESH_SECONDS:
             return
-        await self._store.publish(_name_board(pair), self._replica, encode_state(read_state(pair, now)), KEEP_SECONDS)
+        document = encode_state(read_state(pair, now))
+        await self._store.documents.put(BOARDS, _name_board(pair), self._replica, document, KEEP_SECONDS)
         self._published[identity] = progress, now
 
     def _report(self, trouble: str) -> None:
@@ -72,11 +74,11 @@ class Sharing:
         found = {self._replica: [read_state(pair, time()) for pair in pairs]}
         for pair in pairs:
             try:
-                documents = await self._store.collect(_name_board(pair))
+                shared = await self._store.documents.read(BOARDS, _name_board(pair))
             except StoreError as error:
                 self._report(str(error))
                 break
-            for replica, state in _decode_all(documents).items():
+            for replica, state in _decode_all(shared.documents if shared is not None else {}).items():
                 if replica != self._replica and state.pairing == pair.pairing:
                     found.setdefault(replica, []).append(state)
         return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from extproc.errors import StoreError
@@ -102,38 +103,38 @@ class _Collection:
 
 
 class MemoryDocuments:
-    """Documents in this process."""
+    """Documents in this process; see `SharedDocuments`."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int]) -> None:
+        """Start empty; the clock tells the time in milliseconds."""
+        self._clock = clock
         self._collections: dict[tuple[str, str], _Collection] = {}
 
-    def put(  # noqa: PLR0913  # a document, where it stands, and until when
-        self, kind: str, subject: str, name: str, document: bytes, ttl_ms: int, now: int
+    async def put(  # noqa: PLR0913  # a document, where it stands, and until when
+        self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
     ) -> None:
-        """Keep a document, in place of the one of that name.
-
-        Raises:
-            StoreError: see `check_document`, or there is no room.
-        """
+        """See `SharedDocuments`."""
         check_document(kind, name, document)
-        kept = self._change(kind, subject, now).kept
+        moment = self._clock() if now is None else now
+        kept = self._change(kind, subject, moment).kept
         if name not in kept and len(kept) >= KINDS[kind].max_documents:
             if not KINDS[kind].makes_room:
                 raise refuse_more()
             del kept[min(kept, key=lambda other: kept[other][0])]
-        kept[name] = now + ttl_ms, document
+        kept[name] = moment + int(seconds * 1000), document
 
-    def drop(self, kind: str, subject: str, name: str, now: int) -> bool:
-        """Take a document back; whether there was one."""
-        return self._change(kind, subject, now).kept.pop(name, None) is not None
+    async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
+        """See `SharedDocuments`."""
+        return self._change(kind, subject, self._clock() if now is None else now).kept.pop(name, None) is not None
 
-    def read(self, kind: str, subject: str, known: str, now: int) -> Documents | None:
-        """Those that have not ended, None where the version is the known one."""
+    async def read(self, kind: str, subject: str, known: str = "", now: int | None = None) -> Documents | None:
+        """See `SharedDocuments`."""
         collection = self._collections.get((kind, subject))
         version, kept = (str(collection.changes), collection.kept) if collection is not None else ("", {})
         if version == known:
             return None
-        return Documents(version, {name: document for name, (ends, document) in kept.items() if now < ends})
+        moment = self._clock() if now is None else now
+        return Documents(version, {name: document for name, (ends, document) in kept.items() if moment < ends})
 
     def _change(self, kind: str, subject: str, now: int) -> _Collection:
         """What is about to change, without those that have ended."""

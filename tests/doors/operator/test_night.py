@@ -21,7 +21,7 @@ import pytest
 from extproc.cli.main import main
 from extproc.operator.overrides import parse_order, write_override
 from extproc.operator.table import MAX_ROWS
-from extproc.store.rules.documents import MAX_ORDERS
+from extproc.store.rules.documents import MAX_ORDERS, ORDERS
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
 from tests.support.pages import Outline
@@ -273,10 +273,10 @@ def test_more_orders_than_there_is_room_for(night: Night, capsys: pytest.Capture
     with Driver(f"redis://{night.valkey.address}") as driver:
 
         async def fill() -> None:
-            standing = await driver.store.read_orders("overrides", "")
+            standing = await driver.store.documents.read(ORDERS, "overrides")
             assert standing is not None
             for number in range(MAX_ORDERS - len(standing.documents)):
-                await driver.store.put_order("overrides", f"order-{number}", write_override(allowed), 600)
+                await driver.store.documents.put(ORDERS, "overrides", f"order-{number}", write_override(allowed), 600)
 
         driver.run(fill())
     eventually(lambda: night.count_orders() == [MAX_ORDERS] * 2, "all of them")

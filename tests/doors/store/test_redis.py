@@ -36,7 +36,7 @@ from extproc.store.redis import TAGS
 from extproc.store.remote import RemoteStore
 from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.resp import write_keys, write_word
-from extproc.store.rules.documents import BOARDS, KINDS
+from extproc.store.rules.documents import BOARDS, KINDS, ORDERS
 from extproc.store.rules.session import Question, Step
 from extproc.store.rules.windows import Count, Hit
 from extproc.store.scripts import count_call, session_call
@@ -618,11 +618,11 @@ def test_nothing_is_ever_scanned() -> None:
             driver.push([make_push(str(now))], now)
             step = make_step(now, limit(max_sessions=1), key=f"session:{now}:7f")
             driver.account([step, settle_step(step)], now)
-            driver.run(driver.store.publish(driver.name("board"), "a", b"x", 60, now))
-            driver.run(driver.store.collect(driver.name("board"), now))
-            driver.run(driver.store.put_order(driver.name("book"), str(now), b"x", 5, now))
-            driver.run(driver.store.drop_order(driver.name("book"), str(now - 3_000), now))
-            driver.run(driver.store.read_orders(driver.name("book"), "", now))
+            driver.run(driver.store.documents.put(BOARDS, driver.name("board"), "a", b"x", 60, now))
+            driver.read(BOARDS, driver.name("board"), now)
+            driver.run(driver.store.documents.put(ORDERS, driver.name("book"), str(now), b"x", 5, now))
+            driver.run(driver.store.documents.drop(ORDERS, driver.name("book"), str(now - 3_000), now))
+            driver.run(driver.store.documents.read(ORDERS, driver.name("book"), "", now))
             driver.run(driver.store.share_secret(driver.name("secret"), bytes(32)))
 
         assert {f"+{name}" for name in set(fresh.commands()) - before} - {"+info"} <= set(ACL.split())
@@ -734,11 +734,11 @@ def test_a_document_on_a_board_begins_with_its_version(driver: Driver, one: Serv
     """One of another version is left out, and the others are there."""
     board = driver.name("board")
     for replica in "ab":
-        driver.run(driver.store.publish(board, replica, b"x", 60))
+        driver.run(driver.store.documents.put(BOARDS, board, replica, b"x", 60))
     one.client().hset(f"loopguard:boards:{board}:documents", "b", b"\x02x")
 
     assert one.client().hget(f"loopguard:boards:{board}:documents", "a") == b"\x01x"
-    assert driver.run(driver.store.collect(board)) == {"a": b"x"}
+    assert driver.read(BOARDS, board) == {"a": b"x"}
 
 
 def test_sessions_expire_by_themselves(driver: Driver, one: Server) -> None:
@@ -821,33 +821,19 @@ def test_a_key_of_documents_of_another_program_is_replaced(
     command, _, *values = poison.split(" ")
     one.client().execute_command(command, f"loopguard:{kind}:{subject}:{part}", *values)
 
-    before = read_documents(driver, kind, subject)
-    put_document(driver, kind, subject, "a", 60)
+    before = driver.read(kind, subject)
+    driver.run(driver.store.documents.put(kind, subject, "a", b"x", 60))
 
     assert before == {}
-    assert read_documents(driver, kind, subject) == {"a": b"x"}
-
-
-def put_document(driver: Driver, kind: str, subject: str, name: str, seconds: float) -> None:
-    """A document of either kind."""
-    put = driver.store.publish if kind == BOARDS else driver.store.put_order
-    driver.run(put(subject, name, b"x", seconds))
-
-
-def read_documents(driver: Driver, kind: str, subject: str) -> dict[str, bytes]:
-    """Those of either kind."""
-    if kind == BOARDS:
-        return driver.run(driver.store.collect(subject))
-    found = driver.run(driver.store.read_orders(subject, ""))
-    return found.documents if found is not None else {}
+    assert driver.read(kind, subject) == {"a": b"x"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_expire_by_themselves(driver: Driver, one: Server, kind: str) -> None:
     """The server forgets them a second after the last of them has ended, whichever came last."""
     subject = driver.name("subject")
-    put_document(driver, kind, subject, "a", 60)
-    put_document(driver, kind, subject, "b", 30)
+    driver.run(driver.store.documents.put(kind, subject, "a", b"x", 60))
+    driver.run(driver.store.documents.put(kind, subject, "b", b"x", 30))
 
     lives = [one.client().pttl(f"loopguard:{kind}:{subject}:{part}") for part in ("ends", "documents", "version")]
 
@@ -859,10 +845,10 @@ def test_a_document_that_is_gone_leaves_the_others(driver: Driver, one: Server, 
     """What the server has evicted is not there any more, and does no harm."""
     subject = driver.name("subject")
     for name in "ab":
-        put_document(driver, kind, subject, name, 60)
+        driver.run(driver.store.documents.put(kind, subject, name, b"x", 60))
     one.client().hdel(f"loopguard:{kind}:{subject}:documents", "a")
 
-    assert read_documents(driver, kind, subject) == {"b": b"x"}
+    assert driver.read(kind, subject) == {"b": b"x"}
 
 
 @pytest.mark.parametrize("rubbish", [b":1\r\n", b"*1\r\n:1\r\n", b"*2\r\n$1\r\n1\r\n$-1\r\n"])
@@ -874,7 +860,7 @@ def test_a_list_of_orders_that_is_none_is_no_answer(rubbish: bytes) -> None:
 
         async def ask() -> object:
             try:
-                return await RemoteDocuments(connections).read("orders", "book", "", None)
+                return await RemoteDocuments(connections, lambda _: None).read(ORDERS, "book")
             finally:
                 connections.drop()
 
@@ -890,14 +876,14 @@ def test_orders_that_change_are_read_anew(driver: Driver, one: Server) -> None:
     with Driver(f"redis://{one.address}") as other:
 
         def read(known: str) -> tuple[str, list[str]]:
-            found = driver.run(driver.store.read_orders(book, known))
+            found = driver.run(driver.store.documents.read(ORDERS, book, known))
             return (found.version, sorted(found.documents)) if found is not None else (known, ["no news"])
 
         first, nothing = read("")
-        other.run(other.store.put_order(book, "a", b"x", 60))
+        other.run(other.store.documents.put(ORDERS, book, "a", b"x", 60))
         second, a = read(first)
         third, quiet = read(second)
-        other.run(other.store.drop_order(book, "a"))
+        other.run(other.store.documents.drop(ORDERS, book, "a"))
         _, none = read(third)
 
     assert (nothing, a, quiet, none) == (["no news"], ["a"], ["no news"], [])
@@ -907,17 +893,17 @@ def test_a_board_that_fails_is_no_outage() -> None:
     """If boards alone fail, asking for one raises an error, requests are still counted, and it recovers by itself."""
     with server() as one, Driver(f"redis://{one.address}") as driver:
         driver.count([make_hit()])
-        driver.run(driver.store.publish("board", "a", b"x", 60))
+        driver.run(driver.store.documents.put(BOARDS, "board", "a", b"x", 60))
         one.client().execute_command("ACL", "SETUSER", "default", "-eval")
         with pytest.raises(StoreError) as error:
-            driver.run(driver.store.collect("board"))
+            driver.read(BOARDS, "board")
         counted = driver.count([make_hit()])
         health = driver.store.health()
         one.client().execute_command("ACL", "SETUSER", "default", "+eval")
 
         assert error.value.kind == "auth"
         assert ([answer.count for answer in counted], health) == ([2], "ok")
-        assert driver.run(driver.store.collect("board")) == {"a": b"x"}
+        assert driver.read(BOARDS, "board") == {"a": b"x"}
 
 
 def in_seconds(number: int) -> int:
@@ -1464,7 +1450,7 @@ def test_slots_that_move_are_followed(six: list[Server]) -> None:
             return driver.run(counted())
 
         board = next(name for name in map(str, range(256)) if spread_tags(TAGS)[zlib.crc32(name.encode()) % TAGS] == tag)
-        driver.run(driver.store.publish(board, "a", b"x", 60))
+        driver.run(driver.store.documents.put(BOARDS, board, "a", b"x", 60))
 
         assert count() == [1] * len(hits)
         ids = [node.client().execute_command("CLUSTER", "MYID").decode() for node in (source, target)]
@@ -1482,7 +1468,7 @@ def test_slots_that_move_are_followed(six: list[Server]) -> None:
 
         assert count() == [3] * len(hits)
         assert driver.store.health() == "ok"
-        assert driver.run(driver.store.collect(board)) == {"a": b"x"}
+        assert driver.read(BOARDS, board) == {"a": b"x"}
 
 
 def test_sessions_in_slots_that_move_are_followed(six: list[Server]) -> None:
@@ -1649,25 +1635,23 @@ def test_boards_and_orders_of_the_other_shards_go_on(three: list[Server]) -> Non
     with Driver(f"redis+cluster://{three[0].address}", store_timeout=AWAY_AFTER) as driver:
         store = driver.store
         for name in names.values():
-            driver.run(store.put_order(name, "a", b"x", 60))
+            driver.run(store.documents.put(ORDERS, name, "a", b"x", 60))
         three[1].hang()
         try:
             eventually(lambda: _count_each(driver, name_keys(1, 1)) == ["unavailable"], "the outage")
 
             with pytest.raises(StoreError) as error:
-                driver.run(store.publish(names[1], "a", b"x", 60))
+                driver.run(store.documents.put(BOARDS, names[1], "a", b"x", 60))
             for node in (0, 2):
-                driver.run(store.publish(names[node], "a", b"x", 60))
-                orders = driver.run(store.read_orders(names[node], ""))
-                assert orders is not None
-                assert orders.documents == {"a": b"x"}
-                assert driver.run(store.collect(names[node])) == {"a": b"x"}
+                driver.run(store.documents.put(BOARDS, names[node], "a", b"x", 60))
+                assert driver.read(ORDERS, names[node]) == {"a": b"x"}
+                assert driver.read(BOARDS, names[node]) == {"a": b"x"}
         finally:
             three[1].resume()
         eventually(lambda: _well(driver), "the recovery")
 
         assert error.value.kind == "unavailable"
-        assert driver.run(store.read_orders(names[1], "")) is not None
+        assert driver.read(ORDERS, names[1]) == {"a": b"x"}
 
 
 def test_after_a_failover_the_replica_counts_on() -> None:

@@ -26,6 +26,7 @@ BEFORE = "b15071a"
 
 WORKER = '''
 import asyncio, inspect, json, sys
+from types import SimpleNamespace
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store
@@ -38,11 +39,30 @@ except ImportError:
     from extproc.windows import Hit, Push
 
 
+class DocumentsBefore:
+    """Documents of a store that has methods of its own for each kind of them."""
+
+    def __init__(self, store):
+        self.store = store
+
+    async def put(self, kind, subject, name, document, seconds):
+        await (self.store.publish if kind == "boards" else self.store.put_order)(subject, name, document, seconds)
+
+    async def drop(self, kind, subject, name):
+        return await self.store.drop_order(subject, name)
+
+    async def read(self, kind, subject, known=""):
+        if kind == "orders":
+            return await self.store.read_orders(subject, known)
+        return SimpleNamespace(documents=await self.store.collect(subject))
+
+
 class Worker:
     """Asks a store what it is told to, and says what that answers in plain values."""
 
     def __init__(self, store):
         self.store = store
+        self.documents = getattr(store, "documents", None) or DocumentsBefore(store)
 
     async def hit(self, window, key, cooldown):
         [count] = await self.store.hit([Hit(f"{key}:7f", window, 60_000, 3, cooldown, True, 10)])
@@ -76,20 +96,20 @@ class Worker:
         }
 
     async def order(self, name):
-        await self.store.put_order("overrides", name, b"{}", 60)
+        await self.documents.put("orders", "overrides", name, b"{}", 60)
 
     async def revoke(self, name):
-        return await self.store.drop_order("overrides", name)
+        return await self.documents.drop("orders", "overrides", name)
 
     async def orders(self):
-        found = await self.store.read_orders("overrides", "never")
-        return sorted(found.documents)
+        return sorted((await self.documents.read("orders", "overrides", "never")).documents)
 
     async def publish(self, name):
-        await self.store.publish("loops", name, b"what it knows", 60)
+        await self.documents.put("boards", "loops", name, b"what it knows", 60)
 
     async def collect(self):
-        return {name: document.decode() for name, document in (await self.store.collect("loops")).items()}
+        found = await self.documents.read("boards", "loops")
+        return {name: document.decode() for name, document in found.documents.items()}
 
     async def agree(self, secret):
         return (await self.store.share_secret("hash:1", secret.encode())).decode()

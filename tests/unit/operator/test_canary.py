@@ -29,7 +29,7 @@ from extproc.request.fingerprint import hash_tenant
 from extproc.request.http import HttpRequest, compile_descriptors
 from extproc.sessions.names import hash_session
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.documents import MAX_DOCUMENT
+from extproc.store.rules.documents import BOARDS, MAX_DOCUMENT
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY, NOW, make_engine
 from tests.support.messages import body, headers
@@ -697,7 +697,7 @@ def test_replicas_with_other_policies_are_not_added_up() -> None:
 def test_an_unreadable_document_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     """A document that is no state is left out and logged."""
     store, service = MemoryStore(Metrics()), make_service(LIVE, shadow())
-    asyncio.run(store.publish(f"canary:{pair_of(service).pairing.identity}", "odd", b"{}", 60))
+    asyncio.run(store.documents.put(BOARDS, f"canary:{pair_of(service).pairing.identity}", "odd", b"{}", 60))
 
     assert _collect(Sharing(service.pairs, store, "one")).keys() == {"one"}
     assert "the state of a canary cannot be read" in caplog.text

@@ -23,6 +23,7 @@ from extproc.request.fingerprint import hash_tenant
 from extproc.request.hash_key import PROCESS_KEY
 from extproc.server import _find_seen
 from extproc.sessions.prices import Prices
+from extproc.store.rules.documents import ORDERS
 from tests.support.bundles import check, plain, refused, spec
 from tests.support.documents import policy
 from tests.support.engine import ANY
@@ -181,7 +182,7 @@ def test_what_was_ordered_before_an_upgrade_holds(target: Target, more: list[str
         1, policy("p", ANY, limit_keys=["header:authorization", "header:x-team", *more], threshold_identical_requests=9)
     )
     standing = order(BLOCK, target)
-    one.run(one.store.put_order("overrides", standing.name, write_override(standing), 60))
+    one.run(one.store.documents.put(ORDERS, "overrides", standing.name, write_override(standing), 60))
     one.refresh()
 
     assert send(one.services[0]) == [429]

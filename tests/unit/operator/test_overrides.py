@@ -44,6 +44,7 @@ from extproc.operator.overrides import (
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import ORDERS
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.messages import body, headers
@@ -627,7 +628,7 @@ def test_what_another_version_grants_stays_in_bounds(grant: bytes) -> None:
     """Whatever stands in the store as a grant, it is passed over, or adds between nothing and the bounds."""
     one = Replicas(1)
     known = write_override(order(GRANT, SESSION)).replace(b"[0, 0, 0]", grant)
-    one.run(one.store.put_order("overrides", "odd", known, 60))
+    one.run(one.store.documents.put(ORDERS, "overrides", "odd", known, 60))
     one.refresh()
 
     total = sum_grants(one.givers[0].list_standing())
@@ -689,7 +690,7 @@ def test_the_store_is_told_no_names() -> None:
 def test_what_another_version_has_ordered_is_passed_over(document: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever the store holds, overrides that are understood apply, and the rest is logged."""
     one = Replicas(1)
-    one.run(one.store.put_order("overrides", "odd", document, 60))
+    one.run(one.store.documents.put(ORDERS, "overrides", "odd", document, 60))
     one.give(kind="block", caller={"x-user-id": "ann"})
 
     assert send(one.services[0], 1) == [429]

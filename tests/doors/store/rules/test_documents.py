@@ -8,7 +8,7 @@ import pytest
 
 from extproc.errors import StoreError
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.documents import KINDS, MAX_DOCUMENT, MAX_ORDER, MAX_REPLICAS, ORDERS
+from extproc.store.rules.documents import BOARDS, KINDS, MAX_DOCUMENT, MAX_ORDER, MAX_REPLICAS, ORDERS
 from tests.support.servers import Driver
 
 
@@ -21,7 +21,7 @@ class Published(NamedTuple):
     seconds: float
 
 
-BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
+ON_BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
     "none": ([], 1_000, {}),
     "one": ([Published(1_000, "a", b"\x00\xff\r\n", 60)], 1_000, {"a": b"\x00\xff\r\n"}),
     "two": ([Published(1_000, "a", b"x", 60), Published(1_001, "b", b"", 60)], 1_002, {"a": b"x", "b": b""}),
@@ -44,32 +44,34 @@ BOARDS: dict[str, tuple[list[Published], int, dict[str, bytes]]] = {
 """What is published, and what is on the board then."""
 
 
-@pytest.mark.parametrize("case", BOARDS)
+@pytest.mark.parametrize("case", ON_BOARDS)
 def test_a_board_in_every_store(store: Driver, case: str) -> None:
     """Every store shows each replica's last document until it expires, and no more of them than fit."""
-    steps, now, expected = BOARDS[case]
+    steps, now, expected = ON_BOARDS[case]
     for moment, replica, document, seconds in steps:
-        store.run(store.store.publish(store.name("board"), replica, document, seconds, moment))
+        store.run(store.store.documents.put(BOARDS, store.name("board"), replica, document, seconds, moment))
 
-    assert store.run(store.store.collect(store.name("board"), now)) == expected
-    assert store.run(store.store.collect(store.name("another"), now)) == {}
-
-
-def test_a_board_has_a_clock_of_its_own(store: Driver) -> None:
-    """Without a time given, what was published just now is on the board."""
-    store.run(store.store.publish(store.name("board"), "a", b"x", 3_600))
-
-    assert store.run(store.store.collect(store.name("board"))) == {"a": b"x"}
+    assert store.read(BOARDS, store.name("board"), now) == expected
+    assert store.read(BOARDS, store.name("another"), now) == {}
 
 
-@pytest.mark.parametrize(("replica", "length"), [("a", MAX_DOCUMENT + 1), ("", 1), ("a" * 256, 1), ("\u00e9" * 128, 1)])
-def test_what_no_board_takes(store: Driver, replica: str, length: int) -> None:
-    """A document or a name that is too long is refused in every store, and the board stays as it was."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_have_a_clock_of_their_own(store: Driver, kind: str) -> None:
+    """Without a time given, a document that was put just now is there."""
+    store.run(store.store.documents.put(kind, store.name("subject"), "a", b"x", 3_600))
+
+    assert store.read(kind, store.name("subject")) == {"a": b"x"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "more"), [("a", 1), ("", 0), ("a" * 256, 0), ("\u00e9" * 128, 0)])
+def test_what_is_too_long_is_refused(store: Driver, kind: str, name: str, more: int) -> None:
+    """A document or a name that is too long is refused in every store, and nothing is changed by it."""
     with pytest.raises(StoreError) as error:
-        store.run(store.store.publish(store.name("board"), replica, b"x" * length, 60))
+        store.run(store.store.documents.put(kind, store.name("subject"), name, bytes(KINDS[kind].max_bytes + more), 60))
 
     assert error.value.kind == "too_large"
-    assert store.run(store.store.collect(store.name("board"))) == {}
+    assert store.read(kind, store.name("subject")) == {}
 
 
 class Ordered(NamedTuple):
@@ -102,34 +104,24 @@ def test_orders_in_every_store(store: Driver, case: str) -> None:
     steps, now, expected = BOOKS[case]
     for moment, name, document, seconds in steps:
         if document is None:
-            assert store.run(store.store.drop_order(store.name("book"), name, moment))
+            assert store.run(store.store.documents.drop(ORDERS, store.name("book"), name, moment))
         else:
-            store.run(store.store.put_order(store.name("book"), name, document, seconds, moment))
+            store.run(store.store.documents.put(ORDERS, store.name("book"), name, document, seconds, moment))
 
-    found = store.run(store.store.read_orders(store.name("book"), "never", now))
+    found = store.run(store.store.documents.read(ORDERS, store.name("book"), "never", now))
 
     assert found is not None
     assert found.documents == expected
-    assert store.run(store.store.read_orders(store.name("book"), found.version, now)) is None
-    assert store.run(store.store.read_orders(store.name("another"), "", now)) is None
+    assert store.run(store.store.documents.read(ORDERS, store.name("book"), found.version, now)) is None
+    assert store.run(store.store.documents.read(ORDERS, store.name("another"), "", now)) is None
 
 
 def test_what_does_not_stand_cannot_be_taken_back(store: Driver) -> None:
     """Revoking an order returns whether there was one, also if it has just ended."""
-    store.run(store.store.put_order(store.name("book"), "a", b"x", 60, 1_000))
+    store.run(store.store.documents.put(ORDERS, store.name("book"), "a", b"x", 60, 1_000))
 
-    assert not store.run(store.store.drop_order(store.name("book"), "b", 1_000))
-    assert not store.run(store.store.drop_order(store.name("book"), "a", 61_000))
-
-
-def test_orders_have_a_clock_of_their_own(store: Driver) -> None:
-    """Without a time given, what was ordered just now stands."""
-    store.run(store.store.put_order(store.name("book"), "a", b"x", 3_600))
-
-    found = store.run(store.store.read_orders(store.name("book"), ""))
-
-    assert found is not None
-    assert found.documents == {"a": b"x"}
+    assert not store.run(store.store.documents.drop(ORDERS, store.name("book"), "b", 1_000))
+    assert not store.run(store.store.documents.drop(ORDERS, store.name("book"), "a", 61_000))
 
 
 def test_a_secret_is_agreed_on_in_every_store(store: Driver) -> None:
@@ -141,31 +133,20 @@ def test_a_secret_is_agreed_on_in_every_store(store: Driver) -> None:
     assert found == ([first, second] if isinstance(store.store, MemoryStore) else [first, first])
 
 
-def test_an_order_that_is_too_long_is_refused(store: Driver) -> None:
-    """No store takes it, and none is changed by it."""
-    with pytest.raises(StoreError) as error:
-        store.run(store.store.put_order(store.name("book"), "a", b"x" * (MAX_ORDER + 1), 60))
-
-    assert error.value.kind == "too_large"
-    assert store.run(store.store.read_orders(store.name("book"), "")) is None
-
-
 def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room, a new order is refused; one that stands may be changed, and one that ended makes room."""
     monkeypatch.setitem(KINDS, ORDERS, KINDS[ORDERS]._replace(max_documents=3))
     book = store.name("book")
     for number in range(3):
-        store.run(store.store.put_order(book, str(number), b"x", 60 + number, 1_000))
+        store.run(store.store.documents.put(ORDERS, book, str(number), b"x", 60 + number, 1_000))
 
     with pytest.raises(StoreError) as error:
-        store.run(store.store.put_order(book, "more", b"x", 60, 60_999))
-    store.run(store.store.put_order(book, "2", b"y", 600, 60_999))
-    store.run(store.store.put_order(book, "more", b"x", 60, 61_000))
-    found = store.run(store.store.read_orders(book, "", 61_000))
+        store.run(store.store.documents.put(ORDERS, book, "more", b"x", 60, 60_999))
+    store.run(store.store.documents.put(ORDERS, book, "2", b"y", 600, 60_999))
+    store.run(store.store.documents.put(ORDERS, book, "more", b"x", 60, 61_000))
 
     assert error.value.kind == "full"
-    assert found is not None
-    assert sorted(found.documents.items()) == [("1", b"x"), ("2", b"y"), ("more", b"x")]
+    assert sorted(store.read(ORDERS, book, 61_000).items()) == [("1", b"x"), ("2", b"y"), ("more", b"x")]
 
 
 def test_thousands_of_orders_are_read_whole(store: Driver) -> None:
@@ -174,10 +155,8 @@ def test_thousands_of_orders_are_read_whole(store: Driver) -> None:
 
     async def fill() -> None:
         for number in range(2_500):
-            await store.store.put_order(book, str(number), b"x", 60)
+            await store.store.documents.put(ORDERS, book, str(number), b"x", 60)
 
     store.run(fill())
-    found = store.run(store.store.read_orders(book, ""))
 
-    assert found is not None
-    assert len(found.documents) == 2_500
+    assert len(store.read(ORDERS, book)) == 2_500
