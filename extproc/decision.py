@@ -149,12 +149,7 @@ COMPLETION: Final = "completion"
 
 
 class RefusalForm(NamedTuple):
-    """How a detector refuses.
-
-    Attributes:
-        status: of HTTP; None where it depends on the client.
-        completes: with an answer of the model, where the API that is called has such answers.
-    """
+    """How a detector refuses: its HTTP status (None if it depends on the client), or with an answer of the API's model."""
 
     status: int | None
     completes: bool = False
@@ -164,7 +159,6 @@ class Outcome:
     """What one detector of a policy made of the request; never changed.
 
     Attributes:
-        policy: its id.
         mode: `enforce` or `shadow`.
         action: ALLOW unless the policy saw a loop.
         fingerprint: 8 hex digits.
@@ -174,11 +168,9 @@ class Outcome:
         window_seconds: the policy's window.
         delay_ms: how long to hold the request; 0 unless throttled.
         retry_after: seconds until a repeat makes sense; None when unknown.
-        refusal: how it is refused, if it is.
         detector: the name of its loop_detection entry.
         subject: what was compared, and how a model is told.
         repeat: what the request's own history says, None where requests are counted.
-        reason: why it is what it is.
     """
 
     __slots__ = (
@@ -270,7 +262,6 @@ class Decision:
 
     Attributes:
         lead: the strictest outcome of the enforcing policies that saw something; None lets the request through untouched.
-        steer: the first outcome that puts a note into the request; None for none.
         warning: a policy with action warn fired.
         shadow: the strictest outcome that a shadow policy would have had; never has an effect.
         trace: every policy's outcome, in bundle order, enforcing ones first.
@@ -315,12 +306,7 @@ class Decision:
 
 
 def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
-    """What all outcomes together say.
-
-    Args:
-        trace: of the enforcing policies, in bundle order.
-        watching: of the shadow policies.
-    """
+    """What all outcomes together say: those of enforcing policies and those of shadow policies, both in bundle order."""
     loops = [outcome for outcome in trace if outcome.action is not Action.ALLOW]
     lead, steer, warning = None, None, False
     if loops:

@@ -39,11 +39,7 @@ class BundleError:
 
 
 class BundleErrors(LoopguardError):
-    """Every error of every policy file, found in one go.
-
-    Attributes:
-        errors: in the order of files, then of places.
-    """
+    """Every error of every policy file, found in one go, in the order of files and then of places."""
 
     def __init__(self, errors: Sequence[BundleError]) -> None:
         self.errors = tuple(errors)
@@ -57,11 +53,7 @@ def excerpt(problems: Sequence[object]) -> list[str]:
 
 
 class StoreError(LoopguardError):
-    """The store could not count.
-
-    Attributes:
-        kind: a short fixed word for metrics, such as `timeout` or `connection`.
-    """
+    """The store could not count; `kind` is a short fixed word for metrics, such as `timeout` or `connection`."""
 
     def __init__(self, message: str, *, kind: str) -> None:
         self.kind = kind
@@ -69,11 +61,7 @@ class StoreError(LoopguardError):
 
 
 class PartlyAwayError(StoreError):
-    """Some servers of the store have counted, others could not.
-
-    Attributes:
-        answers: of those that have, None in place of each of the others.
-    """
+    """Some servers of the store have counted, others could not; `answers` has None in place of each of theirs."""
 
     def __init__(self, message: str, *, kind: str, answers: list[Any]) -> None:
         self.answers = answers
@@ -81,11 +69,7 @@ class PartlyAwayError(StoreError):
 
 
 class ProtocolError(LoopguardError):
-    """The peer broke the protocol.
-
-    Attributes:
-        code: the gRPC status or HTTP/2 error code that the peer must hear.
-    """
+    """The peer broke the protocol; `code` is the gRPC status or HTTP/2 error code that it must hear."""
 
     def __init__(self, message: str, *, code: int) -> None:
         self.code = code

@@ -22,11 +22,7 @@ class RateLimit:
         self._suppressed = 0
 
     def admit(self, now: float) -> int | None:
-        """None when the event must be dropped, else how many were dropped since the last that was not.
-
-        Args:
-            now: seconds of any monotonic clock.
-        """
+        """None if the event must be dropped, else how many were dropped before it; `now` is seconds of a monotonic clock."""
         second = int(now)
         if second != self._second:
             self._second, self._passed = second, 0
@@ -47,11 +43,7 @@ class Reminder:
         self._events = 0
 
     def count(self, now: float) -> int:
-        """One more event; returns how many there were, this one included, since the last that was let through, else 0.
-
-        Args:
-            now: seconds of any monotonic clock.
-        """
+        """One more event at `now`; returns how many there were since the last that was let through, else 0."""
         self._events += 1
         if now < self._next:
             return 0

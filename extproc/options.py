@@ -65,11 +65,7 @@ def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401  #
 
 
 def parse_switch(text: str) -> bool:
-    """A switch, which as a flag takes no value.
-
-    Raises:
-        ValueError: it says neither yes nor no.
-    """
+    """A switch, which as a flag takes no value; raises ValueError if it is neither yes nor no."""
     word = text.lower()
     if word not in (*_YES, *_NO):
         raise ValueError("must be true or false")
@@ -122,16 +118,7 @@ def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()) -> None:
-    """Options that mean something only together.
-
-    Args:
-        chosen: the options.
-        needed: names of those of which all or none are given.
-        wanting: names of more that take all of these.
-
-    Raises:
-        UsageError: some are given and others are not; it names both.
-    """
+    """Raise UsageError, naming them, if only some of the `needed` options are given; `wanting` ones need all of these."""
     missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(chosen, name)]
     given = [f"--{name.replace('_', '-')}" for name in (*needed, *wanting) if getattr(chosen, name)]
     if missing and given:
@@ -171,11 +158,7 @@ def _describe(item: Field[Any]) -> str:
 def read_options(
     declared: type[Options], flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, prefix: str = ""
 ) -> Options:
-    """Options from parsed flags, else the environment, else their defaults.
-
-    Raises:
-        UsageError: a value is unusable; the message names the flag or variable and what would be right.
-    """
+    """Options from parsed flags, else the environment, else their defaults; raises UsageError with what would be right."""
     values: dict[str, Any] = {}
     for item in fields(declared):
         variable = prefix + item.name.upper()

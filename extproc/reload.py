@@ -64,13 +64,7 @@ T = TypeVar("T")
 
 
 class RefusedReload(NamedTuple):
-    """A reload that was refused.
-
-    Attributes:
-        at: when.
-        errors: the first of them, as `loopguard validate` prints them.
-        count: how many there are.
-    """
+    """A reload that was refused: when, its first errors as `loopguard validate` prints them, and how many there are."""
 
     at: datetime
     errors: list[str]
@@ -81,9 +75,7 @@ class Reloader:
     """The policies in force, and how they change.
 
     Attributes:
-        engine: compiled from what was loaded last without an error.
         sources: the files of which that was made, without their policies: those take a hundred times as much room.
-        unenforced: parts of them that are not enforced.
     """
 
     engine: Engine
@@ -95,11 +87,7 @@ class Reloader:
     _overridden: list[bool]
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Load for the first time: where no policy is given, the preset, in shadow mode.
-
-        Raises:
-            BundleErrors: the policies have errors, or parts that are not enforced, without permission.
-        """
+        """Load for the first time: the preset in shadow mode if no policy is given; raises BundleErrors if that fails."""
         self._settings = settings
         self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
         self._metrics = metrics
@@ -266,12 +254,9 @@ class _FileSystem:
         self._asked: dict[object, Future[Any]] = {}
 
     async def ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The question's answer.
+        """The question's answer; raises TimeoutError if there is none in time.
 
-        While it is still busy with the same question from before, that answer has to do: stuck threads must not pile up.
-
-        Raises:
-            TimeoutError: there was none in time.
+        While the same question from before is still being answered, that answer has to do: stuck threads must not pile up.
         """
         answer = self._asked.get(question)
         if answer is None or answer.done():
@@ -344,16 +329,7 @@ def build(  # noqa: PLR0913  # all that decides what is taken
 ) -> tuple[PolicySet, Engine]:
     """Make an engine of policy files: what `serve` starts with, and what `validate` tries.
 
-    Args:
-        files: contents by name.
-        now: decides what has expired.
-        allow_unenforced: take bundles of which parts are not enforced.
-        shadow: force every policy into shadow mode.
-        checked: when it was decided what has expired, unless it is now.
-        unreadable: why further files cannot be read.
-
-    Raises:
-        BundleErrors: these files cannot be served, `unreadable` first.
+    What has expired is decided by `checked`, or else by `now`. Raises BundleErrors, those that are `unreadable` first.
     """
     try:
         policies = parse(files, checked or now)

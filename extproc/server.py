@@ -100,11 +100,7 @@ class Server:
     """One running Loopguard."""
 
     def __init__(self, settings: Settings) -> None:
-        """Load the policies and open the store; nothing listens yet.
-
-        Raises:
-            LoopguardError: something in the settings or the policies cannot be used.
-        """
+        """Load the policies and open the store; nothing listens yet. Raises LoopguardError if something cannot be used."""
         self._settings = settings
         self._metrics = metrics = Metrics()
         self._certificates = open_certificates(settings, metrics)
@@ -154,11 +150,7 @@ class Server:
         self._beat = time.monotonic()
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain.
-
-        Raises:
-            LoopguardError: an address cannot be listened on.
-        """
+        """Serve until SIGTERM or SIGINT, then drain; raises LoopguardError if an address cannot be listened on."""
         sys.setswitchinterval(SWITCH_SECONDS)
         self._loop = loop = asyncio.get_running_loop()
         await self._store.start()

@@ -52,11 +52,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`; port 0 takes a free one.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`, or raise ValueError; port 0: a free one."""
     if text.startswith("unix:/"):
         return Address(text)
     found = _HOST_PORT.fullmatch(text)
@@ -101,11 +97,7 @@ def _parse_scope(text: str) -> str:
 
 
 def parse_subject_name(text: str) -> SubjectName:
-    """Parse a URI such as a SPIFFE id, an IP address, or else a DNS name.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Parse a URI such as a SPIFFE id, an IP address, or else a DNS name; raises ValueError for anything else."""
     if "://" in text:
         return SubjectName("URI", text)
     try:
@@ -118,11 +110,7 @@ def parse_subject_name(text: str) -> SubjectName:
 
 
 def parse_subject_names(text: str) -> tuple[SubjectName, ...]:
-    """Parse subject names separated by commas.
-
-    Raises:
-        ValueError: one of them is none.
-    """
+    """Parse subject names separated by commas; raises ValueError as `parse_subject_name` does."""
     return tuple(parse_subject_name(item.strip()) for item in text.split(",") if item.strip())
 
 
@@ -235,9 +223,5 @@ def find_unknown(environ: Mapping[str, str]) -> list[str]:
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Settings from parsed flags and the environment.
-
-    Raises:
-        UsageError: a value is unusable; the message names the flag or variable and what would be right.
-    """
+    """Settings from parsed flags and the environment; raises UsageError, naming flag or variable, with what would be right."""
     return options.read_options(Settings, flags, environ, ENV_PREFIX)

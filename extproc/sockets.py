@@ -19,15 +19,9 @@ _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int | None = None) -> socket.socket:
-    """A socket that listens on `address`; a Unix socket that no process listens on any more is replaced.
+    """A socket that listens on `address`, which `flag` has chosen; raises LoopguardError, with the reason, if it cannot.
 
-    Args:
-        address: where to listen.
-        flag: of the command that chose it, for errors.
-        mode: of a Unix socket's file; None for what the umask leaves.
-
-    Raises:
-        LoopguardError: the address cannot be listened on; the message says why.
+    A Unix socket that no process listens on any more is replaced; its file gets `mode`, or what the umask leaves.
     """
     try:
         if address.is_unix:

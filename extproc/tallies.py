@@ -11,13 +11,7 @@ from collections.abc import Sequence
 
 
 class Buckets:
-    """A histogram.
-
-    Attributes:
-        bounds: the most that each bucket takes, in order; what exceeds the last falls into one without a bound.
-        counts: what each bucket alone has taken.
-        sum: of all that was observed.
-    """
+    """A histogram: the upper bound of each bucket, what each alone has taken (the last has no bound), and the sum of all."""
 
     __slots__ = ("bounds", "counts", "sum")
 

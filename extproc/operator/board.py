@@ -68,14 +68,7 @@ class BoardTable(Protocol[Made_co]):
 
 
 class View(NamedTuple, Generic[AnyDocument]):
-    """What all replicas know.
-
-    Attributes:
-        document: of all of them.
-        replica: the one that was asked.
-        replicas: those whose tables these are.
-        problem: why other replicas' tables are missing or old, empty where they are not.
-    """
+    """What all replicas know, the replica that was asked, all of them, and why some are missing or old (else empty)."""
 
     document: AnyDocument
     replica: str
@@ -84,11 +77,7 @@ class View(NamedTuple, Generic[AnyDocument]):
 
 
 class Board(Generic[AnyDocument]):
-    """One table, as this replica and the others know it.
-
-    Attributes:
-        replica: this one's name.
-    """
+    """One table, as this replica and the others know it."""
 
     def __init__(  # noqa: PLR0913  # what tells one table from another
         self,
@@ -161,12 +150,7 @@ class Board(Generic[AnyDocument]):
 
 
 def fit(most: int, make: Callable[[int], object]) -> bytes:
-    """A document packed, small enough for a board, if it is so with no entries at all.
-
-    Args:
-        most: entries there are.
-        make: the document with this many of them.
-    """
+    """As much of a document as fits on a board, packed; `make` makes it with a number of its `most` entries."""
     kept = most
     while True:
         packed = zlib.compress(msgspec.msgpack.encode(make(kept)), 9)

@@ -45,20 +45,10 @@ def _name(reason: str) -> _Key:
 
 
 class Coverage:
-    """What one process has counted; the event loop alone writes.
-
-    Attributes:
-        requests: that some policy matched.
-        unmatched: that none did.
-    """
+    """Counts requests that some policy matches, those that none does, and what is left out; the event loop alone writes."""
 
     def __init__(self, decisions: Decisions, now: float) -> None:
-        """Start empty.
-
-        Args:
-            decisions: what policies count, which is kept elsewhere.
-            now: in seconds since 1970.
-        """
+        """Start empty at `now`, in seconds since 1970; `decisions` has what policies count."""
         self.requests = 0
         self.unmatched = 0
         self._decisions = decisions

@@ -28,12 +28,10 @@ class CoverageRow(msgspec.Struct, array_like=True):
 
     Attributes:
         policy: id; empty for all requests.
-        mode: of it.
         route: Envoy's name, empty where that is unknown or does not matter.
         detector: the guard that does not count; empty for all of the policy.
         reason: one of `uncounted_total`, or what else the row is about.
         recent: requests of the last minutes.
-        total: requests since the start.
     """
 
     policy: str
@@ -54,7 +52,6 @@ class CoverageDocument(msgspec.Struct, array_like=True):
     """What one replica publishes, or what all of them know.
 
     Attributes:
-        rows: one for each number.
         since: when counting began, in seconds since 1970.
         seconds: how long ago the recent ones began.
         left_out: rows that did not fit on the board.

@@ -84,12 +84,7 @@ class Sink(Protocol):
     """Where events go."""
 
     def send(self, events: Sequence[bytes]) -> None:
-        """Hand them over, each as JSON.
-
-        Raises:
-            UnreachableError: not now.
-            RefusedError: never.
-        """
+        """Send events, each as JSON; raises UnreachableError if that may work later, RefusedError if it never will."""
         ...
 
     def close(self) -> None:
@@ -113,13 +108,7 @@ class Events:
         self._thread.start()
 
     def emit(self, kind: str, subject: str, data: Mapping[str, object]) -> None:
-        """Queue an event; never waits, and may be called from any thread.
-
-        Args:
-            kind: a key of `TYPES`.
-            subject: what it is about.
-            data: of it, ready for JSON; None is left out.
-        """
+        """Queue an event of a kind in `TYPES`, without waiting, from any thread; None is left out of `data`."""
         if len(self._queue) >= MAX_QUEUED:
             self._drop(1, "the queue is full")
             return
@@ -174,12 +163,7 @@ class Events:
 
 
 def open_events(settings: Settings, source: str, metrics: Metrics) -> Events | None:
-    """The queue for what `--events` names, None where it names nothing.
-
-    Raises:
-        UsageError: it is no place for events.
-        LoopguardError: the file, the secret or the authorities cannot be read.
-    """
+    """The queue for what `--events` names, if anything; raises UsageError or LoopguardError if that cannot be used."""
     if not settings.events:
         return None
     return Events(_open_sink(settings), source, metrics)

@@ -21,30 +21,21 @@ class Loop(msgspec.Struct, array_like=True):
     """One loop.
 
     Attributes:
-        policy: its id.
         detector: the name of its loop_detection entry.
-        mode: `enforce` or `shadow`.
         tenant: hash of the caller, 16 hex digits.
         repeats: what makes requests parts of it: a fingerprint, or the tools of a cycle.
-        session: hash of the session's name, empty where it has none.
+        session: hash of the session's name, empty if it has none.
         fingerprint: of the newest request.
-        method: of HTTP.
-        path: of the request, cut to what can be shown.
-        route: Envoy's name, empty where it is unknown.
-        model: that is asked, empty where it is unknown.
+        path, caller: cut to what can be shown.
         tools: that are called again and again.
-        caller: the names and values of its descriptors, cut to what can be shown.
-        first: when it was first acted on, in seconds since 1970.
-        last: when it was last acted on.
+        first, last: when it was acted on, in seconds since 1970.
         count: what its detector counts.
-        requests: of it that were acted on, or would have been, by action.
-        size: of these, bytes of their bodies.
-        stopped: of these, the ones that were not sent on for this loop's sake.
+        requests: that were acted on, or would have been, by action.
+        size: bytes of their bodies.
+        stopped: of these, the ones that were not forwarded because of this loop.
         stopped_size: bytes of their bodies.
-        alias: what people call the caller; empty where they have no name for it.
-        labels: what is shown of it, by name.
-        credentials: hashes of its secrets.
-        agent: the id that the agent has given itself, cut to what can be shown; empty where it has not.
+        alias, labels, credentials: see `KnownAs`.
+        agent: the id that the agent has given itself, empty for none; cut to what can be shown.
     """
 
     policy: str
@@ -120,7 +111,6 @@ class LoopDocument(msgspec.Struct, array_like=True):
     """What one replica publishes, or what all of them know.
 
     Attributes:
-        rows: one for each loop.
         lines: one for each policy, mode and action.
         left_out: loops that did not fit on the board.
     """

@@ -24,11 +24,7 @@ _PATH_SHOWN: Final = 256
 
 
 class LoopTable(Table[Loop, LoopDocument]):
-    """The loops of one process.
-
-    Attributes:
-        curves: by policy, mode and action.
-    """
+    """The loops of one process, and their curves by policy, mode and action."""
 
     def __init__(self) -> None:
         super().__init__()

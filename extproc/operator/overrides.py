@@ -107,14 +107,7 @@ class Seen(NamedTuple):
 
 
 class Serving(Protocol):
-    """What requests are judged by.
-
-    Attributes:
-        engine: the policies of the newest load.
-        key: of keyed hashes.
-        handed_over: those that Envoy hands over with a route.
-        overrides: those in force; None where there are none.
-    """
+    """What requests are judged by: `engine` has the policies of the newest load, `overrides` is None if there are none."""
 
     engine: Engine
     key: HashKey
@@ -150,16 +143,7 @@ class OverrideService:
     async def give(self, order: object, who: str) -> tuple[ActiveOverride, list[str]]:
         """Have an override applied by every replica: here at once, elsewhere within a second.
 
-        Args:
-            order: as `parse_order` takes it.
-            who: gives it.
-
-        Returns:
-            the override, and what the operator should know about it.
-
-        Raises:
-            BadOrderError: it is none.
-            StoreError: it could not be kept, or there are too many.
+        Returns it, and what the operator should know about it. Raises BadOrderError, or StoreError if it cannot be kept.
         """
         plans = self._service.engine.plans
         override = parse_order(order, who, time(), plans, self._service.key)
@@ -180,11 +164,7 @@ class OverrideService:
         return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen)]
 
     async def revoke(self, name: str, who: str) -> bool:
-        """End an override before its time; whether it stood.
-
-        Raises:
-            StoreError: the store cannot be asked.
-        """
+        """End an override before its time; returns whether there was one. Raises StoreError if the store is away."""
         await self.refresh()
         revoked = self._standing.get(name)
         if not await self._store.documents.drop(ORDERS, _BOOK, name):
@@ -207,11 +187,7 @@ class OverrideService:
                 _LOG.exception("overrides cannot be read")
 
     async def refresh(self) -> None:
-        """Apply what stands in the store, if that has changed.
-
-        Raises:
-            StoreError: it cannot be read; what was read last stays in force.
-        """
+        """Apply what is in the store, if that has changed; raises StoreError if it cannot be read, and keeps what was there."""
         async with self._lock:
             found = await self._store.documents.read(ORDERS, _BOOK, self._version)
             if found is None:
@@ -241,20 +217,11 @@ def _announce(what: str, override: ActiveOverride, who: str) -> None:
 
 
 def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key: HashKey = PROCESS_KEY) -> ActiveOverride:
-    """The override that an operator asks for.
+    """The override that an operator orders at `now` (seconds since 1970); raises BadOrderError with everything that is wrong.
 
-    Args:
-        order: an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
-            value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of
-            `steps`, `tool_calls` and `cost` (in dollars), and may have a `key`: what is ordered again with the same one is one
-            grant.
-        who: gives it.
-        now: in seconds since 1970.
-        plans: the policies that are in force.
-        key: of keyed hashes.
-
-    Raises:
-        BadOrderError: with everything that is wrong.
+    An order is an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
+    value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
+    `tool_calls` and `cost` (in dollars), and may have a `key`: orders with the same key are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -542,11 +509,7 @@ def write_override(override: ActiveOverride) -> bytes:
 
 
 def read_override(name: str, document: bytes) -> ActiveOverride:
-    """From the store, where another version may have put it.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """From the store, where another version may have put it; raises ValueError if it is no override."""
     try:
         found = json.loads(document)
         descriptors = tuple(sorted((str(key), str(value)) for key, value in found["descriptors"].items()))

@@ -48,14 +48,7 @@ _ADVICE = {
 
 
 class Reporter:
-    """Tells what became of requests.
-
-    Attributes:
-        loops: recent ones.
-        sessions: recent ones.
-        coverage: what is guarded, and what is not.
-        show_callers: tell callers by the values of their descriptors, not by a hash alone; may change at any time.
-    """
+    """Reports what became of requests; `show_callers`, by values and not by a hash alone, may change at any time."""
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         self.loops = LoopTable()

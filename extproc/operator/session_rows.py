@@ -30,11 +30,9 @@ class CallRow(msgspec.Struct, array_like=True):
     Attributes:
         name: the step's; replicas tell each other the first bytes of it.
         at: when it was seen first, in seconds since 1970.
-        model: that is asked, empty where it is unknown.
         tools: the one that was called last; empty for none.
         status: of the answer; 0 while that is not known, or where there was none.
         tokens: as in `Usage`, None where they were not said.
-        settled: what became of it is known.
         refused: another guard refused it after all.
     """
 
@@ -55,15 +53,7 @@ class CallRow(msgspec.Struct, array_like=True):
 
 
 class SessionRefusal(msgspec.Struct, array_like=True):
-    """What a session was refused for.
-
-    Attributes:
-        at: when, in seconds since 1970.
-        limit: its name.
-        used: of the limit.
-        allowed: by it, with what was granted.
-        tool: that it is about, empty for all.
-    """
+    """What a session was refused for: how much was used of a limit, and allowed by it with all grants; no tool means all."""
 
     at: float
     limit: str
@@ -126,12 +116,7 @@ _LEDGER = ("began", "told", "tools", *COUNTED)
 
 
 class SessionDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all of them know.
-
-    Attributes:
-        rows: one for each session, that of the newest request first.
-        left_out: sessions that did not fit on the board.
-    """
+    """What one replica publishes, or what all of them know: the newest request's session first, and how many did not fit."""
 
     rows: list[SessionRow]
     left_out: int = 0

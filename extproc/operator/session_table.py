@@ -37,14 +37,7 @@ _CALL_NAME: Final = 4
 
 
 class RunName(NamedTuple):
-    """What tells a session from others.
-
-    Attributes:
-        tenant: hash of the caller, 16 hex digits.
-        policy: id of the one that it is under.
-        mode: `enforce` or `shadow`.
-        session: hash of its name, or `OVERFLOW`.
-    """
+    """What tells a session from others: the caller's hash, a policy and its mode, and the hash of its name, or `OVERFLOW`."""
 
     tenant: str
     policy: str
@@ -56,13 +49,11 @@ class Run:
     """One session, under one policy.
 
     Attributes:
-        caller: the names and values of its descriptors, cut to what can be shown.
         known: what stands beside the caller's hash.
         last: when its last request came, in seconds since 1970.
         standing: the newest that is known.
         told: when that was.
         ordered: an operator has killed it.
-        refusal: the newest, None for none.
         calls: its newest, oldest first.
         unnamed: requests for which nothing names a session, if it stands for these.
     """
@@ -128,18 +119,7 @@ class SessionTable(Table[Run, SessionDocument]):
         now: float,
         find_known: Callable[[], KnownAs] = lambda: UNKNOWN,
     ) -> None:
-        """One request of a session.
-
-        Args:
-            name: of the session.
-            caller: names and values of the caller's descriptors.
-            standing: what its step was answered.
-            model: that it asks.
-            tool: that was called last, empty for none.
-            call: the step's name.
-            now: in seconds since 1970.
-            find_known: what stands beside the caller's hash, asked once.
-        """
+        """One request of a session: `standing` is its step's answer, `call` the step's name; `find_known` is asked once."""
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)

@@ -28,13 +28,7 @@ def cut_caller(values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 class KnownAs(NamedTuple):
-    """What stands beside a caller's hash, for people.
-
-    Attributes:
-        alias: a name from a policy; empty for none.
-        labels: names and values, cut to what can be shown.
-        credentials: hashes of its secrets.
-    """
+    """What stands beside a caller's hash, for people: an alias (empty for none), labels, and hashes of its secrets."""
 
     alias: str
     labels: list[tuple[str, str]]
@@ -50,11 +44,7 @@ def find_known(candidate: Candidate) -> KnownAs:
 
 
 class TableRow(Protocol):
-    """What a table keeps.
-
-    Attributes:
-        last: when its last request came, in seconds since 1970.
-    """
+    """What a table keeps; `last` is the time of its last request, in seconds since 1970."""
 
     last: float
 

@@ -33,7 +33,6 @@ class Source:
     """One policy file as it was read.
 
     Attributes:
-        sha256: of its bytes, in hex.
         policies: in the file's order; none once they are freed.
         bundle_version: None for a single policy or a list.
         expires_at: when the bundle says that it is out of date.
@@ -62,12 +61,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Unenforced(BundleError):
-    """A part of a drop-in bundle that this version does not enforce.
-
-    Attributes:
-        policy: whose part it is; empty for one of the bundle itself.
-        part: the key that it stands below, of the policy's spec or of the bundle.
-    """
+    """A part of a drop-in bundle that is not enforced: a key of a policy's spec, or without a policy of the bundle itself."""
 
     policy: str
     part: str
@@ -101,22 +95,14 @@ class PolicySet:
         return [limits for spec in specs for limits in (spec.session_limits, spec.unnamed_limits) if limits is not None]
 
     def require_enforced(self) -> None:
-        """Take no bundle of which a part is not enforced: no limit is lost without being told.
-
-        Raises:
-            BundleErrors: with each such part.
-        """
+        """Raise BundleErrors with each part of a bundle that is not enforced: no limit is lost without being told."""
         hint = "remove it, or start with --allow-unenforced"
         if self.unenforced:
             raise BundleErrors([replace(part, message=f"{part.message}; {hint}") for part in self.unenforced])
 
 
 def load(paths: Iterable[str], now: datetime) -> PolicySet:
-    """Read and check every policy file below `paths`; `now` is compared with each `expires_at`.
-
-    Raises:
-        BundleErrors: with every error of every file, those that cannot be read first.
-    """
+    """Read and check every policy file below `paths`, at `now`; raises BundleErrors with every error of every file."""
     files, errors = read_what_can_be(paths)
     try:
         policies = parse(files, now)
@@ -130,10 +116,7 @@ def load(paths: Iterable[str], now: datetime) -> PolicySet:
 def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) -> PolicySet:
     """Check policy files that have been read already; otherwise as `load`.
 
-    Args:
-        files: contents by name.
-        now: compared with each `expires_at`.
-        on_route: they came with a route, so that a policy without a path or a route takes all of its requests.
+    Those that come with a route (`on_route`) take all of its requests if they name no path and no route.
     """
     # Hashed beforehand, not file by file below: hashing lets go of the interpreter lock for a moment. An event loop that waits
     # for the lock is woken to find it taken again, and its patience (5 ms) starts anew: every millisecond, that starves it.

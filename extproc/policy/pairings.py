@@ -63,11 +63,7 @@ def _identify(*policies: Policy) -> str:
 
 
 class Claim(NamedTuple):
-    """What one raw policy says about itself, however broken the rest of it is.
-
-    Attributes:
-        canary_of: the id that it names; None where it watches no policy, which is an error of its own.
-    """
+    """What one raw policy says about itself, however broken the rest is; no `canary_of` unless the policy watches."""
 
     identity: str
     mode: str
@@ -85,11 +81,7 @@ def read_claim(entry: Any) -> Claim | None:  # noqa: ANN401  # raw JSON
 
 
 def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, str]]:
-    """Policies that name one which they cannot be compared with.
-
-    Yields:
-        the place of the policy among the claims, and what would be right.
-    """
+    """The place of each policy that names one it cannot be compared with, and what would be right."""
     claimed = list(claims)
     modes = {claim.identity: claim.mode for claim in claimed if claim is not None}
     for place, claim in enumerate(claimed):

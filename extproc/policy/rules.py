@@ -65,11 +65,7 @@ def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
 
 
 def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Rules between fields of one raw policy spec; silent about anything whose type is wrong, which the models report.
-
-    Yields:
-        the place below the spec, and the message.
-    """
+    """Rules between fields of one raw policy spec: the place below it, and the message; wrong types are the models' errors."""
     if not isinstance(spec, dict):
         return
     selector = spec.get("selector")
@@ -259,11 +255,7 @@ def _find_similarity_errors(
 
 
 def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """What is good as it stands, but has no effect, or hardly any.
-
-    Yields:
-        the place below the policy, and what may have been meant.
-    """
+    """What is valid but has no effect, or hardly any: the place below the policy, and what may have been meant."""
     looks = policy.spec.session_limits is not None or any(
         loop.similarity in _REMEMBERING for _, loop in policy.spec.detectors()
     )
@@ -319,11 +311,7 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """The parts of a drop-in policy that this version reads but does not enforce.
-
-    Yields:
-        the place below the policy, and what is not enforced.
-    """
+    """The parts of a drop-in policy that are read but not enforced, each with its place below the policy."""
     spec = policy.spec
     if spec.rules:
         names = ", ".join(rule.name for rule in spec.rules)
@@ -353,11 +341,7 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def explain_secrets(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Limit keys whose values are secrets, which earlier versions compared and showed as they are.
-
-    Yields:
-        the place below the policy, and what is different.
-    """
+    """Limit keys whose values are secrets, which earlier versions did not hash: the place, and what is different."""
     keys = [key for key in policy.spec.list_sources() if is_secret(key) and key != CREDENTIAL]
     if keys and policy.spec.is_enabled():
         named = " and ".join(keys)
@@ -370,11 +354,7 @@ def _name(key: str | FirstOf) -> str:
 
 
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """What becomes of requests without limit keys, or without a session, under a policy that does not say so.
-
-    Yields:
-        the place below the policy, and what the default does.
-    """
+    """What a default means for requests without limit keys or a session, with its place below the policy."""
     spec = policy.spec
     if spec.session_limits is not None and spec.unnamed_limits is None:
         passing = "requests for which nothing names a session are reported as unnamed, and pass"

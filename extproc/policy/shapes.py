@@ -11,12 +11,7 @@ from extproc.objects import Place
 
 
 def find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    """The model of the object at a place below another's; None where any key may stand, or no object at all.
-
-    Args:
-        model: of the whole.
-        place: names of fields, numbers of a list's items and keys of a mapping.
-    """
+    """The model of the object at a place below another's; None if any key may stand there, or no object at all."""
     found: Any = model
     for step in place:
         found = _step_down(found, step)

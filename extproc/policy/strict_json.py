@@ -28,11 +28,7 @@ class Decoded(NamedTuple):
 
 
 def decode(data: bytes) -> Decoded:
-    """A JSON document in UTF-8, with or without a byte order mark.
-
-    Raises:
-        NotJsonError: there is none.
-    """
+    """A JSON document in UTF-8, with or without a byte order mark; raises NotJsonError if it is none."""
     repeating: list[_Repeating] = []
     build = partial(_build_object, repeating)
     try:

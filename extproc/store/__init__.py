@@ -25,11 +25,7 @@ class SharedDocuments(Protocol):
     async def put(  # noqa: PLR0913  # a document, where it stands, and until when
         self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
     ) -> None:
-        """Keep a document for that long, in place of the one of that name.
-
-        Raises:
-            StoreError: it does not fit, or there is no room for one more.
-        """
+        """Keep a document for that long, in place of the one of that name; raises StoreError if there is no room for it."""
         ...
 
     async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
@@ -76,17 +72,9 @@ class Store(Protocol):
         ...
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
-        """Agree with the other replicas on random bytes; no request waits for that.
+        """Agree with the other replicas on random bytes: those that the store has, else `secret`, which it keeps.
 
-        Args:
-            name: what they are for, one of our own words.
-            secret: to be used where the store has none of that name, which it keeps from then on.
-
-        Returns:
-            those that the store has, as many as were given.
-
-        Raises:
-            StoreError: the store is away, or has something else there.
+        No request waits for that. Raises StoreError if the store is away, or has something else there.
         """
         ...
 
@@ -117,11 +105,7 @@ _SCHEMES = {
 
 
 def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> Store:
-    """The store that `url` names; `settings` has timeout and password.
-
-    Raises:
-        UsageError: the scheme is unknown or the URL has something wrong.
-    """
+    """The store that `url` names, with timeout and password of `settings`; raises UsageError if the URL cannot be used."""
     scheme, separator, _ = url.partition("://")
     if scheme not in _SCHEMES or not separator:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)

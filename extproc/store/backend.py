@@ -163,11 +163,7 @@ class RedisBackend:
         return tags[find_part(key, len(tags))] if tags else ""
 
     async def _connect(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> None:
-        """Send once every connection is open.
-
-        Raises:
-            StoreError: one could not be opened, or did not stay open.
-        """
+        """Send once every connection is open; raises StoreError if one could not be opened, or did not stay open."""
         for group in groups:
             await self._topology.find(group.tag)
         if not self._send(batch, groups):
@@ -214,11 +210,7 @@ class RedisBackend:
         batch.settle(batch.answers)
 
     async def _ask_again(self, group: _ScriptBatch, error: ErrorReply, answers: list[Any]) -> None:
-        """What a server turned down without running anything, where asking in another way helps.
-
-        Raises:
-            StoreError: it does not.
-        """
+        """Ask in another way for what a server turned down without running anything; raises StoreError if there is none."""
         word = error.word
         if word == "NOSCRIPT":  # a new primary, or SCRIPT FLUSH
             link = await self._topology.find(group.tag)

@@ -15,13 +15,7 @@ from extproc.store.link import ErrorReply, Link, RedisReply, ServerAddress, expl
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to get into a server.
-
-    Attributes:
-        credentials: asked at every connect; None where the server wants none.
-        tls: None for a connection in the clear.
-        database: to select.
-    """
+    """How to get into a server; credentials, asked at every connect, and TLS are None for a server without them."""
 
     credentials: CredentialProvider | None = None
     tls: ssl.SSLContext | None = None
@@ -29,11 +23,7 @@ class Access:
 
 
 async def connect(address: ServerAddress, access: Access) -> Link:
-    """Connect and log in. The caller's deadline ends what takes too long.
-
-    Raises:
-        StoreError: no server, or it will not have us.
-    """
+    """Connect and log in, within the caller's deadline; raises StoreError if there is no server, or it refuses us."""
     link, loop = Link(address), asyncio.get_running_loop()
     try:
         if address.path:
@@ -54,11 +44,7 @@ async def connect(address: ServerAddress, access: Access) -> Link:
 
 
 async def _log_in(link: Link, access: Access) -> None:
-    """Say who we are, and nothing else: an old server does not know HELLO, and a user may lack the right to CLIENT SETINFO.
-
-    Raises:
-        StoreError: the server refuses that.
-    """
+    """Say who we are, and nothing else: an old server does not know HELLO, and a user may lack the right to CLIENT SETINFO."""
     credentials = await access.credentials.get_credentials_async() if access.credentials is not None else ()
     if credentials:
         reply = await link.ask(("AUTH", *credentials))

@@ -19,11 +19,7 @@ class PasswordCredentials(CredentialProvider):
     """User and password; a file is read at every connect, so that a password can be changed."""
 
     def __init__(self, user: str, password: str, file: str) -> None:
-        """Any of them may be empty.
-
-        Raises:
-            UsageError: the file cannot be read.
-        """
+        """Any of them may be empty; raises UsageError if the file cannot be read."""
         self._user = user
         self._password = password
         self._file = file
@@ -45,11 +41,7 @@ class PasswordCredentials(CredentialProvider):
         return bool(self.get_credentials())
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """See redis-py.
-
-        Raises:
-            StoreError: the file has gone.
-        """
+        """See redis-py; raises StoreError if the file has gone."""
         try:
             return self.get_credentials()
         except OSError as error:
@@ -65,21 +57,13 @@ class ProvidedCredentials(CredentialProvider):
     """
 
     def __init__(self, name: str) -> None:
-        """`name` is MODULE:FACTORY.
-
-        Raises:
-            UsageError: there is no such factory, or it makes no provider.
-        """
+        """Make the provider; raises UsageError unless `name` is the MODULE:FACTORY of one."""
         self._name = name
         self._provider = _make_provider(name)
         self._asked: asyncio.Task[object] | None = None
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """See redis-py.
-
-        Raises:
-            StoreError: the provider failed.
-        """
+        """See redis-py; raises StoreError if the provider fails."""
         found = await self._ask()
         if isinstance(found, tuple) and len(found) in (1, 2) and all(isinstance(part, str) and part for part in found):
             return found

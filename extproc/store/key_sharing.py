@@ -25,11 +25,7 @@ _LOOK_SECONDS: Final = 60.0
 
 
 class KeySharing:
-    """One replica's part in the key of all of them.
-
-    Attributes:
-        is_shared: the key is the one in the store.
-    """
+    """One replica's part in the key of all of them; `is_shared` says that the key is the one in the store."""
 
     def __init__(self, key: HashKey, store: Store) -> None:
         self._key = key

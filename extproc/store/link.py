@@ -88,11 +88,7 @@ class ReplyBounds:
         self._bytes = self._elements = 0
 
     def check(self, data: bytes) -> None:
-        """Look at what has arrived.
-
-        Raises:
-            ValueError: it is too much.
-        """
+        """Look at what has arrived; raises ValueError if it is too much."""
         text = self._line + data
         self._line = text[text.rfind(b"\n") :][:_LONGEST_TEXT]
         self._bytes += len(data)
@@ -147,19 +143,11 @@ class Link(asyncio.Protocol):
         return self._answer
 
     def exchange(self, commands: Sequence[Command]) -> Pending:
-        """The same for commands that are not packed yet.
-
-        Raises:
-            StoreError: as there.
-        """
+        """The same for commands that are not packed yet."""
         return self.send(b"".join(map(_pack, commands)), len(commands))
 
     async def ask(self, command: Command) -> RedisReply:
-        """Send a command; its reply.
-
-        Raises:
-            StoreError: the connection ended first.
-        """
+        """Send a command and wait for its reply; raises StoreError if the connection ends first."""
         replies: list[RedisReply] = await self.exchange([command])
         return replies[0]
 

@@ -299,11 +299,7 @@ def _read_times(entry: _Entry) -> tuple[int, int]:
 
 
 def open_memory(url: str, metrics: Metrics, _: Settings) -> MemoryStore:
-    """`memory://` with `?max_entries=N`.
-
-    Raises:
-        UsageError: anything else stands in the URL.
-    """
+    """`memory://` with `?max_entries=N`; raises UsageError if anything else stands in the URL."""
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     limit = options.pop("max_entries", str(DEFAULT_MAX_ENTRIES))

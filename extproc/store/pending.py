@@ -80,11 +80,7 @@ class Pending:
             asyncio.get_running_loop().call_exception_handler(told)
 
     def result(self) -> Any:  # noqa: ANN401  # as above
-        """The answer, once it is done.
-
-        Raises:
-            StoreError: there is none.
-        """
+        """The answer, once it is done; raises StoreError if there is none."""
         if self.error is not None:
             raise self.error
         return self._answer

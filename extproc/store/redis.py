@@ -34,11 +34,7 @@ class _StoreUrl:
     """A store URL taken apart."""
 
     def __init__(self, url: str) -> None:
-        """Take it apart.
-
-        Raises:
-            UsageError: something in it cannot be used.
-        """
+        """Take it apart; raises UsageError if something in it cannot be used."""
         self._url = url
         try:
             parts = urlsplit(url)
@@ -117,11 +113,7 @@ def _make_tls(url: _StoreUrl) -> ssl.SSLContext | None:
 
 
 def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
-    """`redis://`, `rediss://` and `unix://`, with `+sentinel` and `+cluster`; see docs/operations.md for the forms.
-
-    Raises:
-        UsageError: something in the URL cannot be used.
-    """
+    """`redis://`, `rediss://`, `unix://`, with `+sentinel` or `+cluster`, as in docs/operations.md; else raises UsageError."""
     parts = _StoreUrl(url)
     prefix = parts.options.get("prefix", DEFAULT_PREFIX)
     access = Access(_choose_credentials(parts, settings), _make_tls(parts))

@@ -83,12 +83,8 @@ class RemoteStore:
     def __init__(self, layout: Layout, prefix: str, metrics: Metrics, timeout: float, *, whole: bool = False) -> None:
         """Nothing is connected yet.
 
-        Args:
-            layout: has the servers.
-            prefix: of every key.
-            metrics: is told of batches and failures.
-            timeout: bounds what a request can wait, in seconds.
-            whole: of a request, nothing is counted where one of its shards is known to be away: it will be refused.
+        Every key begins with `prefix`, and a request waits at most `timeout` seconds. With `whole`, nothing of a request is
+        counted while one of its shards is known to be away, because it will be refused.
         """
         self._layout = layout
         self._prefix = prefix
@@ -136,11 +132,7 @@ class RemoteStore:
     def push(
         self, pushes: Sequence[Push | ChainLink], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
-        """Push every entry once.
-
-        Raises:
-            StoreError: as for `hit`.
-        """
+        """Push every entry once; raises StoreError as `hit` does."""
         return self._ask([push_call(pushed, now) for pushed in pushes], _take_all) if pushes else []
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
@@ -211,11 +203,7 @@ class RemoteStore:
         self._known_refusals.forget_told(lambda key: self._find(key) is lost)
 
     def _ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
-        """Have calls made with the next round trip of each shard that has some of their keys.
-
-        Raises:
-            StoreError: every one of these is away.
-        """
+        """Have calls made with the next round trip of each shard that has their keys; raises StoreError if all are away."""
         if self._only is not None:
             return self._only.ask(calls, finish)
         shares: dict[Shard, list[int]] = {}
@@ -235,11 +223,7 @@ class RemoteStore:
         return joined
 
     def _check_whole(self, asked: Sequence[Question]) -> None:
-        """Count all of a request or nothing, as far as is known beforehand; a settlement is no request.
-
-        Raises:
-            StoreError: some shard is away.
-        """
+        """Raise StoreError if a shard is away: all of a request is counted, or nothing; a settlement is no request."""
         for question in asked:
             if not isinstance(question, Settlement):
                 self._find(question.key).check_open()

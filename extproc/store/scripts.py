@@ -82,12 +82,7 @@ class ScriptCall:
 
 
 class CountAnswer:
-    """What a script answers for one counter.
-
-    Attributes:
-        answer: as every store gives it.
-        stands_ms: how long a looping verdict would stand if nothing more were counted, in milliseconds.
-    """
+    """What a script answers for a counter, and how long a looping verdict would stand if nothing more were counted."""
 
     __slots__ = ("answer", "stands_ms")
 

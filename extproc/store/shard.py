@@ -60,13 +60,7 @@ Finish: TypeAlias = Callable[[list[ScriptCall], list[Any]], Any]
 
 
 class _Caller(Pending):
-    """One caller, who waits for some calls.
-
-    Attributes:
-        calls: what is asked.
-        finish: makes the caller's answer of the calls and theirs.
-        deadline: in seconds of the event loop's clock.
-    """
+    """One caller, who waits until a deadline in seconds of the event loop's clock; `finish` makes its answer."""
 
     __slots__ = ("calls", "deadline", "finish")
 
@@ -89,13 +83,7 @@ class _RoundTrip:
 
 
 class Shard:
-    """The keys that one server has.
-
-    Attributes:
-        name: of the server, for operators.
-        trouble: why it does not count, None while it does.
-        sharing: how many shards share the callers.
-    """
+    """The keys that one server has; `trouble` is why it does not count, `sharing` how many shards share the callers."""
 
     def __init__(  # noqa: PLR0913  # the parts of a shard
         self,
@@ -107,16 +95,7 @@ class Shard:
         *,
         alone: bool,
     ) -> None:
-        """Nothing is connected yet.
-
-        Args:
-            name: of the server; empty for keys of which it is not known who has them.
-            backend: makes the round trips.
-            metrics: is told of batches and failures.
-            timeout: bounds what a request can wait, in seconds.
-            on_lost: is told when the breaker opens.
-            alone: there are no others.
-        """
+        """Nothing is connected yet; no name is for keys whose server is unknown. `on_lost` is told when the breaker opens."""
         self.trouble: StoreError | None = None
         self.sharing = 1
         self.name = name or _UNASSIGNED
@@ -145,24 +124,12 @@ class Shard:
             self._fail(error)
 
     def check_open(self) -> None:
-        """Ask nothing of a server that is away.
-
-        Raises:
-            StoreError: the breaker is open.
-        """
+        """Raise StoreError while the breaker is open, so that nothing is asked of a server that is away."""
         if self.trouble is not None:
             raise _make_unavailable(self.trouble)
 
     def ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
-        """Have calls made with the next round trip.
-
-        Args:
-            calls: of keys that the shard has.
-            finish: makes the caller's answer of the calls and theirs.
-
-        Raises:
-            StoreError: the breaker is open.
-        """
+        """Have calls made with the next round trip, and an answer by `finish`; raises StoreError while the breaker is open."""
         self.check_open()
         loop = self._loop
         if loop is None:  # to ask asyncio is a call of the system, each time
@@ -317,11 +284,7 @@ class Shard:
 
 
 async def _try_backend(backend: RedisBackend) -> None:
-    """Probe once, within bounds.
-
-    Raises:
-        StoreError: the server cannot count.
-    """
+    """Probe once, within bounds; raises StoreError if the server cannot count."""
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT):
             await backend.probe()

@@ -57,11 +57,7 @@ class SideConnections:
         return tags[self.find_part(subject)] if tags else ""
 
     async def ask(self, subject: str, commands: Sequence[Command]) -> list[RedisReply]:
-        """The replies to commands that go out in one write; they may be sent twice, so that has to do no harm.
-
-        Raises:
-            StoreError: there are none, or one of them is an error.
-        """
+        """The replies to commands in one write, which may be sent twice without harm; raises StoreError for an error."""
         part, tag = self.find_part(subject), self._find_tag(subject)
         connection = self._connections.get(part)
         if connection is None:

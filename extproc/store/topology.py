@@ -202,10 +202,9 @@ class ClusterLayout:
         self._assign({**self.places, tag: place})
 
     async def learn(self) -> None:
-        """Ask the nodes in turn who has which slots, each time another one first: one that was cut off may not know.
+        """Ask the nodes in turn who has which slots; raises StoreError if none says so.
 
-        Raises:
-            StoreError: none of them says so.
+        Each time another one is first: one that was cut off may not know.
         """
         errors = []
         for place in dict.fromkeys([*self._known, *self._seeds]):
@@ -304,11 +303,7 @@ class ClusterServers:
 
 
 async def _query(place: ServerAddress, access: Access, command: Command) -> RedisReply:
-    """A server's reply to one command, on a connection of its own.
-
-    Raises:
-        StoreError: there is none, or it is an error.
-    """
+    """A server's reply to one command, on a connection of its own; raises StoreError if it is an error."""
     link = await connect(place, access)
     try:
         reply = await link.ask(command)

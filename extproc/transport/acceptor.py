@@ -39,11 +39,7 @@ class _WaitingClient(NamedTuple):
 
 
 class Acceptor:
-    """Accepts connections and hands them on.
-
-    Attributes:
-        socket: that listens.
-    """
+    """Accepts connections and hands them on."""
 
     def __init__(
         self,
@@ -52,13 +48,9 @@ class Acceptor:
         make_room: Callable[[], bool],
         handshake_seconds: float | None = None,
     ) -> None:
-        """Accept from now on.
+        """Accept from now on; `connect` takes a connection until its handshake is over.
 
-        Args:
-            listening: the socket.
-            connect: takes a connection, until its handshake is over.
-            make_room: whether there may be one more.
-            handshake_seconds: how long a peer may keep silent before its handshake; None for no TLS, where nothing waits.
+        A peer may be silent for `handshake_seconds` before its handshake; None is for no TLS, where nothing waits.
         """
         self.socket = listening
         self._connect = connect

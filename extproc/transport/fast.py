@@ -74,8 +74,6 @@ class _Serving(Listener):
     """What is done for one call: an ext_proc stream, and the answer under way if that takes time; or a health watch.
 
     Attributes:
-        peer: whose call it is.
-        call: the call.
         stream: None for a watch.
         task: what the answer waits for, or the watch itself; cancelled where the call ends before it does.
     """
@@ -95,11 +93,7 @@ class _Serving(Listener):
 
 
 class _Peer(asyncio.Protocol):
-    """One connection.
-
-    Attributes:
-        heard: when the peer last said something.
-    """
+    """One connection; `heard` is when the peer last said something."""
 
     def __init__(self, server: FastServer) -> None:
         self._server = server
@@ -371,11 +365,7 @@ class _Peer(asyncio.Protocol):
 
 
 def parse_check(message: bytes) -> HealthCheckRequest:
-    """What a health check asks.
-
-    Raises:
-        ProtocolError: the bytes are no HealthCheckRequest.
-    """
+    """What a health check asks; raises ProtocolError if the bytes are no HealthCheckRequest."""
     try:
         return HealthCheckRequest.FromString(message)
     except DecodeError as error:
@@ -386,11 +376,9 @@ class FastServer:
     """The same door as `grpcio.GrpcServer`, without grpcio.
 
     Attributes:
-        limits: of each connection.
         cache: of header fields, for all connections.
         pool: of bytes that connections may hold.
         hello_seconds: until when a connection must have spoken HTTP/2.
-        peers: that are connected.
         retiring: of them those that were asked to leave.
     """
 
@@ -414,14 +402,7 @@ class FastServer:
         self._acceptor: Acceptor
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS where there are certificates.
-
-        Returns:
-            the address, with the real port where 0 was asked for.
-
-        Raises:
-            LoopguardError: the address cannot be listened on.
-        """
+        """Listen, with mutual TLS if there are certificates; returns the address with its real port, else LoopguardError."""
         listening = open_listening_socket(address)
         loop = asyncio.get_running_loop()
         tls = certificates.make_listen_options(self.hello_seconds) if certificates else {}

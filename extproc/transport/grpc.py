@@ -141,13 +141,9 @@ class GrpcConnection:
         cache: Cache | None = None,
         pool: Pool | None = None,
     ) -> None:
-        """Speak first.
+        """Speak first; `methods` are the paths served, True for those whose calls consist of a single message.
 
-        Args:
-            methods: the paths that are served; True for those whose calls consist of a single message.
-            limits: of the HTTP/2 connection.
-            cache: of header fields, for all connections of a server.
-            pool: of bytes, for all connections of a server.
+        `cache` and `pool` are for all connections of a server.
         """
         self.calls: dict[int, Call] = {}
         self._http = http2.Connection(limits, cache, pool)
@@ -374,11 +370,7 @@ def read_metadata(headers: Block) -> list[tuple[str, str]]:
 
 
 def read_size(data: bytearray) -> int:
-    """How long the message is that begins here, with its prefix; 0 while that cannot be known.
-
-    Raises:
-        ProtocolError: it is compressed or too large; the code is gRPC's.
-    """
+    """The length of a message with its prefix, 0 while it is unknown; raises ProtocolError, with gRPC's code, if too large."""
     if len(data) < _PREFIX:
         return 0
     if data[0]:

@@ -72,14 +72,7 @@ class GrpcServer:
         )
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS where there are certificates.
-
-        Returns:
-            the address, with the real port where 0 was asked for.
-
-        Raises:
-            LoopguardError: the address cannot be listened on.
-        """
+        """Listen, with mutual TLS if there are certificates; returns the address with its real port, else LoopguardError."""
         # grpc does not say why it cannot listen, and takes a Unix socket away from its owner.
         probe = open_listening_socket(address)
         probe.close()
@@ -228,18 +221,9 @@ class ClientTls(NamedTuple):
 
 
 def check_health(target: str, timeout: float, tls: ClientTls | None = None) -> str:
-    """Ask a running server's grpc.health.v1.
+    """The status that a server's grpc.health.v1 reports, such as `SERVING`, or why there was no answer.
 
-    Args:
-        target: `host:port` or `unix:/path`.
-        timeout: in seconds.
-        tls: where the port speaks it.
-
-    Returns:
-        `SERVING`, another status, or why there was no answer.
-
-    Raises:
-        UsageError: a file cannot be read.
+    Raises UsageError if a file of `tls` cannot be read.
     """
     with _open_channel(target, tls) as channel:
         check = channel.unary_unary(f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)

@@ -245,11 +245,7 @@ class Decoder:
         self._allowed = 0
 
     def decode(self, encoded: bytes) -> Block:
-        """What a block says.
-
-        Raises:
-            ProtocolError: it is none, or it is too large; the code is HTTP/2's.
-        """
+        """What a block says; raises ProtocolError, with HTTP/2's code, if it is malformed or too large."""
         self.news = 0
         stateless = not self._limit
         if stateless:
@@ -414,11 +410,7 @@ def skip_string(block: bytes, position: int) -> int:
 
 
 def read_string(encoded: bytes) -> bytes:
-    """A string with its length before it (RFC 7541 section 5.2).
-
-    Raises:
-        ProtocolError: its Huffman code is none.
-    """
+    """A string with its length before it (RFC 7541 section 5.2); raises ProtocolError if its Huffman code is malformed."""
     _, start = read_integer(encoded, 0, 0x7F)
     text = encoded[start:]
     return decode_huffman(text) if encoded[0] >= _HUFFMAN else text

@@ -304,12 +304,7 @@ class Connection:
         return out
 
     def receive(self, data: bytes, now: float = 0.0) -> None:
-        """Start a turn with what came from the peer, cut anywhere, or with nothing to go on with what is left.
-
-        Args:
-            data: what came.
-            now: seconds of any monotonic clock.
-        """
+        """Start a turn with what came, cut anywhere, or with nothing to go on with what is left; `now` is in seconds."""
         if data and not self.ended:
             self._data = self._data[self._position :] + data if self._position < len(self._data) else data
             self._position = 0

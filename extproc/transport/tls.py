@@ -38,13 +38,7 @@ _AGAIN: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Pem(NamedTuple):
-    """What the files hold.
-
-    Attributes:
-        chain: the certificate, and those between it and an authority.
-        key: of the certificate.
-        authorities: that clients' certificates are from.
-    """
+    """What the files hold: the certificate and those between it and an authority, its key, and the clients' authorities."""
 
     chain: bytes
     key: bytes
@@ -52,30 +46,18 @@ class Pem(NamedTuple):
 
 
 def open_certificates(settings: Settings, metrics: Metrics) -> Certificates | None:
-    """The certificates of a port with mutual TLS, None where it is plain text.
-
-    Raises:
-        UsageError: half of what TLS needs is missing, or a file cannot be used; the message says which.
-    """
+    """The certificates of a port with mutual TLS, None for plain text; raises UsageError if something is missing or wrong."""
     require_together(settings, ("tls_cert", "tls_key", "tls_client_ca"), ("tls_client_san",))
     return Certificates(settings, metrics) if settings.tls_cert else None
 
 
 class Certificates:
-    """The certificates in use, and who may ask with them.
-
-    Attributes:
-        pem: in use.
-    """
+    """The certificates in use, and who may ask with them."""
 
     pem: Pem
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Load them for the first time.
-
-        Raises:
-            UsageError: a file cannot be used; the message names it and says why.
-        """
+        """Load them for the first time; raises UsageError, naming the file, if one cannot be used."""
         self._settings = settings
         self._metrics = metrics
         self._names = frozenset(settings.tls_client_san)
@@ -146,11 +128,7 @@ class Certificates:
             return str(error)
 
     def _load(self) -> None:
-        """Read and check everything, then take it.
-
-        Raises:
-            UsageError: a file cannot be used.
-        """
+        """Read and check everything, then take it; raises UsageError if a file cannot be used."""
         pem = _read(self._settings)
         not_after = _check_certificate(self._settings, pem)
         context = _Guarded(self)
@@ -241,11 +219,7 @@ def _read(settings: Settings) -> Pem:
 
 
 def read_file(flag: str, path: str) -> bytes:
-    """What a file holds that a flag names.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """The bytes of a file that a flag names; raises UsageError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -253,13 +227,9 @@ def read_file(flag: str, path: str) -> bytes:
 
 
 def _check_certificate(settings: Settings, pem: Pem) -> float:
-    """See that the pair is one that clients can trust today: a client that trusts this certificate alone tries it, in memory.
+    """When a certificate expires that clients can trust today, in seconds since 1970; else raises UsageError.
 
-    Returns:
-        when the certificate expires, in seconds since 1970.
-
-    Raises:
-        UsageError: it is none.
+    A client that trusts this certificate alone tries it, in memory.
     """
     flag = f"--tls-cert {settings.tls_cert}"
     client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -60,11 +60,7 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def check_paths(paths: Sequence[str]) -> Sequence[str]:
-    """The policy paths of a command line, of which none is empty.
-
-    Raises:
-        UsageError: one is.
-    """
+    """The policy paths of a command line; raises UsageError if one is empty."""
     if not all(paths):  # such as that of a shell's variable that is not set
         raise UsageError("a policy path is empty; give a policy file or a directory of them")
     return paths
@@ -89,10 +85,5 @@ def write_coverage(report: Mapping[str, Any]) -> list[str]:
 
 
 def load_policies(paths: Sequence[str]) -> PolicySet:
-    """The policies of a command line, as they are valid now.
-
-    Raises:
-        UsageError: a path is empty.
-        BundleErrors: with everything that is wrong in the files.
-    """
+    """The policies of a command line, as they are valid now; raises UsageError or BundleErrors if they cannot be used."""
     return load(check_paths(paths), datetime.now(UTC))

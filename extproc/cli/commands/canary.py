@@ -83,11 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show_status(options: argparse.Namespace) -> int:
-    """Print the verdict about each canary; returns the exit code.
-
-    Raises:
-        LoopguardError: a server does not answer, or nothing is compared.
-    """
+    """Print the verdict about each canary; returns the exit code. Raises LoopguardError if nothing is compared."""
     every = collect_states(open_clients(options.admin))
     states = [state for state in every if options.policy in (None, state.candidate)]
     canaries = describe_canaries(states, read_options(Rules, vars(options)))
@@ -108,11 +104,7 @@ def _explain_nothing(policy: str | None, compared: Sequence[str]) -> str:
 
 
 def collect_states(clients: Sequence[AdminClient]) -> list[State]:
-    """What all replicas have counted, each taken once, whichever replica reports it.
-
-    Raises:
-        LoopguardError: a server does not answer, or says something else.
-    """
+    """The counts of all replicas, each taken once; raises LoopguardError if a server gives no usable answer."""
     newest: dict[tuple[str, str, str], State] = {}
     for client in clients:
         answer = client.ask("/canary/states")
@@ -132,11 +124,7 @@ def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # what
 
 
 def review_samples(options: argparse.Namespace) -> int:
-    """Show samples one by one and keep what is said about them; returns the exit code.
-
-    Raises:
-        LoopguardError: a server does not answer, none keeps samples, or the tally cannot be kept.
-    """
+    """Show samples one by one and save the answers; returns the exit code."""
     tally = ReviewTally(Path(options.tally))
     samples = [
         sample
@@ -162,11 +150,7 @@ def review_samples(options: argparse.Namespace) -> int:
 
 
 def _collect_samples(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
-    """The samples of all replicas, the oldest first, each once.
-
-    Raises:
-        LoopguardError: a server says something else, or none keeps any.
-    """
+    """The samples of all replicas, each once, the oldest first; raises LoopguardError if no server keeps any."""
     found: dict[str, dict[str, Any]] = {}
     kept = False
     for client in clients:

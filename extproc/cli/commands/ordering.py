@@ -23,13 +23,7 @@ _OPERATOR_HEADER = "x-loopguard-operator"
 
 
 def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", sessions: bool = False) -> None:
-    """The flags of an order.
-
-    Args:
-        parser: takes the flags.
-        lasts: how long by default; empty for an order that has no such flag.
-        sessions: it is about whole sessions.
-    """
+    """The flags of an order: --for only with a default (`lasts`), --fingerprint and --tool only without `sessions`."""
     parser.add_argument(
         "--caller",
         action="append",
@@ -60,17 +54,7 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def give(kind: str, options: argparse.Namespace, **more: object) -> int:
-    """Have the servers take an order; returns the exit code.
-
-    Args:
-        kind: of order.
-        options: of the command.
-        more: fields of the order that not every kind has; None is left out.
-
-    Raises:
-        UsageError: a flag cannot be used.
-        LoopguardError: a server does not take it.
-    """
+    """Give every server an order, with more fields than flags have (None is left out); returns the exit code."""
     order = make_order(kind, options) | {name: value for name, value in more.items() if value is not None}
     headers = make_headers(options)
     for client in open_clients(options.admin):
@@ -82,11 +66,7 @@ def give(kind: str, options: argparse.Namespace, **more: object) -> int:
 
 
 def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """An order as `POST /overrides` takes it.
-
-    Raises:
-        UsageError: a flag cannot be used.
-    """
+    """An order as `POST /overrides` takes it; raises UsageError if a flag cannot be used."""
     about: dict[str, Any] = {
         "caller": _read_caller(options.caller),
         "session": _split(options.session, "--session") if options.session and "=" in options.session else options.session,
@@ -102,11 +82,7 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_duration(text: str) -> int:
-    """A number with its unit, in seconds.
-
-    Raises:
-        UsageError: it is none, or no order stands for so long.
-    """
+    """A number with a unit, in seconds; raises UsageError for anything else, and if no order stands for so long."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise UsageError(f"--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not {text!r}")
@@ -117,11 +93,7 @@ def read_duration(text: str) -> int:
 
 
 def make_headers(options: argparse.Namespace) -> dict[str, str]:
-    """Who asks, and the credential.
-
-    Raises:
-        UsageError: the token file cannot be read.
-    """
+    """Who asks, and the credential; raises UsageError if the token file cannot be read."""
     headers = {_OPERATOR_HEADER: _find_operator()}
     path = options.token_file or os.environ.get(f"{ENV_PREFIX}ADMIN_TOKEN_FILE", "")
     if path:

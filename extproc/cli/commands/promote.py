@@ -101,12 +101,7 @@ def _print_note(text: str) -> None:
 
 
 def _read_files(file: str, beside: Sequence[str]) -> dict[str, bytes]:
-    """The policy file, and what is loaded along with it.
-
-    Raises:
-        UsageError: a path is empty, or the file is a directory.
-        BundleErrors: something cannot be read.
-    """
+    """The policy file, and what is loaded along with it; raises UsageError or BundleErrors if something cannot be read."""
     check_paths([file, *beside])
     if Path(file).is_dir():
         raise UsageError(f"{file} is a directory; give the file in it that has the policy")
@@ -116,11 +111,7 @@ def _read_files(file: str, beside: Sequence[str]) -> dict[str, bytes]:
 
 
 def _find_spec(document: Any, policy: str) -> tuple[Place, dict[str, Any]]:  # noqa: ANN401  # raw JSON
-    """Where the spec of a policy stands in a good policy file, and what it says.
-
-    Raises:
-        UsageError: the file holds no such policy.
-    """
+    """Where the spec of a policy stands in a valid policy file, and the spec; raises UsageError if there is no such policy."""
     entries: dict[Place, Any] = {(): document}
     if isinstance(document, list):
         entries = {(number,): entry for number, entry in enumerate(document)}
@@ -170,11 +161,7 @@ def _split_lines(text: str) -> list[str]:
 
 
 def _write(file: Path, before: bytes, after: bytes) -> None:
-    """Put the new file into the old one's place in one step, so that it is never read half-written.
-
-    Raises:
-        LoopguardError: it cannot be written, or is not what it was when it was read; then the old one stays.
-    """
+    """Replace the file in one step, so that it is never read half-written; a LoopguardError leaves the old one."""
     if file.is_symlink():
         place = "change its target, or the ConfigMap if Kubernetes mounted it"
         raise LoopguardError(f"{file} is a symbolic link, which is not replaced; {place}")

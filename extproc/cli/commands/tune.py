@@ -97,11 +97,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Detector:
-    """The one that is to be tuned.
-
-    Raises:
-        UsageError: there is none, or not just one.
-    """
+    """The detector to tune; raises UsageError if there is none, or more than one."""
     plans = [plan for plan in engine.plans if policy in (None, plan.id)]
     if len(plans) != 1:
         known = ", ".join(plan.id for plan in engine.plans[:_MAX_VALUES])
@@ -120,11 +116,7 @@ def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Dete
 
 
 def _read_numbers(flag: str, text: str, highest: int, own: int, lowest: int) -> list[int]:
-    """The numbers of a flag and the policy's own, ascending.
-
-    Raises:
-        UsageError: they are no such numbers, or too many.
-    """
+    """The numbers of a flag and the policy's own, ascending; raises UsageError if one is out of range, or they are too many."""
     parts = text.split(",")
     if not all(part.isdecimal() and lowest <= int(part) <= highest for part in parts) or len(parts) > _MAX_VALUES:
         raise UsageError(

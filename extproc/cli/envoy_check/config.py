@@ -58,11 +58,7 @@ def find_named(places: Sequence[ConfigPlace], name: str) -> ConfigPlace | None:
 
 
 def find_resources(document: ConfigPlace) -> Resources:
-    """Everything in a bootstrap, in a config dump, or in a list of resources.
-
-    Raises:
-        UsageError: it is none of these.
-    """
+    """Everything in a bootstrap, a config dump or a list of resources; raises UsageError for anything else."""
     found = Resources()
     if document.get("configs").is_there:
         _read_dump(document.get("configs"), found)
@@ -119,12 +115,7 @@ def _read_version(version: ConfigPlace) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One entry of a virtual host.
-
-    Attributes:
-        around: its virtual host, and the RouteConfiguration.
-        number: of it in its host, from 1.
-    """
+    """One entry of a virtual host; `around` is that host and its RouteConfiguration, `number` counts from 1."""
 
     place: ConfigPlace
     around: tuple[ConfigPlace, ConfigPlace]
@@ -182,11 +173,7 @@ class Manager:
 
 @dataclass(frozen=True, slots=True)
 class HttpFilter:
-    """An entry of `http_filters`.
-
-    Attributes:
-        kind: the name of its configuration's message, empty where that is not known.
-    """
+    """An entry of `http_filters`; `kind` is the name of its configuration's message, empty if that is unknown."""
 
     place: ConfigPlace
     kind: str
@@ -281,12 +268,7 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class GuardedRoute:
-    """A route on which a filter is on.
-
-    Attributes:
-        mode: its processing mode, which a route's own replaces as a whole.
-        overrides: of the route, the nearest first.
-    """
+    """A route on which a filter is on, with its processing mode (a route's own replaces it as a whole) and its overrides."""
 
     route: Route
     mode: ConfigPlace

@@ -27,11 +27,9 @@ _TIMEOUT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ConfigPlace:
-    """A value and where it stands. What is not there is a place, too: the one where it would be, with None for its value.
+    """A value with its JSON Pointer (RFC 6901), and line numbers by pointer if they are known.
 
-    Attributes:
-        pointer: to it (RFC 6901).
-        lines: line numbers by pointer, where they are known.
+    A missing value has a place, too: the one where it would be, with None for its value.
     """
 
     value: Any
@@ -123,11 +121,7 @@ def _write_camel_case(name: str) -> str:
 
 
 def read_file(path: str) -> ConfigPlace:
-    """A bootstrap, a config dump, or resources of xDS.
-
-    Raises:
-        UsageError: it cannot be read, or is neither YAML nor JSON.
-    """
+    """A bootstrap, a config dump or xDS resources from a file; raises UsageError if it is neither YAML nor JSON."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -158,11 +152,7 @@ class _Loader(yaml.SafeLoader):
         self._lines = lines
 
     def read(self) -> Any:  # noqa: ANN401  # whatever the document holds
-        """The one document.
-
-        Raises:
-            YAMLError: it is malformed, or not alone.
-        """
+        """The one document; raises YAMLError if it is malformed, or not alone."""
         node = self.get_single_node()
         return None if node is None else self._note(node, "", ())
 
@@ -184,11 +174,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def fetch_dump(url: str) -> ConfigPlace:
-    """What a running Envoy has in force, from its admin page.
-
-    Raises:
-        UsageError: no server answers there, or it is no Envoy.
-    """
+    """What a running Envoy has in force, from its admin page; raises UsageError if no Envoy answers."""
     if not re.match(r"https?://", url):
         raise UsageError(f"--admin must be a URL, such as http://127.0.0.1:9901, not {url!r}")
     address = f"{url.rstrip('/')}/config_dump"

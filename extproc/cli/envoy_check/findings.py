@@ -56,7 +56,6 @@ class Finding:
 
     Attributes:
         code: its name, by which it can be ignored.
-        place: where it stands, or would have to stand.
         problem: what is, and what comes of it.
         right: what would be right, in Envoy's words where it is a setting.
         routes: the names of those that it is about; empty where it is about all that are guarded.

@@ -17,11 +17,7 @@ _SNIPPET = "what `loopguard envoy-config --snippet` prints"
 
 @dataclass(frozen=True, slots=True)
 class RouteReport:
-    """One route.
-
-    Attributes:
-        modes: how bodies are shown, one for each filter that guards it; none where it is not guarded.
-    """
+    """One route, and how each filter that guards it shows bodies: no `modes` if it is not guarded."""
 
     listener: str
     route: Route
@@ -42,14 +38,7 @@ class CheckReport:
 
 
 def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> CheckReport:
-    """Look at everything.
-
-    Args:
-        resources: of the configuration.
-        needs: of the policies.
-        names: of the filters that ask Loopguard; empty: those that mention it.
-        ignored: codes of findings to leave out.
-    """
+    """Look at everything; without `names`, the filters that mention Loopguard are those that ask it."""
     routes: list[RouteReport] = []
     findings: list[Finding] = []
     guards: list[Guard] = []

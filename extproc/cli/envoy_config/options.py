@@ -158,11 +158,7 @@ class EnvoyOptions:
         return self.shadow_mode == "observability"
 
     def __post_init__(self) -> None:
-        """Refuse half of what TLS needs, and what another flag has decided already.
-
-        Raises:
-            UsageError: naming the flag that is missing or has to go.
-        """
+        """Raise UsageError, naming the flag, for half of what TLS needs, and for what another flag has decided already."""
         self._check_kind()
         self._check_tls()
         if self.shadow_mode != "off":

@@ -28,11 +28,7 @@ _ESCAPE = re.compile("%[0-9A-F]{2}")
 
 
 def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
-    """The whole configuration as commented YAML.
-
-    Raises:
-        UsageError: a policy selects by a route that cannot be placed.
-    """
+    """The whole configuration as commented YAML; raises UsageError if the route that a policy selects cannot be placed."""
     assert options.upstream is not None  # noqa: S101  # the options have seen to that
     routes = plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
@@ -55,11 +51,7 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
 
 
 def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[GuardedPath]:
-    """The routes that are meant by name or by path.
-
-    Raises:
-        UsageError: there is no such route; the message names those that are there.
-    """
+    """The routes meant by name or by path; raises UsageError, with those that are there, if one is missing."""
     for one in wanted:
         if not any(one in (route.name, route.path) for route in routes):
             there = ", ".join(dict.fromkeys(route.path or route.name for route in routes)) or "none"
@@ -116,11 +108,7 @@ def _reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
 
 
 def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
-    """What is the same wherever Envoy's configuration comes from, as YAML.
-
-    Returns:
-        the access log (`entries`) and the filters (`usage`) that tell what answers cost, and the cluster `loopguard`.
-    """
+    """What is the same for every Envoy, as YAML: `entries` and `usage`, which report what answers cost, and the `cluster`."""
     values = defaultdict[str, str | bool](str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True})
     found = cut_parts(read_template("bootstrap"), values)
     return {name: found[name] for name in ("entries", "usage", "cluster")}

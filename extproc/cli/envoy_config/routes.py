@@ -11,14 +11,7 @@ from extproc.policy.loader import PolicySet
 
 
 class GuardedPath(NamedTuple):
-    """A path that Envoy shows to Loopguard.
-
-    Attributes:
-        path: as the policies have it.
-        exact: the path alone, not what is below it.
-        policies: the ids that asked for it.
-        name: Envoy's name of the route.
-    """
+    """A path that Envoy shows to Loopguard, with all below it unless `exact`, for some policies, as a route of that name."""
 
     path: str
     exact: bool
@@ -50,11 +43,7 @@ _EVERYWHERE = _Anchor("/", exact=False)
 
 
 def plan_routes(policies: PolicySet) -> list[GuardedPath]:
-    """The guarded paths, most specific first.
-
-    Raises:
-        UsageError: policies ask for route names that one set of routes cannot have.
-    """
+    """The guarded paths, most specific first; raises UsageError if policies want route names that cannot stand together."""
     users: dict[_Anchor, list[Policy]] = {}
     by_name_alone: list[Policy] = []
     for policy in policies.list_acting():

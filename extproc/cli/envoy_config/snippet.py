@@ -51,11 +51,7 @@ _PLACES = {  # by their names in the templates, in the order of the templates
 
 
 def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
-    """All parts as YAML documents, each with its place in a comment.
-
-    Raises:
-        UsageError: a policy selects by a route that cannot be placed, or a tolerant route is none of those to guard.
-    """
+    """All parts as YAML documents, each with its place in a comment; raises UsageError if a route cannot be placed or found."""
     parts = enumerate(_make_parts(policies, options), 1)
     return _HEAD + "".join(f"---\n# {number}. {place.path}: {place.words}\n{text}" for number, (place, text) in parts)
 

@@ -51,11 +51,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
-    """The policies that act, of which there is at least one; warnings go to stderr.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The policies that act; warnings go to stderr. Raises UsageError if none acts."""
     for warning in [*policies.warnings, *policies.unenforced]:
         print(escape_controls(f"warning: {warning}"), file=sys.stderr)
     engine = Engine(policies, datetime.now(UTC), shadow=shadow)
@@ -66,11 +62,7 @@ def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
 
 @contextmanager
 def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogEntry]]]:
-    """The logs, and their requests in the order of time, with a bar that moves while they are read.
-
-    Raises:
-        LoopguardError: a log cannot be read, or none has a request.
-    """
+    """The logs, and their requests in the order of time, with a progress bar; raises LoopguardError if there is no request."""
     with ExitStack() as stack:
         logs = Logs(options.log, options.reorder_seconds, stack)
         yield logs, _watch(logs, stack.enter_context(_show_bar(logs)))
@@ -105,11 +97,7 @@ def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
 
 
 def write_file(path: str, text: str) -> None:
-    """Put a text where it is wanted.
-
-    Raises:
-        LoopguardError: it cannot be written.
-    """
+    """Write a file; raises LoopguardError if that fails."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -11,11 +11,7 @@ _FINEST_MS = 1_000
 
 
 class Ranked(Protocol):
-    """What is kept as long as it is among the first.
-
-    Attributes:
-        count: decides that.
-    """
+    """What is kept as long as its `count` is among the highest."""
 
     count: int
 
@@ -59,11 +55,7 @@ class Top(Generic[Key, Item]):
 
 
 class Timeline:
-    """Several counts over time, in buckets that grow as the time does.
-
-    Attributes:
-        buckets: number of the bucket, counted from 1970 on, -> counts.
-    """
+    """Several counts over time, in `buckets` by their number since 1970, which grow as the time does."""
 
     __slots__ = ("_series", "buckets", "width_ms")
 

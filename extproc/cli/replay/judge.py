@@ -48,12 +48,7 @@ class Replayed:
 
 
 class Judge(Replayed):
-    """Decides about requests, one after the other.
-
-    Attributes:
-        unmatched: requests that no policy matched.
-        killed: requests that a kill switch stopped before any policy was asked.
-    """
+    """Decides about one request after the other; counts those that no policy matches, and those that a kill switch stops."""
 
     def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY) -> None:
         super().__init__(engine, max_entries, key)

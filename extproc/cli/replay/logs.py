@@ -104,18 +104,10 @@ class LogEntry(NamedTuple):
 
 
 class _Source:
-    """One log.
-
-    Attributes:
-        newest: the time of its latest request, in milliseconds.
-    """
+    """One log; `newest` is the time of its latest request, in milliseconds."""
 
     def __init__(self, name: str, raw: BufferedReader, problems: Problems) -> None:
-        """Find out whether it is packed.
-
-        Raises:
-            LoopguardError: it cannot be read.
-        """
+        """Find out whether it is compressed; raises LoopguardError if it cannot be read."""
         self.name = name
         self.newest = 0
         self.lines = 0
@@ -171,16 +163,7 @@ class Logs:
     """
 
     def __init__(self, names: Sequence[str], reorder_seconds: float, stack: ExitStack) -> None:
-        """Open them all.
-
-        Args:
-            names: paths, or `-` for standard input.
-            reorder_seconds: how much later than it should a line may come.
-            stack: closes them.
-
-        Raises:
-            LoopguardError: one cannot be read.
-        """
+        """Open them all (`-` is standard input), for `stack` to close; raises LoopguardError if one cannot be read."""
         self.problems = Problems()
         self.size: int | None = 0
         self.first: int | None = None

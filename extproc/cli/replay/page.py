@@ -26,11 +26,7 @@ _LOWEST = 2.0
 
 
 class PageSection(NamedTuple):
-    """A coloured piece of a bar.
-
-    Attributes:
-        kind: of the requests, one of SERIES.
-    """
+    """A coloured piece of a bar, for requests of a kind in SERIES."""
 
     kind: str
     y: float
@@ -38,11 +34,7 @@ class PageSection(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What happened in one stretch of time.
-
-    Attributes:
-        parts: from the bottom upwards.
-    """
+    """What happened in one stretch of time: its parts from the bottom upwards."""
 
     x: float
     width: float
@@ -51,12 +43,7 @@ class Bar(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Bars over the time of the log.
-
-    Attributes:
-        highest: requests that the highest bar stands for.
-        stretch: how long each bar's time is, in words.
-    """
+    """Bars over the time of the log; `highest` is the requests of the highest one, `stretch` the time of each, in words."""
 
     width: int
     height: int

@@ -36,11 +36,7 @@ Value = TypeVar("Value")
 
 
 class UnusableError(Exception):
-    """A line that no request can be made of.
-
-    Attributes:
-        kind: of problem, as `logs.PROBLEMS` describes it.
-    """
+    """A line that no request can be made of; `logs.PROBLEMS` describes its `kind`."""
 
     def __init__(self, kind: str, why: str = "") -> None:
         super().__init__(why)
@@ -165,11 +161,7 @@ class _RecordedValues(Mapping[str, Value]):
 
 
 def parse_line(line: bytes) -> Recorded:
-    """What a line says.
-
-    Raises:
-        UnusableError: it is not JSON, has no record, or one that cannot be used.
-    """
+    """What a line records; raises UnusableError if no request can be made of it."""
     in_field = _IN_FIELD in line
     try:
         record = _ENTRY.decode(line).loop_record if in_field else _RECORD.decode(line)

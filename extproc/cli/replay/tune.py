@@ -27,14 +27,7 @@ _KEPT = 1_024
 
 
 class WindowPair(NamedTuple):
-    """One window and one threshold, and what they would have done.
-
-    Attributes:
-        window_seconds: length of the window.
-        threshold: first count that is acted on.
-        requests: that would have been acted on.
-        tenants: whose requests they were.
-    """
+    """A window and a threshold: how many requests they would have acted on, and of how many tenants."""
 
     window_seconds: int
     threshold: int
@@ -43,12 +36,7 @@ class WindowPair(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """What is recommended.
-
-    Attributes:
-        pair: None where nothing is.
-        reason: in words.
-    """
+    """The pair that is recommended (None for none), and why."""
 
     pair: WindowPair | None
     reason: str
@@ -63,13 +51,7 @@ class _Cell:
 
 
 class Sweep(Replayed):
-    """Counts one detector's requests for all pairs.
-
-    Attributes:
-        requests: that the detector counted.
-        uncounted: requests of the policy that it did not.
-        tenants: whose requests they were.
-    """
+    """Counts one detector's requests for all pairs; `uncounted` are requests of its policy that it does not count."""
 
     def __init__(  # noqa: PLR0913  # what is tried, and with what
         self,

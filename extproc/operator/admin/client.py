@@ -30,11 +30,7 @@ def add_admin_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def open_clients(admin: Sequence[str] | None) -> list[AdminClient]:
-    """A client for each server that a command line names, or for the one of this machine.
-
-    Raises:
-        UsageError: one is no address.
-    """
+    """A client for each server on a command line, or for this machine's; raises UsageError if an address is malformed."""
     return [AdminClient(text) for text in admin or [find_admin(os.environ)]]
 
 
@@ -50,21 +46,10 @@ def find_admin(environ: Mapping[str, str]) -> str:
 
 
 class AdminClient:
-    """Asks one server.
-
-    Attributes:
-        url: as it was given.
-    """
+    """Asks one server."""
 
     def __init__(self, url: str) -> None:
-        """Nothing is asked yet.
-
-        Args:
-            url: `http://HOST:PORT`, `https://HOST:PORT`, `HOST:PORT` or `unix:/PATH`.
-
-        Raises:
-            UsageError: it is none of these.
-        """
+        """Ask nothing yet; raises UsageError unless `url` is http(s)://HOST:PORT, HOST:PORT or unix:/PATH."""
         import httpx  # noqa: PLC0415  # takes 0.2 s
 
         self.url = url
@@ -88,11 +73,7 @@ class AdminClient:
         body: object = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401  # as json.loads
-        """What an endpoint answers, decoded from JSON, as `body` is sent; `headers` stand beside httpx' own.
-
-        Raises:
-            LoopguardError: there is no answer, or one that refuses; the message has what the server said.
-        """
+        """An endpoint's answer, decoded from JSON; raises LoopguardError, with the server's words, if there is none."""
         import httpx  # noqa: PLC0415  # as above
 
         content = None if body is None else json.dumps(body)
@@ -115,11 +96,7 @@ class AdminClient:
 
 
 def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]) -> dict[str, Any]:
-    """One report of all servers'; one whose table another's report has already is left out.
-
-    Raises:
-        LoopguardError: see `AdminClient.ask`.
-    """
+    """One report of all servers, each table taken once; raises LoopguardError as `AdminClient.ask` does."""
     joined, *others = [client.ask(path, params=params) for client in clients]
     for report in others:
         if report["replica"] in joined["replicas"]:

@@ -52,10 +52,8 @@ class ServerState(NamedTuple):
         store: `memory` or `shared`.
         health: of the store, `ok` while it is in use.
         watching: no policy was given.
-        limits_sessions: some policy has session_limits.
         acting: the number of policies that act.
         refused: errors in the policy files, which are not in force.
-        unenforced: parts of policies that are not enforced.
     """
 
     store: str

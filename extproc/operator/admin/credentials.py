@@ -30,13 +30,9 @@ class Credentials:
     """The tokens in a file, read whenever somebody shows one: a file that is replaced needs no restart."""
 
     def __init__(self, path: str) -> None:
-        """Take the file as it is at the start.
+        """Check the file, which has a token in each line; without one (an empty path), TCP is read-only.
 
-        Args:
-            path: of a file with a token in each line; empty for none, and nothing can be changed over TCP.
-
-        Raises:
-            UsageError: it cannot be read, or a token is too short to be one.
+        Raises UsageError if it cannot be read, or a token is too short.
         """
         self._path = path
         if path:
@@ -46,14 +42,7 @@ class Credentials:
                 raise UsageError(f"--admin-token-file {path}: {_explain(error)}") from None
 
     def check(self, request: Request) -> str:
-        """Let a request that changes something pass.
-
-        Returns:
-            who asks, and what that is known by.
-
-        Raises:
-            HTTPException: it may not.
-        """
+        """Who makes a change, and how that is known; raises HTTPException if the request may not."""
         if any(header in request.headers for header in _BROWSERS):
             raise HTTPException(HTTPStatus.FORBIDDEN, "browsers cannot make changes; use the loopguard command or curl")
         if request.method == "POST" and not _is_json(request):
@@ -84,12 +73,7 @@ class Credentials:
             raise HTTPException(HTTPStatus.UNAUTHORIZED, hint, challenge)
 
     def _read(self) -> list[bytes]:
-        """The tokens.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: there is none, or one is too short.
-        """
+        """The tokens; raises OSError or ValueError if the file cannot be read, or a token is too short."""
         with Path(self._path).open("rb") as file:
             tokens = [line.strip() for line in file.read(_MOST_BYTES).splitlines() if line.strip()]
         if not tokens or any(len(token) < _LEAST_TOKEN for token in tokens):

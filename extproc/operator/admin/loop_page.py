@@ -55,8 +55,6 @@ class PolicyChart(NamedTuple):
     """The hour of one policy.
 
     Attributes:
-        policy: its id.
-        mode: of it.
         actions: with the requests of the hour, the most severe first.
         most: requests in the busiest minute.
         bars: of all actions, stacked.

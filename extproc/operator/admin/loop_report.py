@@ -58,11 +58,7 @@ class LoopPages(TablePages[LoopDocument]):
         return [Route("/loops", lambda request: send_page(Page(HTTPStatus.OK, self.report(request))))]
 
     def report(self, request: Request) -> dict[str, Any]:
-        """What a request is answered.
-
-        Raises:
-            HTTPException: 400, where something in its query is wrong; it says what would be right.
-        """
+        """The JSON of `/loops`; raises HTTPException (400), with what would be right, if the query is wrong."""
         query = request.query_params
         selection, prices = read_selection(query, SORTS), self._choose_prices(query)
         shown = self._sees_callers(request)

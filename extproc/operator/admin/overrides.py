@@ -52,11 +52,7 @@ def route_overrides(
 
 
 async def _ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
-    """What the service says, on its own event loop.
-
-    Raises:
-        HTTPException: it says no, or nothing in time.
-    """
+    """The service's answer, from its own event loop; raises HTTPException if it refuses, or takes too long."""
     asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):

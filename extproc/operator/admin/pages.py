@@ -59,11 +59,7 @@ def send_page(page: Page) -> Response:
 
 
 async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
-    """What a client sent.
-
-    Raises:
-        HTTPException: it is too much (413), or no JSON (400).
-    """
+    """The JSON that a client sent; raises HTTPException if it is too long (413), or no JSON (400)."""
     body = b""
     async for chunk in request.stream():
         body += chunk

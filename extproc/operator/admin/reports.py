@@ -32,12 +32,9 @@ class Selection(NamedTuple):
     """The part of a table that is asked for.
 
     Attributes:
-        policy: only of this one, empty for all.
         caller: only of callers whose hash starts with this, whose alias, label or credential's hash it is, or, where these are
             shown, one of whose values or `NAME=VALUE`.
-        tool: only with this one.
         sort: one of the table's orders, empty for the first of them.
-        limit: at most this many.
     """
 
     policy: str = ""
@@ -66,11 +63,7 @@ class TablePages(Generic[AnyDocument]):
 
 
 def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
-    """The selection of a query.
-
-    Raises:
-        HTTPException: 400, where something in it is wrong; it says what would be right.
-    """
+    """The selection of a query; raises HTTPException (400), with what would be right, if the query is wrong."""
     sort, limit = query.get("sort", next(iter(sorts))), query.get("limit", str(MAX_ROWS))
     if sort not in sorts:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"sort must be one of {', '.join(sorts)}")

@@ -47,18 +47,9 @@ class AdminServer:
         self._thread: threading.Thread | None = None
 
     def start(self, address: Address, socket_path: str = "") -> str:
-        """Listen and serve.
+        """Listen on TCP, and on a Unix socket that only this user may open if a path is given; returns the real TCP address.
 
-        Args:
-            address: of TCP.
-            socket_path: of a Unix socket beside it, which only this user may open; empty for none.
-
-        Returns:
-            `host:port`, with the real port where 0 was asked for.
-
-        Raises:
-            UsageError: the address is no TCP address.
-            LoopguardError: one of them cannot be listened on.
+        Raises UsageError if `address` is no TCP address, LoopguardError if it cannot be listened on.
         """
         if address.is_unix:
             raise UsageError(f"--admin must be HOST:PORT, not {address.text!r}")

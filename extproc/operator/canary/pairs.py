@@ -79,7 +79,6 @@ class Pair:
     """An enforcing policy and its candidate, on the requests that the candidate has counted.
 
     Attributes:
-        pairing: who they are.
         since: when the first request could be compared, in seconds since 1970.
         both, only_live, only_candidate, neither: requests, by which of them does something.
         live_counted: requests that live has counted.
@@ -89,7 +88,6 @@ class Pair:
         tenants: of compared requests.
         refused_tenants: of extra refusals.
         refused_sessions: of extra refusals, where the request names one.
-        disagreements: the most frequent kinds.
         samples: of extra refusals; None where none are wanted.
     """
 
@@ -121,15 +119,9 @@ class Pair:
         return max(0, self.live_counted - self.compared_with_live)
 
     def compare(self, live: Outcome | None, candidate: Outcome, *, refused: bool) -> str:
-        """Count one request.
+        """Count one request; returns the disagreement (`extra`, `missed`, `only_live` or `only_candidate`), empty for none.
 
-        Args:
-            live: what the enforcing policy made of it; None where it did not count it, and so let it go on.
-            candidate: what the candidate would have.
-            refused: the request was refused, by whichever policy.
-
-        Returns:
-            what they disagree about, `extra`, `missed`, `only_live` or `only_candidate`; empty where they agree.
+        `live` is None if that policy did not count the request; `refused` says that some policy refused it.
         """
         self.tenants.add(candidate.tenant)
         live_acts = False

@@ -17,11 +17,7 @@ class ReviewTally:
     """Answers by policy and sample."""
 
     def __init__(self, path: Path) -> None:
-        """Read what was said before.
-
-        Raises:
-            LoopguardError: the file holds something else, or cannot be read.
-        """
+        """Read earlier answers; raises LoopguardError if the file cannot be read, or holds something else."""
         self._path = path
         self._answers: dict[str, dict[str, str]] = _read_answers(path)
 
@@ -30,11 +26,7 @@ class ReviewTally:
         return self._answers.get(sample["policy"], {}).get(sample["id"])
 
     def keep(self, sample: dict[str, Any], answer: str) -> None:
-        """Write an answer down at once, in one step.
-
-        Raises:
-            LoopguardError: the file cannot be written.
-        """
+        """Save an answer at once, in one step; raises LoopguardError if that fails."""
         self._answers.setdefault(sample["policy"], {})[sample["id"]] = answer
         fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:

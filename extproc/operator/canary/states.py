@@ -27,12 +27,9 @@ class Disagreement(msgspec.Struct, frozen=True):
 
     Attributes:
         about: `extra` or `missed`, refusals; `only_live` or `only_candidate`, anything else.
-        method: of the requests.
         path: of them, without its query.
         tenant: hash of who sent them.
-        detector: that sees a loop in them.
         tool: that is called in them, as far as that detector looks at tools.
-        count: of requests.
         over: by which the count may be too high.
     """
 
@@ -50,14 +47,10 @@ class State(msgspec.Struct, frozen=True):
     """What was counted for a pair; replicas of other versions may say more.
 
     Attributes:
-        live: id of the enforcing policy.
-        candidate: id of the shadow policy.
         identity: of what both of them say.
         since: when the first request could be compared, in seconds since 1970.
-        until: when this was written.
         counts: by name; see `Pair`.
         sketches: of callers, by name, as base64 of 8 bytes for each hash.
-        disagreements: the most frequent ones.
     """
 
     live: str
@@ -103,11 +96,7 @@ def encode_state(state: State) -> bytes:
 
 
 def decode_state(document: bytes) -> State:
-    """What a replica has written.
-
-    Raises:
-        LoopguardError: it is nothing that this version understands.
-    """
+    """What a replica has written; raises LoopguardError if this version does not understand it."""
     try:
         return convert_state(msgspec.json.decode(document))
     except msgspec.DecodeError as error:
@@ -115,11 +104,7 @@ def decode_state(document: bytes) -> State:
 
 
 def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
-    """The same of a document that has been decoded.
-
-    Raises:
-        LoopguardError: it is nothing that this version understands.
-    """
+    """The same for a document that has been decoded from JSON."""
     try:
         state = msgspec.convert(document, State)
         for name in _SKETCHES:

@@ -63,17 +63,10 @@ class CanaryVerdict(NamedTuple):
 
 
 def judge(extra: int, went_on: int, tenants: int, sessions: int, rules: Rules) -> CanaryVerdict:
-    """What a candidate's extra refusals say about it.
+    """What a candidate's extra refusals say about it, of the compared requests that went on.
 
-    Too strict is what breaks a rule for certain, safe what keeps all of them for certain; between the two, and below the least
-    number of requests, keep watching.
-
-    Args:
-        extra: requests that the candidate would refuse and that went on.
-        went_on: compared requests that did.
-        tenants: newly refused.
-        sessions: newly refused.
-        rules: what is allowed.
+    Too strict is what breaks a rule for certain, safe what keeps all of them for certain; between the two, and below the
+    minimum number of requests, keep watching.
     """
     bounds, most = find_bounds(extra, went_on, rules.confidence), rules.max_extra_refusals
     broken = [

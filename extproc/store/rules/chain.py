@@ -332,20 +332,12 @@ def _add(entries: bytes, entry: bytes) -> bytes:
 
 
 def split_entries(joined: bytes) -> list[bytes]:
-    """The entries of a ring.
-
-    Raises:
-        IndexError: they are no such thing.
-    """
+    """The entries of a ring; raises IndexError if they are malformed."""
     return [record[1:] for record in split_records(joined, 0)]
 
 
 def read_trail(answer: bytes) -> Trail:
-    """What a script answers: a byte of flags, the name where there is one, and the entries.
-
-    Raises:
-        IndexError: it is no such thing.
-    """
+    """What a script answers: flags, the name if there is one, and the entries; raises IndexError if that is malformed."""
     flags = answer[0]
     start = 1 + _NAME if flags & _NAMED else 1
     return Trail(split_entries(answer[start:]), flags & _WHOLE != 0, flags & _DROPPED != 0, answer[1:start])

@@ -60,12 +60,7 @@ KINDS: Final = {
 
 
 class Documents(NamedTuple):
-    """All that have not ended at a time.
-
-    Attributes:
-        version: of them; empty where there never was one.
-        documents: by name.
-    """
+    """All that have not ended at a time, by name; their `version` is empty if there never was one."""
 
     version: str
     documents: dict[str, bytes]
@@ -77,11 +72,7 @@ def make_replica_name() -> str:
 
 
 def check_document(kind: str, name: str, document: bytes) -> None:
-    """Refuse what no store takes.
-
-    Raises:
-        StoreError: the document is too long, or the name is.
-    """
+    """Raise StoreError for a document, or a name, that is too long for every store."""
     plural, most = KINDS[kind][:2]
     if len(document) > most:
         raise StoreError(f"{len(document)} bytes are too long for {plural}; at most {most} are allowed", kind="too_large")

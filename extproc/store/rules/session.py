@@ -467,13 +467,7 @@ class Ledger:
         return len(self.records) > _RECORDS * KNOWN
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
-        """Let a request through, or refuse it.
-
-        Args:
-            asked: the request.
-            now: milliseconds of the store's clock.
-            shared: whether it is the ledger of sessions that are too many.
-        """
+        """Let a request through, or refuse it, at `now` by the store's clock; `shared`: too many sessions share this ledger."""
         self.idle_ms = asked.limits.idle_ms
         identity = asked.identity
         times = self.identities.get(identity, -1)
@@ -842,11 +836,7 @@ estimated, reserved, age_ms; and how many tools follow, as in a ledger."""
 
 
 def read_standing(answer: bytes) -> Standing:
-    """What a remote store answers.
-
-    Raises:
-        ValueError: it is no such thing.
-    """
+    """What a remote store answers; raises ValueError if it is malformed."""
     try:
         limit, killed, shared, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(answer)
         names = _STANDING.size + tools * _COUNTED
