@@ -89,11 +89,9 @@ class Transport(Protocol):
 
         Returns the address with its real port, raises LoopguardError where that is impossible.
         """
-        ...
 
     async def stop(self, grace: float) -> None:
         """Take no more calls, give those in flight `grace` seconds, then end them."""
-        ...
 
 
 class Server:

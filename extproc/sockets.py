@@ -15,8 +15,6 @@ from extproc.settings import Address
 BACKLOG: Final = 1_024
 """Connections that the kernel keeps until they are accepted."""
 
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-
 
 def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int | None = None) -> socket.socket:
     """A socket that listens on `address`, which `flag` has chosen; raises LoopguardError, with the reason, if it cannot.
@@ -36,12 +34,12 @@ def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int
         raise LoopguardError(f"cannot listen on {address.text}: {reason}; choose another with {flag}") from None
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out within a minute when a peer's machine has vanished without a word."""
+def keep_alive(connection: socket.socket, probe_seconds: int = 10) -> None:
+    """Let the kernel find out within a minute, by a probe each so many seconds, if a peer's machine has vanished."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE.items():
+    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", probe_seconds), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):  # Linux has them all
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

@@ -42,12 +42,10 @@ class BoardDocument(Protocol):
 
     def pack(self) -> bytes:
         """Encode as much of it as fits on a board; see `fit`."""
-        ...
 
     @classmethod
     def merge(cls, documents: Iterable[Self], now: float) -> Self:
         """One document of several replicas', without what has been quiet for too long; `now` in seconds since 1970."""
-        ...
 
 
 class BoardTable(Protocol[Made_co]):
@@ -56,15 +54,12 @@ class BoardTable(Protocol[Made_co]):
     @property
     def changes(self) -> int:
         """A number that grows with every change."""
-        ...
 
     def drop_quiet(self, before: float) -> None:
         """Forget what has been quiet since then, in seconds since 1970."""
-        ...
 
     def make_document(self, *, shows_callers: bool) -> Made_co:
         """It as it is now."""
-        ...
 
 
 class View(NamedTuple, Generic[AnyDocument]):

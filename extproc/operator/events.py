@@ -85,11 +85,9 @@ class Sink(Protocol):
 
     def send(self, events: Sequence[bytes]) -> None:
         """Send events, each as JSON; raises UnreachableError if that may work later, RefusedError if it never will."""
-        ...
 
     def close(self) -> None:
         """Let go of it."""
-        ...
 
 
 class Events:

@@ -26,15 +26,12 @@ class SharedDocuments(Protocol):
         self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
     ) -> None:
         """Keep a document for that long, in place of the one of that name; raises StoreError if there is no room for it."""
-        ...
 
     async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
         """Take a document back; whether there was one."""
-        ...
 
     async def read(self, kind: str, subject: str, known: str = "", now: int | None = None) -> Documents | None:
         """Those that have not ended, None where nothing has changed since the version that is known (empty for none)."""
-        ...
 
 
 class Store(Protocol):
@@ -52,7 +49,6 @@ class Store(Protocol):
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.
         """
-        ...
 
     def push(
         self, pushes: Sequence[Push | ChainLink], now: int | None = None
@@ -64,31 +60,25 @@ class Store(Protocol):
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.
         """
-        ...
 
     @property
     def documents(self) -> SharedDocuments:
         """What replicas and operators leave there for all of them."""
-        ...
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """Agree with the other replicas on random bytes: those that the store has, else `secret`, which it keeps.
 
         No request waits for that. Raises StoreError if the store is away, or has something else there.
         """
-        ...
 
     def health(self) -> str:
         """`ok`, or what is wrong in a few words, for `/readyz`."""
-        ...
 
     async def start(self) -> None:
         """Connect, where there is something to connect to; failing is no error, and shows in `health`."""
-        ...
 
     async def close(self) -> None:
         """Let go of connections; the store is not used again."""
-        ...
 
 
 _REDIS = "extproc.store.redis:open_redis"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Final, TypeAlias
 import hiredis
 
 from extproc.errors import StoreError
+from extproc.sockets import keep_alive
 from extproc.store.pending import Pending
 
 Command: TypeAlias = tuple[str | int | bytes, ...]
@@ -49,8 +49,8 @@ _KINDS = {
 }
 """The first word of an error reply, and its kind for metrics."""
 
-_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-"""Seconds of silence, seconds between probes, and how many of them: a peer that is gone is noticed while nothing is asked."""
+_PROBE_SECONDS: Final = 5
+"""A server that is gone is noticed while nothing is asked."""
 
 
 class ErrorReply(Exception):  # a reply like others; never raised
@@ -115,12 +115,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is open."""
         self._transport = transport
-        plug = transport.get_extra_info("socket")
-        if plug.family != socket.AF_UNIX:
-            plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEP_ALIVE:
-                if hasattr(socket, name):  # systems differ
-                    plug.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(transport.get_extra_info("socket"), _PROBE_SECONDS)
 
     def is_usable(self) -> bool:
         """Whether it is open, with no reply still to come."""

@@ -42,27 +42,21 @@ class ShardServers(Protocol):
 
     def get(self, tag: str) -> Link | None:
         """An open connection to the server that has the tag's keys, None where that has to be opened first."""
-        ...
 
     async def find(self, tag: str) -> Link:
         """The same, opened where it is not open."""
-        ...
 
     async def at(self, place: ServerAddress) -> Link:
         """One to a server that another one named."""
-        ...
 
     def move(self, tag: str, place: ServerAddress) -> None:
         """Another server has the tag's keys: the one that had them says so."""
-        ...
 
     async def learn(self) -> Sequence[int]:
         """Find out who has which keys; the numbers of the tags that are the shard's own, 0 for a single server."""
-        ...
 
     def drop(self) -> None:
         """End every connection."""
-        ...
 
 
 class Layout(Protocol):
@@ -79,7 +73,6 @@ class Layout(Protocol):
 
     def open(self, owner: str) -> ShardServers:
         """Connections of the shard of that name."""
-        ...
 
 
 class SingleLayout:

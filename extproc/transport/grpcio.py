@@ -1,4 +1,4 @@
-"""The reference transport: grpc.aio serving ext_proc, Envoy's access log and grpc.health.v1, and the health check's client."""
+"""The reference transport: grpc.aio serving ext_proc, Envoy's access log and grpc.health.v1."""
 # interpreted: all of its time is grpcio's
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -22,7 +22,7 @@ from extproc.settings import Address, SubjectName
 from extproc.sockets import open_listening_socket
 from extproc.transport.grpc import MAX_MESSAGE
 from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
-from extproc.transport.tls import Certificates, Pem, make_name, read_file
+from extproc.transport.tls import Certificates, Pem, make_name
 
 _LOG = logging.getLogger("loopguard")
 
@@ -202,43 +202,3 @@ def _make_credentials(certificates: Certificates) -> grpc.ServerCredentials:
 
 def _configure(pem: Pem) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.chain)], pem.authorities)
-
-
-class ClientTls(NamedTuple):
-    """How a client of a port with mutual TLS shows who it is.
-
-    Attributes:
-        authorities: PEM file of those that the server's certificate is from.
-        chain: PEM file of the client's certificate.
-        key: PEM file of its private key.
-        server_name: that the server's certificate is made out to; empty where that is the host.
-    """
-
-    authorities: str
-    chain: str
-    key: str
-    server_name: str
-
-
-def check_health(target: str, timeout: float, tls: ClientTls | None = None) -> str:
-    """The status that a server's grpc.health.v1 reports, such as `SERVING`, or why there was no answer.
-
-    Raises UsageError if a file of `tls` cannot be read.
-    """
-    with _open_channel(target, tls) as channel:
-        check = channel.unary_unary(f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)
-        try:
-            answer = check(HealthCheckRequest(), timeout=timeout)
-        except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}"
-    return HealthCheckResponse.ServingStatus.Name(answer.status)
-
-
-def _open_channel(target: str, tls: ClientTls | None) -> grpc.Channel:
-    if tls is None:
-        return grpc.insecure_channel(target)
-    credentials = grpc.ssl_channel_credentials(
-        read_file("--tls-ca", tls.authorities), read_file("--tls-key", tls.key), read_file("--tls-cert", tls.chain)
-    )
-    options = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
-    return grpc.secure_channel(target, credentials, options)

@@ -54,7 +54,6 @@ _PIPE_WIDTH = 160
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The subcommands of `loopguard canary` and their flags."""
     questions = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
 
     def add_question(name: str, text: str, epilog: str, ask: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -78,7 +77,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the servers; returns the exit code."""
     return int(options.ask(options))
 
 

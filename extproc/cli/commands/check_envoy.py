@@ -23,7 +23,6 @@ findings:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard check-envoy`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", nargs="?", metavar="FILE", help="bootstrap, config dump or xDS resources, as YAML or JSON")
     source.add_argument("--admin", metavar="URL", help="admin page of a running Envoy, such as http://127.0.0.1:9901")
@@ -59,7 +58,6 @@ def _parse_size(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns the exit code: 1 where something hurts."""
     from rich.console import Console  # noqa: PLC0415  # only this command needs it
 
     from extproc.cli.envoy_check.config import find_resources  # noqa: PLC0415  # as above: yaml and the service's parts

@@ -28,13 +28,11 @@ def read_dashboard(name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard dashboards`."""
     parser.add_argument("--force", action="store_true", help="replace existing files")
     parser.add_argument("directory", metavar="DIR", help="folder to write to; created if missing")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write them; returns the exit code."""
     folder = Path(options.directory)
     texts = {folder / name: read_dashboard(name) for name in FILES}
     try:

@@ -23,13 +23,11 @@ _PROBLEM = "problem"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard doctor`."""
     add_admin_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the JSON of /coverage of each server, in a list")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the servers; returns the exit code."""
     reports = _ask(open_clients(options.admin))
     if options.json:
         print(json.dumps(reports, indent=2))

@@ -46,7 +46,6 @@ _Rows: TypeAlias = list[tuple[str, str]]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard explain`."""
     add_policy_flag(parser)
     parser.add_argument("-X", "--request", metavar="METHOD", help="request method (default GET, or POST with -d)")
     parser.add_argument(
@@ -63,7 +62,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it; returns the exit code."""
     policies = load_policies(options.policy)
     body = _read_body(options.data)
     request = _make_request(options, body)

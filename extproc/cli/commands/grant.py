@@ -17,7 +17,6 @@ Grants add up."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard grant`."""
     add_order_flags(parser, lasts="1d", sessions=True)
     parser.add_argument("--steps", type=int, metavar="N", help="additional requests")
     parser.add_argument("--tool-calls", type=int, metavar="N", help="additional tool calls")
@@ -25,7 +24,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Have the servers do it; returns the exit code."""
     amounts = {"steps": options.steps, "tool_calls": options.tool_calls, "cost": options.cost}
     if all(amount is None for amount in amounts.values()):
         raise UsageError("give at least one of --steps, --tool-calls and --cost")

@@ -6,11 +6,15 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from extproc import settings
 from extproc.cli.commands.serve import hush_grpc
 from extproc.options import add_flags as add_options
 from extproc.options import option, read_options, require_together
+
+if TYPE_CHECKING:
+    import grpc
 
 HELP = "check the health of a running server (grpc.health.v1)"
 EXAMPLES = """examples:
@@ -31,16 +35,11 @@ class HealthcheckTls:
     tls_server_name: str = option("", str, "name in the server's certificate, if it is not the host", "NAME")
 
     def __post_init__(self) -> None:
-        """Refuse half of what TLS needs.
-
-        Raises:
-            UsageError: naming what is missing.
-        """
+        """Refuse half of what TLS needs."""
         require_together(self, ("tls_ca", "tls_cert", "tls_key"), ("tls_server_name",))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard healthcheck`."""
     parser.add_argument(
         "--address",
         default=_find_listen_address(),
@@ -52,15 +51,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the status; returns the exit code."""
     hush_grpc()
-    from extproc.transport.grpcio import ClientTls, check_health  # noqa: PLC0415  # grpc takes 0.2 s to import
+    from extproc.transport.health import ask_health  # noqa: PLC0415  # grpc takes 0.2 s to import
 
-    chosen = read_options(HealthcheckTls, vars(options))
-    tls = ClientTls(chosen.tls_ca, chosen.tls_cert, chosen.tls_key, chosen.tls_server_name) if chosen.tls_ca else None
-    status = check_health(options.address, options.timeout, tls)
-    print(status.lower() if status == "SERVING" else status, file=sys.stdout if status == "SERVING" else sys.stderr)
-    return 0 if status == "SERVING" else 1
+    with _open_channel(options.address, read_options(HealthcheckTls, vars(options))) as channel:
+        status = ask_health(channel, options.timeout)
+    serving = status == "SERVING"
+    print(status.lower() if serving else status, file=sys.stdout if serving else sys.stderr)
+    return int(not serving)
+
+
+def _open_channel(target: str, tls: HealthcheckTls) -> grpc.Channel:
+    import grpc  # noqa: PLC0415  # as above
+
+    from extproc.transport.tls import read_file  # noqa: PLC0415  # as above
+
+    if not tls.tls_ca:
+        return grpc.insecure_channel(target)
+    files = [read_file(f"--tls-{name}", getattr(tls, f"tls_{name}")) for name in ("ca", "key", "cert")]
+    names = [("grpc.ssl_target_name_override", tls.tls_server_name)] if tls.tls_server_name else []
+    return grpc.secure_channel(target, grpc.ssl_channel_credentials(*files), names)
 
 
 def _find_listen_address() -> str:

@@ -38,11 +38,9 @@ Replace the paths and limit keys with your own."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard init`."""
     parser.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET, help=f"default {DEFAULT_PRESET}")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print it; returns the exit code."""
     print(read_preset(options.preset), end="")
     return 0

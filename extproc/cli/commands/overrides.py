@@ -21,14 +21,12 @@ _GRANTED = {"steps": "steps", "tool_calls": "tool calls", "cost": "dollars"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard overrides`."""
     parser.add_argument("--revoke", metavar="NAME", help="end this override now")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_asking_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the servers; returns the exit code."""
     for client in open_clients(options.admin):
         if options.revoke:
             client.ask(f"/overrides/{options.revoke}", method="DELETE", headers=make_headers(options))

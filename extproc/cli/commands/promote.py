@@ -37,7 +37,6 @@ exit code: 0 good, or nothing to change; 1 the file is not valid, before or afte
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard promote`."""
     parser.add_argument("file", metavar="FILE", help="the policy file")
     parser.add_argument("--policy", required=True, metavar="ID", help="the policy in FILE")
     parser.add_argument(
@@ -58,7 +57,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the change, and make it where that is wanted; returns the exit code."""
     if not 1 <= options.percent <= EVERYBODY:
         raise UsageError(f"--percent must be 1 to {EVERYBODY}, not {options.percent}")
     file, now = options.file, datetime.now(UTC)

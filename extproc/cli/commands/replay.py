@@ -29,7 +29,6 @@ _TOP = 10
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard replay`."""
     add_log_flags(parser)
     parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="number of worst offenders to show (default 10)")
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts for a browser")
@@ -38,7 +37,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; returns the exit code."""
     from extproc.cli.replay.judge import Judge  # noqa: PLC0415  # this and rich take 0.2 s to import; other commands need neither
     from extproc.cli.replay.page import render_page  # noqa: PLC0415  # same
     from extproc.cli.replay.report import ReplayReport  # noqa: PLC0415  # same

@@ -26,7 +26,6 @@ _TOKENS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_to
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard sessions`."""
     parser.add_argument("session", nargs="?", default="", metavar="ID", help="hash of a session, as in the list")
     add_admin_flag(parser)
     parser.add_argument("--json", action="store_true", help="print the JSON of /sessions")
@@ -37,7 +36,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask the servers; returns the exit code."""
     path = f"/sessions/{quote(options.session, safe='')}" if options.session else "/sessions"
     chosen = {name: str(getattr(options, name)) for name in ("sort", "policy", "caller", "limit")}
     params = {name: value for name, value in chosen.items() if value and not options.session}

@@ -34,7 +34,6 @@ _MINUTE, _HOUR = 60, 3_600
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard top`."""
     add_admin_flag(parser)
     parser.add_argument("--once", action="store_true", help="print once and exit")
     parser.add_argument("--json", action="store_true", help="print the JSON of /loops, once")

@@ -36,7 +36,6 @@ _PERCENT = 1.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard tune`."""
     add_log_flags(parser)
     parser.add_argument("--id", metavar="POLICY", help="the policy; required if there are several")
     parser.add_argument("--detector", metavar="NAME", help="its detector; required if several have a window")
@@ -50,7 +49,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the pairs and a recommendation; returns the exit code."""
     from extproc.cli.replay.tune import Sweep, recommend, write_policy  # noqa: PLC0415  # as in `replay`
 
     policies = load_policies(options.policy)

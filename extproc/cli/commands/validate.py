@@ -23,7 +23,6 @@ _VARIABLE = f"{ENV_PREFIX}ALLOW_UNENFORCED"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `loopguard validate`."""
     chosen = parser.add_mutually_exclusive_group()
     text = f"parts of a bundle that are not enforced are warnings, as they are for serve with this flag [{_VARIABLE}]"
     chosen.add_argument("--allow-unenforced", action="store_true", help=text)
@@ -32,7 +31,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Report warnings and notes, and how much is good; returns the exit code."""
     from extproc.reload import build  # noqa: PLC0415  # with the engine, which takes long to import
 
     files, unreadable = read_what_can_be(check_paths(options.path))
