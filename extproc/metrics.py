@@ -23,7 +23,6 @@ Decisions: TypeAlias = dict[tuple[str, str, str], int]
 """Requests by policy, mode and action. The event loop alone counts; the thread that answers a scrape only reads."""
 
 Counts: TypeAlias = tuple[Sequence[str], float]
-"""Label values, and what was counted for them."""
 
 
 class Metrics:

@@ -18,15 +18,9 @@ MAX_SECONDS = 31_536_000
 MAX_THRESHOLD = 1_000_000_000
 
 INSPECT_BYTES: Final = 2**20
-"""Default of `max_inspect_bytes`."""
-
 InspectBytes = Annotated[int, Field(ge=1, le=16 * 2**20)]
-"""Of a body that is looked into."""
-
 AUTO: Final = "auto"
 _STATUSES = (400, 599)
-"""Lowest and highest status of a refusal: those of errors."""
-
 _POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty one, which is the whole document
 
 

@@ -18,8 +18,6 @@ Options = TypeVar("Options", bound="DataclassInstance")
 Value = TypeVar("Value")
 
 REQUIRED: Any = MISSING
-"""In place of a default."""
-
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off", "")
 

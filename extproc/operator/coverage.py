@@ -28,8 +28,6 @@ BY_DESIGN: Final = frozenset({"bypass", "not_a_call", "allowed_tool", "decided_b
 """Why policies leave out what they are told to leave out, and what went no further."""
 
 WINDOW_SECONDS: Final = 900
-"""What is recent."""
-
 _SNAPSHOT_SECONDS: Final = 60
 _MOST_KEYS: Final = 5_000
 

@@ -14,7 +14,6 @@ from extproc.operator.board import KEPT_SECONDS, fit
 from extproc.store.rules.documents import MAX_DOCUMENT
 
 MINUTES = 60
-"""Of a curve."""
 
 
 class Loop(msgspec.Struct, array_like=True):

@@ -72,8 +72,6 @@ _MAX_KEY = 64
 
 _AMOUNTS = Grant._fields
 _GRANTED = {"steps": "max_steps", "tool_calls": "max_tool_calls", "cost": "max_cost_per_session"}
-"""What is granted, and the limit to which it adds."""
-
 _EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
 """What other programs are told of orders, by kind, where that has an event of its own."""
 
@@ -399,7 +397,6 @@ _READERS: dict[str, Callable[[object], object]] = {
     "cost": _read_cost,
     "key": partial(_read_text, _MAX_KEY),
 }
-"""What may stand in an order."""
 
 
 def _find_session_key(order: object) -> str:

@@ -15,8 +15,6 @@ import msgspec
 from extproc.operator.board import KEPT_SECONDS, fit
 
 MAX_CALLS = 64
-"""Calls of a session that are kept, the newest."""
-
 MAX_DETAILED = 200
 """Sessions that are told with their calls, the newest; more would not fit on a board anyway."""
 
@@ -112,7 +110,6 @@ COUNTED = (
 """What a row has of a `Standing` as it is."""
 
 _LEDGER = ("began", "told", "tools", *COUNTED)
-"""What a row has of its session's ledger."""
 
 
 class SessionDocument(msgspec.Struct, array_like=True):

@@ -27,8 +27,6 @@ _MONEY: Final = "max_cost_per_session"
 _DIGITS: Final = 9
 
 _UNKNOWN: Final = Standing()
-"""Of a session of which nothing is known yet."""
-
 
 _NO_CALL: Final = CallRow(b"", 0.0, "", [])
 

@@ -16,7 +16,6 @@ SIZE = 512
 HASH_DIGITS = 16
 _SPREAD = 2.0 ** (4 * HASH_DIGITS)
 _ABOVE_ALL = "g"
-"""Greater than any hex digit."""
 
 
 class Sketch:

@@ -17,8 +17,6 @@ MAX_ROWS: Final = 1_000
 MAX_TENANT_ROWS: Final = 100
 
 NAME_SHOWN: Final = 128
-"""Characters of a name that a row keeps."""
-
 NAMES_SHOWN: Final = 8
 
 

@@ -58,8 +58,6 @@ EVERYBODY: Final = 100
 """The percentage of callers at which no caller is left out, not even those who cannot be told apart."""
 
 MAX_LABELS: Final = 8
-"""As many as are shown."""
-
 NO_ALIASES: Any = Field(default_factory=dict, json_schema_extra={"default": {}})
 
 _HASH = re.compile(r"[0-9a-f]{16}\Z")

@@ -17,8 +17,6 @@ from extproc.policy.shapes import find_object, list_objects
 from extproc.request.limit_keys import KEY_TAG, OBJECT_TAG
 
 _LONGEST = 60
-"""Most characters of a value that are shown."""
-
 _LIMITS: Place = ("spec", "session_limits")
 
 _NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), ("aliases",))
@@ -122,7 +120,6 @@ _PHRASES: dict[str, _Phrase] = {
     "dict_type": _say("must be an object"),
     "loopguard": lambda name, context: f"{name} {context['message']}",
 }
-"""By pydantic's type of the error."""
 
 _FEW = 12
 """This many keys of an object are named, where none of them was meant for sure."""

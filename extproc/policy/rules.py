@@ -34,13 +34,10 @@ _ORDER = ", ".join(ACTIONS)
 
 _THRESHOLD = "threshold_identical_requests"
 _LOWEST = 2
-"""Nothing repeats that happened once."""
-
 _ANCHORS = ("pathExact", "pathPrefix", "pathPrefixes", "routes")
 """Of these a selector needs at least one."""
 
 _ALWAYS_THERE = frozenset({IP_ADDRESS, f"{HEADER}:host"})
-"""Limit keys that every request has."""
 
 _OWNERS = {
     key: [name for name, kind in KINDS.items() if key in kind.keys.model_fields]
@@ -51,7 +48,6 @@ _OWNERS = {
 """The keys that mean something with some similarities only, and which those are."""
 
 _REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
-"""The similarities that look at sessions."""
 
 
 def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON

@@ -18,8 +18,6 @@ from extproc.store import Store
 _LOG = logging.getLogger("loopguard")
 
 _NAME: Final = "hash:1"
-"""With a version: another one where hashes are to be made in another way."""
-
 _RETRY_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 60.0
 

@@ -29,7 +29,6 @@ from extproc.store.side_connections import SideConnections
 from extproc.store.topology import Layout
 
 _MOST_SHOWN = 3
-"""Shards of which `health` says what is wrong."""
 
 
 class _JoinedAnswers(Pending):

@@ -15,9 +15,9 @@ from typing import Any, Final
 from extproc.errors import StoreError
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
-from extproc.store.rules.chain import ChainLink, Trail, read_trail
+from extproc.store.rules.chain import ChainLink, read_trail
 from extproc.store.rules.ring import Push, read_entries, split_records
-from extproc.store.rules.session import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
+from extproc.store.rules.session import Question, Settlement, Step, pack_question, read_standing, weigh
 from extproc.store.rules.windows import Count, Hit
 
 MAX_WEIGHT: Final = 16
@@ -111,28 +111,16 @@ def _read_each(read: Callable[[bytes], Any], reply: object, calls: int) -> list[
     """A list of strings, one for each call."""
     if not isinstance(reply, list) or len(reply) != calls or set(map(type, reply)) != {bytes}:
         raise _make_error()
-    return [read(value) for value in reply]
-
-
-def _read_ring(value: bytes) -> list[bytes]:
     try:
-        records = split_records(value)
-    except IndexError:
-        raise _make_error() from None
-    return read_entries(records)
-
-
-_RING = Script("ring", partial(_read_each, _read_ring))
-
-
-def _read_trail(value: bytes) -> Trail:
-    try:
-        return read_trail(value)
-    except IndexError:
+        return [read(value) for value in reply]
+    except (IndexError, ValueError):
         raise _make_error() from None
 
 
-_CHAIN = Script("chain", partial(_read_each, _read_trail))
+_RING = Script("ring", partial(_read_each, lambda value: read_entries(split_records(value))))
+
+
+_CHAIN = Script("chain", partial(_read_each, read_trail))
 
 
 def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
@@ -147,14 +135,7 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
     return ScriptCall(_LOG if is_log else _TALLY, hit, arguments, owed)
 
 
-def _read_standing(value: bytes) -> Standing:
-    try:
-        return read_standing(value)
-    except ValueError:
-        raise _make_error() from None
-
-
-_SESSION = Script("session", partial(_read_each, _read_standing))
+_SESSION = Script("session", partial(_read_each, read_standing))
 
 
 def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall:

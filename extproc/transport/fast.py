@@ -147,8 +147,29 @@ class _Peer(asyncio.Protocol):
         self._schedule()
 
     def data_received(self, data: bytes) -> None:
-        """Whatever came in one read; the answers leave in one write."""
-        self._take_turn(data)
+        """Look at what came and at what is left from before, as far as one turn goes; the answers leave in one write."""
+        connection = self._grpc
+        self.heard = self._loop.time()
+        connection.receive(data, self.heard)
+        if not self._stalled:
+            while (event := connection.next_event()) is not None:
+                if isinstance(event, MessageReceived):
+                    self._on_message(event.call, event.message)
+                elif isinstance(event, HalfClosed):
+                    self._end(event.call)
+                else:
+                    self._drop(event.call.number)
+        self._flush()
+        more = connection.unfinished or len(data) >= _LARGE_READ
+        if not (more or self._resting) or self._stalled or self._transport.is_closing():
+            return
+        if more:
+            self._resting = True
+            self._transport.pause_reading()
+            self._schedule()
+        else:
+            self._resting = False
+            self._transport.resume_reading()
 
     def shut(self) -> None:
         """Ask the peer to open no more calls here."""
@@ -187,31 +208,6 @@ class _Peer(asyncio.Protocol):
         if not self._grpc.settled:
             self._transport.close()
 
-    def _take_turn(self, data: bytes) -> None:
-        """Look at what came and at what is left from before, as far as one turn goes."""
-        connection = self._grpc
-        self.heard = self._loop.time()
-        connection.receive(data, self.heard)
-        if not self._stalled:
-            while (event := connection.next_event()) is not None:
-                if isinstance(event, MessageReceived):
-                    self._on_message(event.call, event.message)
-                elif isinstance(event, HalfClosed):
-                    self._end(event.call)
-                else:
-                    self._drop(event.call.number)
-        self._flush()
-        more = connection.unfinished or len(data) >= _LARGE_READ
-        if not (more or self._resting) or self._stalled or self._transport.is_closing():
-            return
-        if more:
-            self._resting = True
-            self._transport.pause_reading()
-            self._schedule()
-        else:
-            self._resting = False
-            self._transport.resume_reading()
-
     def _schedule(self) -> None:
         """Begin a turn once the event loop has been around; one for everything that becomes ready until then."""
         if not self._scheduled:
@@ -220,7 +216,7 @@ class _Peer(asyncio.Protocol):
 
     def _go_on(self) -> None:
         self._scheduled = False
-        self._take_turn(b"")
+        self.data_received(b"")
 
     def _flush(self) -> None:
         data = self._grpc.data_to_send()
@@ -379,7 +375,7 @@ class FastServer:
         cache: of header fields, for all connections.
         pool: of bytes that connections may hold.
         hello_seconds: until when a connection must have spoken HTTP/2.
-        retiring: of them those that were asked to leave.
+        retiring: peers that were asked to leave.
     """
 
     def __init__(

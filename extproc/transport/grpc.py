@@ -32,11 +32,7 @@ MAX_MESSAGE: Final = 64 * 2**20
 """Largest message taken, in bytes: far above any buffer limit that an Envoy should have."""
 
 METADATA_PREFIX: Final = b"x-loopguard-"
-"""What is kept of a call's metadata."""
-
 MAX_METADATA: Final = 16
-"""Most fields that are kept of it."""
-
 MAX_SILENT: Final = 1_000
 """Calls of one connection that have not said anything yet; the oldest makes room. Envoy sends the first message at once."""
 

@@ -229,7 +229,6 @@ _ROWS = (
     ("refusals: made already", "refusals", "already", ""),
     ("refusals: missed", "refusals", "missed", "missed_refusals"),
 )
-"""What a line is called, where its number stands, and its rate."""
 
 
 def _make_counts(canary: dict[str, Any]) -> Table:

@@ -146,4 +146,3 @@ _COLUMNS: dict[str, Callable[[dict[str, Any], float], str]] = {
     "tokens": lambda loop, _: f"~{loop['input_tokens']}",
     "cost": lambda loop, _: "" if loop["cost_usd"] is None else f"${loop['cost_usd']:.2f}",
 }
-"""What a column is called, and how its cells are written from a loop and the moment of the report."""

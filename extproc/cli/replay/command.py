@@ -23,7 +23,6 @@ _STEP = 1_000
 """The bar is moved once in this many requests."""
 
 COUNT = make_type(parse_integer(1))
-"""The type of flags that are a number of things."""
 
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:

@@ -17,14 +17,10 @@ from extproc.operator.sketch import Sketch
 from extproc.request.http import HttpRequest
 
 VERSION = 1
-"""Of the document."""
-
 WORDS = {Action.REJECT: "refused", Action.THROTTLE: "throttled", Action.STEER: "steered", Action.WARN: "warned"}
 """What is said of a request, by what was done about it, the strictest first."""
 
 SERIES = ("passed", *WORDS.values())
-"""What a timeline counts, in the order of its columns."""
-
 _SERIES = {Action.ALLOW: 0} | {action: number for number, action in enumerate(WORDS, 1)}
 _MAX_OFFENDERS = 10_000
 _MAX_TENANTS = 500

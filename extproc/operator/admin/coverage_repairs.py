@@ -87,7 +87,6 @@ REPAIRS = {
     "shutdown": Repair("passed because Loopguard was stopping", "raise `serve --drain-timeout`"),
     "internal_error": Repair("passed because of an error in Loopguard", "report the error, which is in the log"),
 }
-"""By reason."""
 
 UNKNOWN = Repair("could not be counted", "see loopguard_uncounted_total in docs/operations.md")
 UNSTEERED = Repair("got a warning in place of a note", "see docs/policies.md#steering")

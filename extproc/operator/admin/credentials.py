@@ -16,7 +16,7 @@ from starlette.requests import Request
 from extproc.errors import UsageError
 
 OPERATOR_HEADER = "x-loopguard-operator"
-"""Who asks, in his own words."""
+"""Who asks, as the client says."""
 
 _LEAST_TOKEN = 16
 _MOST_BYTES = 65_536

@@ -32,7 +32,6 @@ LOOPING_SECONDS = 60
 """A loop that was acted on within this many seconds goes on."""
 
 ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "reject": "refused"}
-"""What is said about requests, by the action."""
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "cost": lambda loop: (loop["cost_usd"] or 0, loop["input_tokens"], loop["requests"]),

@@ -22,8 +22,6 @@ VERSION = 1
 MAX_ROWS = 1_000
 
 Sorts: TypeAlias = Mapping[str, Callable[[dict[str, Any]], Any]]
-"""What rows can be sorted by, and the key of each."""
-
 OLDEST_FIRST = "first"
 """The only order that starts with what is least."""
 

@@ -39,7 +39,6 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 """What is most comes first, and what was seen last."""
 
 _DIGITS = 9
-"""Of dollars."""
 
 
 class SessionPages(TablePages[SessionDocument]):

@@ -33,8 +33,6 @@ REFUSALS = ("extra", "already", "missed")
 
 _MAX_DISAGREEMENTS = 64
 SHOWN = 20
-"""Of these are reported."""
-
 _METHOD = 16
 _TEXT = 128
 """Longest method, path and name of a tool that are kept, in characters: clients choose them."""

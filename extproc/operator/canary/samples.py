@@ -21,8 +21,6 @@ from extproc.request.http import cut_text
 from extproc.sessions.limits import SessionSubject
 
 _TEXT = 2_000
-"""Most characters of what was compared."""
-
 _NAME = 128
 
 

@@ -162,10 +162,7 @@ class _Knot:
 
 
 Read = Callable[[str], bytes | None]
-"""The value of a key, None where there is none."""
-
 Write = Callable[[str, bytes, int], None]
-"""Keep a value under a key for a number of milliseconds."""
 
 
 def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:

@@ -56,8 +56,6 @@ KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
 """What kills a session; the first one stands for nothing."""
 
 NANO_DOLLARS: Final = 10**9
-"""In a dollar."""
-
 RECORD: Final = 14
 """Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4)."""
 

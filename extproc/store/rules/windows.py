@@ -107,7 +107,6 @@ class Count:
 
 
 UNCOUNTED = Count(0, False, 0, 0)
-"""Of what no store was asked about."""
 
 
 def _apply_threshold(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tuple[bool, int]:
