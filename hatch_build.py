@@ -86,12 +86,9 @@ class BuildHook(BuildHookInterface[Any]):
 
 
 def generate_protos() -> None:
-    """Write `extproc/pb/`: one module and one type stub for each file in `protos/`.
+    """Write `extproc/pb/`, a module and a type stub for each file in `protos/`; raises RuntimeError if protoc refuses one.
 
     What is there already is not written again: it may be being read.
-
-    Raises:
-        RuntimeError: protoc refused a file; its own message is on stderr.
     """
     import grpc_tools
     from grpc_tools import protoc
@@ -128,12 +125,7 @@ def select_modules(package: Path = PACKAGE) -> list[str]:
 
 
 def compile_modules(modules: Sequence[str], folder: Path) -> None:
-    """Compile into `folder/lib`.
-
-    Raises:
-        NoCompilerError: there is none that works.
-        RuntimeError: mypyc or the compiler refused a module.
-    """
+    """Compile into `folder/lib`; raises NoCompilerError if there is no compiler, RuntimeError if a module was refused."""
     command = [sys.executable, __file__, str(folder), *modules]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)  # noqa: S603  # ourselves
     if done.returncode == _NO_COMPILER:

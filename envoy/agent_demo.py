@@ -60,10 +60,7 @@ class Scene:
 
     Attributes:
         name: for `--scene`.
-        title: for people.
         agent: the loop, by its SDK.
-        tasks: what the user says.
-        tools: what the agent can call.
         script: what the model asks for.
         turns: number of the model's answers that the agent gets.
         refused: the request after them is refused; otherwise the agent comes to its end.
@@ -85,14 +82,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a scene ended.
-
-    Attributes:
-        turns: answers of the model that the agent got.
-        refusal: what stopped it, if anything did.
-        sent: requests that came to Envoy.
-        asked: requests that came to the model.
-    """
+    """How a scene ended: the model's answers that the agent got, what stopped it, and requests sent and forwarded."""
 
     turns: int
     refusal: Refusal | None
@@ -312,11 +302,7 @@ async def _show(policy: str, scenes: Sequence[Scene], screen: Screen) -> bool:
 async def _play(  # noqa: PLR0913  # the scene, and all that it takes place among
     scene: Scene, number: int, model: FakeModel, ports: Mapping[str, int], children: Sequence[Child], screen: Screen
 ) -> Ending:
-    """Run a scene and show it turn by turn.
-
-    Raises:
-        DemoError: it could not be played to its end.
-    """
+    """Run a scene and show it turn by turn; raises DemoError if it cannot be played to its end."""
     screen.write(f"\n{number}. {scene.title}\n", _BOLD)
     screen.write(_row("turn", "the model asks for", "the tool says"), _DIM)
     user = f"{scene.name}-agent"

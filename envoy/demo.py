@@ -99,8 +99,6 @@ class Child:
     """A process of ours.
 
     Attributes:
-        name: for people.
-        process: running, or ended.
         farewell: the signal that ends it soonest without a trace.
         log: where its output went; None when that is on the terminal already.
     """
@@ -207,11 +205,7 @@ def _name(flag: str) -> str:
 
 
 def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
-    """Choose a port where 0 is wanted.
-
-    Raises:
-        DemoError: ports are taken; it names all of them.
-    """
+    """Choose a port where 0 is wanted; raises DemoError if ports are taken, with all of them."""
     found, taken, flags = {}, [], []
     with ExitStack() as claims:  # all are held until the last is chosen, so none is chosen twice
         for flag, port in wanted.items():
@@ -232,11 +226,7 @@ def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
 
 
 async def until_told(work: Coroutine[Any, Any, T]) -> T | None:
-    """Work until it is done, or a signal says that it is enough, which gives None.
-
-    Raises:
-        LoopguardError: something did not start, or ended by itself.
-    """
+    """Work until it is done, or until a signal, which gives None; raises LoopguardError if a process fails."""
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -261,16 +251,8 @@ async def _demo(policy: str, ports: Mapping[str, int]) -> None:
 async def guarded(policy: str, ports: Mapping[str, int], *, quiet: bool = False) -> AsyncIterator[tuple[Child, Child]]:
     """Loopguard and Envoy in front of what listens on the upstream's port; both are stopped at the end.
 
-    Args:
-        policy: file or directory.
-        ports: by the names of `PORTS`, as `free_ports` gives them.
-        quiet: Loopguard's log goes to a file instead of the terminal.
-
-    Yields:
-        Loopguard and Envoy.
-
-    Raises:
-        LoopguardError: one of them did not start.
+    `ports` are those that `free_ports` gives. With `quiet`, Loopguard's log goes to a file. Raises LoopguardError if one does
+    not start.
     """
     children: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="loopguard-demo-") as name:
@@ -345,11 +327,7 @@ async def _spawn(*command: str, output: Path | None) -> asyncio.subprocess.Proce
 
 
 async def _until(probe: Callable[[], bool], children: Sequence[Child]) -> None:
-    """Poll until the youngest child is ready.
-
-    Raises:
-        DemoError: a child has ended, or time is up.
-    """
+    """Poll until the youngest child is ready; raises DemoError if a child ends, or time is up."""
     try:
         async with asyncio.timeout(_PATIENCE):
             while not await asyncio.to_thread(probe):

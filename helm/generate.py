@@ -71,7 +71,6 @@ class Value:
         words: of its comment.
         extra: what `@schema` says.
         heading: the last one above it.
-        default: as written.
         below: the values in it, where it is a map that is looked into.
     """
 
@@ -84,11 +83,7 @@ class Value:
 
 
 def read_values(text: str) -> list[Value]:
-    """The values at the top of values.yaml, in its order, with those below them.
-
-    Raises:
-        ChartError: a value has no comment, or its type cannot be told.
-    """
+    """The values at the top of values.yaml, in its order, with those below; raises ChartError if one is not described."""
     defaults = helm_python.values_from_yaml(text)
     top: list[Value] = []
     open_maps: list[Value] = []
@@ -275,11 +270,7 @@ def _references(schema: Any) -> Iterator[str]:  # noqa: ANN401  # raw JSON
 
 
 def convert(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
-    """A schema's meaning in draft-07.
-
-    Raises:
-        ChartError: it uses something that is not known to mean the same there.
-    """
+    """A schema's meaning in draft-07; raises ChartError if something is not known to mean the same there."""
     if not isinstance(schema, dict):  # true and false
         return schema
     if "$ref" in schema:

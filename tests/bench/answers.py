@@ -221,12 +221,7 @@ def _measure_in_turn(clients: Mapping[str, _Client], requests: int) -> dict[str,
 
 
 class _Compared(NamedTuple):
-    """What came of it, by the name of the Envoy.
-
-    Attributes:
-        first_bytes: microseconds, of each round.
-        cpu: microseconds of Envoy's processor time for a whole stream and all that comes of it.
-    """
+    """Microseconds by Envoy: of each first byte, and of CPU for a whole stream and all that comes of it."""
 
     first_bytes: dict[str, list[float]]
     cpu: dict[str, float]

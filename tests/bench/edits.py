@@ -142,13 +142,7 @@ _NARROWED: Mapping[str, tuple[str, str]] = {
 
 
 class Worst(NamedTuple):
-    """The slowest of many edits.
-
-    Attributes:
-        milliseconds: that it took.
-        name: of the body.
-        bodies: how many there were.
-    """
+    """The slowest of a number of edits: its milliseconds, and the name of the body."""
 
     milliseconds: float
     name: str

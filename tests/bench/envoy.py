@@ -70,11 +70,7 @@ class _Cost(NamedTuple):
 
 
 class _Lab:
-    """Envoy and the servers, running.
-
-    Attributes:
-        missing: why there is no such server, by listener.
-    """
+    """Envoy and the servers, running, and by listener why one is missing."""
 
     def __init__(
         self,

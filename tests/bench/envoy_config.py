@@ -33,13 +33,7 @@ class Listener(NamedTuple):
 
 @contextmanager
 def running_envoy(directory: Path, listeners: Mapping[str, Listener], servers: Mapping[str, int]) -> Iterator[int]:
-    """An Envoy with one worker, until the block ends; gives its process id.
-
-    Args:
-        directory: for its configuration and its log.
-        listeners: by name.
-        servers: ports of the ext_proc servers, by name.
-    """
+    """An Envoy with one worker and these listeners, and servers by port, until the block ends; gives its process id."""
     config = directory / "envoy.json"
     config.write_text(json.dumps(_bootstrap(listeners, servers)), encoding="utf-8")
     envoy = str(Path(sys.executable).parent / "envoy")

@@ -18,11 +18,7 @@ class NoGoError(Exception):
 
 
 def build() -> Path:
-    """The program; Go itself keeps what it has built, so all but the first time this takes a second.
-
-    Raises:
-        NoGoError: Go is missing, or could not build it.
-    """
+    """The program, which Go keeps once it is built; raises NoGoError if Go is missing, or could not build it."""
     go = shutil.which("go", path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_INSTALLED}")
     if go is None:
         raise NoGoError("Go is not installed")

@@ -77,20 +77,9 @@ def content_length(head: bytes) -> int:
 
 
 async def load(port: int, connections: int, requests: int, length: int, first: int) -> float:
-    """Send all the requests and wait for all the answers.
+    """Seconds for so many requests, that many in flight, to be answered; raises RuntimeError if one was not answered 200.
 
-    Args:
-        port: of an HTTP server on loopback.
-        connections: this many requests are in flight.
-        requests: this many are sent, numbered from `first` on.
-        length: of each body, in bytes.
-        first: a number; sent twice, it is the same request.
-
-    Returns:
-        the seconds that it took.
-
-    Raises:
-        RuntimeError: not every request was answered 200.
+    Requests are numbered from `first` on; one that is sent twice is the same request. `length` is each body's, in bytes.
     """
     loop = asyncio.get_running_loop()
     numbers, statuses = iter(range(first, first + requests)), Counter[str]()

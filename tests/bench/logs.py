@@ -44,11 +44,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def replay(log: Path, count: int) -> dict[str, float]:
-    """Replay a log, and look at the memory after its first tenth and at its end.
-
-    Raises:
-        RuntimeError: not every request was replayed, so something else than intended would be measured.
-    """
+    """Replay a log; its memory after the first tenth and at the end. Raises RuntimeError if a request was not replayed."""
     engine = samples.engine([samples.policy()])
     judge, report = Judge(engine, _MILLION), ReplayReport(engine)
     early = 0.0

@@ -30,11 +30,7 @@ Meanwhile = Callable[[], None]
 
 
 def run_paced(port: int, rate: int, seconds: int, first: int, meanwhile: Meanwhile | None = None) -> list[float]:
-    """Keep a pace from a process of its own; latencies in milliseconds, by quantile.
-
-    Raises:
-        RuntimeError: not every request was answered 200.
-    """
+    """Latencies in milliseconds, by quantile, at a pace that another process keeps; raises RuntimeError if one was refused."""
     command = command_module("tests.bench.paced", *map(str, (port, rate, seconds, first)))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

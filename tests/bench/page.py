@@ -50,11 +50,7 @@ class _Guard(NamedTuple):
         return (process_cpu(self.pid) - before) / (_RATE * seconds) * 1e6
 
     def look(self, seconds: float = 0) -> None:
-        """Look at the page again and again, for that long; once at least.
-
-        Raises:
-            RuntimeError: it does not show the loops, so something else than intended would be measured.
-        """
+        """Look at the page for that long, at least once; raises RuntimeError if it does not show the loops."""
         for _ in range(max(1, int(seconds * _LOOKS_PER_SECOND))):
             connection = HTTPConnection("127.0.0.1", self.admin, timeout=10)
             connection.request("GET", "/")

@@ -23,11 +23,7 @@ def command_module(module: str, *arguments: str) -> list[str]:
 
 
 def run_module(module: str, *arguments: str) -> dict[str, Any]:
-    """Run a module of the benchmark in a fresh interpreter and read the JSON object that it prints.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """The JSON object that a module of the benchmark prints in a fresh interpreter; raises RuntimeError if it fails."""
     command = command_module(module, *arguments)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -75,11 +71,7 @@ def _pin(pid: int, processors: set[int]) -> None:
 
 @contextmanager
 def running(command: Sequence[str | Path], port: int, log: Path) -> Iterator[int]:
-    """A server, from the moment its port takes connections until the block ends; gives its process id.
-
-    Raises:
-        RuntimeError: it did not come up; the message ends with what it said.
-    """
+    """The process id of a server, from when it listens until the block ends; raises RuntimeError with its last words."""
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             _wait_for(process, port, log)

@@ -37,11 +37,7 @@ class _Answers(asyncio.Transport):
 
 
 async def replay(policy: str, requests: int, reads: Sequence[bytes]) -> float:
-    """Microseconds of CPU per request, of a fresh guard on a fresh connection.
-
-    Raises:
-        RuntimeError: not every request was counted and let through.
-    """
+    """Microseconds of CPU per request, of a fresh guard on a fresh connection; raises RuntimeError if one was refused."""
     server = Server(Settings(policy=(policy,)))
     with socket.socket(socket.AF_UNIX) as connection:
         peer = _Peer(server._grpc)  # type: ignore[arg-type]  # the fast one is the default

@@ -18,15 +18,7 @@ _BAR = 24
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure.
-
-    Attributes:
-        name: what was measured.
-        value: the figure, in `unit`; None when it could not be had, and `note` says why.
-        unit: empty for a ratio.
-        at_most: what the project requires, None where the figure is for information.
-        note: how to read it.
-    """
+    """One figure; `value` is None if it could not be had, `at_most` what the project requires, `note` how to read it."""
 
     name: str
     value: float | None

@@ -140,11 +140,7 @@ def body_message(body: bytes) -> bytes:
 
 
 def process(serving: Service, messages: Sequence[bytes]) -> None:
-    """One whole stream, as a transport drives it.
-
-    Raises:
-        RuntimeError: the answer is not a plain go-on, so something else than intended would be measured.
-    """
+    """One whole stream, as a transport drives it; raises RuntimeError if the request does not go on."""
     stream = Stream(serving)
     reply: MaybeLater | None = None
     for message in messages:

@@ -16,11 +16,7 @@ _END = "<!-- end -->"
 
 
 def fill_page(text: str) -> str:
-    """The page with both parts as they are now.
-
-    Raises:
-        ValueError: the page has no place for one of them.
-    """
+    """The page with both parts as they are now; raises ValueError if it has no place for one."""
     for name, part in (("picture", draw_imports()), ("way", write_way())):
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, behind = rest.partition(_END)

@@ -16,13 +16,7 @@ CHAINS = Chains("p", 3_600, namespace="")
 
 
 class Sent(NamedTuple):
-    """A request as a client sends it.
-
-    Attributes:
-        first: what the user said first, as far as it is shown.
-        shown: the assistant messages that it shows, the oldest first.
-        entry: of the newest turn.
-    """
+    """A request as a client sends it: the user's first words, the assistant's messages, oldest first, and the newest turn."""
 
     first: str
     shown: tuple[str, ...]

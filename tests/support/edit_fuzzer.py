@@ -267,11 +267,7 @@ class Writer:
 
 
 def read(body: bytes) -> Value:
-    """A body with all of its keys, and numbers as they are spelled.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """A body with all of its keys, and numbers as they are spelled; raises ValueError if it is not JSON."""
     text = body.decode("utf-8", "surrogateescape")
     return json.loads(
         text, object_pairs_hook=Members, parse_int=_Number, parse_float=_Number, parse_constant=_refuse, strict=False
@@ -289,11 +285,7 @@ def _refuse(_: str) -> None:
 
 
 def check_steer(body: bytes) -> str:
-    """Put notes into a body, and see what has changed; returns what became of it.
-
-    Raises:
-        WrongEditError: anything else has.
-    """
+    """Put notes into a body; returns what became of it, raises WrongEditError if anything else has changed."""
     try:
         mark, patch = open_patch(_REQUEST, body)
         places = locate_results(patch)[-MAX_PLACES:]
@@ -565,11 +557,7 @@ def _skip(text: str, place: int, mark: str) -> int:
 
 
 def try_one(seed: int) -> list[str]:
-    """Edit the body of a seed in three ways; returns what became of it.
-
-    Raises:
-        WrongEditError: one of them is wrong.
-    """
+    """Edit the body of a seed in three ways; returns what became of it, raises WrongEditError if one is wrong."""
     body = Writer(Random(seed)).bytes()
     with suppress(ValueError):
         return [f"steer {check_steer(body)}", *[f"narrow {check_narrow(body, gone)}" for gone in (frozenset({"f"}), None)]]

@@ -19,14 +19,7 @@ MOST_TURNS = 20
 
 
 class Errand(NamedTuple):
-    """What an agent is to do.
-
-    Attributes:
-        url: where the API is, without its `/v1`.
-        user: on whose behalf.
-        check: a tool.
-        ask_colleague: another one.
-    """
+    """What an agent is to do for a user: two tools, and the URL of the API without its `/v1`."""
 
     url: str
     user: str

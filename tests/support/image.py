@@ -79,13 +79,7 @@ def send_context(target: Path) -> None:
 
 @dataclass
 class Image:
-    """What a stage is so far; the last one is the image.
-
-    Attributes:
-        root: the folder that stands for `/`.
-        environment: what a container starts with.
-        folder: the working directory, as the Dockerfile names it.
-    """
+    """What a stage is so far (the last one is the image): the folder that stands for `/`, and how a container starts."""
 
     root: Path
     environment: dict[str, str]
@@ -110,12 +104,7 @@ class Build:
     """Carries out a Dockerfile's instructions, in a folder of its own."""
 
     def __init__(self, folder: Path, path: str) -> None:
-        """Nothing is done yet.
-
-        Args:
-            folder: for the context and the stages.
-            path: PATH of the base image.
-        """
+        """Nothing is done yet; `folder` is for the context and the stages, `path` the base image's PATH."""
         self._folder = folder
         self._path = path
         self._stages: dict[str, Path] = {}

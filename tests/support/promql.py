@@ -54,23 +54,10 @@ def words() -> frozenset[str]:
 
 
 class Reading:
-    """One expression, taken apart.
-
-    Attributes:
-        labels: what its result may carry.
-        problems: everything that cannot be right.
-    """
+    """One expression, taken apart: the labels that its result may carry, and everything that cannot be right."""
 
     def __init__(self, text: str, known: Series) -> None:
-        """Parse and check it.
-
-        Args:
-            text: PromQL.
-            known: the series that there are.
-
-        Raises:
-            ValueError: it is not PromQL.
-        """
+        """Parse PromQL and check it against the `known` series; raises ValueError if it is none."""
         self._known = known
         self.names: set[str] = set()
         self.problems: list[str] = []

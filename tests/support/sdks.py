@@ -33,26 +33,14 @@ STUCK: Messages = [
 
 
 class Reply(NamedTuple):
-    """What a program gets from its SDK.
-
-    Attributes:
-        text: the model's, or the error's as `str` has it.
-        status: of HTTP, where the SDK raised; 0 where it answered.
-    """
+    """What a program gets from its SDK: the text of the model or of the error, and its HTTP status, 0 for an answer."""
 
     text: str
     status: int = 0
 
 
 class Job(NamedTuple):
-    """One question.
-
-    Attributes:
-        url: where the API is, without its `/v1`.
-        user: the user of the requests.
-        stream: in pieces.
-        messages: the conversation.
-    """
+    """One question of a user to an API whose URL ends before its `/v1`, perhaps streamed, and its conversation."""
 
     url: str
     user: str

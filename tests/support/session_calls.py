@@ -38,11 +38,7 @@ class Move(NamedTuple):
 
 
 class Client:
-    """A conversation as a client keeps it.
-
-    Attributes:
-        made: how many calls its agent has made.
-    """
+    """A conversation as a client keeps it; `made` counts its agent's calls."""
 
     def __init__(self, shape: str, *, ids: str, most_turns: int = 10**9, first_turns: int = 0, seed: int = 0) -> None:
         """Start a conversation.

@@ -38,11 +38,7 @@ REQUESTS: dict[str, Request] = {
 
 
 class Way:
-    """What one request has passed through.
-
-    Attributes:
-        functions: (module, function) by first call; modules as paths below the package.
-    """
+    """What one request has passed through: (module, function) by first call, modules as paths below the package."""
 
     def __init__(self) -> None:
         self.functions: dict[tuple[str, str], None] = {}
@@ -84,11 +80,7 @@ def describe(module: str, function: str) -> str:
 
 
 def trace(policy: dict[str, Any], write_body: Callable[[int], bytes]) -> Way:
-    """The way of a client's third request, for which everything is warm, through the service and its store in memory.
-
-    Raises:
-        RuntimeError: a request was not let through.
-    """
+    """The way of a client's third request, for which everything is warm; raises RuntimeError if it was not let through."""
     serving = samples.service(samples.engine([policy]))
     for number in range(2):
         samples.process(serving, make_messages(write_body(number)))

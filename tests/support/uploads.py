@@ -22,14 +22,12 @@ class Upload(NamedTuple):
     """A request, and how its body is sent.
 
     Attributes:
-        path: of it.
         body: all of it.
         http2: over HTTP/2, without asking first.
         length: its length is told beforehand.
         trailers: it ends with trailers.
         pieces: it is sent in this many.
         pause: is called before each of them.
-        headers: beside those that it needs.
     """
 
     path: str

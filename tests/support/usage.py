@@ -21,9 +21,6 @@ class Reply(NamedTuple):
 
     Attributes:
         parts: written one after the other; a function is called in between, and what it returns is written.
-        kind: its content-type.
-        status: of HTTP.
-        headers: besides.
         whole: its length is told beforehand; else it comes in chunks.
         cut: the connection is closed where more was promised.
     """
@@ -37,13 +34,7 @@ class Reply(NamedTuple):
 
 
 class Model:
-    """An upstream that answers as it is told.
-
-    Attributes:
-        reply: to the next requests.
-        encodings: what the newest request accepted.
-        body: the newest request's.
-    """
+    """An upstream that answers as it is told, and keeps the newest request's body and accepted encodings."""
 
     def __init__(self) -> None:
         """Listen, in threads of this process."""
