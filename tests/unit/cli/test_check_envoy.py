@@ -81,6 +81,16 @@ def drop(pointer: str) -> Edit:
     return lambda document: find(document, above).pop(last)
 
 
+def putting(code: str, pointer: str, value: Json) -> tuple[Edit, str, str]:
+    """A case of something set that is found in its own place."""
+    return put(pointer, value), code, pointer
+
+
+def dropping(code: str, pointer: str) -> tuple[Edit, str, str]:
+    """The same of something taken away."""
+    return drop(pointer), code, pointer
+
+
 def behind(document: Json) -> None:
     """The filter stands behind the router."""
     find(document, f"{MANAGER}/http_filters").reverse()
@@ -136,87 +146,41 @@ OFF = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "disab
 RETRIES = {"retry_on": "connect-failure"}
 KEPT = ("kept-bodies", f"{GUARDED}/per_request_buffer_limit_bytes")
 WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
-    "the limit of an Envoy that says none": (
-        drop("/static_resources/listeners/0/per_connection_buffer_limit_bytes"),
-        "buffer-limit",
-        "/static_resources/listeners/0/per_connection_buffer_limit_bytes",
+    "the limit of an Envoy that says none": dropping(
+        "buffer-limit", "/static_resources/listeners/0/per_connection_buffer_limit_bytes"
     ),
-    "a small limit": (
-        put("/static_resources/listeners/0/per_connection_buffer_limit_bytes", 65_535),
-        "buffer-limit",
-        "/static_resources/listeners/0/per_connection_buffer_limit_bytes",
-    ),
+    "a small limit": putting("buffer-limit", "/static_resources/listeners/0/per_connection_buffer_limit_bytes", 65_535),
     "a small window": (
         put(f"{MANAGER}/http2_protocol_options", {"initial_stream_window_size": 65_535}),
         "http2-window",
         f"{MANAGER}/http2_protocol_options/initial_stream_window_size",
     ),
     "uploads that stall": (without_an_end, "request-timeout", f"{MANAGER}/stream_idle_timeout"),
-    "a hold that 408 ends": (put(f"{MANAGER}/request_timeout", "20s"), "request-timeout", f"{MANAGER}/request_timeout"),
-    "a hold that silence ends": (
-        put(f"{MANAGER}/stream_idle_timeout", "20s"),
-        "idle-timeout",
-        f"{MANAGER}/stream_idle_timeout",
-    ),
-    "a route's own idle timeout": (
-        put(f"{GUARDED}/route/idle_timeout", "20s"),
-        "idle-timeout",
-        f"{GUARDED}/route/idle_timeout",
-    ),
-    "networks that are believed": (
-        put(f"{MANAGER}/internal_address_config", {}),
-        "envoy-headers",
-        f"{MANAGER}/internal_address_config",
-    ),
-    "forged marks": (
-        drop(f"{MANAGER}/early_header_mutation_extensions"),
-        "forged-marks",
-        f"{MANAGER}/early_header_mutation_extensions",
-    ),
-    "dots in paths": (put(f"{MANAGER}/normalize_path", value=False), "path-spelling", f"{MANAGER}/normalize_path"),
-    "slashes in paths": (drop(f"{MANAGER}/merge_slashes"), "path-spelling", f"{MANAGER}/merge_slashes"),
-    "clients that hear nothing": (drop(f"{HOST}/response_headers_to_add"), "client-header", f"{HOST}/response_headers_to_add"),
-    "another header": (
-        put(f"{HOST}/response_headers_to_add", [{"header": {"key": "a", "value": "%DYNAMIC_METADATA(other:warning)%"}}]),
+    "a hold that 408 ends": putting("request-timeout", f"{MANAGER}/request_timeout", "20s"),
+    "a hold that silence ends": putting("idle-timeout", f"{MANAGER}/stream_idle_timeout", "20s"),
+    "a route's own idle timeout": putting("idle-timeout", f"{GUARDED}/route/idle_timeout", "20s"),
+    "networks that are believed": putting("envoy-headers", f"{MANAGER}/internal_address_config", {}),
+    "forged marks": dropping("forged-marks", f"{MANAGER}/early_header_mutation_extensions"),
+    "dots in paths": putting("path-spelling", f"{MANAGER}/normalize_path", False),
+    "slashes in paths": dropping("path-spelling", f"{MANAGER}/merge_slashes"),
+    "clients that hear nothing": dropping("client-header", f"{HOST}/response_headers_to_add"),
+    "another header": putting(
         "client-header",
         f"{HOST}/response_headers_to_add",
+        [{"header": {"key": "a", "value": "%DYNAMIC_METADATA(other:warning)%"}}],
     ),
-    "attributes of a route": (
-        put(f"{PER_ROUTE}/request_attributes", ["source.address"]),
-        "overrides",
-        f"{PER_ROUTE}/request_attributes",
-    ),
+    "attributes of a route": putting("overrides", f"{PER_ROUTE}/request_attributes", ["source.address"]),
     "behind the router": (behind, "filter-order", f"{MANAGER}/http_filters/1"),
-    "no headers": (
-        put(f"{MODE}/request_header_mode", "SKIP"),
-        "processing-mode",
-        f"{MODE}/request_header_mode",
-    ),
-    "no bodies": (
-        drop(f"{MODE}/request_body_mode"),
-        "processing-mode",
-        f"{MODE}/request_body_mode",
-    ),
+    "no headers": putting("processing-mode", f"{MODE}/request_header_mode", "SKIP"),
+    "no bodies": dropping("processing-mode", f"{MODE}/request_body_mode"),
     "a route's own mode, which says nothing of bodies": (
         put(MODE, {"request_header_mode": "SEND"}),
         "processing-mode",
         f"{PER_ROUTE}/processing_mode/request_body_mode",
     ),
-    "bodies in pieces": (
-        put(f"{MODE}/request_body_mode", "STREAMED"),
-        "processing-mode",
-        f"{MODE}/request_body_mode",
-    ),
-    "bodies in both directions": (
-        put(f"{MODE}/request_body_mode", "FULL_DUPLEX_STREAMED"),
-        "processing-mode",
-        f"{MODE}/request_body_mode",
-    ),
-    "bodies in gRPC's mode": (
-        put(f"{MODE}/request_body_mode", "GRPC"),
-        "processing-mode",
-        f"{MODE}/request_body_mode",
-    ),
+    "bodies in pieces": putting("processing-mode", f"{MODE}/request_body_mode", "STREAMED"),
+    "bodies in both directions": putting("processing-mode", f"{MODE}/request_body_mode", "FULL_DUPLEX_STREAMED"),
+    "bodies in gRPC's mode": putting("processing-mode", f"{MODE}/request_body_mode", "GRPC"),
     "a buffer limit that is none": (
         in_parts({f"{FILTER}/grpc_service/initial_metadata": [{"key": "x-loopguard-buffer-limit", "value": "10485761"}]}),
         "told-limit",
@@ -227,16 +191,8 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         "upgrades",
         f"{MANAGER}/upgrade_configs/0/filters",
     ),
-    "no trailers": (
-        drop(f"{MODE}/request_trailer_mode"),
-        "processing-mode",
-        f"{MODE}/request_trailer_mode",
-    ),
-    "answers": (
-        put(f"{MODE}/response_body_mode", "BUFFERED"),
-        "processing-mode",
-        f"{MODE}/response_body_mode",
-    ),
+    "no trailers": dropping("processing-mode", f"{MODE}/request_trailer_mode"),
+    "answers": putting("processing-mode", f"{MODE}/response_body_mode", "BUFFERED"),
     "looking on, and waiting": (
         observing(f"{MODE}/request_body_mode", "BUFFERED"),
         "processing-mode",
@@ -259,14 +215,10 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         in_parts({f"{HOST}/retry_policy": RETRIES, f"{HOST}/per_request_buffer_limit_bytes": 0, KEPT[1]: 1_000}),
         *KEPT,
     ),
-    "a failure mode that was not set": (drop(f"{FILTER}/failure_mode_allow"), "failure-mode", f"{FILTER}/failure_mode_allow"),
-    "no time for throttles": (drop(f"{FILTER}/max_message_timeout"), "message-timeout", f"{FILTER}/max_message_timeout"),
-    "little time for throttles": (
-        put(f"{FILTER}/max_message_timeout", "30s"),
-        "message-timeout",
-        f"{FILTER}/max_message_timeout",
-    ),
-    "no refusals": (put(f"{FILTER}/disable_immediate_response", value=True), "answers", f"{FILTER}/disable_immediate_response"),
+    "a failure mode that was not set": dropping("failure-mode", f"{FILTER}/failure_mode_allow"),
+    "no time for throttles": dropping("message-timeout", f"{FILTER}/max_message_timeout"),
+    "little time for throttles": putting("message-timeout", f"{FILTER}/max_message_timeout", "30s"),
+    "no refusals": putting("answers", f"{FILTER}/disable_immediate_response", True),
     "no headers of ours": (
         put(f"{FILTER}/mutation_rules", {"disallow_all": {"value": True}}),
         "answers",
@@ -282,11 +234,7 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         "cluster",
         f"{FILTER}/grpc_service/envoy_grpc/cluster_name",
     ),
-    "HTTP/1.1 to Loopguard": (
-        drop(f"{CLUSTER}/typed_extension_protocol_options"),
-        "http2",
-        f"{CLUSTER}/typed_extension_protocol_options",
-    ),
+    "HTTP/1.1 to Loopguard": dropping("http2", f"{CLUSTER}/typed_extension_protocol_options"),
     "1,024 requests at a time": (
         drop(f"{CLUSTER}/circuit_breakers"),
         "circuit-breakers",
@@ -307,7 +255,7 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         "nothing-guarded",
         f"{MANAGER}/http_filters/0",
     ),
-    "no filter": (drop(f"{MANAGER}/http_filters"), "nothing-guarded", f"{MANAGER}/http_filters"),
+    "no filter": dropping("nothing-guarded", f"{MANAGER}/http_filters"),
 }
 
 
