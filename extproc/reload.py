@@ -37,7 +37,7 @@ from extproc.settings import Settings
 _LOG = logging.getLogger("loopguard")
 
 _LINES_AT_ONCE = 100
-"""Log lines between two chances for everybody else."""
+"""Log lines written before other tasks get their turn."""
 
 _SETTLE_MS = 100
 """Changes that follow each other this fast (an editor's save, a ConfigMap's swap) are one change."""

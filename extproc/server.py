@@ -213,7 +213,7 @@ class Server:
         return "store" if self._key_sharing is not None and self._key_sharing.is_shared else "process"
 
     def _guard_the_port(self) -> None:
-        """Follow the certificates, or tell that there are none where strangers may connect."""
+        """Follow the certificates, or warn if there are none and other machines can connect."""
         listen = self._settings.listen
         if self._certificates is not None:
             self._certificates.watch()

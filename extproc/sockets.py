@@ -35,7 +35,7 @@ def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int
 
 
 def keep_alive(connection: socket.socket, probe_seconds: int = 10) -> None:
-    """Let the kernel find out within a minute, by a probe each so many seconds, if a peer's machine has vanished."""
+    """Let the kernel find out within a minute, by probes at this interval, if a peer's machine has vanished."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -56,7 +56,7 @@ def _bind_unix(path: str, mode: int | None) -> socket.socket:
     try:
         made.bind(path)
         if mode is not None:
-            Path(path).chmod(mode)  # before anybody can connect
+            Path(path).chmod(mode)  # before any client can connect
         made.listen(BACKLOG)
     except BaseException:
         made.close()

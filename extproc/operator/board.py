@@ -49,7 +49,7 @@ class BoardDocument(Protocol):
 
 
 class BoardTable(Protocol[Made_co]):
-    """What one replica tells the others about; see `Table`."""
+    """What one replica publishes; see `Table`."""
 
     @property
     def changes(self) -> int:
@@ -74,7 +74,7 @@ class View(NamedTuple, Generic[AnyDocument]):
 class Board(Generic[AnyDocument]):
     """One table, as this replica and the others know it."""
 
-    def __init__(  # noqa: PLR0913  # what tells one table from another
+    def __init__(  # noqa: PLR0913  # what distinguishes tables
         self,
         name: str,
         kind: type[AnyDocument],
@@ -111,7 +111,7 @@ class Board(Generic[AnyDocument]):
         if not changes or (changes == self._published and time() - self._published_at < _REFRESH_SECONDS):
             return
         document = await asyncio.to_thread(lambda: self._make().pack())
-        with suppress(StoreError):  # the store tells that itself
+        with suppress(StoreError):  # the store reports that itself
             await self._store.documents.put(BOARDS, self._name, self.replica, document, KEPT_SECONDS)
             self._published, self._published_at = changes, time()
 

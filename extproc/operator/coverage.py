@@ -25,7 +25,7 @@ from extproc.operator.coverage_rows import (
 )
 
 BY_DESIGN: Final = frozenset({"bypass", "not_a_call", "allowed_tool", "decided_before", "aborted", "no_body", "not_recorded"})
-"""Why policies leave out what they are told to leave out, and what went no further."""
+"""Reasons for leaving out requests on purpose, or because they ended early."""
 
 WINDOW_SECONDS: Final = 900
 _SNAPSHOT_SECONDS: Final = 60

@@ -1,6 +1,6 @@
-"""What replicas tell each other about how much of the traffic is guarded.
+"""How much of the traffic is guarded, as replicas publish it.
 
-New fields of what is told go behind the others and have a default.
+New fields go behind the others and have a default.
 """
 # interpreted: msgspec makes its classes
 
@@ -44,7 +44,7 @@ class CoverageRow(msgspec.Struct, array_like=True):
 
     @property
     def name(self) -> tuple[str, ...]:
-        """What tells it from other rows."""
+        """Identifies the row."""
         return self.policy, self.mode, self.route, self.detector, self.reason
 
 
@@ -63,7 +63,7 @@ class CoverageDocument(msgspec.Struct, array_like=True):
     left_out: int = 0
 
     def pack(self) -> bytes:
-        """It, small enough for a board: where it is not, the smallest numbers are left out."""
+        """As many rows as fit on a board; the smallest numbers are left out."""
         rows = sorted(self.rows, key=lambda row: (bool(row.policy), -row.total))
         return fit(len(rows), lambda kept: CoverageDocument(rows[:kept], self.since, self.seconds, len(rows) - kept))
 

@@ -1,6 +1,6 @@
 """Events for other programs: CloudEvents 1.0 (github.com/cloudevents/spec, v1.0.2), written to a file or sent to a webhook.
 
-Callers put an event into a bounded queue and goes on; a thread of its own does the rest. What there is no room
+Callers put an event into a bounded queue and continue; a thread of its own does the rest. What there is no room
 for is dropped and counted. A webhook gets batches (the JSON batch format), again and again until it takes them. With a secret
 each is signed as Standard Webhooks has it (github.com/standard-webhooks): an HMAC-SHA256 of id, time and body.
 """

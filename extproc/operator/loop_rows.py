@@ -1,6 +1,6 @@
-"""Loops as people see them and as replicas tell them each other, and how those of several replicas become one.
+"""Loops as people see them and as replicas publish them, and how the rows of several replicas are merged.
 
-New fields of what is told go behind the others and have a default.
+New fields go behind the others and have a default.
 """
 # interpreted: msgspec makes its classes
 
@@ -64,7 +64,7 @@ class Loop(msgspec.Struct, array_like=True):
 
     @property
     def name(self) -> tuple[str, ...]:
-        """What tells it from other loops."""
+        """Identifies the loop."""
         return self.policy, self.detector, self.mode, self.tenant, self.repeats
 
     @property
@@ -119,7 +119,7 @@ class LoopDocument(msgspec.Struct, array_like=True):
     left_out: int = 0
 
     def pack(self) -> bytes:
-        """It, small enough for a board: where it is not, the last loops are left out."""
+        """As many loops as fit on a board; the last ones are left out."""
         rows = self.rows
         packed = fit(len(rows), lambda kept: LoopDocument(rows[:kept], self.lines, len(rows) - kept))
         return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: LoopDocument([], [], len(rows)))

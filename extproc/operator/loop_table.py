@@ -1,4 +1,4 @@
-"""The loops that were seen recently, for people: who, since when, with which tool, and what became of their requests.
+"""Recent loops, for people: whose, since when, with which tool, and what happened to their requests.
 
 Only requests that are acted on cost anything.
 """
@@ -66,7 +66,7 @@ class LoopTable(Table[Loop, LoopDocument]):
 
 
 def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: float) -> Loop:
-    """A loop of which no request is counted yet."""
+    """A loop without any counted request."""
     request, candidate = evaluation.request, _find_candidate(evaluation, outcome)
     known = find_known(candidate) if candidate is not None else UNKNOWN
     return Loop(
@@ -96,7 +96,7 @@ def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: flo
 
 
 def _find_agent(request: HttpRequest, candidate: Candidate | None) -> str:
-    """The id that the agent has given itself, unless that is what tells callers apart, which only those see who may."""
+    """The id that the agent has given itself, unless it identifies the caller, which not everyone may see."""
     agent = next((value for name in AGENT_HEADERS if (value := request.read_header(name))), "")
     hidden = [] if candidate is None else [value for _, value in candidate.values]
     return "" if agent in hidden else cut_text(agent, NAME_SHOWN)
@@ -111,7 +111,7 @@ def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | Non
 
 
 def _name_repeated(outcome: Outcome) -> str:
-    """What makes requests parts of one loop: the fingerprint, or in a cycle, where that changes, the tools that come round."""
+    """What requests of one loop share: the fingerprint, or in a cycle, where that changes, its tools."""
     if outcome.repeat is not None and len(outcome.repeat.tools) > 1:
         return "\n".join(sorted(outcome.repeat.tools))[:_PATH_SHOWN]
     return outcome.fingerprint

@@ -1,7 +1,7 @@
-"""What operators order about callers while the server runs: given, kept in the store, applied by every replica, revoked.
+"""Operators' orders about callers while the server runs: given, kept in the store, applied by every replica, revoked.
 
-Each replica asks the store once a second whether anything has changed, and goes on with what it knows while the store is away.
-The store has hashes of what clients are called, never the names themselves.
+Each replica asks the store once a second whether anything has changed, and keeps applying what it knows while the store is
+away. The store has hashes of clients' names, never the names themselves.
 """
 # interpreted: takes what operators order
 
@@ -58,10 +58,10 @@ _POLL_SECONDS = 1.0
 
 DEFAULT_SECONDS: Final = 1_800
 SESSION_SECONDS: Final = 86_400
-"""How long a kill or a grant stands unless that is said: longer than most sessions last."""
+"""Default duration of a kill or a grant: longer than most sessions last."""
 
 _LEAST_RELEASE_SECONDS = 3_600
-"""A release stands at least that long, because policies that come with a route are not known here."""
+"""The shortest release, because policies that come with a route are not known here."""
 
 _MARGIN_SECONDS = 60
 _MAX_REASON = 256
@@ -73,7 +73,7 @@ _MAX_KEY = 64
 _AMOUNTS = Grant._fields
 _GRANTED = {"steps": "max_steps", "tool_calls": "max_tool_calls", "cost": "max_cost_per_session"}
 _EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
-"""What other programs are told of orders, by kind, where that has an event of its own."""
+"""The event of an order, by its kind, if it has one of its own."""
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{8}")
@@ -276,13 +276,13 @@ def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
 
 
 def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -> ActiveOverride:
-    """The release, which stands no shorter than the kills that it undoes: they must not be back when it has ended."""
+    """The release, which lasts at least as long as any kill it cancels: the kill must not be back when it ends."""
     undone = [kill.ends for kill in standing if kill.kind == KILL and _may_meet(kill, release)]
     return release._replace(ends=max([release.ends, *undone]))
 
 
 def _may_meet(one: ActiveOverride, other: ActiveOverride) -> bool:
-    """Whether both may hold for one request, as far as what they name tells."""
+    """Whether both may apply to one request, judging by what they name."""
     named = [(one.policy, other.policy), (one.target.caller, other.target.caller), (one.target.session, other.target.session)]
     others = dict(other.target.descriptors)
     named += [(value, others.get(name, "")) for name, value in one.target.descriptors]
@@ -290,7 +290,7 @@ def _may_meet(one: ActiveOverride, other: ActiveOverride) -> bool:
 
 
 def _find_release_seconds(policy: str, plans: Iterable[Plan]) -> int:
-    """How long a release has to stand: until nothing is found any more of what was counted before it."""
+    """How long a release has to last: until everything counted before it has expired."""
     lifetimes = [plan.lifetime_seconds for plan in plans if policy in ("", plan.id)]
     return max([_LEAST_RELEASE_SECONDS, *[seconds + _MARGIN_SECONDS for seconds in lifetimes]])
 
@@ -400,7 +400,7 @@ _READERS: dict[str, Callable[[object], object]] = {
 
 
 def _find_session_key(order: object) -> str:
-    """The key by which a good order names its session; empty where it names none, or by a hash."""
+    """The key by which a valid order names its session; empty if it names none, or gives a hash."""
     session = order.get("session") if isinstance(order, dict) else None
     return next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
 
@@ -448,7 +448,7 @@ def _looks_at_tools(plan: Plan) -> bool:
 
 
 def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Iterator[str]:
-    """What is to be said where none of the policies looks for sessions, or for those that have limits, by this key."""
+    """The remark if none of the policies finds sessions, or limited ones, by this key."""
     keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
     if not keys:
         yield "this does nothing: no policy looks for sessions"

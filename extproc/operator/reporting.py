@@ -30,7 +30,7 @@ _LOG = logging.getLogger("loopguard")
 _LINES_PER_SECOND = 20
 _DETECTIONS_PER_SECOND = 100
 _DETECTIONS_PER_TENANT = 5
-"""A second: a storm of one tenant's loops must not hide what another is stuck in."""
+"""A second: a storm of one tenant's loops must not hide another's."""
 
 _TENANTS = 1_000
 _PROBLEMS_SHOWN = 20
@@ -188,7 +188,7 @@ class Reporter:
                 self.sessions.settle(name, standing, each.model, each.settlement.call, entry.status, usage, now)
 
     def report_unknown_calls(self, calls: int) -> None:
-        """The access log tells of calls that no session has open: they were settled before, or too late, or are made up."""
+        """The access log has calls that no session has open: already settled, too late, or made up."""
         self._metrics.access_log_entries.labels("unknown").inc(calls)
 
     def report_forbidden(self, policy: str, reason: str) -> None:

@@ -1,8 +1,7 @@
-"""Sessions as replicas tell them each other, and how what several replicas know of one becomes one.
+"""Sessions as replicas publish them, and how the rows of several replicas are merged.
 
-What a session has used up every replica knows from the ledger that they share: the one that was told last is right. Its calls
-come together from those that let them through and those that heard of their answers. New fields go behind the others and have a
-default.
+The replicas share a session's ledger, so the newest counts are right. Its calls are merged from the replicas that let them
+through and those that saw their responses. New fields go behind the others and have a default.
 """
 # interpreted: msgspec makes its classes
 
@@ -16,7 +15,7 @@ from extproc.operator.board import KEPT_SECONDS, fit
 
 MAX_CALLS = 64
 MAX_DETAILED = 200
-"""Sessions that are told with their calls, the newest; more would not fit on a board anyway."""
+"""Sessions that are published with their calls, the newest; more would not fit on a board anyway."""
 
 _SKEW = 1.0
 """Seconds by which clocks of replicas may differ: a call that is older than its session belongs to one that has ended."""
@@ -44,7 +43,7 @@ class CallRow(msgspec.Struct, array_like=True):
     refused: bool = False
 
     def absorb(self, other: CallRow) -> None:
-        """Take what a replica knows of the same call that has seen it later."""
+        """Add what another replica knows of the same call."""
         self.model, self.tools = self.model or other.model, self.tools or other.tools
         if other.settled:
             self.status, self.tokens, self.settled, self.refused = other.status, other.tokens, True, other.refused
@@ -119,7 +118,7 @@ class SessionDocument(msgspec.Struct, array_like=True):
     left_out: int = 0
 
     def pack(self) -> bytes:
-        """It, small enough for a board: where it is not, the oldest sessions lose their calls first, then their places."""
+        """As much as fits on a board: the oldest sessions lose their calls first, then their rows."""
         rows = self.rows
         bare = [msgspec.structs.replace(row, calls=[]) for row in rows]
 

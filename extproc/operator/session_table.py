@@ -74,7 +74,7 @@ class Run:
         return self.told - self.standing.age_ms / 1000
 
     def update(self, standing: Standing, now: float) -> None:
-        """Know what it has used up, where anything is said about that."""
+        """Take over what it has used up, if the standing says so."""
         if standing.steps or standing.blocks or standing.cost or standing.tool_calls:
             self.standing = standing
             self.told = now
@@ -166,7 +166,7 @@ class SessionTable(Table[Run, SessionDocument]):
         return SessionDocument(rows)
 
     def _get_or_begin(self, name: RunName, standing: Standing, now: float) -> Run:
-        """The session under that name, which stands so; it is new where there is none."""
+        """The session of that name with this standing, a new one if there is none."""
         if standing.shared:
             name = name._replace(session=OVERFLOW)
         run = self.use(name)
@@ -204,7 +204,7 @@ def _find_tool(standing: Standing) -> str:
 
 
 def name_killer(killed: int, *, ordered: bool) -> str:
-    """What has killed a session, empty for nothing: an operator, if that was ordered, or what `KILLED` has at that place."""
+    """What has killed a session: an operator, if that was ordered, else an entry of `KILLED`; empty for nothing."""
     return OPERATOR if ordered else KILLED[killed]
 
 

@@ -80,11 +80,11 @@ class Table(Generic[AnyRow, Document]):
         self._tenants.setdefault(key[0], LRU(self._share)).share(key, self._rows)
 
     def make_document(self, *, shows_callers: bool) -> Document:
-        """What a board has of the table; callers' values leave this process only where they may be shown."""
+        """What a board gets of the table; callers' values leave this process only if they may be shown."""
         raise NotImplementedError
 
     def copy(self) -> list[AnyRow]:
-        """All rows as of now, the least recently used first; they go on changing."""
+        """All rows as of now, the least recently used first; they keep changing."""
         return [row for _, row in self._rows.items()]
 
     def drop_quiet(self, before: float) -> None:

@@ -1,4 +1,4 @@
-"""One server of a remote store, and all that can befall it: batches, deadlines, a breaker.
+"""One server of a remote store: batches, deadlines, a circuit breaker.
 
 - **Batches.** Calls that arrive while a round trip is under way go together in the next one, which under load waits a few
   milliseconds for more of them. The cost of a request falls as load rises, and an idle server adds no delay.

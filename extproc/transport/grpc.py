@@ -327,7 +327,7 @@ class GrpcConnection:
         return None
 
     def _refuse(self, call: Call, error: ProtocolError) -> Event | None:
-        """The peer broke a rule; who owns the call must hear that, if anybody does."""
+        """The peer broke a rule; the owner of the call must hear of it, if there is one."""
         self.finish(call, error.code, str(error))
         return None if call.silent else CallEnded(call)
 

@@ -50,7 +50,7 @@ class Health:
 
 
 def ask_health(channel: grpc.Channel, timeout: float) -> str:
-    """What another process says within so many seconds, such as `SERVING`, or why there is no answer."""
+    """What another process reports within `timeout` seconds, such as `SERVING`, or why there is no answer."""
     import grpc  # noqa: PLC0415  # takes 0.2 s, and a server on the other transport needs none
 
     check = channel.unary_unary(f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)

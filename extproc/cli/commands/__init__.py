@@ -44,7 +44,7 @@ COMMANDS = (
 
 
 def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """The flag that names policies; where it is not `required`, the preset stands for them."""
+    """The flag that names policies; if it is not `required`, the preset is the default."""
     text = f"policy file or directory; repeatable{'' if required else ' (default: the preset agents)'}"
     parser.add_argument("--policy", action="append", required=required, metavar="PATH", help=text)
 
@@ -72,7 +72,7 @@ def count(number: int, noun: str) -> str:
 
 
 def write_caller(row: Mapping[str, Any]) -> str:
-    """The caller in a row of the admin port: its alias, else the descriptors where they are told, else the hash; and labels."""
+    """The caller in a row of the admin port: its alias, else its descriptors if shown, else the hash; and labels."""
     told = ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items())
     labels = ", ".join(f"{name}: {value}" for name, value in (row.get("labels") or {}).items())
     caller = str(row.get("alias") or told or row["caller"])

@@ -1,4 +1,4 @@
-"""`loopguard allow`: let a caller, a session, a loop or a tool do what it does, for a while."""
+"""`loopguard allow`: exempts a caller, a session, a loop or a tool for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopguard canary`: what a shadow policy would do in place of the enforcing one, and whether it is safe to let it."""
+"""`loopguard canary`: what a shadow policy would do in place of the enforcing one, and whether that is safe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _CODES = {SAFE: 0, KEEP_WATCHING: 3, TOO_STRICT: 4}
 _COLORS = {SAFE: "green", KEEP_WATCHING: "yellow", TOO_STRICT: "red"}
 _SKIP, _QUIT = "skip", "quit"
 _PIPE_WIDTH = 160
-"""Columns where it is not known how wide the output is."""
+"""Columns if the width of the output is unknown."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +174,7 @@ def _print_sample(sample: dict[str, Any]) -> None:
 
 
 def _ask_person() -> str:
-    """One of the answers, or what else a person may want; the end of the input is the end."""
+    """One of the answers, skip, or quit, which the end of the input means as well."""
     while True:
         try:
             text = input("would it be right to refuse this? right, wrong, unsure, skip, quit [r/w/u/s/q] ").strip().lower()

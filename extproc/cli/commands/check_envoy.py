@@ -1,4 +1,4 @@
-"""`loopguard check-envoy`: what would hurt in an Envoy's configuration, route by route."""
+"""`loopguard check-envoy`: settings in an Envoy's configuration that would cause problems, route by route."""
 
 from __future__ import annotations
 

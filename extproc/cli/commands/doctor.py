@@ -1,4 +1,4 @@
-"""`loopguard doctor`: what is not guarded and why, and what to change, as the admin port of running servers tells it."""
+"""`loopguard doctor`: what is not guarded and why, and what to change, from the admin port of running servers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
-    """The report of each server, but of one for those that share a store."""
+    """The report of each server; one report for servers that share a store."""
     reports: list[dict[str, Any]] = []
     for client in clients:
         report = client.ask("/coverage")
@@ -52,7 +52,7 @@ def _ask(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
 
 
 def _blame_memory(report: dict[str, Any], servers: int) -> None:
-    """Several servers that count by themselves are a problem, where one is none."""
+    """One server that counts alone is fine; several are a problem."""
     for finding in report["findings"]:
         if finding["reason"] == "memory_store":
             finding["level"] = _PROBLEM
@@ -62,7 +62,7 @@ def _blame_memory(report: dict[str, Any], servers: int) -> None:
 
 
 def write_report(report: Mapping[str, Any], *, named: bool) -> list[str]:
-    """What one server says, in lines; with its name where there are several."""
+    """One server's report in lines, with its name if there are several."""
     lines = [f"{report['replica']}:"] if named else []
     lines.append(report["line"])
     if report["problem"]:
@@ -84,7 +84,7 @@ def _write_place(place: str | None) -> str:
 
 
 def _write_subject(finding: Mapping[str, Any]) -> str:
-    """The requests that a finding is about, empty where it is about the server."""
+    """The requests that a finding is about; empty if it is about the server."""
     if not finding["policy"]:
         return ""
     detector = f"/{finding['detector']}" if finding["detector"] and finding["detector"] != "default" else ""

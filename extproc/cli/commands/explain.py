@@ -1,4 +1,4 @@
-"""`loopguard explain`: what the policies make of one request, described as curl would be asked to send it."""
+"""`loopguard explain`: what the policies make of one request, described with curl's flags."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _list_session_keys(engine: Engine, policy: str) -> _Rows:
 
 
 def _explain_missing(key: str, request: HttpRequest) -> str:
-    """Why a request has no such descriptor, where that can be told."""
+    """Why a request lacks this descriptor, if that is known."""
     source, _, name = key.partition(":")
     if source == "jwt" and request.read_header("authorization")[:7].lower() == "bearer ":
         return ": authorization: Bearer is given, but not verified; see --claim and --allow-unverified-jwt"
@@ -184,7 +184,7 @@ def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: byte
 
 
 def _may_steer(candidate: LoopCandidate) -> bool:
-    """Whether the request is steered, or an identical one later where only the store can tell when."""
+    """Whether this request is steered, or a later identical one if only the store knows which."""
     detector, found = candidate.detector, candidate.repeat
     if not detector.steers or not detector.stateless:
         return detector.steers
@@ -192,7 +192,7 @@ def _may_steer(candidate: LoopCandidate) -> bool:
 
 
 def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) -> _Rows:
-    """What the model is told, and why it is not where it cannot be."""
+    """The note for the model, or why it cannot be added."""
     detector, request = candidate.detector, evaluation.request
     note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)
     try:
@@ -209,7 +209,7 @@ def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def _describe_decision(candidate: LoopCandidate) -> str:
-    """What is done about this request, or about the one that reaches the threshold."""
+    """What happens to this request, or to the one that reaches the threshold."""
     detector, found = candidate.detector, candidate.repeat
     if not detector.stateless:
         allowed = detector.list_thresholds(candidate.subject)[0] - 1

@@ -1,4 +1,4 @@
-"""`loopguard grant`: let a session go on beyond its limits."""
+"""`loopguard grant`: lets a session continue beyond its limits."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _open_channel(target: str, tls: HealthcheckTls) -> grpc.Channel:
 
 
 def _find_listen_address() -> str:
-    """Where this machine's server listens, as far as the environment tells."""
+    """Where this machine's server listens, according to the environment."""
     text = os.environ.get(f"{settings.ENV_PREFIX}LISTEN", "127.0.0.1:50051")
     try:
         address = settings.parse_address(text)

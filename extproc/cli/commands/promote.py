@@ -1,4 +1,4 @@
-"""`loopguard promote`: has a policy act on more callers, by a change of its file in which every other byte stays as it was."""
+"""`loopguard promote`: makes a policy act on more callers, by changing its file and no other byte in it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list_remarks(options: argparse.Namespace, spec: Mapping[str, Any], known: PolicySet, promoted: PolicySet) -> Iterator[str]:
-    """What comes of the change that the diff does not say."""
+    """Consequences of the change that the diff does not show."""
     yield from (f"warning: {warning}" for warning in promoted.warnings if warning not in known.warnings)
     if promoted.sources[0].forces_shadow(datetime.now(UTC)):
         yield "note: while global_shadow is on, all policies of the file stay in shadow mode"
@@ -154,7 +154,7 @@ def _list_changes(file: str, before: str, after: str) -> Iterator[str]:
 
 
 def _split_lines(text: str) -> list[str]:
-    """Lines with their ends; `splitlines` would take characters for ends that may stand in a JSON string."""
+    """Lines with their ends; `splitlines` also splits at characters that a JSON string may contain."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 

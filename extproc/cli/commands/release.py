@@ -1,4 +1,4 @@
-"""`loopguard release`: forget what was counted about a caller, a session, a loop or a tool: it begins anew."""
+"""`loopguard release`: resets the counts of a caller, a session, a loop or a tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopguard sessions`: what sessions have used up, and the report of one run, as the admin port tells it."""
+"""`loopguard sessions`: what sessions have used up, and the report of one run, from the admin port."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write_report(report: Mapping[str, Any]) -> list[str]:
-    """The sessions in lines, and the steps of each where they are told."""
+    """The sessions in lines, with the steps of each if the report has them."""
     lines = write_coverage(report)
     if report["problem"]:
         lines.append(f"other replicas' sessions are missing or old: {report['problem']}")

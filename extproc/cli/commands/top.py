@@ -1,4 +1,4 @@
-"""`loopguard top`: who loops now, as the admin port of a running server tells it."""
+"""`loopguard top`: the active loops, from the admin port of a running server."""
 
 from __future__ import annotations
 

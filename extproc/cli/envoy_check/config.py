@@ -34,8 +34,8 @@ class Resources:
     Attributes:
         routes: RouteConfigurations that do not stand in a listener.
         extensions: configurations of filters that come by themselves (ECDS).
-        comes_later: there are resources that xDS brings and that are not here.
-        version: of Envoy, None where nothing tells it.
+        comes_later: xDS delivers more resources, which are not here.
+        version: of Envoy, None if unknown.
     """
 
     listeners: list[ConfigPlace] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Route:
         return any(self.place.get(name).is_there for name in ("direct_response", "redirect"))
 
     def describe_match(self) -> str:
-        """Which requests it takes, in short."""
+        """The requests that it matches, in short."""
         match = self.place.get("match")
         for kind, value in match.entries():
             if kind not in ("case_sensitive", "caseSensitive"):
@@ -153,7 +153,7 @@ class Manager:
     Attributes:
         filters: of HTTP, in the order in which requests meet them.
         routes: in the order in which Envoy tries them.
-        missing: why routes are not known, empty where they are.
+        missing: why the routes are unknown, empty if they are known.
     """
 
     resources: Resources
@@ -245,8 +245,8 @@ class Guard:
     """A filter that asks Loopguard, and the routes on which it does.
 
     Attributes:
-        guarded: the routes of whose requests it shows something, each with what holds for it there.
-        blind: the routes that speak of it, and of whose requests it shows nothing all the same.
+        guarded: routes on which it shows something of each request.
+        blind: routes that configure the filter but on which it shows nothing.
     """
 
     needs: Needs
@@ -257,12 +257,12 @@ class Guard:
 
     @property
     def observes(self) -> bool:
-        """It looks on, and no answer counts."""
+        """It only observes; responses from Loopguard are ignored."""
         return self.filter.config.get("observability_mode").flag()
 
     @property
     def cluster(self) -> str:
-        """The cluster that it asks, by name; empty where it asks in another way."""
+        """The name of the cluster that it asks; empty if it asks in another way."""
         return self.filter.config.get("grpc_service", "envoy_grpc", "cluster_name").text()
 
 

@@ -19,7 +19,7 @@ from extproc.policy.strict_json import write_pointer
 _TYPED_STRUCTS = (".udpa.type.v1.TypedStruct", ".xds.type.v3.TypedStruct")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s\Z")
 _MAX_VALUES = 1_000_000
-"""A file has no more of them, or it is one of aliases of aliases."""
+"""A file with more values is one of aliases of aliases."""
 
 _TIMEOUT = 10.0
 """Seconds that Envoy may take to answer."""
@@ -38,7 +38,7 @@ class ConfigPlace:
 
     @property
     def is_there(self) -> bool:
-        """It is said, be it with its default."""
+        """It is set, possibly to its default."""
         return self.value is not None
 
     @property
@@ -65,7 +65,7 @@ class ConfigPlace:
         return self._step(key, self.value.get(key) if isinstance(self.value, dict) else None)
 
     def items(self) -> Iterator[ConfigPlace]:
-        """Those of a list; protobuf takes a single value for a list of one."""
+        """The items of a list; protobuf accepts a single value as a list of one."""
         if not isinstance(self.value, list):
             yield from [self] if self.is_there else []
             return
@@ -73,7 +73,7 @@ class ConfigPlace:
             yield self._step(str(number), value)
 
     def entries(self) -> Iterator[tuple[str, ConfigPlace]]:
-        """Those of a map; none where there is no map."""
+        """The entries of a map; none for anything else."""
         for key in self.value if isinstance(self.value, dict) else ():
             yield key, self.entry(key)
 

@@ -52,14 +52,14 @@ CODES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that would hurt, or that is worth knowing when Loopguard is attached.
+    """Something that would cause problems, or that is worth knowing, once Loopguard is attached.
 
     Attributes:
         code: its name, by which it can be ignored.
-        problem: what is, and what comes of it.
+        problem: what is wrong, and its consequence.
         right: what would be right, in Envoy's words where it is a setting.
-        routes: the names of those that it is about; empty where it is about all that are guarded.
-        hurts: whether it is a finding; else it is a note, which is no reason to fail.
+        routes: names of the routes concerned; empty for all guarded routes.
+        hurts: False for a note, which does not make the check fail.
     """
 
     code: str
@@ -71,5 +71,5 @@ class Finding:
 
 
 def note(code: str, place: ConfigPlace, problem: str, right: str = "", routes: Sequence[str] = ()) -> Finding:
-    """A finding that does not hurt."""
+    """A note: worth knowing, but not a failure."""
     return Finding(code, place, problem, right, routes, hurts=False)

@@ -33,7 +33,7 @@ class CheckReport:
 
     @property
     def is_good(self) -> bool:
-        """Nothing hurts."""
+        """There is no finding, only notes."""
         return not any(finding.hurts for finding in self.findings)
 
 
@@ -118,7 +118,7 @@ def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: 
 
 
 def _merge_routes(routes: Sequence[RouteReport]) -> list[RouteReport]:
-    """A listener with a filter chain for each certificate has the same routes in each; it is told once."""
+    """A listener with a filter chain for each certificate has the same routes in each; they are reported once."""
     merged: dict[tuple[str, str], RouteReport] = {}
     for report in routes:
         key = (report.listener, report.route.place.pointer)
@@ -128,7 +128,7 @@ def _merge_routes(routes: Sequence[RouteReport]) -> list[RouteReport]:
 
 
 def _merge(findings: Sequence[Finding]) -> list[Finding]:
-    """What is said of one place by several routes or listeners is said once, with all of their names."""
+    """One finding for each place and problem, with the names of all routes that have it."""
     merged: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         key = (finding.code, finding.place.pointer, finding.problem)

@@ -1,4 +1,4 @@
-"""What policies need of Envoy. Where no policies are given, whatever some policy could."""
+"""What policies need of Envoy; without policies, everything that any policy could need."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Needs:
     Attributes:
         known: policies were given.
         uploads: the largest body that has to pass, in bytes.
-        hold: how long an answer may take at most where requests are throttled, in seconds; 0 where none is.
-        warns: some request goes on with a warning.
-        keys: limit keys, those among them that a `first_of` has, and those of labels.
-        required: those of them that nothing else can take the place of.
+        hold: the longest delay of a throttled request, in seconds; 0 if none is throttled.
+        warns: some requests are forwarded with a warning.
+        keys: limit keys, including those of `first_of` and of labels.
+        required: the keys without an alternative.
         selectors: of the policies that do something, by id.
-        outcomes: some policy limits what comes of answers: what they cost, or whether they are errors.
-        usage: some policy limits what they cost.
+        outcomes: some policy limits the cost or the errors of responses.
+        usage: some policy limits their cost.
     """
 
     known: bool

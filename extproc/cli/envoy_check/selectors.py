@@ -38,7 +38,7 @@ def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
 
 
 def _rank(domain: str, host: str) -> int:
-    """How closely a domain means a host: 3 by its name, 2 by a wildcard, 1 as all that there are, 0 not at all."""
+    """How closely a domain matches a host: 3 by its name, 2 by a wildcard, 1 by `*`, 0 not at all."""
     inside = domain.strip("*")
     if normalize_host(domain) == host:
         return 3
@@ -59,7 +59,7 @@ def _find_by_path(routes: Sequence[Route], path: str, *, below: bool) -> Iterato
 
 
 def _takes(route: Route, path: str) -> bool:
-    """Whether it takes this very path."""
+    """Whether it matches exactly this path."""
     match = route.place.get("match")
     if match.get("path").is_there:
         return match.get("path").text() == path
@@ -80,19 +80,19 @@ def _matches(regex: str, path: str) -> bool:
 
 
 def _takes_all_of_a_path(route: Route) -> bool:
-    """Nothing but the path decides."""
+    """Whether it matches by the path alone."""
     return not any(
         route.place.get("match", name).is_there for name in ("headers", "query_parameters", "dynamic_metadata", "grpc")
     )
 
 
 def _is_wide(route: Route) -> bool:
-    """What is below a path that it takes is its own as well."""
+    """Whether it matches everything below a path, too."""
     return any(route.place.get("match", name).is_there for name in ("prefix", "path_separated_prefix"))
 
 
 def takes_everything(route: Route) -> bool:
-    """Whatever the request is, this route takes it."""
+    """Whether this route matches every request."""
     return _is_wide(route) and _takes(route, "/") and _takes_all_of_a_path(route)
 
 

@@ -1,4 +1,4 @@
-"""What the bootstrap is to say that no policy knows; every field is a flag."""
+"""What the bootstrap needs beyond the policies; every field is a flag."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _is_tolerant(options: EnvoyOptions) -> bool:
 
 
 def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool) -> Mapping[str, str | bool]:
-    """What a guarded route shows; `tolerant` where it is so although others are not."""
+    """What a guarded route shows; `tolerant` if it is so beside strict routes."""
     observes = options.observes  # answers are ignored: there is nothing to hold, to tell or to receive
     buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else "strict"]
     return {
@@ -125,7 +125,7 @@ def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
 
 
 def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """How Envoy shows Loopguard who it is, and whom it takes for Loopguard."""
+    """How Envoy identifies itself to Loopguard, and which certificates it accepts."""
     names = options.endpoint_san or dict.fromkeys(
         parse_subject_name(endpoint.host) for endpoint in options.endpoints if endpoint.host
     )
@@ -141,7 +141,7 @@ def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
 
 
 def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """Where requests go; over TLS the certificate has to be made out to the name, or where there is none to the address."""
+    """Where requests go; with TLS, the certificate must be for the host's name, or for its address if it has none."""
     host = upstream.host
     return {
         "upstream": upstream.text,

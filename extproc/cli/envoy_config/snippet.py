@@ -44,7 +44,7 @@ _PLACES = {  # by their names in the templates, in the order of the templates
     ),
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),
-    "route": _Place(f"{_HOST}.routes[]", ""),  # which, is told by the routes themselves
+    "route": _Place(f"{_HOST}.routes[]", ""),  # the routes say which
     "action": _Place(f"{_HOST}.routes[].route", ""),  # as above
     "cluster": _Place("static_resources.clusters", "one more cluster"),
 }
@@ -57,7 +57,7 @@ def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
 
 
 def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
-    """Ids of policies that select by the name of a route, none of which is among these."""
+    """Ids of policies that select by route name, but by none of these names."""
     return [
         policy.id
         for policy in policies.list_acting()
@@ -66,7 +66,7 @@ def find_unseen(policies: PolicySet, names: Sequence[str]) -> list[str]:
 
 
 def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_Place, str]]:
-    values = defaultdict[str, str | bool](str, describe_guard(policies, options))  # what stands in no part is left blank
+    values = defaultdict[str, str | bool](str, describe_guard(policies, options))  # values that no part uses are left blank
     found = cut_parts(read_template("bootstrap"), values)
     for name, place in _PLACES.items():
         if name == "route":

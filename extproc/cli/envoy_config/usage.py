@@ -1,4 +1,4 @@
-"""Envoy's rules for how many tokens an answer took: `apis` knows where that stands, and reads what is found."""
+"""Envoy's rules for reading token counts in responses; `apis` knows where they are, and reads what Envoy finds."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _watch(logs: Logs, advance: Callable[[], object]) -> Iterator[LogEntry]:
 
 @contextmanager
 def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
-    """A bar on stderr where that is a terminal; gives what moves it."""
+    """A progress bar on stderr if that is a terminal; gives the function that moves it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415  # 0.1 s
 
     from extproc.cli.replay.table import make_console  # noqa: PLC0415  # same

@@ -35,7 +35,7 @@ class Top(Generic[Key, Item]):
         self._items: dict[Key, Item] = {}
 
     def get_or_add(self, key: Key) -> Item:
-        """The item of a key, a new one where there is none."""
+        """The item of a key, a new one if there is none."""
         item = self._items.get(key)
         if item is None:
             if len(self._items) >= self._limit:

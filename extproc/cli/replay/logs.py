@@ -47,10 +47,10 @@ PROBLEMS = {
     "out_of_order": "more than --reorder-seconds earlier than a previous line, or the clock was set back",
     "clock_forward": "more than an hour later than the line before",
 }
-"""What may be wrong with a line, in words that stand behind `N lines: `."""
+"""What may be wrong with a line, in words that follow `N lines: `."""
 
 HARMLESS = frozenset({"no_record", "clock_forward"})
-"""What a log may well have."""
+"""Problems that are normal in a log."""
 
 
 class LogPlace(NamedTuple):

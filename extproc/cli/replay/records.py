@@ -135,7 +135,7 @@ class Recorded(msgspec.Struct, gc=False):
 
 
 class _RecordedValues(Mapping[str, Value]):
-    """Values of which some may not have been recorded: asking for those says so."""
+    """Values, some of which may not have been recorded: reading those raises NotCounted."""
 
     __slots__ = ("_recorded", "_values")
 

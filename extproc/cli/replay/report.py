@@ -18,7 +18,7 @@ from extproc.request.http import HttpRequest
 
 VERSION = 1
 WORDS = {Action.REJECT: "refused", Action.THROTTLE: "throttled", Action.STEER: "steered", Action.WARN: "warned"}
-"""What is said of a request, by what was done about it, the strictest first."""
+"""The word for each action, the strictest first."""
 
 SERIES = ("passed", *WORDS.values())
 _SERIES = {Action.ALLOW: 0} | {action: number for number, action in enumerate(WORDS, 1)}

@@ -21,7 +21,7 @@ from extproc.store.rules.windows import Hit
 
 FEWEST_REQUESTS = 1_000
 FEWEST_TENANTS = 20
-"""Of fewer nothing is concluded without a word of warning."""
+"""With fewer, a recommendation comes with a warning."""
 
 _KEPT = 1_024
 

@@ -35,7 +35,7 @@ def open_clients(admin: Sequence[str] | None) -> list[AdminClient]:
 
 
 def find_admin(environ: Mapping[str, str]) -> str:
-    """Where this machine's server is asked, as far as its environment tells."""
+    """The address of this machine's admin port, according to the environment."""
     if path := environ.get(f"{ENV_PREFIX}ADMIN_SOCKET"):
         return f"unix:{path}"
     try:
@@ -128,7 +128,7 @@ def _read_reason(answer: httpx.Response) -> str:
 
 
 def _choose_host(address: Address) -> str:
-    """Where a server that listens there is asked from its own machine."""
+    """The host under which a server is reached from its own machine."""
     return "127.0.0.1" if address.host in ("::", "0.0.0.0") else address.host  # noqa: S104  # recognised, not bound
 
 

@@ -86,7 +86,7 @@ class CoveragePages:
     def report(self) -> dict[str, Any]:
         """The JSON of `/coverage`."""
         state, places = self._read_state(), self._locate()
-        if state.watching:  # a place in the package is none to change
+        if state.watching:  # a file of the package is not to be changed
             places = {name: (_PRESET, pointer, raw) for name, (_, pointer, raw) in places.items()}
         return make_report(self._board.view(), state, places, time())
 
@@ -218,7 +218,7 @@ def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, 
 
 
 def _write_place(places: Places, policy: str, key: str = "") -> str | None:
-    """Where a policy stands, or a key of its spec, as `validate` writes places; None where it is in no file."""
+    """The place of a policy, or of a key of its spec, as `validate` prints it; None if it is in no file."""
     if policy not in places:
         return None
     file, pointer, _ = places[policy]

@@ -27,7 +27,7 @@ _BROWSERS = ("origin", "sec-fetch-site")
 
 
 class Credentials:
-    """The tokens in a file, read whenever somebody shows one: a file that is replaced needs no restart."""
+    """The tokens in a file, read for each request with one: a replaced file needs no restart."""
 
     def __init__(self, path: str) -> None:
         """Check the file, which has a token in each line; without one (an empty path), TCP is read-only.
@@ -64,7 +64,7 @@ class Credentials:
         except (OSError, ValueError) as error:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"the token file: {_explain(error)}") from None
         given = shown.strip().encode("utf-8", "surrogateescape")
-        good = [hmac.compare_digest(given, token) for token in tokens]  # each of them, so that the time tells nothing
+        good = [hmac.compare_digest(given, token) for token in tokens]  # all of them, so that the time reveals nothing
         if scheme.lower() != "bearer" or not any(good):
             challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
             hint = "this needs a token from --admin-token-file"

@@ -135,7 +135,7 @@ def _load_template() -> Template:
 
 
 def write_money(dollars: float) -> str:
-    """An amount to the cent, where it is that much."""
+    """An amount in dollars and cents."""
     return "< $0.01" if 0 < dollars < 0.01 else f"${dollars:,.2f}"  # noqa: PLR2004  # a cent
 
 

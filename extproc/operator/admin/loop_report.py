@@ -1,4 +1,4 @@
-"""`/loops`: what the replicas' tables say, as JSON for people and programs."""
+"""`/loops`: the replicas' tables of loops, as JSON for people and programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from extproc.sessions.prices import Prices
 from extproc.sessions.rates import BYTES_PER_TOKEN, estimate_tokens
 
 LOOPING_SECONDS = 60
-"""A loop that was acted on within this many seconds goes on."""
+"""A loop is active if it was acted on within this many seconds."""
 
 ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "reject": "refused"}
 

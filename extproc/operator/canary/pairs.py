@@ -22,14 +22,14 @@ from extproc.sessions.names import SessionNames
 from extproc.sessions.session_limits import Session
 
 VERDICTS = ("both", "only_live", "only_candidate", "neither")
-"""Which of the two does something about a request, be it a refusal or a warning."""
+"""Which of the two acts on a request, by a refusal or a warning."""
 
 _ALLOW: Final = Action.ALLOW
 _LABELS = ("policy", "canary_of")
 _LIVE_ALONE = ("missed", "only_live")
 
 REFUSALS = ("extra", "already", "missed")
-"""The candidate would refuse what goes on today; what is refused today as well; or let go on what live refuses."""
+"""The candidate would refuse what passes today, refuse what is refused anyway, or let pass what live refuses."""
 
 _MAX_DISAGREEMENTS = 64
 SHOWN = 20
@@ -166,7 +166,7 @@ class Pairs:
         self._by_live: dict[str, list[Pair]] = {}
 
     def follow(self, pairings: Sequence[Pairing], now: float) -> None:
-        """Take other policies; those that are still the same go on where they were. `now` is in seconds since 1970."""
+        """Take other policies; unchanged ones keep their counts. `now` is in seconds since 1970."""
         known = {pair.pairing: pair for pair in self._by_candidate.values()}
         pairs = [known.get(pairing) or Pair(pairing, now, self._make_samples()) for pairing in pairings]
         self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}

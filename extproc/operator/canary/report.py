@@ -1,4 +1,4 @@
-"""What is told about canaries: JSON for machines, of what the replicas have counted."""
+"""The JSON report about canaries, from what the replicas have counted."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations

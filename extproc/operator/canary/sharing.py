@@ -18,13 +18,13 @@ from extproc.store.rules.documents import BOARDS
 _LOG = logging.getLogger("loopguard")
 
 _EVERY_SECONDS = 5.0
-"""What was counted since is lost with a replica that is killed; one that drains tells it before it goes."""
+"""A replica that is killed loses what it has counted since; one that drains publishes it first."""
 
 KEEP_SECONDS = 86_400.0
-"""So long does the evidence of a replica that has gone count."""
+"""How long the evidence of a replica that is gone counts."""
 
 _REFRESH_SECONDS = 3_600.0
-"""What has not changed is published again that often, so that it stays."""
+"""Counts that do not change are published that often, so that they do not expire."""
 
 
 class Sharing:

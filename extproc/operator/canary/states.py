@@ -1,4 +1,4 @@
-"""What one replica has counted for a pair, as a document  for the others; and what several of them add up to."""
+"""What one replica has counted for a pair, as a document for the others, and what several of them add up to."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations

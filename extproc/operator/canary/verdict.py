@@ -31,7 +31,7 @@ class Rules:
 
 
 class Bounds(NamedTuple):
-    """A share, and between what it lies; the share is None while nothing has been seen."""
+    """A share and its bounds; the share is None while nothing has been seen."""
 
     share: float | None
     low: float

@@ -46,7 +46,7 @@ def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]
 
 
 def split_records(joined: bytes, before: int = _DIGEST) -> list[bytes]:
-    """The records of a ring: `before` bytes, a length, and so many bytes; raises IndexError if they are malformed."""
+    """The records of a ring: `before` bytes, a length, and as many bytes; raises IndexError if they are malformed."""
     records = []
     start = 0
     while start < len(joined):

@@ -17,7 +17,7 @@ _READERS = {
 
 
 def check_entries(guard: Guard) -> Iterator[Finding]:
-    """The access log tells Loopguard."""
+    """Loopguard learns the outcome of a request from the access log."""
     if not guard.needs.outcomes or guard.observes:
         return
     place = guard.manager.place.get("access_log")
@@ -27,13 +27,13 @@ def check_entries(guard: Guard) -> Iterator[Finding]:
 
 
 def _find_receiver(logger: ConfigPlace) -> str:
-    """The cluster that entries go to, empty where they go elsewhere."""
+    """The cluster that entries go to, empty if they go elsewhere."""
     kind, config = logger.get("typed_config").message()
     return config.get("common_config", "grpc_service", "envoy_grpc", "cluster_name").text() if kind == _LOGGER else ""
 
 
 def check_usage(guard: Guard) -> Iterator[Finding]:
-    """Envoy reads tokens in answers; where it does not, they are estimated, which may be meant."""
+    """Envoy reads tokens in responses; otherwise they are estimated, which may be intended."""
     if not guard.needs.usage or guard.observes:
         return
     for answers, kind in _READERS.items():

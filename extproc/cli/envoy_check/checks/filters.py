@@ -128,7 +128,7 @@ def check_metadata(guard: Guard) -> Iterator[Finding]:
 
 
 def check_attributes(guard: Guard) -> Iterator[Finding]:
-    """Addresses and routes are told where they are asked for."""
+    """Envoy sends addresses and route names only if the filter asks for them."""
     place = guard.filter.config.get("request_attributes")
     if guard.needs.reads("ip:") and "source.address" not in place.names():
         problem = "policies with ip:address do not get the address, so callers without other limit keys are not counted"

@@ -60,7 +60,7 @@ def _report(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool)
 
 
 def _clears(config: Any) -> bool:  # noqa: ANN401  # whatever a document holds
-    """Whether a filter is told to: those of verified claims, of authorisation and others have this field."""
+    """Whether the filter is configured to do it; jwt_authn, ext_authz and others have this field."""
     if isinstance(config, list):
         return any(_clears(item) for item in config)
     if not isinstance(config, dict):

@@ -18,7 +18,7 @@ _DEFAULT_IDLE = 300.0
 
 
 def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
-    """A body above the limit gets a 413 where bodies are buffered as a whole. For HTTP/2 the limit is another one."""
+    """A body above the limit gets a 413 if bodies are buffered as a whole. HTTP/2 has another limit."""
     if guard.manager.place.get("codec_type").text() == "HTTP2":
         return
     listener = guard.manager.listener.get("per_connection_buffer_limit_bytes")
@@ -63,7 +63,7 @@ def check_http2_window(guard: Guard) -> Iterator[Finding]:
 
 
 def check_told_limit(guard: Guard) -> Iterator[Finding]:
-    """By its size a body that was cut off at the buffer limit is told from one that ends in trailers."""
+    """Loopguard tells a body that was cut off at the buffer limit from one that ends in trailers by its size."""
     partial = [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     if not partial or guard.observes:
         return
@@ -85,7 +85,7 @@ def check_told_limit(guard: Guard) -> Iterator[Finding]:
 
 
 def check_request_timeout(guard: Guard) -> Iterator[Finding]:
-    """An upload that stalls has to end, and one that is held must not."""
+    """A stalled upload must end; a throttled one must not."""
     place = guard.manager.place.get("request_timeout")
     timeout = place.seconds(0)
     if guard.observes:
@@ -106,14 +106,14 @@ def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
 
 
 def _has_an_end(guard: Guard, route: GuardedRoute) -> bool:
-    """However much happens on a request, it ends."""
+    """Whether the request ends at some time, however active it is."""
     name = "max_stream_duration"
     places = (route.route.place.get("route", name, name), guard.manager.place.get("common_http_protocol_options", name))
     return any(place.seconds(0) for place in places)
 
 
 def check_idle_timeout(guard: Guard) -> Iterator[Finding]:
-    """Nothing happens on a request that is held."""
+    """A throttled request is idle while it waits."""
     for route in guard.guarded:
         nearest = _find_idle(guard, route)
         timeout = nearest.seconds(_DEFAULT_IDLE)

@@ -9,7 +9,7 @@ from extproc.cli.envoy_check.findings import Finding, note
 
 
 def check_spelling(guard: Guard) -> Iterator[Finding]:
-    """Envoy chooses the route by the path as it is then."""
+    """Envoy chooses the route by the path as the client spelled it."""
     if len(guard.guarded) == len(guard.manager.routes):
         return  # whichever route it is, it is guarded
     examples = {"normalize_path": "/x/../v1/chat", "merge_slashes": "//v1/chat"}
@@ -21,7 +21,7 @@ def check_spelling(guard: Guard) -> Iterator[Finding]:
 
 
 def check_escaped_slashes(guard: Guard) -> Iterator[Finding]:
-    """What %2F is, only the upstream knows."""
+    """Only the upstream knows whether %2F is a slash."""
     place = guard.manager.place.get("path_with_escaped_slashes_action")
     if len(guard.guarded) < len(guard.manager.routes) and not place.is_there:
         problem = "Envoy keeps %2F; an upstream that reads it as a slash, as ASGI applications do, sees another path than Envoy"

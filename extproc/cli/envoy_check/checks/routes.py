@@ -1,4 +1,4 @@
-"""What routes say beside that they are guarded."""
+"""Settings of guarded routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADER = '{header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopgua
 
 
 def check_client_header(guard: Guard) -> Iterator[Finding]:
-    """A client hears of a warning by a header that Envoy makes of metadata."""
+    """Clients see a warning only in a header that Envoy makes from metadata."""
     silent = [route for route in guard.guarded if not _tells_clients(route)]
     if silent and guard.needs.warns and not guard.observes:
         place = silent[0].route.around[0].get("response_headers_to_add")
@@ -34,7 +34,7 @@ def _tells_clients(route: GuardedRoute) -> bool:
 
 
 def check_upgrades(guard: Guard) -> Iterator[Finding]:
-    """Upgrades may meet other filters than requests do: then WebSockets for model calls are not refused either."""
+    """Upgrades can have filters of their own: then WebSockets for model calls are not refused."""
     for item in guard.manager.place.get("upgrade_configs").items():
         filters = item.get("filters")
         names = [each.get("name").text() for each in filters.items()]
@@ -45,7 +45,7 @@ def check_upgrades(guard: Guard) -> Iterator[Finding]:
 
 
 def check_retries(guard: Guard) -> Iterator[Finding]:
-    """What Envoy sends again by itself is counted once."""
+    """A request that Envoy itself retries is counted once."""
     for route in guard.guarded:
         place = _find_retries(route)
         if place is not None:
@@ -86,7 +86,7 @@ def _find_retries(route: GuardedRoute) -> ConfigPlace | None:
 
 
 def check_overrides(guard: Guard) -> Iterator[Finding]:
-    """What a route says to no effect."""
+    """Settings of a route that have no effect."""
     for route in guard.guarded:
         for overrides in route.overrides:
             place = overrides.get("request_attributes")
