@@ -14,7 +14,6 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from hashlib import blake2b
 from time import time
@@ -41,6 +40,7 @@ from extproc.engine.plan import Plan
 from extproc.errors import LoopguardError, StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.operator.table import write_time
 from extproc.policy.bundle import ALIAS
 from extproc.policy.messages import describe
 from extproc.request.hash_key import PROCESS_KEY, HashKey
@@ -546,11 +546,7 @@ def describe_override(override: ActiveOverride) -> dict[str, Any]:
         "cost": override.grant.cost / NANO_DOLLARS,
         "reason": override.reason,
         "who": override.who,
-        "since": _write_time(override.since),
-        "ends": _write_time(override.ends),
+        "since": write_time(override.since),
+        "ends": write_time(override.ends),
     }
     return {name: value for name, value in shown.items() if value}
-
-
-def _write_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -7,6 +7,7 @@ other threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from extproc.bounded import LRU
@@ -23,6 +24,11 @@ NAMES_SHOWN: Final = 8
 def cut_caller(values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The names and values of a caller's descriptors, as a row keeps them."""
     return [(cut_text(name, NAME_SHOWN), cut_text(value, NAME_SHOWN)) for name, value in values[:NAMES_SHOWN]]
+
+
+def write_time(seconds: float) -> str:
+    """A moment, in seconds since 1970, as RFC 3339 has it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 class KnownAs(NamedTuple):

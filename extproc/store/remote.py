@@ -132,7 +132,7 @@ class RemoteStore:
         self, pushes: Sequence[Push | ChainLink], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once; raises StoreError as `hit` does."""
-        return self._ask([push_call(pushed, now) for pushed in pushes], _take_all) if pushes else []
+        return self._ask([push_call(pushed, now) for pushed in pushes], lambda _, answers: answers) if pushes else []
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
         """See `Store`."""
@@ -250,10 +250,6 @@ def _take_answers(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
     for place, answer in enumerate(answers):
         if isinstance(answer, CountAnswer):
             answers[place] = answer.answer
-    return answers
-
-
-def _take_all(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
     return answers
 
 

@@ -81,9 +81,9 @@ def make_table(report: dict[str, Any]) -> Table:
     from rich.table import Table  # noqa: PLC0415  # as above
     from rich.text import Text  # noqa: PLC0415  # as above
 
-    table = Table(
-        title=Text(_head(report)), caption=Text(_foot(report)), title_justify="left", caption_justify="left", box=None
-    )
+    title = Text("\n".join([*write_coverage(report), _count_loops(report)]))
+    caption = Text("; ".join(filter(None, [report["problem"], report["estimate"]])))
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None)
     for name in _COLUMNS:
         table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
     now = _read_time(report["at"])
@@ -92,10 +92,6 @@ def make_table(report: dict[str, Any]) -> Table:
         # Text, because what clients choose must be no markup of ours.
         table.add_row(*(Text(escape_controls(cell), style) for cell in (write(loop, now) for write in _COLUMNS.values())))
     return table
-
-
-def _head(report: dict[str, Any]) -> str:
-    return "\n".join([*write_coverage(report), _count_loops(report)])
 
 
 def _count_loops(report: dict[str, Any]) -> str:
@@ -107,11 +103,6 @@ def _count_loops(report: dict[str, Any]) -> str:
     callers, requests = count(total["callers"], "caller"), count(total["requests"], "request")
     told = f"{total['looping']} of {total['loops']} loops active, {callers}, {requests}"
     return f"{told}, {total['requests_not_sent_on']} not forwarded; {count(len(report['replicas']), 'replica')}"
-
-
-def _foot(report: dict[str, Any]) -> str:
-    problem = f"{report['problem']}; " if report["problem"] else ""
-    return f"{problem}{report['estimate']}"
 
 
 def _write_requests(loop: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from extproc.errors import LoopguardError, UsageError
-from extproc.settings import ENV_PREFIX, Address, parse_address
+from extproc.settings import ENV_PREFIX, parse_address
 
 if TYPE_CHECKING:
     import httpx
@@ -42,7 +42,8 @@ def find_admin(environ: Mapping[str, str]) -> str:
         address = parse_address(environ.get(f"{ENV_PREFIX}ADMIN", ""))
     except ValueError:
         return _DEFAULT
-    return f"http://{_bracket(_choose_host(address))}:{address.port}"
+    host = "127.0.0.1" if address.host in ("::", "0.0.0.0") else address.host  # noqa: S104  # recognised, not bound
+    return f"http://[{host}]:{address.port}" if ":" in host else f"http://{host}:{address.port}"
 
 
 class AdminClient:
@@ -58,9 +59,12 @@ class AdminClient:
         else:
             base, transport = url if "://" in url else f"http://{url}", None
         try:
-            _check_base(httpx.URL(base))
+            parsed = httpx.URL(base)
+            fits = parsed.scheme in ("http", "https") and parsed.host and parsed.path in ("", "/") and not parsed.query
         except (httpx.InvalidURL, ValueError):
-            raise UsageError(f"--admin must be http://HOST:PORT or unix:/PATH, not {url!r}") from None
+            fits = False
+        if not fits:
+            raise UsageError(f"--admin must be http://HOST:PORT or unix:/PATH, not {url!r}")
         # The environment's proxies are for the world outside, and its ~/.netrc does not concern this.
         self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
 
@@ -114,23 +118,9 @@ def _add(one: float | None, other: float | None) -> float | None:
     return other if one is None else one if other is None else one + other
 
 
-def _check_base(url: httpx.URL) -> None:
-    if url.scheme not in ("http", "https") or not url.host or url.path not in ("", "/") or url.query:
-        raise ValueError("not the address of a server")
-
-
 def _read_reason(answer: httpx.Response) -> str:
     """What is wrong, in the server's words."""
     try:
         return str(answer.json()["error"])
     except (ValueError, KeyError, TypeError):
         return answer.text.strip()[:500] or answer.reason_phrase
-
-
-def _choose_host(address: Address) -> str:
-    """The host under which a server is reached from its own machine."""
-    return "127.0.0.1" if address.host in ("::", "0.0.0.0") else address.host  # noqa: S104  # recognised, not bound
-
-
-def _bracket(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -79,18 +79,14 @@ def is_near(request: Request) -> bool:
     if request.client is None:
         return True
     found = _HOST.fullmatch(request.headers.get("host", ""))
-    return _is_loopback(request.client.host) and found is not None and (not found[0] or _is_here(found["host"].strip("[]")))
-
-
-def _is_here(host: str) -> bool:
-    return host.lower() == "localhost" or _is_loopback(host)
+    return _is_loopback(request.client.host) and found is not None and (not found[0] or _is_loopback(found["host"].strip("[]")))
 
 
 def _is_loopback(text: str) -> bool:
     try:
         address = ip_address(text)
     except ValueError:
-        return False
+        return text.lower() == "localhost"
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return (mapped or address).is_loopback
 

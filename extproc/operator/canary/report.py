@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from extproc.operator.canary.pairs import REFUSALS, VERDICTS
 from extproc.operator.canary.states import State, merge_states
 from extproc.operator.canary.verdict import Rules, find_bounds, judge
+from extproc.operator.table import write_time
 from extproc.policy.pairings import Pairing
 
 
@@ -40,8 +40,8 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
         "canary_of": state.live,
         "verdict": verdict.word,
         "reasons": verdict.reasons,
-        "since": _write_time(state.since),
-        "until": _write_time(state.until),
+        "since": write_time(state.since),
+        "until": write_time(state.until),
         "replicas": len(states),
         "requests": {
             "compared": compared,
@@ -64,7 +64,3 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
         },
         "disagreements": [msgspec.structs.asdict(entry) for entry in state.disagreements],
     }
-
-
-def _write_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
