@@ -1,4 +1,4 @@
-"""What can go wrong, each error carrying what the one who has to hear it needs."""
+"""Errors, each with what its recipient needs: a message for people, a status code for a peer."""
 # interpreted: exceptions and words about them
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BundleErrors(LoopguardError):
 
 
 def excerpt(problems: Sequence[object]) -> list[str]:
-    """The first problems, each shortened: what is kept of them is small, however many there are, and however long."""
+    """The first problems, each shortened, so that the list stays small."""
     texts = map(str, problems[:_KEPT])
     return [text if len(text) <= _KEPT_CHARACTERS else f"{text[:_KEPT_CHARACTERS]}..." for text in texts]
 
@@ -69,10 +69,10 @@ class StoreError(LoopguardError):
 
 
 class PartlyAwayError(StoreError):
-    """Some servers of the store have counted, others could not.
+    """Some servers of the store answered, others are unavailable.
 
     Attributes:
-        answers: of those that have, None in place of each of the others.
+        answers: in the order of the questions, None for each that was not answered.
     """
 
     def __init__(self, message: str, *, kind: str, answers: list[Any]) -> None:

@@ -24,7 +24,7 @@ _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off", "")
 
 ENVIRONMENT_ONLY = "environment only"
-"""In place of a flag's metavar: a secret on a command line is a secret no more."""
+"""In place of a flag's metavar: other users can see a command line, so secrets have no flag."""
 
 
 def option(
@@ -38,11 +38,11 @@ def option(
     """Declare an option.
 
     Args:
-        default: its text, as a user would give it, or its value where that is no text; REQUIRED where there is none.
+        default: as a user would write it, or a value that is not a string; REQUIRED for none.
         parse: makes the value from a text; its ValueError says what would be right.
         text: what the option is for.
         metavar: what its value looks like.
-        gather: for a flag that may be repeated: makes one text of all that were given, or the value.
+        gather: for a repeatable flag: joins everything given into one text, or makes the value.
     """
     metadata = {"parse": parse, "help": text, "metavar": metavar, "gather": gather, "default": default}
     return field(default=parse(default) if isinstance(default, str) else default, metadata=metadata)
@@ -122,15 +122,15 @@ def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()) -> None:
-    """Options that mean something only together.
+    """Check options that only work together.
 
     Args:
         chosen: the options.
-        needed: names of those of which all or none are given.
-        wanting: names of more that take all of these.
+        needed: names of options that must be given together, or not at all.
+        wanting: names of options that require all of these.
 
     Raises:
-        UsageError: some are given and others are not; it names both.
+        UsageError: some are missing; it names these and those that are given.
     """
     missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(chosen, name)]
     given = [f"--{name.replace('_', '-')}" for name in (*needed, *wanting) if getattr(chosen, name)]
@@ -139,9 +139,9 @@ def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: 
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: type[Options], prefix: str = "") -> None:
-    """One flag for each option; what is not given stays out of the namespace.
+    """One flag for each option; flags that are not given stay out of the namespace.
 
-    Where the environment's variables have a prefix, the help names them as well.
+    If there is a prefix for environment variables, the help names these as well.
     """
     for item in fields(declared):
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:

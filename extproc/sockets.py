@@ -13,7 +13,7 @@ from extproc.errors import LoopguardError
 from extproc.settings import Address
 
 BACKLOG: Final = 1_024
-"""Connections that the kernel keeps until they are accepted."""
+"""Length of the kernel's queue of connections that are not accepted yet."""
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -43,7 +43,7 @@ def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out within a minute when a peer's machine has vanished without a word."""
+    """Have the kernel detect within a minute that a peer's machine is gone."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

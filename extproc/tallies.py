@@ -14,8 +14,8 @@ class Buckets:
     """A histogram.
 
     Attributes:
-        bounds: the most that each bucket takes, in order; what exceeds the last falls into one without a bound.
-        counts: what each bucket alone has taken.
+        bounds: upper bounds of the buckets, in order; a further bucket has none.
+        counts: of each bucket alone, not cumulative.
         sum: of all that was observed.
     """
 
