@@ -17,16 +17,16 @@ from extproc.store.rules.session import Question
 
 
 class Store(Protocol):
-    """Shared state, of several kinds: each call reads and writes its keys, and decides, in one atomic step for each of them.
+    """Shared state of several kinds. Each key of a call is read, judged and written in one atomic step.
 
-    Every store answers exactly as the rules in `extproc.store.rules` do; one in this process at once, a remote one with an
-    awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests alone; None takes the store's own clock.
+    Every store answers exactly as the rules in `extproc.store.rules` do: the one in this process at once, a remote one with an
+    awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests only; None uses the store's own clock.
     """
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
-        """Count every hit once, and decide whether each is to be acted on; answers come in the order of the hits.
+        """Count every hit once, and decide whether to act on it; answers come in the order of the hits.
 
-        What sessions ask goes along: a hit is answered with a `Count`, a step and a settlement with a `Standing`.
+        Questions of sessions go in the same call: a hit is answered with a `Count`, a step or settlement with a `Standing`.
 
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.
@@ -36,9 +36,9 @@ class Store(Protocol):
     def push(
         self, pushes: Sequence[Push | ChainLink], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
-        """Push every entry once; the entries of rings and chains, oldest first and the new one included, as the pushes are.
+        """Push every entry once; answers come in the order of the pushes.
 
-        A push is answered with the entries, a link with a `Trail`.
+        A push is answered with the ring's entries, oldest first and the new one included, a link with a `Trail`.
 
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.
@@ -46,22 +46,22 @@ class Store(Protocol):
         ...
 
     async def publish(self, board: str, replica: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """Tell the other replicas something, in place of what this one told last; no request waits for that.
+        """Publish a document for the other replicas, which replaces this one's last; no request waits for this.
 
         Args:
-            board: what it is about, one of our own words.
+            board: its subject, a fixed word.
             replica: from `documents.make_replica_name`.
             document: up to `documents.MAX_DOCUMENT` bytes.
             seconds: after which it is forgotten.
             now: as above.
 
         Raises:
-            StoreError: the store is away, or the document does not fit; the requests' part of the store goes on as it was.
+            StoreError: the store is unavailable, or the document does not fit; this does not affect requests.
         """
         ...
 
     async def collect(self, board: str, now: int | None = None) -> dict[str, bytes]:
-        """What the replicas have told that is not forgotten yet, this one's included, by their names.
+        """The documents that replicas have published, this one's included, by their names.
 
         Raises:
             StoreError: as for `publish`.
@@ -69,22 +69,22 @@ class Store(Protocol):
         ...
 
     async def put_order(self, book: str, name: str, document: bytes, seconds: float, now: int | None = None) -> None:
-        """Keep what an operator has ordered, in place of the order of that name, for every replica; no request waits for that.
+        """Keep an operator's order for all replicas, replacing any of the same name; no request waits for this.
 
         Args:
-            book: what such orders are about, one of our own words.
+            book: the subject of such orders, a fixed word.
             name: of the order.
             document: up to `documents.MAX_ORDER` bytes.
             seconds: after which it ends.
             now: as above.
 
         Raises:
-            StoreError: the store is away (orders that stand are not lost), or there is no room for the order.
+            StoreError: the store is unavailable (orders in force are not lost), or there is no room for the order.
         """
         ...
 
     async def drop_order(self, book: str, name: str, now: int | None = None) -> bool:
-        """Take an order back; whether it stood.
+        """Remove an order; returns whether it was in force.
 
         Raises:
             StoreError: as for `put_order`.
@@ -92,7 +92,7 @@ class Store(Protocol):
         ...
 
     async def read_orders(self, book: str, known: str, now: int | None = None) -> Documents | None:
-        """Every order that stands, None where nothing has changed since the version that is known (empty for none).
+        """Every order in force; None if nothing has changed since the `known` version (empty for none).
 
         Raises:
             StoreError: as for `put_order`.
@@ -100,17 +100,17 @@ class Store(Protocol):
         ...
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
-        """Agree with the other replicas on random bytes; no request waits for that.
+        """Agree with the other replicas on random bytes; no request waits for this.
 
         Args:
-            name: what they are for, one of our own words.
-            secret: to be used where the store has none of that name, which it keeps from then on.
+            name: what they are for, a fixed word.
+            secret: proposal, which the store keeps if it has none of that name.
 
         Returns:
-            those that the store has, as many as were given.
+            the store's bytes, as many as were proposed.
 
         Raises:
-            StoreError: the store is away, or has something else there.
+            StoreError: the store is unavailable, or has something else under this name.
         """
         ...
 
@@ -119,11 +119,11 @@ class Store(Protocol):
         ...
 
     async def start(self) -> None:
-        """Connect, where there is something to connect to; failing is no error, and shows in `health`."""
+        """Connect, if necessary; a failure raises nothing, and shows in `health`."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections; the store is not used again."""
+        """Close all connections; the store must not be used again."""
         ...
 
 
@@ -157,6 +157,6 @@ def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> 
 
 
 def redact_url(url: str) -> str:
-    """A store URL without user, password and options, for logs; whatever a password is made of."""
+    """A store URL without user, password and options, for logs; works for any characters in a password."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"

@@ -15,11 +15,11 @@ from extproc.store.link import ErrorReply, Link, RedisReply, ServerAddress, expl
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to get into a server.
+    """How to connect to a server.
 
     Attributes:
-        credentials: asked at every connect; None where the server wants none.
-        tls: None for a connection in the clear.
+        credentials: asked at every connect; None for no login.
+        tls: None for an unencrypted connection.
         database: to select.
     """
 
@@ -29,10 +29,10 @@ class Access:
 
 
 async def connect(address: ServerAddress, access: Access) -> Link:
-    """Connect and log in. The caller's deadline ends what takes too long.
+    """Connect and log in; the caller sets the deadline.
 
     Raises:
-        StoreError: no server, or it will not have us.
+        StoreError: there is no server, or it rejects the login.
     """
     link, loop = Link(address), asyncio.get_running_loop()
     try:
@@ -54,7 +54,7 @@ async def connect(address: ServerAddress, access: Access) -> Link:
 
 
 async def _log_in(link: Link, access: Access) -> None:
-    """Say who we are, and nothing else: an old server does not know HELLO, and a user may lack the right to CLIENT SETINFO.
+    """Log in, and nothing else: an old server does not know HELLO, and a user may lack the right to CLIENT SETINFO.
 
     Raises:
         StoreError: the server refuses that.

@@ -1,7 +1,7 @@
-"""One hash key for all replicas: the first one puts its own into the store, and the others take it over.
+"""One hash key for all replicas: the first replica puts its own key into the store, and the others use it.
 
-A store that is away keeps nothing waiting. A replica uses a key of its own until it has read the shared one. Once a minute it
-looks whether that is still there, and puts it back where the store has lost it.
+Nothing waits while the store is unavailable. A replica uses a key of its own until it has read the shared one. Once a minute it
+checks that the shared key still exists, and restores it if the store has lost it.
 """
 # interpreted: waits for a network
 
@@ -18,14 +18,14 @@ from extproc.store import Store
 _LOG = logging.getLogger("loopguard")
 
 _NAME: Final = "hash:1"
-"""With a version: another one where hashes are to be made in another way."""
+"""The name has a version, to change with the way in which hashes are made."""
 
 _RETRY_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 60.0
 
 
 class KeySharing:
-    """One replica's part in the key of all of them.
+    """One replica's view of the shared key.
 
     Attributes:
         is_shared: the key is the one in the store.
@@ -44,7 +44,7 @@ class KeySharing:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Take over the key in the store, or put this process's own there where there is none."""
+        """Use the key in the store, or put this process's own there if there is none."""
         try:
             secret = await self._store.share_secret(_NAME, self._key.secret)
         except Exception as error:  # noqa: BLE001  # whatever it is, requests are none of its business

@@ -1,7 +1,7 @@
-"""What a store across a network needs beside its wire: shards, and knowledge of loops that are refused.
+"""A store across a network: shards, and refusals that are known without asking.
 
-- **Shards.** Each server has a share of the keys, and its own health. While one is away its keys alone cannot be counted: what
-  asks for them and for others hears of both.
+- **Shards.** Each server has a share of the keys, and its own health. While one is unavailable, only its keys cannot be
+  counted; a call with keys of several shards gets the answers of the others.
 - **Known refusals.** See `known_refusals`.
 """
 
@@ -34,7 +34,7 @@ _MOST_SHOWN = 3
 
 
 class _JoinedAnswers(Pending):
-    """What waits for several shards."""
+    """The answers of several shards."""
 
     __slots__ = ("_answers", "_away", "_lost", "_parts")
 
@@ -52,7 +52,7 @@ class _JoinedAnswers(Pending):
         part.then(partial(self._take, positions, part))
 
     def miss(self, error: StoreError) -> None:
-        """Some will not come."""
+        """Some answers will not come."""
         self._lost = self._lost or error
 
     def cancel(self) -> None:
@@ -87,9 +87,9 @@ class RemoteStore:
         Args:
             layout: has the servers.
             prefix: of every key.
-            metrics: is told of batches and failures.
-            timeout: bounds what a request can wait, in seconds.
-            whole: of a request, nothing is counted where one of its shards is known to be away: it will be refused.
+            metrics: counts batches and failures.
+            timeout: longest wait of a request, in seconds.
+            whole: count nothing of a request if one of its shards is known to be unavailable: the request will be refused.
         """
         self._layout = layout
         self._prefix = prefix
@@ -108,7 +108,7 @@ class RemoteStore:
         self._only = self._by_part[0] if len(self._by_part) == 1 else None
 
     async def start(self) -> None:
-        """Try each server once, so that a wrong address or password is told at the start and not by the first request."""
+        """Try each server once, so that a wrong address or password is reported at the start, not by the first request."""
         tried: list[Shard] = []
         while new := [shard for shard in self._shards.values() if shard not in tried]:
             tried += new
@@ -116,10 +116,10 @@ class RemoteStore:
             self._assign()
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
-        """Count every hit once; answers at once where that is certain.
+        """Count every hit once; answers at once if the verdict is certain.
 
         Raises:
-            StoreError: no server counts any of them; where some do, the awaitable raises PartlyAwayError.
+            StoreError: no server counts any of them; if some do, the awaitable raises PartlyAwayError.
         """
         if self._whole and self._only is None:
             self._check_whole(hits)
@@ -191,13 +191,13 @@ class RemoteStore:
         return f"{len(away)} of {len(owners)} shards unavailable: {shown}"
 
     async def close(self) -> None:
-        """Send what is owed, then drop the connections."""
+        """Send refusals that were counted here, then drop the connections."""
         self._known_refusals.close()
         await asyncio.gather(*[shard.close() for shard in self._shards.values()], *self._retiring)
         self._side_connections.drop()
 
     def _assign(self) -> None:
-        """Have a shard for each server that has keys, and let those go whose keys are all elsewhere."""
+        """Open a shard for each server that has keys, and retire shards without keys."""
         self._seen = self._layout.changes
         owners, metrics = self._layout.owners, self._metrics
         for name in dict.fromkeys(owners):
@@ -224,7 +224,7 @@ class RemoteStore:
         return self._list_shards()[find_part(key, len(self._layout.tags))]
 
     def _find_side_shard(self, subject: str) -> Shard:
-        """The shard that has what is asked on the side about a subject."""
+        """The shard for side requests about a subject."""
         return self._list_shards()[self._side_connections.find_part(subject)]
 
     def _list_shards(self) -> list[Shard]:
@@ -234,14 +234,14 @@ class RemoteStore:
         return self._by_part
 
     def _forget_told(self, lost: Shard) -> None:
-        """What was on its way to a shard is lost."""
+        """Forget refusals that were on their way to a shard that failed."""
         self._known_refusals.forget_told(lambda key: self._find(key) is lost)
 
     def _ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
-        """Have calls made with the next round trip of each shard that has some of their keys.
+        """Add calls to the next round trip of each shard that has some of their keys.
 
         Raises:
-            StoreError: every one of these is away.
+            StoreError: all of these shards are unavailable.
         """
         if self._only is not None:
             return self._only.ask(calls, finish)
@@ -262,17 +262,17 @@ class RemoteStore:
         return joined
 
     def _check_whole(self, asked: Sequence[Question]) -> None:
-        """Count all of a request or nothing, as far as is known beforehand; a settlement is no request.
+        """Make sure that all of a request can be counted, as far as is known beforehand; settlements are exempt.
 
         Raises:
-            StoreError: some shard is away.
+            StoreError: a shard is unavailable.
         """
         for question in asked:
             if not isinstance(question, Settlement):
                 self._find(question.key).check_open()
 
     def _settle(self, hit: Hit, times: int) -> None:
-        """Send what was answered from memory."""
+        """Report refusals that were answered from memory."""
         with suppress(StoreError):  # whose keys cannot be counted, of them nothing is owed
             self._ask([count_call(hit, 0, None, times)], self._finish)
 
@@ -302,7 +302,7 @@ def _take_all(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
 
 
 async def _merge(known: list[Count | None], asked: Awaitable[list[Any]]) -> list[Any]:
-    """Answers that were certain, and those that had to be asked for, in the order of the hits."""
+    """Join known answers and those of the server, in the order of the hits."""
     try:
         fresh = iter(await asked)
     except PartlyAwayError as error:

@@ -1,4 +1,4 @@
-"""Documents in Redis or Valkey: three keys in one hash slot for those of a subject, kept by `rules/documents.lua`."""
+"""Documents in Redis or Valkey: three keys in one hash slot for each subject, kept by `rules/documents.lua`."""
 # interpreted: waits for a network
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _SCRIPT = read_script("documents")
 
 
 class RemoteDocuments:
-    """Documents on a server that is asked beside the requests."""
+    """Documents on a server, over connections that requests do not use."""
 
     def __init__(self, connections: SideConnections) -> None:
         self._connections = connections
@@ -21,7 +21,7 @@ class RemoteDocuments:
     async def put(  # noqa: PLR0913  # a document, where it stands, and until when
         self, kind: str, subject: str, name: str, document: bytes, ttl_ms: int, now: int | None
     ) -> None:
-        """Keep a document, in place of the one of that name.
+        """Keep a document, replacing any of the same name.
 
         Raises:
             StoreError: see `check_document`, there is no room, or the server cannot.
@@ -33,7 +33,7 @@ class RemoteDocuments:
             raise refuse_more()
 
     async def drop(self, kind: str, subject: str, name: str, now: int | None) -> bool:
-        """Take a document back; whether there was one.
+        """Remove a document; returns whether there was one.
 
         Raises:
             StoreError: the server cannot.
@@ -41,7 +41,7 @@ class RemoteDocuments:
         return bool(await self._run(kind, subject, "drop", name, now=now))
 
     async def read(self, kind: str, subject: str, known: str, now: int | None) -> Documents | None:
-        """Those that have not ended, None where the version is the known one.
+        """The documents that have not ended; None if the version is the known one.
 
         Raises:
             StoreError: the server cannot, or answers something else.

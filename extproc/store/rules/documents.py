@@ -1,8 +1,8 @@
-"""Documents by name, each until its end: the rule of `documents.lua`. No request waits for any of them.
+"""Documents by name, each with an end: the rule of `documents.lua`. No request waits for them.
 
-There are two kinds. On a board replicas tell each other what they know: each publishes one document, which is soon forgotten.
-Orders are what operators have ordered, for every replica; they outlive the replica that took them. Who reads them says which
-version of all of them it knows, and is told nothing where that is still the one: to ask again and again costs next to nothing.
+There are two kinds. On a board, each replica publishes one document for the others, which expires soon. Orders are those of
+operators, for every replica; they outlive the replica that took them. A reader says which version of all orders it knows, and
+gets nothing if that is still current, so that polling costs next to nothing.
 """
 # interpreted: no request passes through it
 
@@ -19,7 +19,7 @@ MAX_DOCUMENT: Final = 65_536
 """Bytes of a document on a board."""
 
 MAX_REPLICAS: Final = 100
-"""With the documents that makes 6.5 MB, which a server hands out in a few portions."""
+"""Most documents: 6.5 MB in all, which a server returns in a few portions."""
 
 MAX_ORDER: Final = 4_096
 """Bytes of an order."""
@@ -30,15 +30,15 @@ _MAX_NAME: Final = 255
 
 
 class DocumentKind(NamedTuple):
-    """What holds for all documents of a kind.
+    """Properties of all documents of a kind.
 
     Attributes:
-        plural: what people call them.
+        plural: word for people.
         max_bytes: of a document.
-        max_documents: that are kept together.
-        makes_room: past that the one that would end first makes room for a new one; else no new one is taken.
-        portion: how many a remote store reads at once: 1 MB at most, which keeps a server busy for a millisecond.
-        version: what each begins with in a remote store, where it is packed; one that begins with something else is left out.
+        max_documents: of a subject.
+        makes_room: when full, drop the document that would end first; otherwise, reject new ones.
+        portion: number that a remote store reads at once: 1 MB at most, which keeps a server busy for a millisecond.
+        version: first bytes of each packed document in a remote store; others are ignored.
     """
 
     plural: str
@@ -59,10 +59,10 @@ KINDS: Final = {
 
 
 class Documents(NamedTuple):
-    """All that have not ended at a time.
+    """All documents that have not ended.
 
     Attributes:
-        version: of them; empty where there never was one.
+        version: of them together; empty if there never was one.
         documents: by name.
     """
 
@@ -71,12 +71,12 @@ class Documents(NamedTuple):
 
 
 def make_replica_name() -> str:
-    """A name for this process that no other one has had."""
+    """A unique name for this process."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def check_document(kind: str, name: str, document: bytes) -> None:
-    """Refuse what no store takes.
+    """Check the bounds of all stores.
 
     Raises:
         StoreError: the document is too long, or the name is.
@@ -89,7 +89,7 @@ def check_document(kind: str, name: str, document: bytes) -> None:
 
 
 def refuse_more() -> StoreError:
-    """The error where there is no room for an order."""
+    """The error if there is no room for an order."""
     return StoreError(f"there are {MAX_ORDERS} overrides already; revoke some, or wait until they end", kind="full")
 
 
@@ -110,7 +110,7 @@ class MemoryDocuments:
     def put(  # noqa: PLR0913  # a document, where it stands, and until when
         self, kind: str, subject: str, name: str, document: bytes, ttl_ms: int, now: int
     ) -> None:
-        """Keep a document, in place of the one of that name.
+        """Keep a document, replacing any of the same name.
 
         Raises:
             StoreError: see `check_document`, or there is no room.
@@ -124,11 +124,11 @@ class MemoryDocuments:
         kept[name] = now + ttl_ms, document
 
     def drop(self, kind: str, subject: str, name: str, now: int) -> bool:
-        """Take a document back; whether there was one."""
+        """Remove a document; returns whether there was one."""
         return self._change(kind, subject, now).kept.pop(name, None) is not None
 
     def read(self, kind: str, subject: str, known: str, now: int) -> Documents | None:
-        """Those that have not ended, None where the version is the known one."""
+        """The documents that have not ended; None if the version is the known one."""
         collection = self._collections.get((kind, subject))
         version, kept = (str(collection.changes), collection.kept) if collection is not None else ("", {})
         if version == known:
@@ -136,7 +136,7 @@ class MemoryDocuments:
         return Documents(version, {name: document for name, (ends, document) in kept.items() if now < ends})
 
     def _change(self, kind: str, subject: str, now: int) -> _Collection:
-        """What is about to change, without those that have ended."""
+        """A subject's documents, to be changed, without those that have ended."""
         collection = self._collections.setdefault((kind, subject), _Collection())
         collection.kept = {name: kept for name, kept in collection.kept.items() if now < kept[0]}
         collection.changes += 1
