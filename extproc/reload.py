@@ -398,8 +398,7 @@ def _digest(policy: Policy) -> int:
 
 
 def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
-    """What a reload did, by the digests of policies: the ids that it `added`, `removed` and `changed`; None for no change.
-    """
+    """What a reload did, by the digests of policies: the ids that it `added`, `removed` and `changed`; None for no change."""
     found = {
         "added": [name for name in after if name not in before],
         "removed": [name for name in before if name not in after],

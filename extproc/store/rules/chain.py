@@ -1,5 +1,4 @@
-"""Chains: conversations identified by the history that their requests show, with a ring of entries at each point; the rule of
-`chain.lua`.
+"""Chains: conversations identified by the history that requests show, a ring of entries at each point; the rule of `chain.lua`.
 
 A request shows a number of assistant messages. Its node stands for all of them, and its parent's for all but the newest. A node
 has the entries of all requests on the way to it, copied from its parent, so conversations that branch share only what they have
