@@ -1,8 +1,8 @@
 """Reads Envoy's messages: their phase, their request, and bodies without copying them.
 
 protobuf makes an object of every header, and copies a body twice, which takes longer than all other work on a message. So
-request messages are parsed by hand, in the one form that Envoy sends. Any other form is left to protobuf, so the result is always
-the one that protobuf gives. Attributes and metadata are parsed only when a policy asks for them.
+request messages are parsed by hand, in the one form that Envoy sends. Any other form is left to protobuf, so the result is
+always the one that protobuf gives. Attributes and metadata are parsed only when a policy asks for them.
 """
 
 from __future__ import annotations

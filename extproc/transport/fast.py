@@ -1,10 +1,10 @@
 """The lean transport: sockets and tasks around `grpc.Connection`, serving ext_proc, Envoy's access log and grpc.health.v1.
 
-What arrives in one read is answered in one write, so the cost of the sockets falls as load rises. A message that the service
-answers at once never becomes a task; one does only to wait for a store or for a throttled request's time.
+What arrives in one read is answered in one write, so the cost of the sockets falls as load rises. A message needs a task only
+if its answer waits for a store, or for the delay of a throttled request.
 
-Every connection has its turn. After a bounded amount of work, or a large read, it reads no more until the event loop has been
-around once, so that no connection keeps the others waiting.
+Connections take turns. After a bounded amount of work, or a large read, a connection reads no more until the event loop has run
+once, so that it does not delay the others.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from extproc.transport.tls import Certificates
 _LOG = logging.getLogger("loopguard")
 
 _LARGE_READ: Final = 65_536
-"""uvloop reads on while its buffer of 256,000 bytes comes full, up to 32 times: after a large read others come first."""
+"""uvloop continues to read while its buffer of 256,000 bytes is full, up to 32 times. After such a read, others are next."""
 
 _MAX_WATCHES: Final = 100
 """Health watches of one connection; Envoy has none."""
 
 _LINES_PER_SECOND: Final = 5
 _GOODBYE_SECONDS: Final = 0.5
-"""How long a peer has to read our last words."""
+"""How long a peer has to read our last frames."""
 
 _POLL_SECONDS: Final = 0.02
 
 _RETIRED_SECONDS: Final = 1.0
-"""How long a peer that was asked to leave may take to do so by itself, and every stream that it opens meanwhile."""
+"""How long a peer that was asked to leave may stay, and how long streams that it opens meanwhile may last."""
 
 _RETIRED_AT_ONCE: Final = 100
-"""One part of this many of all connections: finding them costs a look at each."""
+"""Ask this fraction of all connections to leave at once, because finding idle ones takes a look at each."""
 
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
@@ -67,17 +67,17 @@ _METHODS: Final = {_PROCESS: False, _LOG_ACCESS: False, _CHECK: True, _WATCH: Tr
 _LOGGED: Final = StreamAccessLogsResponse().SerializeToString()
 
 _ENTRY_WORK: Final = 4
-"""What an entry of an access log costs of a turn, in frames."""
+"""Cost of an access log entry, in frames; see `Limits.work`."""
 
 
 class _Serving(Listener):
-    """What is done for one call: an ext_proc stream, and the answer under way if that takes time; or a health watch.
+    """The work for one call: an ext_proc stream, and an answer that takes time; or a health watch.
 
     Attributes:
         peer: whose call it is.
         call: the call.
         stream: None for a watch.
-        task: what the answer waits for, or the watch itself; cancelled where the call ends before it does.
+        task: what the answer waits for, or the watch itself; cancelled if the call ends first.
     """
 
     __slots__ = ("call", "peer", "stream", "task")
@@ -98,7 +98,7 @@ class _Peer(asyncio.Protocol):
     """One connection.
 
     Attributes:
-        heard: when the peer last said something.
+        heard: when the peer last sent something.
     """
 
     def __init__(self, server: FastServer) -> None:
@@ -122,7 +122,7 @@ class _Peer(asyncio.Protocol):
 
     @property
     def decides(self) -> bool:
-        """Some of them will end by themselves; access logs go on as long as the connection does."""
+        """Some calls will end by themselves; access logs last as long as the connection."""
         return any(call.method != _LOG_ACCESS for call in self._grpc.calls.values())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -142,7 +142,7 @@ class _Peer(asyncio.Protocol):
         self._drop_all()
 
     def pause_writing(self) -> None:
-        """The peer reads slower than it asks: let it wait."""
+        """The peer reads too slowly: stop reading from it."""
         self._stalled = True
         self._transport.pause_reading()
 
@@ -153,7 +153,7 @@ class _Peer(asyncio.Protocol):
         self._schedule()
 
     def data_received(self, data: bytes) -> None:
-        """Whatever came in one read; the answers leave in one write."""
+        """Handle everything that came in one read; the answers leave in one write."""
         self._take_turn(data)
 
     def shut(self) -> None:
@@ -165,7 +165,7 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def release(self) -> None:
-        """End every call with OK, which makes Envoy go on with its request; where that would lose a body, with an error."""
+        """End every call with OK, so that Envoy lets its request go on; with an error if that would lose a body."""
         for call in list(self._grpc.calls.values()):
             serving = self._serving.get(call.number)
             if serving is not None and serving.stream is not None and serving.stream.carries:
@@ -175,7 +175,7 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def retire(self) -> None:
-        """Ask an idle peer to leave, and hang up once it has had time to; streams that it opens meanwhile are served."""
+        """Ask an idle peer to leave, and close the connection after some time; streams that it opens meanwhile are served."""
         self._server.retiring.add(self)
         self.shut()
         self._loop.call_later(_RETIRED_SECONDS, self._part)
@@ -186,7 +186,7 @@ class _Peer(asyncio.Protocol):
             self._transport.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._transport.close()
 
     def _check_hello(self) -> None:
@@ -194,7 +194,7 @@ class _Peer(asyncio.Protocol):
             self._transport.close()
 
     def _take_turn(self, data: bytes) -> None:
-        """Look at what came and at what is left from before, as far as one turn goes."""
+        """Handle new and remaining frames, as far as one turn goes."""
         connection = self._grpc
         self.heard = self._loop.time()
         connection.receive(data, self.heard)
@@ -219,7 +219,7 @@ class _Peer(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _schedule(self) -> None:
-        """Begin a turn once the event loop has been around; one for everything that becomes ready until then."""
+        """Begin a turn once the event loop has run; everything that becomes ready until then shares it."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._go_on)
@@ -236,7 +236,7 @@ class _Peer(asyncio.Protocol):
             self._leave(self._grpc.error)
 
     def _leave(self, error: ProtocolError) -> None:
-        """Hang up on a peer that broke the protocol, once it can have read why: closing now would drop our last words."""
+        """Close the connection of a peer that broke the protocol, but give it time to read why."""
         self._leaving = True
         self._server.log_error(error)
         self._grpc.close()
@@ -315,7 +315,7 @@ class _Peer(asyncio.Protocol):
             self._grpc.send(call, reply.answer)
 
     def _finish(self, call: Call, status: int, message: str = "") -> None:
-        """End a call with a status, and what is done for it."""
+        """End a call with a status, and the work for it."""
         self._grpc.finish(call, status, message)
         self._drop(call.number)
 
@@ -327,7 +327,7 @@ class _Peer(asyncio.Protocol):
             self._finish(call, grpc.OK)
 
     def _give_up(self, call: Call) -> None:
-        """The body is not waited for any more: ending with OK makes Envoy go on with the request."""
+        """Stop waiting for the body: ending with OK makes Envoy let the request go on."""
         self._finish(call, grpc.OK)
         self._schedule()
 
@@ -383,15 +383,15 @@ def parse_check(message: bytes) -> HealthCheckRequest:
 
 
 class FastServer:
-    """The same door as `grpcio.GrpcServer`, without grpcio.
+    """The same server as `grpcio.GrpcServer`, without grpcio.
 
     Attributes:
         limits: of each connection.
         cache: of header fields, for all connections.
         pool: of bytes that connections may hold.
-        hello_seconds: until when a connection must have spoken HTTP/2.
-        peers: that are connected.
-        retiring: of them those that were asked to leave.
+        hello_seconds: how long a connection has to begin HTTP/2.
+        peers: connected peers.
+        retiring: those of them that were asked to leave.
     """
 
     def __init__(
@@ -414,10 +414,10 @@ class FastServer:
         self._acceptor: Acceptor
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS where there are certificates.
+        """Listen, with mutual TLS if there are certificates.
 
         Returns:
-            the address, with the real port where 0 was asked for.
+            the address, with the real port if 0 was given.
 
         Raises:
             LoopguardError: the address cannot be listened on.
@@ -430,7 +430,7 @@ class FastServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
     def _make_room(self) -> bool:
-        """Whether there may be one more connection; past the bound those that have been idle longest are asked to leave."""
+        """Whether there may be one more connection; at the limit, those that have been idle longest are asked to leave."""
         most = self.service.settings.max_connections
         if len(self.peers) < most:
             return True
@@ -442,7 +442,7 @@ class FastServer:
         return len(self.peers) < most + share
 
     async def stop(self, grace: float) -> None:
-        """Take no more calls, give those in flight `grace` seconds, then end them so that their requests go on."""
+        """Accept no more calls, give those in flight `grace` seconds, then end them so that their requests go on."""
         self._acceptor.close()
         for peer in list(self.peers):
             peer.shut()
@@ -455,7 +455,7 @@ class FastServer:
             peer.close()
 
     def log_error(self, error: ProtocolError) -> None:
-        """One line for a connection that broke the protocol, unless there are too many of them."""
+        """Log a connection that broke the protocol, at a limited rate."""
         suppressed = self._errors.admit(asyncio.get_running_loop().time())
         if suppressed is not None:
             extra = make_extra(error=str(error), code=error.code, suppressed=suppressed or None)

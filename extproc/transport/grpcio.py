@@ -104,7 +104,7 @@ class GrpcServer:
         return int(self._server.add_secure_port(address, _make_credentials(certificates)))
 
     async def _check_peer(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
-        """End the call of a client that may not ask by its names; grpc has no place for this in the handshake."""
+        """End the call of a client whose certificate has no allowed name; grpc cannot check this in the handshake."""
         if self._certificates is not None and not self._certificates.admits(read_names(context.auth_context())):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "no --tls-client-san is among your certificate's names")
 
@@ -166,7 +166,7 @@ class GrpcServer:
 
     @contextmanager
     def _until_stop(self) -> Iterator[None]:
-        """Around what never ends by itself: a stop ends it.
+        """Wrap a handler that never ends by itself, so that a stop ends it.
 
         A call whose handler is cancelled goes on; one whose handler returns is over.
         """
@@ -212,13 +212,13 @@ def _configure(pem: Pem) -> grpc.ServerCertificateConfiguration:
 
 
 class ClientTls(NamedTuple):
-    """How a client of a port with mutual TLS shows who it is.
+    """Credentials of a client for a port with mutual TLS.
 
     Attributes:
-        authorities: PEM file of those that the server's certificate is from.
+        authorities: PEM file of the authorities for the server's certificate.
         chain: PEM file of the client's certificate.
         key: PEM file of its private key.
-        server_name: that the server's certificate is made out to; empty where that is the host.
+        server_name: name in the server's certificate; empty if it is the host.
     """
 
     authorities: str

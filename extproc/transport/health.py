@@ -1,4 +1,4 @@
-"""What grpc.health.v1 says about this process."""
+"""The state that grpc.health.v1 reports."""
 # interpreted: answers probes; mypyc has no asynchronous generators
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ HEALTH = "grpc.health.v1.Health"
 
 
 class Health:
-    """The state, and those who watch it."""
+    """The state, and its watchers."""
 
     def __init__(self) -> None:
         self.serving = False
