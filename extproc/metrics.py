@@ -136,7 +136,7 @@ class Metrics:
         self.session_limits = counter("session_limits_total", "Requests that reached a limit of their session", *by_limit)
         text = "Requests of callers with too many sessions, which share the limits of one"
         self.session_overflow = counter("session_overflow_total", text, "policy")
-        text = "Requests of policies with session_limits for which nothing names a session, limited or not"
+        text = "Requests without a session under policies with session_limits, limited or not"
         self.session_unnamed = counter("session_unnamed_total", text, "policy", "mode")
         text = "Callers of which a session key was found to change with every request, so that it names no session"
         self.session_changing = counter("session_changing_total", text, "policy", "key")
