@@ -13,9 +13,9 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Key, Value]):
-    """Answers in two generations: once the younger one is full, the older one goes, and what is asked for stays.
+    """Answers in two generations: when the younger one is full, the older one is dropped; answers in use move to the younger.
 
-    That costs no bookkeeping when an answer is found, which is why the hot path uses it.
+    Finding an answer needs no bookkeeping, which is why the hot path uses it.
     """
 
     def __init__(self, most: int, measure: Callable[[Key, Value], int] | None = None) -> None:
@@ -23,7 +23,7 @@ class Memo(Generic[Key, Value]):
 
         Args:
             most: the size of each generation.
-            measure: the size of an answer, such as its bytes; None counts each as 1. A larger one than `most` is not kept.
+            measure: the size of an answer, such as its bytes; None counts each as 1. Answers larger than `most` are not kept.
         """
         self._most = most
         self._measure = measure
@@ -71,10 +71,10 @@ class _LRUEntry(Generic[Value]):
 
 
 class LRU(Generic[Key, Value]):
-    """Values by key; once there are too many, the least recently used one goes.
+    """Values by key; when there are too many, the least recently used one is dropped.
 
-    To use a value costs a number. They are put in order only when one has to go, and that order is good for as many as they
-    were: what was used since then is passed over.
+    Using a value only stores a number. Values are sorted only when one has to be dropped. That order serves for as many
+    evictions as there were values: those used since then are passed over.
 
     Attributes:
         uses: the number of times that a value was used or added.
@@ -112,7 +112,7 @@ class LRU(Generic[Key, Value]):
         return self._add(key, _LRUEntry(value, self.uses))
 
     def share(self, key: Key, source: LRU[Key, Value]) -> Key | None:
-        """Keep a value that `source` has: to use it there is to use it here; returns as `put` does."""
+        """Share a value of `source`, so that using it there counts as using it here; returns what `put` does."""
         return self._add(key, source._entries[key])
 
     def _add(self, key: Key, entry: _LRUEntry[Value]) -> Key | None:

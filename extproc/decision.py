@@ -53,17 +53,17 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
 
 
 class Repeat(NamedTuple):
-    """What a conversation's own history says about the calls of its last turn.
+    """A loop, or how near one is, as a conversation's own history shows it.
 
     Attributes:
         tools: the tool, or the tools of a cycle in the order in which they are called.
         count: how often it was called, or how often the cycle came round.
         calls: among how many calls.
         threshold: how often is too often.
-        results: that they brought back the same was compared as well.
+        results: the results were compared, too, and are equal.
         reason: the operator's words about it, empty when there are none.
         rule: which of the similarity's rules holds, where it has several.
-        step: at which of the detector's thresholds, the lowest being 0.
+        step: index of the detector's threshold that applies, the lowest being 0.
     """
 
     tools: tuple[str, ...]
@@ -88,7 +88,7 @@ class Advice(NamedTuple):
         what: repeated, and how often; the start of a sentence.
         reason: the operator's words about it, empty when there are none.
         instead: what to do, in whole sentences.
-        about: what kind of thing it is that they are told.
+        about: heading of the advice.
     """
 
     what: str
@@ -118,12 +118,12 @@ class Subject(Protocol):
 
     @property
     def threshold(self) -> int | None:
-        """In place of the detector's own; None for that."""
+        """Replaces the detector's threshold; None keeps it."""
         ...
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """What is called in it, as far as that is looked at."""
+        """The tools that it calls, if the detector looks at tools."""
         ...
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:
@@ -131,14 +131,14 @@ class Subject(Protocol):
         ...
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
-        """The same of a request that goes on."""
+        """The same for a request that is let through."""
         ...
 
     def frame(self, message: str, accept: str) -> Framed | None:
-        """The refusal in the shape of the request's own protocol; None for the one that all others have.
+        """The refusal in the shape of the request's own protocol; None for the default shape of its API.
 
         Args:
-            message: what `tell` says.
+            message: from `write_message`.
             accept: the request's `accept` header.
         """
         ...
@@ -226,7 +226,7 @@ class Outcome:
         self.repeat = repeat
 
     def list_tools(self) -> list[str]:
-        """The tools that are called again and again, each once; none where it is not tools that repeat."""
+        """The tools that are called repeatedly, each once; empty if no tool calls repeat."""
         if self.repeat is not None:
             return list(dict.fromkeys(self.repeat.tools))
         tool = getattr(self.subject, "tool", "")  # of a call over HTTP
@@ -237,7 +237,7 @@ class Outcome:
         return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
 
     def change_action(self, action: Action) -> Outcome:
-        """The same with another action, one that holds nothing up."""
+        """The same with another action, without a delay."""
         return Outcome(
             self.policy,
             self.mode,
@@ -290,13 +290,13 @@ class Decision:
         return self.lead.action if self.lead is not None else Action.ALLOW
 
     def refuse_instead(self, refused: Outcome) -> Decision:
-        """The same where one of its outcomes turns out to be a refusal."""
+        """The same with a refusal in place of one of its outcomes."""
         place = (refused.policy, refused.mode, refused.detector)
         trace = [refused if (each.policy, each.mode, each.detector) == place else each for each in self.trace]
         return Decision(refused, self.shadow, trace, warning=self.warning, steer=self.steer)
 
     def warn_instead(self) -> Decision:
-        """The same where no note can be put into the request: what steers warns."""
+        """The same for a request that cannot be edited: steering becomes a warning."""
         trace = [
             outcome.change_action(Action.WARN) if outcome.action is Action.STEER and outcome.mode == "enforce" else outcome
             for outcome in self.trace

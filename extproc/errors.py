@@ -1,4 +1,4 @@
-"""What can go wrong, each error carrying what the one who has to hear it needs."""
+"""Errors, each with what its recipient needs: a message for people, a status code for a peer."""
 # interpreted: exceptions and words about them
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BundleErrors(LoopguardError):
 
 
 def excerpt(problems: Sequence[object]) -> list[str]:
-    """The first problems, each shortened: what is kept of them is small, however many there are, and however long."""
+    """The first problems, each shortened, so that the list stays small."""
     texts = map(str, problems[:_KEPT])
     return [text if len(text) <= _KEPT_CHARACTERS else f"{text[:_KEPT_CHARACTERS]}..." for text in texts]
 

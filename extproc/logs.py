@@ -35,7 +35,7 @@ class RateLimit:
 
 
 class Reminder:
-    """Lets one event through every so often, and tells how many there were since."""
+    """Lets one event through per interval, and counts those in between."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -53,7 +53,7 @@ class Reminder:
 
 
 def make_extra(**values: object) -> dict[str, Any]:
-    """For logging's `extra=`: fields that stand behind the message, or beside it in JSON."""
+    """For logging's `extra=`: fields that follow the message, or stand beside it in JSON."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
@@ -86,7 +86,7 @@ class _Json(logging.Formatter):
 
 
 def escape_controls(text: str) -> str:
-    """Control characters and bytes that are not UTF-8 made visible, so that nothing can pass for a line of its own."""
+    """Make control characters and invalid UTF-8 visible, so that no text can imitate a log line."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

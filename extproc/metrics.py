@@ -20,7 +20,7 @@ _LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 Decisions: TypeAlias = dict[tuple[str, str, str], int]
-"""Requests by policy, mode and action. The event loop alone counts; the thread that answers a scrape only reads."""
+"""Requests by policy, mode and action. Only the event loop writes; the thread that answers scrapes only reads."""
 
 Counts: TypeAlias = tuple[Sequence[str], float]
 
@@ -135,7 +135,7 @@ class Metrics:
         self.session_limits = counter("session_limits_total", "Requests that reached a limit of their session", *by_limit)
         text = "Requests of callers with too many sessions, which share the limits of one"
         self.session_overflow = counter("session_overflow_total", text, "policy")
-        text = "Requests of policies with session_limits for which nothing names a session, limited or not"
+        text = "Requests without a session under policies with session_limits, limited or not"
         self.session_unnamed = counter("session_unnamed_total", text, "policy", "mode")
         text = "Callers of which a session key was found to change with every request, so that it names no session"
         self.session_changing = counter("session_changing_total", text, "policy", "key")
@@ -144,7 +144,7 @@ class Metrics:
         self._begin()
 
     def _begin(self) -> None:
-        """Have what is alerted on there from the start: a counter's first event goes unseen where the series begins with it."""
+        """Create the series that alerts use at the start: `increase` misses the first event of a series that begins with it."""
         for reason in ("internal_error", "store_error", "shadow_error"):
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
@@ -165,7 +165,7 @@ class Metrics:
         read: Callable[[], Iterable[Counts]],
         kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
     ) -> None:
-        """Have numbers, which are kept elsewhere, read at a scrape: a value for each set of labels."""
+        """Read numbers that are kept elsewhere at each scrape: a value for each set of labels."""
 
         def show() -> Metric:
             shown = kind(f"{_PREFIX}_{name}", text, labels=labels)

@@ -13,7 +13,7 @@ Place = tuple[str | int, ...]
 """The steps from a document down to one of its values."""
 
 MAX_SECONDS = 31_536_000
-"""Longest window or cooldown: a year, so that milliseconds always fit the stores' 64-bit fields."""
+"""Longest window or cooldown: a year, whose milliseconds fit the stores' 64-bit fields."""
 
 MAX_THRESHOLD = 1_000_000_000
 
@@ -25,22 +25,22 @@ _POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empt
 
 
 def make_error(message: str, why: str = "") -> PydanticCustomError:
-    """The error that a validator raises: what would be right, and what is to be said after what was found."""
+    """The error that a validator raises: what would be right, and a text to add after what was found."""
     return PydanticCustomError("loopguard", "{message}", {"message": message, "why": why})
 
 
 def copy_text(text: str) -> str:
-    """An equal text, of a document that goes: the text itself would keep all of the memory around it from being given back."""
+    """A copy of a text from a document that is discarded: the original would keep the memory around it allocated."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
 def is_pointer(value: str) -> bool:
-    """Whether a text is a JSON Pointer (RFC 6901) to anything below the whole document."""
+    """Whether a text is a JSON Pointer (RFC 6901), other than the empty one."""
     return _POINTER.match(value) is not None
 
 
 def is_annotation(key: str) -> bool:
-    """Whether any object may carry the key, which is not read: `description` and `x-...`."""
+    """Whether any object may have the key, which is ignored: `description` and `x-...`."""
     return key == "description" or key.startswith("x-")
 
 
@@ -74,7 +74,7 @@ Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJs
 
 
 NO_ITEMS: Any = Field(default_factory=list, json_schema_extra={"default": []})
-"""An empty list as a default. One that is given as it is would be copied for each object: a twentieth of the time of a load."""
+"""An empty list as a default. A literal would be copied for each object, which takes a twentieth of the time of a load."""
 
 
 class JsonObject(BaseModel):

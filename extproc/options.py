@@ -22,7 +22,7 @@ _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off", "")
 
 ENVIRONMENT_ONLY = "environment only"
-"""In place of a flag's metavar: a secret on a command line is a secret no more."""
+"""In place of a flag's metavar: other users can see a command line, so secrets have no flag."""
 
 
 def option(
@@ -36,11 +36,11 @@ def option(
     """Declare an option.
 
     Args:
-        default: its text, as a user would give it, or its value where that is no text; REQUIRED where there is none.
+        default: as a user would write it, or a value that is not a string; REQUIRED for none.
         parse: makes the value from a text; its ValueError says what would be right.
         text: what the option is for.
         metavar: what its value looks like.
-        gather: for a flag that may be repeated: makes one text of all that were given, or the value.
+        gather: for a repeatable flag: joins everything given into one text, or makes the value.
     """
     metadata = {"parse": parse, "help": text, "metavar": metavar, "gather": gather, "default": default}
     return field(default=parse(default) if isinstance(default, str) else default, metadata=metadata)
@@ -124,9 +124,9 @@ def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: 
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: type[Options], prefix: str = "") -> None:
-    """One flag for each option; what is not given stays out of the namespace.
+    """One flag for each option; flags that are not given stay out of the namespace.
 
-    Where the environment's variables have a prefix, the help names them as well.
+    If there is a prefix for environment variables, the help names these as well.
     """
     for item in fields(declared):
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:

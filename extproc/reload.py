@@ -44,18 +44,18 @@ _SETTLE_MS = 100
 
 _TICK_MS = 500
 _RECHECK_TICKS = 10
-"""How often the files are compared without any event: some file systems send none, and overrides expire by the clock.
+"""How often the files are compared without any event: some file systems send none, and policies expire by the clock.
 
-The first tick counts as well: it finds what changed while the watch was being set up.
+The first comparison finds changes made while the watch was being set up.
 """
 
 _LEVEL = 1
-"""Of compression: policies that are alike become a tenth, at 100 MB/s."""
+"""zlib's level: similar policies shrink to a tenth, at 100 MB/s."""
 
 _FREED_AT_ONCE = 1_000
 
 _READ_SECONDS = 10.0
-"""How long a file system may take to answer; one on a network that is gone may never."""
+"""How long a file system may take to answer; a network file system that is gone may never do so."""
 
 _NAMES_SHOWN = 10
 
@@ -107,21 +107,21 @@ class Reloader:
 
     @property
     def refusal(self) -> RefusedReload | None:
-        """Why the files are not what is in force, None where they are."""
+        """Why the files on disk are not in force; None if they are."""
         return self._refusal if self._refused or self._unreadable else None
 
     def list_policies(self) -> list[tuple[Source, list[Any]]]:
-        """Every source that is in force, and its policies as they are written."""
+        """Every file in force, and its policies as written."""
         sources, archive = self.sources, self._archive
         return [(source, list_raw(data)) for source, data in zip(sources, archive.open().values(), strict=True)]
 
     def locate_policies(self) -> dict[str, tuple[str, str, Any]]:
-        """Every policy that is in force, by its id: its file, its JSON Pointer there, and the policy as it is written."""
+        """Every policy in force, by its id: its file, its JSON Pointer there, and the policy as written."""
         found = [(file, locate_raw(data)) for file, data in self._archive.open().items()]
         return {name: (file, pointer, raw) for file, own in found for name, (pointer, raw) in own.items()}
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
-        """Read the files again; when they changed, or `force` says so, load them and swap.
+        """Read the files again; if they changed, or with `force`, load them and swap the engine.
 
         Nothing is raised: errors are logged, counted, and leave everything as it was.
         """
@@ -154,7 +154,7 @@ class Reloader:
                 await asyncio.sleep(1)
 
     async def _follow_clock(self, swap: Callable[[Engine], None]) -> None:
-        """Notice what expires while it is in force."""
+        """Report policies that expire while they are in force."""
         now = _now()
         self._report_expiry(now)
         if _find_overridden(self.sources, now) != self._overridden:
@@ -233,7 +233,7 @@ class Reloader:
 
 
 async def _log_all(level: int, problems: Sequence[object]) -> None:
-    """A line for each; ten thousand of them in one go would hold up every request meanwhile."""
+    """Log a line for each, with pauses: ten thousand lines at once would delay every request."""
     for number, problem in enumerate(problems, 1):
         _LOG.log(level, str(problem))
         if not number % _LINES_AT_ONCE:
@@ -245,9 +245,9 @@ def _now() -> datetime:
 
 
 class _FileSystem:
-    """Asks the file system on threads of its own, with a limit on how long that may take.
+    """Asks the file system on threads of its own, with a time limit.
 
-    They are daemon threads: one that never comes back does not keep the process from ending, as one of asyncio's own would.
+    They are daemon threads: unlike asyncio's own, one that never returns does not keep the process from ending.
     """
 
     def __init__(self) -> None:
@@ -282,22 +282,22 @@ def _settle(answer: Future[T], work: Callable[[], T]) -> None:
 
 
 class _Archive(NamedTuple):
-    """The bytes of the policy files that are in force, small, and the moment for which they were good."""
+    """The policy files in force, compressed, and the moment at which they were checked."""
 
     files: dict[str, bytes]
     now: datetime
 
     def open(self) -> dict[str, bytes]:
-        """The files as they were read."""
+        """Decompress the files."""
         return {file: zlib.decompress(data) for file, data in self.files.items()}
 
     def compile(self, settings: Settings, now: datetime) -> _Loaded:
-        """The same policies for another moment: what has expired since keeps acting. Runs in a worker thread."""
+        """Compile the same policies again; those that have expired since then keep acting. Runs in a worker thread."""
         return _compile(self.open(), settings, now, checked=self.now)
 
 
 class _Loaded(NamedTuple):
-    """Policies, compiled, and the moment for which that holds."""
+    """Compiled policies, and the moment for which they were compiled."""
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
@@ -327,7 +327,7 @@ def build(  # noqa: PLR0913  # all that decides what is taken
     checked: datetime | None = None,
     unreadable: Sequence[BundleError] = (),
 ) -> tuple[PolicySet, Engine]:
-    """Make an engine of policy files: what `serve` starts with, and what `validate` tries.
+    """Make an engine from policy files; `serve` starts with it, and `validate` tries it.
 
     What has expired is decided by `checked`, or else by `now`. Raises BundleErrors, those that are `unreadable` first.
     """
@@ -349,7 +349,7 @@ def _compile(
     checked: datetime | None = None,
     unreadable: Sequence[BundleError] = (),
 ) -> _Loaded:
-    """See `build`; all that is not needed any more is freed. Runs in a worker thread during a reload."""
+    """See `build`; also frees what is no longer needed. Runs in a worker thread during a reload."""
     archive = _Archive({file: zlib.compress(data, _LEVEL) for file, data in files.items()}, checked or now)
     with _uncollected():
         policies, engine = build(
@@ -371,15 +371,12 @@ def _compile(
 
 
 def _digest(policy: Policy) -> int:
-    """A number that another policy hardly has."""
+    """A digest of a policy."""
     return zlib.crc32(policy.model_dump_json(exclude_defaults=True).encode())
 
 
 def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
-    """What a reload did: the ids of policies that it `added`, `removed` and `changed`, None for none.
-
-    It goes by a digest of each policy, by its id.
-    """
+    """What a reload did, by the digests of policies: the ids that it `added`, `removed` and `changed`; None for no change."""
     found = {
         "added": [name for name in after if name not in before],
         "removed": [name for name in before if name not in after],
@@ -394,20 +391,20 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _free(items: list[Any]) -> None:
-    """Let go of many objects bit by bit: all at once would keep the interpreter lock from the event loop until it is done."""
+    """Free many objects step by step: freeing them at once would hold the interpreter lock, and stall the event loop."""
     while items:
         del items[-_FREED_AT_ONCE:]
 
 
 def _dismantle(engines: list[Engine]) -> None:
-    """Free engines that are not used any more; the caller keeps no other name for them."""
+    """Free engines that are no longer used; the caller must hold no other reference to them."""
     parts = [part for engine in engines for part in engine.list_parts()]
     engines.clear()
     _free(parts)
 
 
 def _trim() -> None:
-    """Have the C library give back what is free, where it can: by itself glibc keeps what lies below the last thing in use."""
+    """Have the C library return free memory: on its own, glibc keeps what lies below the last block in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -415,9 +412,9 @@ def _trim() -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from what is built here, now and later: it would stop the event loop while it walks it.
+    """Exempt everything built here from garbage collection, which would stop the event loop while it walks these objects.
 
-    Policies hold no cycles, so whatever is dropped, by a swap or by a refusal, is freed all the same.
+    Policies hold no reference cycles, so those that are dropped are freed without the collector.
     """
     gc.disable()
     try:
@@ -436,7 +433,7 @@ def _find_overridden(sources: Iterable[Source], now: datetime) -> list[bool]:
 
 
 def _watch_changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], None]:
-    """One item for each burst of changes, and an empty one for each tick without any."""
+    """Yield once for each burst of changes, and an empty set for each tick without changes."""
     return awatch(
         *watched,
         watch_filter=None,
@@ -449,9 +446,9 @@ def _watch_changes(watched: Collection[str]) -> AsyncGenerator[set[FileChange], 
 
 
 def _list_directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
-    """What to watch: directories, because a file that is replaced takes its watch with it.
+    """The directories to watch: a watch on a file is lost when the file is replaced.
 
-    Each by itself rather than a tree from its root: a policy file in `/` must not have all of the disk watched.
+    They are watched without their subdirectories: a policy file in `/` must not cause the whole disk to be watched.
     """
     found = {str(parent) for file in files if (parent := Path(os.path.realpath(file)).parent).is_dir()}
     for path in paths:

@@ -56,16 +56,16 @@ from extproc.transport.tls import Certificates, open_certificates
 _LOG = logging.getLogger("loopguard")
 
 _STALLED_SECONDS = 10
-"""An event loop that has not run for that long is reported by /healthz, so that a supervisor restarts the process."""
+"""If the event loop has not run for this long, /healthz fails, so that a supervisor restarts the process."""
 
 _YOUNG_OBJECTS = 10_000
-"""This many before the garbage collector looks at them, in place of 700: those of the requests under way are no garbage yet."""
+"""New objects between two runs of the garbage collector, instead of 700: those of requests under way are no garbage yet."""
 
 SWITCH_SECONDS = 0.0002
-"""How long a thread keeps the interpreter while another one waits for it; Python's default is 5 ms. Policies are loaded and
-admin pages are made in threads, and a request waits for them each time that the event loop wakes up for it: half of the time
-for 10 ms and more on a busy machine, for 1.5 to 3 ms with this. Less gains nothing more. The work of the threads takes the
-same CPU time, and where only one of them runs this changes nothing."""
+"""How long a thread keeps the interpreter lock while another one waits for it; Python's default is 5 ms. Threads load policies
+and make admin pages, and a request waits for them whenever the event loop wakes up for it. On a busy machine, half of these
+waits take 10 ms and more; with this value, 1.5 to 3 ms. Lower values gain nothing more. The threads need no more CPU time.
+"""
 
 _ANSWER_SECONDS = 5.0
 """How long an admin page waits for the event loop and the store."""
@@ -82,12 +82,12 @@ _TRANSPORTS = {
 
 
 class Transport(Protocol):
-    """A door into the service: speaks gRPC on one address."""
+    """Serves gRPC on one address."""
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS where there are certificates.
+        """Listen, with mutual TLS if there are certificates; returns the address with its real port.
 
-        Returns the address with its real port, raises LoopguardError where that is impossible.
+        Raises LoopguardError if the address cannot be listened on.
         """
 
     async def stop(self, grace: float) -> None:
@@ -253,7 +253,7 @@ class Server:
         self.service.follow(engine)
 
     async def _watch_for_events(self) -> None:
-        """Tell of what happens to loops and to the store, a second later at most; what operators do, at once."""
+        """Send events about loops and the store within a second, and those about operators' orders at once."""
         if self._events is None:
             return
         emit = self._events.emit
@@ -270,7 +270,7 @@ class Server:
             health = now
 
     async def _drain(self) -> None:
-        """Turn Envoy away while still serving, then let streams in flight finish, then let the rest through."""
+        """Fail health checks while still serving, let streams in flight finish, then let the rest through."""
         self._health.set(serving=False)
         _LOG.info("draining", extra=make_extra(streams=self.service.streams))
         await _wait(self._skip_delay, self._settings.drain_delay)
@@ -301,7 +301,7 @@ class Server:
         return Page(code, {"status": status, "store": self._store.health(), **missing, **self._tell_watching()})
 
     def _tell_watching(self) -> dict[str, str]:
-        """That no policy is given, where that is so."""
+        """Log that no policy is given, if so."""
         return {"watching": WATCHING} if self._settings.watches else {}
 
     def _policies(self) -> Page:
@@ -350,7 +350,7 @@ class Server:
         return Page(HTTPStatus.OK, {"kept": self._settings.shadow_samples > 0, "samples": samples})
 
     def _collect_states(self) -> dict[str, list[State]]:
-        """What every replica has counted for canaries; asked by a thread of the admin server's."""
+        """What all replicas have counted for canaries; called from a thread of the admin server."""
         return asyncio.run_coroutine_threadsafe(self._sharing.collect(), self._loop).result(_ANSWER_SECONDS)
 
 
@@ -363,18 +363,18 @@ def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Se
 
 
 def _drop_zero(number: float | None) -> float | None:
-    """A whole number without the `.0` that it was not written with."""
+    """A whole number without `.0`."""
     return int(number) if number is not None and number.is_integer() else number
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Until the event, or that long."""
+    """Wait for the event, at most this long."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
 
 
 def freeze_objects() -> None:
-    """Keep the garbage collector from what is here now, because it stays, and let it run less often."""
+    """Exempt existing objects from garbage collection, because they stay, and run it less often."""
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, 10, 10)

@@ -18,10 +18,10 @@ from extproc.options import ENVIRONMENT_ONLY, choice, option, parse_integer, par
 
 ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
-"""What Kubernetes sets for a Service called `loopguard`, and what only tests read."""
+"""Variables that Kubernetes sets for a Service called `loopguard`, and those that only tests read."""
 
 MAX_SAMPLES = 100
-"""Of one canary: more than a person looks at."""
+"""Differences to keep for one canary: more than a person looks at."""
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -63,7 +63,7 @@ def parse_address(text: str) -> Address:
 
 
 class SubjectName(NamedTuple):
-    """A name that a certificate is made out to: a subjectAltName (RFC 5280 section 4.2.1.6).
+    """A name in a certificate: a subjectAltName (RFC 5280 section 4.2.1.6).
 
     Attributes:
         kind: `DNS`, `URI` or `IP Address`, as Python's `ssl` has it.
@@ -86,7 +86,7 @@ def _parse_price(text: str) -> float:
 
 
 def is_scope(text: str) -> bool:
-    """Whether an attachment may be called that."""
+    """Whether the text is a valid attachment name."""
     return re.fullmatch(r"[A-Za-z0-9_.-]{0,64}", text) is not None
 
 
@@ -120,7 +120,7 @@ def _parse_paths(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that `loopguard serve` can be told; each attribute is a flag and an environment variable."""
+    """All settings of `loopguard serve`; each attribute is a flag and an environment variable."""
 
     policy: tuple[str, ...] = option(
         (),
@@ -201,17 +201,17 @@ class Settings:
 
     @property
     def watches(self) -> bool:
-        """No policy is given: the preset counts and reports, and never acts."""
+        """No policy is given: the preset is used, in shadow mode."""
         return not self.policy
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each setting; what is not given stays out of the namespace."""
+    """One flag for each setting; flags that are not given stay out of the namespace."""
     options.add_flags(parser, Settings, ENV_PREFIX)
 
 
 def find_unknown(environ: Mapping[str, str]) -> list[str]:
-    """One warning for each variable that looks like a setting and is none; a misspelt one would go unnoticed."""
+    """One warning for each variable that has the prefix but is no setting; it may be misspelt."""
     known = [item.name.upper() for item in fields(Settings)]
     found = []
     for variable in sorted(environ):

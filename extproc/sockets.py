@@ -13,7 +13,7 @@ from extproc.errors import LoopguardError
 from extproc.settings import Address
 
 BACKLOG: Final = 1_024
-"""Connections that the kernel keeps until they are accepted."""
+"""Length of the kernel's queue of connections that are not accepted yet."""
 
 
 def open_listening_socket(address: Address, flag: str = "--listen", *, mode: int | None = None) -> socket.socket:

@@ -46,7 +46,7 @@ class Similarity:
 
     Attributes:
         keys: the keys of a loop_detection entry that are its own, beside those of `LoopKeys`.
-        looks: into the body, whose bytes are kept for it; else the body's checksums are enough.
+        looks: `compare` is called with the body, whose bytes are kept for it; otherwise the body's checksums are compared.
         reads_ends: of a body that is too long to be looked into, an excerpt is enough; see `Excerpt`.
         reads_headers: they may say what stands in the body.
         stateless: a request says itself whether it is part of a loop. Nothing is counted, the store keeps the cooldown alone.
@@ -81,7 +81,7 @@ class Similarity:
         """Look into a body.
 
         Returns:
-            what is compared, in one spelling; None where that is the body itself;
+            what is compared, in one spelling: `b""` leaves the body out, None compares the body itself;
             what the request itself says about a loop; None where requests are counted.
 
         Raises:

@@ -1,7 +1,7 @@
-"""What a policy's guards make of one request, each for itself: from its headers to a verdict.
+"""How each guard of a policy judges one request, from its headers to a verdict.
 
-A candidate is a guard that may stop the request. Once the body is known the candidate reads it, the store counts what the
-candidate asks for, and then it judges. Pure, as `evaluation`, which calls it.
+A candidate is a guard that may stop the request. Once the body is known, the candidate reads it, the store counts what the
+candidate asks for, and then the candidate judges. Pure, like `evaluation`, which calls it.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ Guard: TypeAlias = Detector | SessionGuard
 """What can stop a request."""
 
 Answer: TypeAlias = Count | Standing
-"""What the store says to what a guard asks."""
+"""What the store answers to a guard's question."""
 
 Kept: TypeAlias = Sequence[bytes] | Trail
-"""What the store has kept, as it answers a push."""
+"""The store's answer to a push."""
 
 _CALL: Final = 16
 _CALLS_AT_ONCE: Final = 256
-"""The system is asked for the randomness of this many names at a time: asking takes longer than all else that a name takes."""
+"""Random bytes are read for this many names at a time, because the system call takes most of the time."""
 
 NO_LABELS: Final[list[tuple[str, str]]] = []
 
 _IDENTITY: Final = 8
 _KILLED: Final = LIMITS.index(KILLED)
 _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
-"""Of a body that is no conversation, in which no calls can hide."""
+"""Reasons that mean a body holds no conversation, and so no calls."""
 
 
 NOT_CHANGING: Final[list[tuple[str, str]]] = []
 
 
 class _Calls:
-    """Random names for calls: who can send entries of an access log cannot guess the name of another client's call."""
+    """Random names for calls, so that a forged access log entry cannot guess the name of another client's call."""
 
     __slots__ = ("_at", "_names")
 
@@ -63,7 +63,7 @@ class _Calls:
         self._at = 0
 
     def name(self) -> bytes:
-        """One that no other call has."""
+        """Make a name that no other call has."""
         at = self._at
         if at >= len(self._names):
             self._names, at = os.urandom(_CALL * _CALLS_AT_ONCE), 0
@@ -75,20 +75,20 @@ _CALLS: Final = _Calls()
 
 
 class RequestBody:
-    """A request's body, and what is known beside it, for all candidates that read it.
+    """A request's body and what is derived from it, for all candidates that read it.
 
-    Policies of one request are mostly alike, such as a canary and its policy: what was worked out for a candidate is kept for
-    the next one.
+    The policies of a request are often alike, such as a canary and its policy, so what one candidate works out is kept for the
+    next one.
 
     Attributes:
         path: of the request.
         head: from `fingerprint.write_head`.
         sums: length and checksums of the body.
-        document: the same to look into, None where it cannot be.
+        document: the body to inspect, None if it cannot be inspected.
         unreadable: why not.
-        excerpt: of a body that is too long to be looked into; None where there is none.
+        excerpt: of a body that is too long to inspect, else None.
         scope: attachment name.
-        changing: (policy, limit key) of what was just found to name no session.
+        changing: (policy, limit key) of values just found to change with every request, so that they name no session.
     """
 
     __slots__ = (
@@ -159,20 +159,20 @@ class RequestBody:
         return self._session
 
     def find_place(self, document: Document) -> ChainPlace | None:
-        """Where the request stands in the conversation that it shows; None where that is not known."""
+        """The request's place in the conversation that it shows; None if unknown."""
         if document is not self._placed:
             self._placed, self._place = document, read_place(document)
         return self._place
 
     def open(self, most: int, *, ends: bool = False) -> Document:
-        """The document, where it is small enough for a guard that looks into this many bytes.
+        """The document, for a guard that inspects bodies of up to `most` bytes.
 
         Args:
             most: bytes.
-            ends: where it is too long, an excerpt will do.
+            ends: return an excerpt of a longer body.
 
         Raises:
-            NotCounted: it is not, or it cannot be read.
+            NotCounted: the body is too long, or cannot be read.
         """
         document = self.document
         if document is not None and len(document) <= most:
@@ -191,29 +191,29 @@ def make_excerpt(excerpt: Excerpt, data: bytes | memoryview) -> Document | None:
 
 
 class Candidate:
-    """One guard's part in a request; everything below `values` is set by `read_body`.
+    """One guard and one request; everything below `values` is set by `read_body`.
 
     Attributes:
         plan: the policy.
-        guard: of it.
+        guard: of that policy.
         values: the descriptors that the request has, by name.
-        caller: the same as the composite has them.
-        caller_in_head: the same as far as the request's head tells.
+        caller: the same, joined as in the composite.
+        caller_in_head: the same without descriptors from the body.
         composite: the whole composite.
         fingerprint: its CRC32, 8 hex digits.
         tenant: hash of the descriptors, 16 hex digits.
         body_crc32: of the body as this guard compares it.
         repeat: what the request itself says about a loop, None where requests are counted.
         subject: what the request is about.
-        compared: what was compared in place of the body, None where the body was.
-        compared_exactly: the body was compared because it is not what the similarity is for.
+        compared: what was compared instead of the body, None if the body itself was.
+        compared_exactly: the body was compared byte for byte, because the similarity does not apply to it.
         hit: what the store is asked to count, None for nothing.
-        session: the name of the request's session, empty where the request alone is looked at.
-        memory: what the request's conversation keeps of it, None for nothing.
-        pushes: the same as the store is asked to keep it, by the session's name and by what the request shows.
-        waits: it can say nothing before the store has answered these.
-        needs_body: without the body this guard cannot say anything about the request.
-        overrides: what operators have ordered about the request, as far as it is known.
+        session: the name of the request's session, empty if only the request itself is judged.
+        memory: what later requests of the conversation need of this one, None for nothing.
+        pushes: `memory` as questions for the store, by the session's name and by what the request shows.
+        waits: no verdict is possible before the store has answered the pushes.
+        needs_body: this guard cannot judge the request without its body.
+        overrides: operators' orders about the request, as far as it is known.
         labels: what is shown of the caller, by name.
     """
 
@@ -255,7 +255,7 @@ class Candidate:
         session: Sequence[str],
         subject: Subject,
     ) -> None:
-        """Know the request's head; `session` is what that says about the session."""
+        """Take the request's head; `session` is the session that it names."""
         self.plan = plan
         self.guard = guard
         self.values = values
@@ -281,14 +281,14 @@ class Candidate:
         self._now = 0.0
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
-        """Look up what operators have ordered about the caller, and the rest once the body has been read."""
+        """Look up operators' orders about the caller; after the body has been read, all others, too."""
         self._standing = standing
         self._now = now
         self._earlier = self.plan.read_earlier(request, self.values)
         self._look_up_caller("" if self.plan.reads_body else hash_tenant(self.caller))
 
     def find_alias(self) -> str:
-        """What people call the caller; empty where they have no name for it."""
+        """The caller's alias; empty for none."""
         aliases = self.plan.aliases
         if aliases:
             for known in [self.tenant, *self.list_credentials()]:
@@ -297,11 +297,11 @@ class Candidate:
         return ""
 
     def list_credentials(self) -> list[str]:
-        """The hashes of the secrets that tell the caller from others."""
+        """The hashes of the secrets that identify the caller."""
         return self.plan.list_credentials(self.values)
 
     def _know_caller(self, tenant: str) -> Caller:
-        """All that orders may call it; `tenant` is empty while it is not known."""
+        """All names by which orders may refer to the caller; `tenant` is empty while it is not known."""
         aliases, descriptors = self.plan.aliases, [self.values]
         names = [tenant, *self.list_credentials()]
         names += [aliases[known] for known in names if known in aliases]
@@ -312,20 +312,20 @@ class Candidate:
 
     @property
     def is_allowed(self) -> bool:
-        """An operator has ordered that nothing is done about the request."""
+        """An operator allows the request."""
         return bool(self.overrides) and find_kind(self.overrides, ALLOW) is not None
 
     def find_stop(self) -> ActiveOverride | None:
-        """What an operator has ordered that refuses the request; None for nothing."""
+        """The order that refuses the request; None for none."""
         return find_kind(self.overrides, BLOCK) if self.overrides else None
 
     @property
     def is_anonymous(self) -> bool:
-        """Nothing tells the caller from others. A session, whose name is anybody's choice, is no caller."""
+        """Nothing identifies the caller. A session does not, because clients choose its name freely."""
         return not self.caller and self.plan.tells_callers_apart
 
     def goes_on_without_body(self) -> bool:
-        """Whether it has something to say about the request although its body is not known."""
+        """Whether it can judge the request although its body is not known."""
         return False
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
@@ -333,25 +333,25 @@ class Candidate:
 
         Args:
             body: of the request.
-            missing: takes (policy, limit key) of what the body does not have.
+            missing: collects (policy, limit key) of what the body does not have.
 
         Raises:
-            NotCounted: what this guard compares cannot be had.
+            NotCounted: what this guard compares is not available.
         """
         raise NotImplementedError
 
     def name_request(self) -> None:
-        """Work out what people know the request by, where `read_body` has not."""
+        """Work out fingerprint and tenant, if `read_body` has not."""
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """Take what the store answers to the pushes, which may make another verdict.
+        """Take the store's answers to the pushes, which may change the verdict.
 
         Raises:
-            NotCounted: nothing can be counted without more than it answers.
+            NotCounted: the answers are not enough to count the request.
         """
 
     def judge(self, count: Answer) -> Outcome:
-        """What this guard makes of the request."""
+        """The guard's verdict."""
         raise NotImplementedError
 
     def _look_up_caller(self, tenant: str) -> None:
@@ -366,12 +366,12 @@ class Candidate:
         self.overrides = [*self._of_caller, *found] if found else self._of_caller
 
     def _renew(self, name: str) -> str:
-        """A part of a key, another one since a release: what was counted before it is not found again."""
+        """A part of a key that changes with each release, so that earlier counts are not found again."""
         release = find_kind(self.overrides, RELEASE)
         return name if release is None else f"{release.epoch}.{name}"
 
     def _read_body_descriptors(self, document: Document, missing: list[tuple[str, str]]) -> None:
-        """Know the whole caller."""
+        """Take the whole caller."""
         self.values = self.plan.read_body_descriptors(document, self.values, missing)
         self.caller = join_descriptors(self.values)
         self._look_up_caller(hash_tenant(self.caller))
@@ -383,7 +383,7 @@ class LoopCandidate(Candidate):
     Attributes:
         detector: the guard.
         claim: what the request's headers say about the body, None for nothing.
-        contradicted: the body says something else.
+        contradicted: the body contradicts the headers.
     """
 
     __slots__ = ("_name", "claim", "contradicted", "detector")
@@ -419,7 +419,7 @@ class LoopCandidate(Candidate):
             self.pushes = self._list_pushes(self.plan.rings, self.memory, body.scope)
 
     def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[Push | ChainLink]:
-        """A ring is known by a name; a request that brings no turn is known by what it shows alone."""
+        """Rings are found by a session's name; a request without a turn is known only by the history that it shows."""
         detector, session = self.detector.name, self._renew(self.session) if self.overrides else self.session
         pushes: list[Push | ChainLink] = []
         if memory.place is not None:
@@ -429,7 +429,7 @@ class LoopCandidate(Candidate):
         return pushes
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """See `Candidate`; where the chain knows all of a conversation, its name may be that of several."""
+        """See `Candidate`; if the chain knows the whole conversation, several conversations may share its name."""
         memory = self.memory
         if memory is None or not memory.waits:
             return
@@ -446,7 +446,7 @@ class LoopCandidate(Candidate):
         return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
 
     def _compare(self, body: RequestBody, document: Document) -> Body:
-        """Look into the body; the sums of what is compared in its place."""
+        """Look into the body; returns the sums of what is compared in its place."""
         similarity, rings = self.detector.similarity, self.plan.rings
         if self.claim is not None:
             self.contradicted = similarity.contradicts(self.claim, document)
@@ -463,14 +463,14 @@ class LoopCandidate(Candidate):
         return body.sums
 
     def _compare_excerpt(self, body: RequestBody, document: Document) -> Body:
-        """The same for the excerpt of a body that is too long, which is all that can be said about one that cannot be read."""
+        """The same for an excerpt, which is all that is known about a body that is too long to be read."""
         try:
             return self._compare(body, document)
         except NotCounted:
             raise NotCounted("inspect_limit") from None
 
     def _ask(self) -> None:
-        """Make what the store is asked to count, now that all is known that the key depends on."""
+        """Make what the store is asked to count: everything that the key depends on is now known."""
         if self._standing is not None:
             self._look_up(self._standing)
         scope, name = self._name
@@ -490,11 +490,11 @@ class SessionCandidate(Candidate):
         limiter: the guard.
         calls: that the request's history shows.
         call: the name of the request, 16 bytes, for its settlement.
-        model: that is asked, empty where the request does not say.
-        reserve: what it will cost, in nano-dollars.
+        model: the model in the request, empty for none.
+        reserve: estimated cost, in nano-dollars.
         standing: of the session, once the store has counted the request; None before.
-        narrowing: the tools that the request must not offer any more, None for none.
-        unreadable: why calls could not be looked for, empty where they could.
+        narrowing: the tools that the request must no longer offer, None for none.
+        unreadable: why the body could not be searched for calls, empty if it could.
     """
 
     __slots__ = (
@@ -537,7 +537,7 @@ class SessionCandidate(Candidate):
         return find_kill(self.overrides) if stop is None and self.session and self.overrides else stop
 
     def goes_on_without_body(self) -> bool:
-        """A step is a step, whatever is in it."""
+        """Every request is a step, whatever its body."""
         self._unknown = not self.plan.reads_body
         return self._unknown
 
@@ -584,7 +584,7 @@ class SessionCandidate(Candidate):
             self.hit, self._stopped = None, True
 
     def _name_session(self, name: str) -> None:
-        """Know the session by its name, empty where it has none.
+        """Take the session's name, empty for none.
 
         Raises:
             NotCounted: it has none, and such requests have no limits.
@@ -613,7 +613,7 @@ class SessionCandidate(Candidate):
         )
 
     def name_request(self) -> None:
-        """See `Candidate`; most are never asked about, and it takes as long as all the rest."""
+        """See `Candidate`; worked out on demand, because it is rarely needed and expensive."""
         body = self._body
         if body is not None:
             self.composite, self.fingerprint, _, _ = body.name(body.sums, self.caller)
@@ -649,18 +649,18 @@ class SessionCandidate(Candidate):
         return self.standing is not None and not self.standing.limit
 
     def describe_call(self) -> str:
-        """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON."""
+        """What the access log entry has to repeat, so that it can be assigned to the call, as JSON."""
         return self.limiter.describe_call(self.name_ledger(), self.call, self.model, self.reserve)
 
     def refuse_unnarrowed(self) -> Outcome:
-        """The verdict where the request's tools cannot be taken away."""
+        """The verdict if tools cannot be removed from the request."""
         self.name_request()
         standing, narrowing = self.standing or Standing(), self.narrowing or Narrowing(every=True, tools=frozenset())
         self.narrowing = None
         return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
 
     def take_back(self, outcome: int) -> Settlement:
-        """What the ledger is told of a request that it has let through, and that is REFUSED or WITHDRAWN."""
+        """The settlement of a request that the ledger let through, and that was then REFUSED or WITHDRAWN."""
         limits = self.limiter.find_limits(self.session)
         return Settlement(self.name_ledger(), limits, self.call, 0, estimated=False, outcome=outcome)
 

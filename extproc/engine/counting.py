@@ -1,7 +1,7 @@
-"""Asks the store to count a group of candidates, and counts in a window local to this process while the store cannot.
+"""Asks the store to count a group of candidates, and counts within this process while the store is unavailable.
 
-What sessions keep of a request goes to the store first, in one step for the whole group. The answer waits for that only where
-a verdict depends on what earlier requests have left.
+What sessions keep of a request is pushed first, in one step for the whole group. The verdict waits for this step only if it
+depends on earlier requests.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Settlement
 
 Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
-"""Of a group's hits; None when they could not be had and `--on-store-error reject` wants that refused."""
+"""Of a group's hits; None if they are not available and `--on-store-error reject` refuses such requests."""
 
 
 Rings: TypeAlias = Sequence[Kept]
-"""What conversations have kept, an answer to each of a group's pushes."""
+"""An answer to each of a group's pushes."""
 
 Pushes: TypeAlias = Sequence[Push | ChainLink]
 
 HERE: Final = (list, tuple, NoneType)
-"""Counts that are there already; whether something is an Awaitable, an abstract type, is ten times as dear to find out."""
+"""Types of counts that are available at once. To ask for Awaitable, an abstract type, takes ten times as long."""
 
 
 class Asked:
-    """Counts that the store owes.
+    """Counts that the store will answer.
 
     Attributes:
-        pending: of the store's; to cancel it is to want no counts any more.
+        pending: the store's answer; cancel it if the counts are no longer needed.
     """
 
     __slots__ = ("_counting", "_group", "_started", "pending")
@@ -67,7 +67,7 @@ MaybeCounts: TypeAlias = Counts | Asked | Awaitable[Counts]
 
 
 class Counting:
-    """The store, and what takes its place: a store in this process, or no counts at all where those are to be rejected."""
+    """The store, and its fallback: a store in this process, or no counts with `--on-store-error reject`."""
 
     def __init__(self, store: Store, local: MemoryStore, metrics: Metrics, *, reject: bool) -> None:
         self.store = store
@@ -76,7 +76,7 @@ class Counting:
         self._reject = reject
 
     def count(self, group: CandidateGroup) -> MaybeCounts:
-        """Count a group that has read the body; an error of ours fails the group and is not raised."""
+        """Count a group that has read the body; an internal error fails the group and is not raised."""
         if group.remembers:
             return self._push(group)
         hits = group.list_hits()
@@ -91,7 +91,7 @@ class Counting:
         return counts if isinstance(counts, HERE) else self._count_later(group, counts)
 
     def _push(self, group: CandidateGroup) -> MaybeCounts:
-        """Have the store keep what sessions remember, and count then."""
+        """Have the store keep what sessions remember, then count."""
         pushes = group.list_pushes()
         group.remembers = False
         try:
@@ -141,7 +141,7 @@ class Counting:
         return ()
 
     def _watch(self, pushes: Pushes, rings: Awaitable[Rings]) -> None:
-        """No answer waits for these, but a failure is one all the same. The store's own deadline bounds how many there are."""
+        """Handle failures of pushes for which no answer waits. The store's deadline bounds how many there are."""
         if isinstance(rings, Pending):
             rings.then(lambda: self._finish(pushes, rings.error))
         else:
@@ -153,7 +153,7 @@ class Counting:
             _complete(error, pushes, self._local.push)
 
     def settle(self, settlements: Sequence[Settlement], report: Callable[[Sequence[Answer]], None]) -> None:
-        """Tell ledgers what became of requests; `report` is told how their sessions stand, now or once it has answered."""
+        """Tell ledgers what became of requests; calls `report` with how their sessions stand, now or later."""
         if not settlements:
             return
         try:
@@ -182,7 +182,7 @@ class Counting:
         report(_complete(error, settlements, self._local.hit))
 
     def collect(self, group: CandidateGroup, pending: Pending, started: float) -> Counts:
-        """What the store, asked at `started`, has answered, or what takes its place."""
+        """The answer of the store, which was asked at `started`, or of its fallback."""
         try:
             return cast("list[Answer]", pending.result())
         except Exception as error:  # noqa: BLE001  # sorted out by the callee
@@ -214,7 +214,7 @@ class Counting:
 
 
 def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]) -> list[Any]:
-    """The answers of the shards that have counted, and for the keys of the others those of this process."""
+    """The answers of the shards that counted; this process counts the keys of the others."""
     if not isinstance(error, PartlyAwayError):
         return list(ask_here(list(asked)))
     missing = [asked[place] for place, answer in enumerate(error.answers) if answer is None]

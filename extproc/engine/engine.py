@@ -67,13 +67,13 @@ class Engine:
                 self.plans[self._places[name]].paired = True
 
     def list_parts(self) -> list[object]:
-        """What it is made of, so that one that is not needed any more can be freed bit by bit."""
+        """Its parts, so that an engine that is no longer needed can be freed step by step."""
         return [*self.plans, *self._index.list_parts(), *self._switches.list_parts()]
 
     def match(self, request: HttpRequest) -> Sequence[Plan]:
-        """The policies whose selectors take the request, in bundle order.
+        """The policies whose selectors match the request, in bundle order.
 
-        What opens a WebSocket for model calls is taken whatever the method: it is always GET, and the calls would be POSTs.
+        The method of a request that opens a WebSocket for model calls is ignored: it is GET, but the calls would be POSTs.
         """
         route = request.facts.route() if self._index.uses_routes else ""
         method = None if request.opens_responses else request.method
@@ -85,7 +85,7 @@ class Engine:
         return self.plans[place] if place is not None else None
 
     def holds(self, policy: str) -> bool:
-        """Whether a policy has that id, also one that is not enabled."""
+        """Whether a policy, enabled or not, has that id."""
         return policy in self._places or policy in self._idle
 
     def list_unknown(self, names: Sequence[str]) -> list[str]:
@@ -93,7 +93,7 @@ class Engine:
         return [name for name in names if name not in self._places]
 
     def find_switch(self, request: HttpRequest, now: float, handed_over: Engine | None = None) -> Switch | None:
-        """The first kill switch that holds for a request, before any policy is asked, those handed over last; None for none."""
+        """The first kill switch that applies to a request, those handed over with its route last; None for none."""
         found = self._switches.find(request, now) if self.has_switches else None
         if found is None and handed_over is not None:
             return handed_over.find_switch(request, now)
@@ -107,10 +107,10 @@ class Engine:
         handed_over: Engine | None = None,
         key: HashKey = PROCESS_KEY,
     ) -> Evaluation | None:
-        """Match policies and read descriptors, after which the request's facts are let go; None when no policy matches.
+        """Match policies and read descriptors; the request's facts are dropped afterwards. None if no policy matches.
 
         Args:
-            request: what they read.
+            request: without its body.
             scope: attachment name, so that a gateway and a sidecar on one store do not count a request twice.
             pinned: ids of the policies that apply, in place of those whose selectors match; unknown ones are passed over.
             handed_over: the policies that came with the request's route; they take the place of those with the same id.
@@ -137,13 +137,13 @@ class Engine:
 
 
 class Texts:
-    """Texts that outlive the documents they stand in: a copy of each, and one for all that are equal."""
+    """Copies of texts, which outlive their documents; equal texts share one copy."""
 
     def __init__(self) -> None:
         self._kept: dict[str, str] = {}
 
     def keep(self, text: str) -> str:
-        """An equal text that may be kept."""
+        """The copy of a text."""
         kept = self._kept.get(text)
         if kept is None:
             kept = copy_text(text)
@@ -152,9 +152,9 @@ class Texts:
 
 
 class _Table:
-    """The selectors whose anchors are of one kind, by the anchor and the fields they name besides it.
+    """The selectors whose anchors are of one kind, by the anchor and their other fields.
 
-    One dictionary for all anchors rather than one in each: of a hundred thousand policies most have an anchor of their own.
+    It is one dictionary, not one for each anchor, because most of a hundred thousand policies have an anchor of their own.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Table:
                 self.places[filed] = [place]
 
     def find(self, anchor: str, host: str, method: str, route: str, found: list[int]) -> None:
-        """Add the places of the items that take this request to `found`."""
+        """Add the places of the items that match this request to `found`."""
         shapes = self.shapes.get(anchor)
         if shapes is None:
             return
@@ -221,10 +221,10 @@ class Index(Generic[Item]):
         ]
 
     def match(self, method: str | None, authority: str, path: str, route: str = "") -> Sequence[Item]:
-        """Every item whose selector takes this request, each once, in filing order.
+        """Every item whose selector matches this request, each once, in filing order.
 
         Args:
-            method: as sent; methods are case-sensitive (RFC 9110 section 9.1). None takes each item that has some method.
+            method: as sent; methods are case-sensitive (RFC 9110 section 9.1). None ignores the methods of selectors.
             authority: host, with or without port.
             path: without the query.
             route: Envoy's name of the route, empty when unknown.

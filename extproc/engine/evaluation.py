@@ -1,9 +1,9 @@
 """One request on its way through the policies that match it.
 
 Pure: no clock, no asyncio, no store. The steps between are the caller's: `admit` the policies, `read_body`, let the store count
-the hits of each group, `decide`. Enforcing and shadow candidates are kept in two groups all the way, so that nothing that
-happens to a shadow policy can reach the answer. A candidate's failure stops in the methods of its group and nowhere else: the
-candidate is taken out, and the verdict of the others stands.
+the hits of each group, `decide`. Enforcing and shadow candidates stay in two separate groups, so that nothing that happens to a
+shadow policy can affect the answer. The methods of a group catch the failures of its candidates: such a candidate is removed,
+and the verdict of the others stands.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from extproc.store.rules.windows import UNCOUNTED, Hit
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
 _MANY_OBJECTS: Final = 32_768
-"""A body of this many bytes may hold enough objects for the garbage collector to become a nuisance."""
+"""A body of this many bytes may hold so many objects that garbage collection takes long."""
 
 
 class CandidateGroup:
-    """The candidates that act, or those that only watch.
+    """The enforcing candidates of a request, or its shadow candidates.
 
     Attributes:
         shadow: they only watch.
-        candidates: the guards that have something to say about the request.
+        candidates: the guards that may judge the request.
         needs_body: some candidate cannot count the request without its body.
-        left_out: (policy, detector, reason) of what matched and does not count this request; no detector where all are meant.
-        forbidden: (policy, reason) of the first of these that may not pass uncounted; None for none.
+        left_out: (policy, detector, reason) for each that matched but does not count this request; no detector means all.
+        forbidden: (policy, reason) of the first of these whose policy refuses uncounted requests; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
-        failures: (policy, error) of candidates that raised, or could not be counted for an error of ours.
-        remembers: the session of some candidate keeps something of the request that the store has not been told.
-        sessions: the candidates that limit sessions, among them such as had to be left out.
-        contradicted: policies of which a detector has read headers that say something else than the body.
-        changing: (policy, limit key) of what was just found to name no session, because it changes with every request.
-        spared: what would have been done about the request, had no operator ordered to allow it.
+        failures: (policy, error) of candidates that raised, or could not be counted because of an internal error.
+        remembers: some candidate has pushes that the store has not got yet.
+        sessions: the candidates that limit sessions, including those left out.
+        contradicted: policies of which a detector has read headers that contradict the body.
+        changing: (policy, limit key) of values just found to change with every request, so that they name no session.
+        spared: what would have been done about the request without an operator's order to allow it.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class CandidateGroup:
         return any(candidate.plan.inspects > 0 for candidate in self.candidates)
 
     def acts_on(self, plan: Plan, ramp: Ramp, request: HttpRequest) -> bool:
-        """Whether a plan that is ramped up acts on the request's caller; in doubt it does not."""
+        """Whether a plan with a ramp acts on the request's caller; in doubt it does not."""
         try:
             place = ramp.find_place(request)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
@@ -112,9 +112,9 @@ class CandidateGroup:
         return ramp.covers(place)
 
     def admit(self, plan: Plan, request: HttpRequest, last: Candidate | None = None) -> bool:
-        """Make the plan's detectors candidates, or note why they are none; returns whether they are.
+        """Make the plan's detectors candidates, or note why not; returns whether they are.
 
-        What was read for the last candidate, of either group, need not be read again.
+        Reuses what was read for the last candidate, of either group.
         """
         try:
             if last is not None and plan.reads_like(last.plan, last.values):
@@ -164,7 +164,7 @@ class CandidateGroup:
         return candidate
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
-        """Look up what operators have ordered about the request, as far as its head tells."""
+        """Look up operators' orders about the request, as far as its head is enough."""
         for candidate in self.candidates:
             try:
                 candidate.apply_overrides(standing, now, request)
@@ -172,14 +172,14 @@ class CandidateGroup:
                 self.failures.append((candidate.plan.id, error))
 
     def find_block(self) -> tuple[Candidate, ActiveOverride] | None:
-        """The first candidate that an operator has ordered to be refused, None for none."""
+        """The first candidate that an operator's order refuses, None for none."""
         for candidate in self.candidates:
             if candidate.overrides and (stop := candidate.find_stop()) is not None:
                 return candidate, stop
         return None
 
     def read_body(self, body: RequestBody) -> None:
-        """Have every candidate read the body; one that cannot is none any more."""
+        """Have every candidate read the body; those that cannot are removed."""
         able = []
         for candidate in self.candidates:
             try:
@@ -205,16 +205,16 @@ class CandidateGroup:
 
     @property
     def waits(self) -> bool:
-        """The verdict about some candidate waits for what the store has kept."""
+        """Some candidate's verdict depends on what the store has kept."""
         return any(candidate.waits for candidate in self.candidates)
 
     @property
     def needs_store(self) -> bool:
-        """The same, and the request names its session; what it shows is enough to judge one that names none."""
+        """The same, and the request names its session; otherwise, the history that it shows is enough."""
         return any(candidate.waits and candidate.session != "" for candidate in self.candidates)
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """Take what the store has answered to the pushes, in their order; one that cannot is no candidate any more."""
+        """Take the store's answers to the pushes, in their order; candidates that cannot are removed."""
         taken = 0
         recalled = []
         for candidate in self.candidates:
@@ -238,7 +238,7 @@ class CandidateGroup:
         """What the candidates make of the request.
 
         Args:
-            counts: of the hits, in their order; None when they could not be had, of which nothing can be made.
+            counts: of the hits, in their order; None if they are not available, so that there is no verdict.
         """
         if counts is None:
             return []
@@ -255,7 +255,7 @@ class CandidateGroup:
         return trace
 
     def _spare(self, outcome: Outcome) -> Outcome:
-        """The same outcome, about which nothing is done."""
+        """The same outcome without an action."""
         if outcome.action is Action.ALLOW:
             return outcome
         self.spared.append(outcome)
@@ -274,7 +274,7 @@ class CandidateGroup:
         return taken
 
     def drop_body_readers(self, reason: str) -> None:
-        """Those that need the body do not count the request; where it stands for many requests, none does."""
+        """Candidates that need the body do not count the request; if it stands for many requests, no candidate does."""
         kept = []
         for candidate in self.candidates:
             if reason != RESPONSES_WEBSOCKET and (not candidate.needs_body or candidate.goes_on_without_body()):
@@ -303,21 +303,21 @@ class Evaluation:
 
     Attributes:
         request: the request.
-        content: its body, where a policy may look into it.
-        document: the same, once a policy may have looked; None where it is not byte for byte what was sent.
-        plain: the body without notes, as it is compared, once a policy may have looked.
+        content: its body, if a policy may inspect it.
+        document: the parsed body, once a policy may have read it; None if it differs from the bytes that were sent.
+        plain: the body without notes, as it is compared, once a policy may have read it.
         enforcing: the candidates whose verdict is the answer.
-        shadow: the candidates whose verdict never is.
+        shadow: the candidates whose verdict has no effect.
         groups: both.
         sessions: the candidates that limit sessions, of both groups.
-        size: bytes of its body, 0 where that is not known.
-        inspects: a body of this many bytes at most has to be kept to be looked into, 0 for none.
-        steers: a body of this many bytes at most has to be kept to be changed, 0 for none.
-        reads_ends: of a longer body than `inspects`, an excerpt may be looked into.
+        size: bytes of its body, 0 if unknown.
+        inspects: longest body to keep for inspection, in bytes; 0 for none.
+        steers: longest body to keep for editing, in bytes; 0 for none.
+        reads_ends: of bodies longer than `inspects`, an excerpt may be inspected.
         plans: the policies that matched.
-        paired: what some policy makes of it is compared with what another one does.
-        trace: what each policy made of it, once that has been compared.
-        is_overridden: operators may have ordered something about it.
+        paired: the outcomes of two of its policies are compared, as for a canary.
+        trace: the outcome of each policy, once these have been compared.
+        is_overridden: there may be operators' orders about it.
     """
 
     __slots__ = (
@@ -374,12 +374,12 @@ class Evaluation:
 
     @property
     def is_narrowed(self) -> bool:
-        """Some session may not have all of the tools that the request offers."""
+        """Tools may have to be removed from the request, for a session that has used them up."""
         return any(session.narrowing is not None for session in self.enforcing.sessions)
 
     @property
     def needs_body(self) -> bool:
-        """Some fingerprint includes the body, or some descriptor stands in it."""
+        """Some fingerprint includes the body, or some descriptor is in it."""
         return self.enforcing.needs_body or self.shadow.needs_body
 
     def admit(self, plan: Plan) -> None:
@@ -399,13 +399,13 @@ class Evaluation:
                 self.reads_ends = self.reads_ends or plan.reads_ends
 
     def apply_overrides(self, standing: Overrides, now: float) -> None:
-        """Apply what operators have ordered, before the body is read; `now` in seconds since 1970."""
+        """Apply operators' orders, before the body is read; `now` in seconds since 1970."""
         self.is_overridden = True
         for group in self.groups:
             group.apply_overrides(standing, now, self.request)
 
     def split(self) -> Evaluation:
-        """Take the shadow policies that need the body out, into an evaluation of their own."""
+        """Move the shadow policies that need the body into an evaluation of their own."""
         watching = Evaluation(self.request, self._scope, self._key)
         watching.shadow.candidates = self.shadow.take_body_readers()
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
@@ -430,10 +430,10 @@ class Evaluation:
         Args:
             sums: of the body; None when it is not known: candidates that need it do not count the request.
             reason: why the body is not known, for `uncounted`.
-            content: the body's bytes, None where no policy may look into them.
+            content: the body's bytes, None if no policy may inspect them.
             withheld: why not.
-            excerpt: of the body, of which `content` is what that has left.
-            shadow: also those of the shadow policies, else `read_shadow` does that later.
+            excerpt: of a body that is too long; `content` is then what the excerpt holds.
+            shadow: include the shadow policies; otherwise `read_shadow` does that later.
         """
         if sums is None:
             for group in self.groups:
@@ -462,18 +462,18 @@ class Evaluation:
 
     @property
     def is_plain(self) -> bool:
-        """The body comes as it is, not compressed."""
+        """The body is not compressed."""
         return not list_encodings(self.request.headers.get("content-encoding", b""))
 
     def _open_excerpt(self, excerpt: Excerpt, content: bytes | memoryview) -> Document | None:
-        """The excerpt of a body, to look into; None where there is none. Nothing in it is taken for a note."""
+        """The excerpt of a body, None for none. No notes are looked for in it."""
         shortened = make_excerpt(excerpt, content)
         if shortened is not None:
             self.content, self.plain = bytes(shortened), shortened
         return shortened
 
     def _open_document(self, content: bytes | memoryview) -> tuple[Document | None, str]:
-        """The body without notes, to look into, or None and why it cannot be read."""
+        """The body without notes, or None and why it cannot be read."""
         try:
             text = read_text(content, self.request.headers.get("content-encoding", b""), self.inspects)
         except UnreadableError as error:
@@ -493,26 +493,26 @@ class Evaluation:
         """The marks of notes for a candidate's caller, in the request's conversation.
 
         Args:
-            candidate: that steers.
-            data: the body, decoded where it has been looked into already.
+            candidate: one that steers.
+            data: the body, or the document made of it earlier.
 
         Raises:
-            NotCounted: there is no conversation in it, or it cannot be read.
+            NotCounted: it holds no conversation, or cannot be read.
         """
         return self._open_marks(self.document if self.document is not None else Document(data), candidate)
 
     def _open_marks(self, document: Document, candidate: Candidate | None = None) -> Marks:
-        """The same, also where notes are only to be recognised.
+        """The same, also to recognise notes only.
 
-        Marks are bound to callers as the head alone tells them, because notes are cut out before anybody reads the body. Where
-        some policy acts, those that only watch have no say in what is cut out.
+        Marks are bound to the caller as the head alone identifies it, because notes are cut out before any policy reads the
+        body. If some policy enforces, shadow policies have no influence on what is cut out.
         """
         candidates = self.enforcing.candidates or self.shadow.candidates
         callers = [each.caller_in_head for each in ([candidate, *candidates] if candidate is not None else candidates)]
         return Marks(self._key, list(dict.fromkeys(callers)), open_conversation(document).read_first_words())
 
     def _find_marks(self, document: Document) -> Marks | None:
-        """The same where something in the body looks like a note; None where no note can be recognised."""
+        """The same if something in the body looks like a note; None if no note can be recognised."""
         group = self.enforcing if self.enforcing.candidates else self.shadow
         if not group.candidates:
             return None
@@ -527,7 +527,7 @@ class Evaluation:
     def read_shadow(self, withheld: str = "") -> None:
         """Work out the fingerprints of the shadow policies.
 
-        As many calls deep as `read_body`: a body that is nested too deep for the enforcing policies is so for these.
+        The stack is as deep as in `read_body`, so that a body that is nested too deep for enforcing policies is so here, too.
 
         Args:
             withheld: why they may not look into the body; empty if they may.
@@ -552,7 +552,7 @@ class Evaluation:
             gc.enable()
 
     def find_tenant(self) -> str:
-        """The caller as the first policy sees it, by its headers alone; empty where none of them tells callers apart."""
+        """The caller as the first policy identifies it by headers alone; empty for none."""
         for group in self.groups:
             for candidate in group.candidates:
                 return candidate.caller

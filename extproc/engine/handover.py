@@ -43,7 +43,7 @@ def parse_names(value: str) -> list[str]:
 
 
 class RefusedPolicy(NamedTuple):
-    """Why a policy file in route metadata cannot be used; a few kilobytes at most, however much is wrong with it.
+    """Why a policy file in route metadata cannot be used; a few kilobytes at most.
 
     Attributes:
         reason: `invalid`, `too_large` or `unenforced`, as the metric shows it.
@@ -69,7 +69,7 @@ class _HandedOver(NamedTuple):
 
 
 class HandedOver:
-    """Policy files from route metadata, compiled once for each content; the least recently used make room."""
+    """Policy files from route metadata, compiled once for each content; the least recently used are dropped."""
 
     def __init__(self, *, shadow: bool, allow_unenforced: bool) -> None:
         """Compile as `serve` was told to."""
@@ -82,11 +82,11 @@ class HandedOver:
         return [plan for _, made in self._known.items() if isinstance(made, _HandedOver) for plan in made.engine.plans]
 
     def list_unenforced(self) -> list[Unenforced]:
-        """The parts of all these contents that are not enforced; called from any thread."""
+        """The parts of all these contents that are not enforced; may be called from any thread."""
         return [part for _, made in self._known.items() if isinstance(made, _HandedOver) for part in made.unenforced]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
-        """What came of this content before, None when it is new."""
+        """The earlier result for this content, None if it is new."""
         name = _cut(text)
         found = self._known.use(name)
         if isinstance(found, _HandedOver) and found.shadowed != _is_shadowed(found.sources, now):
@@ -95,13 +95,13 @@ class HandedOver:
         return found.engine if isinstance(found, _HandedOver) else found
 
     def compile(self, text: str, now: datetime) -> Engine | RefusedPolicy:
-        """Compile new content and remember what came of it."""
+        """Compile new content and remember the result."""
         made = self._make_engine(text, now, now)
         self._known.put(_cut(text), made)
         return made.engine if isinstance(made, _HandedOver) else made
 
     def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver | RefusedPolicy:
-        """Compile for `now` what was good when it was `checked`; the policies themselves are not kept, they are large."""
+        """Compile for `now` what was valid when it was `checked`; the policies are not kept, because they are large."""
         policies = self._parse(text, checked)
         if isinstance(policies, RefusedPolicy):
             return policies
@@ -124,7 +124,7 @@ class HandedOver:
 
 
 def _cut(text: str) -> str:
-    """What a content is remembered by: of one that is too large no more than tells that."""
+    """The key of a content; all that are too large share one."""
     return text[: MAX_POLICY_JSON + 1]
 
 

@@ -1,6 +1,6 @@
-"""Kill switches: requests that are refused before any policy sees them, because of what a bundle says about their caller.
+"""Kill switches: a bundle can refuse a caller's requests before any policy sees them.
 
-Bundles of tens of thousands cost a request no more than small ones: it is looked up once for each scope key that is in use.
+A request takes one look-up for each scope key in use, so tens of thousands of kill switches cost no more than a few.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _ANY_ROUTE = ""
 
 
 class Switch(NamedTuple):
-    """One of them; times in seconds since 1970.
+    """One kill switch; times in seconds since 1970.
 
     Attributes:
         place: `file: /kill_switches/0`.
-        number: among all of a load; the lowest that holds wins.
-        scope_key: what the requests have in common.
+        number: among all of a load; the lowest that applies wins.
+        scope_key: what is compared.
         reason: for the operator, empty for none.
         begins: when its bundle's `kill_switch_override` ends.
-        ends: from when on it does nothing.
+        ends: when it stops to apply.
     """
 
     place: str
@@ -44,7 +44,7 @@ class KillSwitches:
     """Those of one load."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
-        """Compile; of the sources' own objects nothing is kept."""
+        """Compile; keeps no reference to the sources' own objects."""
         self._switches: dict[tuple[str, str, str], list[Switch]] = {}  # by scope key, value and route
         every = [(source, place, switch) for source in sources for place, switch in source.kill_switches]
         for number, (source, place, switch) in enumerate(every):
@@ -54,7 +54,7 @@ class KillSwitches:
         self._descriptors = [compile_plainly(key, hidden=False) for key in keys]  # bundles have the values themselves
 
     def __len__(self) -> int:
-        """How many different callers and routes there are."""
+        """The number of different callers and routes."""
         return len(self._switches)
 
     def list_parts(self) -> list[object]:
@@ -62,7 +62,7 @@ class KillSwitches:
         return [part for entry in self._switches.items() for part in entry]
 
     def find(self, request: HttpRequest, now: float) -> Switch | None:
-        """The first that holds for a request, None for none; `now` in seconds since 1970."""
+        """The first that applies to a request, None for none; `now` in seconds since 1970."""
         found: Switch | None = None
         for descriptor in self._descriptors:
             value = _read(descriptor, request)
@@ -76,7 +76,7 @@ class KillSwitches:
 
 
 def _read(descriptor: Descriptor, request: HttpRequest) -> str:
-    """A request's value, empty where it has none, or where finding it would take too long."""
+    """A request's value, empty if it has none or if finding it would take too long."""
     if descriptor.source == "query" and is_too_long(request.target, request.query):
         return ""
     return descriptor.read(request, descriptor.argument)

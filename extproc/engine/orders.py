@@ -1,6 +1,6 @@
-"""Overrides: what operators have ordered about callers, sessions, loops and tools, each until its end.
+"""Overrides: operators' orders about callers, sessions, loops and tools, each until its end.
 
-Where there are any, a request asks an index in memory, once for each combination of fields that overrides name, whatever their
+They are indexed in memory: a request takes one look-up for each combination of fields that overrides name, whatever their
 number. Time is an argument, in seconds since 1970.
 """
 
@@ -23,19 +23,18 @@ KINDS: Final = (RELEASE, ALLOW, BLOCK, KILL, GRANT)
 ALL_POLICIES: Final = ""
 
 MAX_SECONDS: Final = 30 * 86_400
-"""Longest that an order stands."""
+"""Longest duration of an order."""
 
 
 class Target(NamedTuple):
-    """Whom an override is about: all that is named must hold. Names and values of clients are hashes, 16 hex digits.
+    """The requests that an override is about: all fields must match. Clients' names and values are hashes, 16 hex digits.
 
     Attributes:
-        caller: hash of all of the caller's descriptors together, as logs show it, or of its secret, or its alias; empty for
-            any.
-        descriptors: (name, hash of that descriptor alone), sorted; the caller may have others beside them.
+        caller: hash of all of the caller's descriptors together, as in logs, or of its secret, or its alias; empty for any.
+        descriptors: (name, hash of that descriptor alone), sorted; the caller may have others, too.
         session: hash of its name; empty for any.
         fingerprint: 8 hex digits; empty for any.
-        tool: that is called; empty for any.
+        tool: the tool that is called; empty for any.
     """
 
     caller: str = ""
@@ -50,7 +49,7 @@ class Grant(NamedTuple):
 
     Attributes:
         steps: requests that are let through.
-        tool_calls: calls that its histories show.
+        tool_calls: calls in its histories.
         cost: in nano-dollars.
     """
 
@@ -60,21 +59,21 @@ class Grant(NamedTuple):
 
 
 MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANO_DOLLARS)
-"""Of one, and of all together that hold for a session: with its limits they stay exact wherever they are counted."""
+"""Largest grant, and largest sum of a session's grants: added to its limits, these still fit every counter."""
 
 
 class ActiveOverride(NamedTuple):
     """One order; times in seconds since 1970.
 
     Attributes:
-        name: the same for two overrides that differ in nothing but times and words; each grant has one of its own.
-        kind: one of `KINDS`; others are another version's and do nothing here.
-        target: whom it is about.
-        policy: the id of the one that it is about; empty for all.
+        name: the same for overrides that differ only in times and words; each grant has a name of its own.
+        kind: one of `KINDS`; others come from another version and have no effect here.
+        target: the requests that it is about.
+        policy: a policy's id; empty for all.
         since: when it was given.
         ends: when it ends.
-        reason: why.
-        who: gave it.
+        reason: for people.
+        who: the operator.
         grant: what it grants.
     """
 
@@ -90,22 +89,22 @@ class ActiveOverride(NamedTuple):
 
     @property
     def epoch(self) -> str:
-        """Of what is counted under a release: no key has it that was in use before."""
+        """Part of all keys after a release; no earlier key has it, so counts start again."""
         return f"{int(self.since * 1000):x}"
 
 
 class _Shape:
-    """Overrides that name the same fields, filed by what these are.
+    """Overrides that name the same fields, by the values of these.
 
     Attributes:
-        names: of the descriptors among them.
-        of_head: a request's headers tell whether they hold for it.
+        names: of the descriptors among the fields.
+        of_head: a request's headers are enough to find them.
     """
 
     __slots__ = ("_caller", "_filed", "_fingerprint", "_session", "_tool", "names", "of_head")
 
     def __init__(self, target: Target) -> None:
-        """Nothing is filed yet; every target has the fields of this one."""
+        """Start empty; every target has the same fields as this one."""
         self._filed: dict[str, list[ActiveOverride]] = {}
         self._caller = bool(target.caller)
         self._session = bool(target.session)
@@ -115,14 +114,14 @@ class _Shape:
         self.of_head = not (self._session or self._fingerprint or self._tool)
 
     def file(self, override: ActiveOverride) -> None:
-        """File one more; all fields but the first and the last have a length of their own, so that joined they stay apart."""
+        """Add an override; all fields but the first and the last have a fixed length, so joining them is unambiguous."""
         target = override.target
         hashes = "".join([value for _, value in target.descriptors])
         key = f"{target.caller}\n{hashes}{target.session}{target.fingerprint}{target.tool}"
         self._filed.setdefault(key, []).append(override)
 
     def find(self, caller: Caller, session: str, fingerprint: str, tools: Sequence[str]) -> Sequence[ActiveOverride]:
-        """Those filed under what is known of a request; what is not known yet is empty."""
+        """The overrides that match a request; fields that are not known yet are empty."""
         if (self._session and not session) or (self._fingerprint and not fingerprint):
             return _NOTHING
         rest = f"{session if self._session else ''}{fingerprint if self._fingerprint else ''}"
@@ -138,11 +137,11 @@ class _Shape:
 
 
 class Caller:
-    """What orders may call the caller of a request.
+    """The names by which orders may refer to the caller of a request.
 
     Attributes:
-        names: the hash of all of its descriptors, and what else stands for it.
-        descriptors: name and value of each; more than one list where the version before read other values.
+        names: the hash of all of its descriptors, hashes of its secrets, and aliases.
+        descriptors: name and value of each; a second list if the previous version read other values.
     """
 
     __slots__ = ("descriptors", "names")
@@ -156,10 +155,10 @@ _NOTHING: Final[list[ActiveOverride]] = []
 
 
 class Overrides:
-    """Those that stand.
+    """The overrides in force.
 
     Attributes:
-        blocks_heads: some request may be blocked before its body has come.
+        blocks_heads: some may block requests before their bodies arrive.
     """
 
     __slots__ = ("_of_body", "_of_head", "blocks_heads")
@@ -180,11 +179,11 @@ class Overrides:
         self._of_body = [shape for shape in shapes.values() if not shape.of_head]
 
     def __len__(self) -> int:
-        """How many look-ups a request costs."""
+        """The number of look-ups that a request costs."""
         return len(self._of_head) + len(self._of_body)
 
     def find_by_head(self, policy: str, now: float, caller: Caller) -> Sequence[ActiveOverride]:
-        """Those about callers and nothing else that hold for a request under a policy.
+        """Overrides about callers alone that apply to a request under a policy.
 
         Args:
             policy: its id.
@@ -207,7 +206,7 @@ class Overrides:
         fingerprint: str,
         tools: Sequence[str],
     ) -> Sequence[ActiveOverride]:
-        """All others that hold for a request under a policy; `session` is the hash of its name, empty where it has none."""
+        """All others that apply to a request under a policy; `session` is the hash of its name, empty for none."""
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_body:
             filed = shape.find(caller, session, fingerprint, tools)
@@ -217,12 +216,12 @@ class Overrides:
 
 
 def _select(filed: Sequence[ActiveOverride], policy: str, now: float) -> list[ActiveOverride]:
-    """Those that have not ended, and are about this policy."""
+    """Those that have not ended and apply to this policy."""
     return [override for override in filed if now < override.ends and override.policy in (ALL_POLICIES, policy)]
 
 
 def _hash_descriptors(names: Sequence[str], values: Sequence[tuple[str, str]]) -> str:
-    """The hashes of these descriptors of a request, joined; empty where it lacks one."""
+    """The hashes of these descriptors of a request, joined; empty if it lacks one."""
     known = dict(values)
     if any(name not in known for name in names):
         return ""
@@ -230,7 +229,7 @@ def _hash_descriptors(names: Sequence[str], values: Sequence[tuple[str, str]]) -
 
 
 def hash_descriptor(name: str, value: str) -> str:
-    """A descriptor alone, 16 hex digits; a caller that has no other is called the same."""
+    """The hash of one descriptor, 16 hex digits; also that of a caller without other descriptors."""
     return hash_tenant(join_descriptors([(name, value)]))
 
 
@@ -244,14 +243,14 @@ def find_kind(overrides: Sequence[ActiveOverride], kind: str) -> ActiveOverride 
 
 
 def find_kill(overrides: Sequence[ActiveOverride]) -> ActiveOverride | None:
-    """The newest kill, None where there is none, or where a release was ordered after it."""
+    """The newest kill, None if there is none or a later release."""
     kill = find_kind(overrides, KILL)
     release = find_kind(overrides, RELEASE)
     return None if kill is None or (release is not None and release.since > kill.since) else kill
 
 
 def sum_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int]:
-    """What all grants add together, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
+    """The sum of all grants, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
     steps = tool_calls = cost = 0
     for override in overrides:
         if override.kind == GRANT:

@@ -1,4 +1,4 @@
-"""One policy and its detectors, ready to run: what does not depend on the request is worked out once, at the load.
+"""One policy and its detectors, ready to run: everything that does not depend on the request is worked out at load time.
 
 A detector is one entry of the policy's loop_detection. What is compared (similarity), over what span (window) and what is done
 (action) are three independent choices.
@@ -30,19 +30,19 @@ from extproc.store.rules.windows import Count, Hit
 _SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
 
 BYPASS = "bypass"
-"""Why a request is not counted that the policy's own `bypass` names."""
+"""The reason for requests that the policy's `bypass` leaves uncounted."""
 
 SHADOW_NAMESPACE = "shadow:"
-"""Before every key of a policy that only watches."""
+"""Prefix of every key of a shadow policy."""
 
 DELAY_PER_REQUEST_MS = 100
 """A throttled request is held for its count times this (Fairvisor's loop arithmetic)."""
 
 DISPLAY_COUNT = 1_000
-"""How far a `sliding_log` counts at least, so that reports stay truthful well past the threshold."""
+"""Least number of requests that a `sliding_log` can count, so that reports stay exact well past the threshold."""
 
 _Descriptors = tuple[tuple[Descriptor, ...], tuple[tuple[Descriptor, list[str]], ...]]
-"""Those that a request's head has, and those in the body with their pointers."""
+"""Descriptors in the request's head, and those in its body with their pointers."""
 
 
 class _BypassRule(NamedTuple):
@@ -55,7 +55,7 @@ class _BypassRule(NamedTuple):
 
 
 class Parts:
-    """What policies of one load have in common: of thousands most are alike, and each part is kept once.
+    """Parts that the policies of a load share: thousands of policies are mostly alike, so each part is kept once.
 
     Attributes:
         aliases: names of callers, by hash.
@@ -75,7 +75,7 @@ class Parts:
         return made
 
     def find_descriptors(self, limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
-        """The descriptors of these limit keys, and beside them those that stand in the body."""
+        """The descriptors of these limit keys, those in the body apart."""
         keys = tuple(limit_keys)
         made = self._descriptors.get(keys)
         if made is None:
@@ -92,7 +92,7 @@ def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
 
 
 def _list_secrets(descriptor: Descriptor) -> list[tuple[str, str, str]]:
-    """Name, start of the value and limit key of the secrets that a descriptor may have."""
+    """Name, start of the value and limit key of each secret that a descriptor may hold."""
     if not descriptor.parts:
         return [(descriptor.name, "", descriptor.key)] if is_secret(descriptor.key) else []
     return [(descriptor.name, f"{part.key}:", part.key) for part in descriptor.list_sources() if is_secret(part.key)]
@@ -104,14 +104,14 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
 
 
 def _make_names(session: Session, rings: Rings | None) -> SessionNames:
-    """Where limits look for the name of a session; a policy that looks in the same places for its rings looks once."""
+    """Where limits look for a session's name; the same object as for rings, if these look in the same places."""
     keys = session.list_budget_keys()
     return rings if rings is not None and keys == session.keys else SessionNames(keys, usual=not session.has_own_keys)
 
 
 @cache
 def _make_refusal_form(status: int | str, *, completes: bool) -> RefusalForm:
-    """How refusals are made, once for all detectors that make them alike."""
+    """The form of refusals, shared by all detectors with the same form."""
     return RefusalForm(status if isinstance(status, int) else None, completes)
 
 
@@ -183,16 +183,16 @@ class Detector:
 
     @property
     def lifetime_seconds(self) -> int:
-        """How long after a request something of it may still be counted."""
+        """How long a request may count."""
         return max(self._window_ms, self._cooldown_ms) // 1000
 
     def list_thresholds(self, subject: Subject) -> list[int]:
-        """What holds for this subject: a threshold for each of the actions, the lowest first."""
+        """The threshold of each action for this subject, the lowest first."""
         first = self._find_threshold(subject)
         return [first + later for later in self._later]
 
     def _find_threshold(self, subject: Subject) -> int:
-        """The lowest of them, which the similarity itself leaves to the detector."""
+        """The lowest threshold, from the subject or else from the detector."""
         return self.threshold if subject is self.similarity else subject.threshold or self.threshold
 
     def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
@@ -211,7 +211,7 @@ class Detector:
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
     def _find_retry_after(self, count: Count, threshold: int, repeat: Repeat | None) -> int | None:
-        """Seconds until the same request passes if it is not sent before; None where waiting changes nothing."""
+        """Seconds until the same request passes if it is not sent before; None if waiting changes nothing."""
         if repeat is not None and repeat.looping:
             return None  # its history will say the same then
         waits = count.cooldown_ms
@@ -224,7 +224,7 @@ class Detector:
         return max(1, -(-waits // 1000))
 
     def _choose_action(self, count: Count, subject: Subject, repeat: Repeat | None) -> Action:
-        """The strictest action that holds."""
+        """The strictest action that applies."""
         if count.looping:
             return self.actions[-1]
         if self.stateless:
@@ -235,7 +235,7 @@ class Detector:
         return Action.ALLOW
 
     def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
-        """What this detector makes of a request that has been counted."""
+        """The verdict about a request that has been counted."""
         number = count.count
         if self.stateless:
             number = repeat.count if repeat is not None else 0
@@ -263,13 +263,13 @@ class Plan:
 
     Attributes:
         guards_strangers: some detector counts nothing, and so acts on requests without a caller, too.
-        merges_strangers: all requests without a caller are one caller's.
-        labels: what is shown of callers and counts for nothing.
+        merges_strangers: all requests without a caller count as one caller's.
+        labels: values shown beside the caller's hash, which have no effect on counts.
         aliases: names of callers, by the hash of a caller or of its secret.
-        ramp: chooses the callers that the policy acts on, None where these are all or none.
-        watching: the same policy in shadow, for the others.
-        paired: what it makes of a request is compared with what another one does.
-        reads_ends: of a body that is too long to be looked into, some detector reads an excerpt.
+        ramp: chooses the callers that the policy acts on, None if it acts on all or none.
+        watching: the same policy in shadow mode, for the other callers.
+        paired: its outcomes are compared with those of another policy.
+        reads_ends: some detector reads an excerpt of a body that is too long.
     """
 
     __slots__ = (
@@ -301,7 +301,7 @@ class Plan:
     )
 
     def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
-        """Compile; of the policy's own objects nothing is kept, they take several times as much room."""
+        """Compile; keeps no reference to the policy's own objects, which take several times as much memory."""
         spec = policy.spec
         self.id = copy_text(policy.id)
         self.shadow = shadow
@@ -359,14 +359,14 @@ class Plan:
 
     @property
     def lifetime_seconds(self) -> int:
-        """How long after a request the store may still know something of it."""
+        """How long the store may remember a request."""
         lifetimes = [detector.lifetime_seconds for detector in self.detectors]
         lifetimes += [self.rings.idle_seconds] if self.rings is not None else []
         lifetimes += [self.limiter.lifetime_seconds] if self.limiter is not None else []
         return max(lifetimes)
 
     def list_names(self) -> list[str]:
-        """The names of the descriptors that tell its callers apart."""
+        """The names of the descriptors that identify callers."""
         return [item.name for item in self._descriptors] + [item.name for item, _ in self._body_descriptors]
 
     def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -374,7 +374,7 @@ class Plan:
 
         Args:
             request: has them.
-            missing: takes (policy, limit key) of what the request does not have.
+            missing: collects (policy, limit key) of what the request does not have.
 
         Raises:
             NotCounted: the policy does not count such a request.
@@ -397,7 +397,7 @@ class Plan:
         return values
 
     def read_labels(self, request: HttpRequest) -> list[tuple[str, str]]:
-        """What is shown of the caller, by name."""
+        """The values of labels, by name."""
         values = []
         for label in self.labels:
             try:
@@ -423,24 +423,24 @@ class Plan:
         return [name for name, prefix, _ in self._secrets if not prefix]
 
     def read_earlier(self, request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Descriptors with the values that the version before read: orders may still name these.
+        """Descriptors with the values that the previous version read, because orders may still name these.
 
-        Empty where there is no other.
+        Empty if all values are the same.
         """
         plain = {name: read_plainly(request, key) for name, prefix, key in self._secrets if not prefix and key != CREDENTIAL}
         return [(name, plain.get(name, value)) for name, value in values] if plain else []
 
     def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
-        """Whether it would read of a request what another one has read, which is so of a canary and its policy mostly."""
+        """Whether it reads the same of a request as another plan, which is usual for a canary and its policy."""
         alike = self._descriptors is other._descriptors and not self._bypass and not other._bypass
         return alike and len(values) == len(self._descriptors)
 
     def is_told_apart_by(self, key: str) -> bool:
-        """Whether it is one of the policy's limit keys that stand in a request's head."""
+        """Whether it is one of the policy's limit keys outside the body."""
         return any(descriptor.key == key for descriptor in self._descriptors)
 
     def list_session_keys(self, *, limited: bool) -> list[str]:
-        """Where a session's name is looked for; only for its limits where `limited`."""
+        """Where a session's name is looked for; with `limited`, for session limits only."""
         names = [self.limiter.names] if self.limiter is not None else []
         names += [self.rings] if self.rings is not None and not limited else []
         return [descriptor.key for found in names for descriptor in found.list_keys()]
@@ -482,14 +482,14 @@ class Plan:
         return values
 
     def _check_missing(self, values: list[tuple[str, str]], *, may_follow: bool) -> None:
-        """Raise NotCounted where the policy wants more descriptors than these; others `may_follow`, from the body."""
+        """Raise NotCounted if the policy needs more descriptors than these; others `may_follow`, from the body."""
         required = self._missing == "require_one" and not self.guards_strangers
         if self._missing == "skip" or (required and not values and not may_follow):
             raise NotCounted("missing_descriptor")
 
 
 def _bypasses(entry: _BypassRule, request: HttpRequest) -> bool:
-    """Whether a request has all that an entry of `bypass` names; of two paths either."""
+    """Whether a request matches all keys of an entry of `bypass`; of two paths, either."""
     if entry.header is not None and entry.header not in request.headers:
         return False
     if entry.methods is not None and request.method not in entry.methods:

@@ -1,7 +1,7 @@
-"""Whom a policy acts on while it is ramped up: a share of its callers, the others are only watched.
+"""`enforce_percent`: a policy acts on a share of its callers, and only watches the others.
 
-A caller's place is a hash of what the request's head says about it, keyed by the policy. It depends on nothing else, so every
-replica finds the same one, also after a restart, and a larger share holds every smaller one.
+A caller's place is a hash of its descriptors in the request's head, keyed by the policy. It depends on nothing else, so every
+replica finds the same place, even after a restart, and a larger share includes every smaller one.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from extproc.request.fingerprint import is_too_long, join_descriptors
 from extproc.request.http import Descriptor, HttpRequest
 
 PLACES = 100
-"""Callers stand in this many places, and a percentage enforces that many of them, the first first."""
+"""Number of places; a percentage enforces that many of them, from the first on."""
 
 _BITS = 32
-"""This many of a hash are spread over the places."""
+"""Range of the hashes that are mapped to places."""
 
 
 class Ramp:
-    """One policy's.
+    """The ramp of one policy.
 
     Attributes:
-        descriptors: what callers are chosen by.
+        descriptors: they choose callers.
         keys: their limit keys.
-        percent: the share that is acted on, 1 to 99.
-        seed: policies with the same one choose the same callers.
+        percent: share of callers to act on, 1 to 99.
+        seed: policies with the same seed choose the same callers.
     """
 
     __slots__ = ("_key", "descriptors", "keys", "percent", "seed")
@@ -39,11 +39,11 @@ class Ramp:
         self._key = blake2b(seed.encode(), digest_size=16).digest()
 
     def covers(self, place: int) -> bool:
-        """Whether the policy acts on a caller in that place; one without a place is only watched."""
+        """Whether the policy acts on a caller in that place; callers without a place are only watched."""
         return 0 < place <= self.percent
 
     def find_place(self, request: HttpRequest) -> int:
-        """The caller's place, 1 to 100; 0 where the request has none of the keys."""
+        """The caller's place, 1 to 100; 0 if the request has none of the keys."""
         if is_too_long(request.target, request.query):
             return 0  # not counted, so not read
         read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self.descriptors]

@@ -1,10 +1,10 @@
-"""What `--record` tells the access log of a request: all that `loopguard replay` needs to judge it again, and no more.
+"""What `--record` adds to the access log: everything that `loopguard replay` needs to judge a request again, and no more.
 
-A record is a JSON object, the metadata `record`; its fields are the ones in docs/replay.md. What says who sent the request is
-hashed: values of headers, claims and query parameters, and the address. Equal values have equal hashes, so that callers can be
-told apart and requests compared, but no name can be read, or a secret in a query, off the log. Hashes of API keys and other
-secrets are keyed, and stand there even where values are recorded as they are. Of headers and claims only those are recorded
-that a policy of the request reads; one that the request does not have is None. The body is a length and two sums.
+A record is a JSON object, the metadata `record`; docs/replay.md lists its fields. Values that identify the sender are hashed:
+those of headers, claims and query parameters, and the address. Equal values have equal hashes, so callers can be told apart and
+requests compared, but the log shows no names, and no secrets of a query. Hashes of API keys and other secrets are keyed, and
+are recorded even if other values are plain. Only headers and claims that a policy of the request reads are recorded; one that
+the request lacks is None. Of the body, the record has a length and two checksums.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, SECRET_PARAMETER
 from extproc.sessions.names import find_vendor_headers
 
 VERSION = 1
-"""Of the records that are written."""
+"""Version of the records' format."""
 
 TOO_LONG = False
-"""Stands in a record for a value, or a query, that is longer than what is told apart."""
+"""Recorded in place of a value, or a query, that is too long to be told apart."""
 
 _MAX_PAIRS = 64
-"""In a query; one of more is hashed as a whole, because each takes a microsecond."""
+"""Most pairs of a query to hash one by one, which takes a microsecond each; longer queries are hashed as a whole."""
 
 
 def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, plain: bool) -> dict[str, Any]:
@@ -36,9 +36,9 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
 
     Args:
         request: what is recorded.
-        facts: about it; those of the request itself are let go once it is prepared.
+        facts: of the request, which drops its own once it is prepared.
         plans: the policies that matched.
-        plain: values as they are, in place of their hashes.
+        plain: record values instead of their hashes.
     """
     headers: dict[str, Any] = {}
     claims: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def record_body(head: dict[str, Any], body: Body | None, reason: str, now: float
 
     Args:
         head: what `record_head` returned.
-        body: None when it is not known, or it was not asked for.
+        body: None if it is unknown, or was not needed.
         reason: why it is not known.
         now: when the request is counted, in seconds since 1970.
     """
@@ -87,7 +87,7 @@ def record_body(head: dict[str, Any], body: Body | None, reason: str, now: float
 
 
 def _list_reads(plan: Plan, request: HttpRequest) -> list[tuple[str, str]]:
-    """What a policy reads of this request's head; each header that one key stands for is one."""
+    """What a policy reads of this request's head; a key that stands for several headers is expanded."""
     found = []
     for source, name in plan.list_reads():
         vendors = f"{source}:{name}" == VENDOR_SESSION
@@ -111,7 +111,7 @@ def _hide(request: HttpRequest, header: str) -> str | None:
 
 
 def _list_credential_headers(request: HttpRequest) -> list[str]:
-    """The headers that say what the request's credential is: those in which it may stand, up to the one that has it."""
+    """The headers that determine the request's credential: all places where it may be, up to the first that has one."""
     names = []
     for place in list_places(request.path):
         source, _, name = place.partition(":")
@@ -123,9 +123,9 @@ def _list_credential_headers(request: HttpRequest) -> list[str]:
 
 
 def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -> str:  # noqa: FBT001  # as `record_head`
-    """The query as it is or with hashes of its values, always of a secret's.
+    """The query, plain or with hashes of its values; secrets are always hashed.
 
-    Of many pairs it has only the parameters that a policy reads, and a hash of them all.
+    A query of too many pairs is reduced to the parameters that a policy reads, and a hash of all.
     """
     pairs = request.read_shown_query()
     if plain:
@@ -144,5 +144,5 @@ def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -
 
 
 def _clean(text: str) -> str:
-    """Bytes that are not UTF-8 made visible: nothing else can stand in the metadata."""
+    """Make invalid UTF-8 visible, because metadata allows only valid text."""
     return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

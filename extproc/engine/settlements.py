@@ -1,4 +1,4 @@
-"""What an entry of the access log says to the ledgers of the sessions that its request belongs to."""
+"""From an access log entry to settlements for the ledgers of its request's sessions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Entry:
 
     Attributes:
         sessions: what the guard told Envoy about them.
-        status: of the answer, 0 where there was none.
-        failed: the upstream's fault, or that of the way to it: 5xx, or cut off.
-        request_bytes: of its body.
-        response_bytes: of the answer's.
-        model: that answered, as it calls itself; empty where it does not say.
+        status: of the response, 0 for none.
+        failed: the upstream, or the connection to it, failed: 5xx, or cut off.
+        request_bytes: length of its body.
+        response_bytes: length of the response's body.
+        model: the model that answered, as named in the response; empty if unknown.
         usage: its tokens.
-        estimated: some of them, from the sizes of the bodies.
+        estimated: some token counts are estimated from the lengths of the bodies.
         refused: by Loopguard itself.
     """
 
@@ -72,7 +72,7 @@ class Settled:
         mode: `enforce` or `shadow`.
         tenant: hash of the caller.
         session: hash of its name.
-        model: that was asked, or that has answered.
+        model: the model in the response, or else in the request.
     """
 
     __slots__ = ("mode", "model", "policy", "session", "settlement", "tenant")
@@ -89,7 +89,7 @@ class Settled:
 
 
 def list_settlements(engine: Engine, entry: Entry) -> list[Settled]:
-    """What is settled for each of the sessions; nothing for those whose policy is not there any more."""
+    """The settlement for each of the sessions whose policy still exists."""
     made = [_settle(engine, named, entry) for named in entry.sessions]
     return [settled for settled in made if settled is not None]
 
@@ -112,7 +112,7 @@ def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | No
 
 
 def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:
-    """The guard that has let the request through, in the mode in which it did."""
+    """The guard that let the request through, in the mode that it then had."""
     policy = named.get("policy")
     plan = engine.find_plan(policy) if isinstance(policy, str) else None
     if plan is not None and plan.watching is not None and named.get("mode") == _SHADOW:
@@ -121,7 +121,7 @@ def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:
 
 
 def _read_call(text: object) -> bytes:
-    """The name of a call; empty for what is none."""
+    """The name of a call; empty if invalid."""
     if not isinstance(text, str) or len(text) != 2 * _CALL:
         return b""
     try:

@@ -1,8 +1,8 @@
-"""What became of requests that were let through: Envoy's gRPC access log, an entry for each request when it is over.
+"""Reads the outcome of requests from Envoy's gRPC access log, which has an entry for each request when it is over.
 
-- Envoy's own filters have read the tokens out of the answer, so no byte of it comes here, and none waits for us.
-- What an answer does not say, because it was cut off, or compressed, or is in a format of its own, is estimated from its size.
-- Entries come from Envoy, but what is in them may come from clients and models: all of it is bounded.
+- Envoy's own filters read the token counts in responses, so no response passes through here, and none has to wait.
+- Counts that a response lacks, because it was cut off, compressed or of unknown format, are estimated from its size.
+- Entries come from Envoy, but their contents may come from clients and models, so everything is bounded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from extproc.sessions.rates import BYTES_PER_TOKEN, Usage, estimate_tokens
 _LOG = logging.getLogger("loopguard")
 
 MAX_MESSAGE: Final = 2**18
-"""Bytes. Envoy sends what it has once that is 16 KiB; an entry alone is larger only where its headers are."""
+"""Bytes. Envoy sends entries once it has 16 KiB; a single entry is larger only if its headers are."""
 
 MAX_ENTRIES: Final = 1_000
-"""Of one message: they take 13 ms, 50 ms in pure Python."""
+"""Most entries of one message: they take 13 ms, 50 ms in pure Python."""
 
 _MAX_SESSIONS: Final = 16
-"""Policies that one request belongs to."""
+"""Most policies of one request."""
 
 # The fields that are read, protos/ names them: of a StreamAccessLogsMessage and its HTTPAccessLogEntries,
 _HTTP_LOGS: Final = 2 << 3 | DELIMITED
@@ -64,7 +64,7 @@ _STRING_VALUE: Final = 3 << 3 | DELIMITED
 _BOOL_VALUE: Final = 4 << 3 | VARINT
 
 _UPSTREAM_FLAGS: Final = frozenset([field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields])
-"""What the upstream, or the way to it, did wrong."""
+"""Response flags for failures of the upstream, or of the connection to it."""
 
 # Names are compared as they come: to decode them takes longer.
 _DECIDED: Final = NAMESPACE.encode()
@@ -83,28 +83,28 @@ _FAILURE: Final = 500
 _LINES_PER_SECOND: Final = 1
 
 _MOST_OUTPUT: Final = 131_072
-"""Tokens. No answer has more; what is larger holds pictures."""
+"""Tokens. No text response has more; larger ones hold images."""
 
 _STREAMS: Final = ("text/event-stream", "application/x-ndjson", "application/vnd.amazon.eventstream")
 _BYTES_PER_EVENT: Final = 128
-"""For each token of a stream: a few letters in an event of JSON."""
+"""Bytes for each token of a stream: a few letters in an event of JSON."""
 
 _BYTES_PER_COMPRESSED_TOKEN: Final = 1
 """Text shrinks to a third or a quarter."""
 
 
 class _Logged:
-    """What Envoy tells of one request.
+    """One entry of the access log.
 
     Attributes:
-        decided: what the guard told Envoy, None where it told nothing.
-        told: what Envoy's filters have read in the answer.
-        status: of the answer, 0 where there was none.
-        flagged: the upstream, or the way to it, did something wrong.
+        decided: metadata of our own decision, None for none.
+        told: metadata that Envoy's filters read in the response.
+        status: of the response, 0 for none.
+        flagged: the upstream, or the connection to it, failed.
         unfinished: the request is not over yet.
-        request_bytes: of its body.
-        response_bytes: of the answer's.
-        headers: of the answer, those that were asked for.
+        request_bytes: length of its body.
+        response_bytes: length of the response's body.
+        headers: of the response, those that were configured.
     """
 
     __slots__ = ("decided", "flagged", "headers", "request_bytes", "response_bytes", "status", "told", "unfinished")
@@ -121,10 +121,10 @@ class _Logged:
 
 
 class AccessLog:
-    """Takes entries from the owner of the socket, and hands them on."""
+    """Takes entries from the transport, and hands them on."""
 
     def __init__(self, take: Callable[[Entry], None], metrics: Metrics) -> None:
-        """Hand entries to `take`; what it raises ends with its own entry, counted."""
+        """Hand entries to `take`; its exceptions are counted, and affect only their own entry."""
         self._take = take
         self._errors = RateLimit(_LINES_PER_SECOND)
         self._taken = metrics.access_log_entries.labels("taken")
@@ -164,7 +164,7 @@ class AccessLog:
 
 
 def read_message(message: bytes) -> tuple[list[Entry], int]:
-    """The entries of requests that belong to sessions, of as many as one message may have, and how many it has.
+    """The entries of requests that belong to sessions, up to the bound of one message, and the number of all its entries.
 
     Raises:
         ProtocolError: the bytes are no StreamAccessLogsMessage.
@@ -182,7 +182,7 @@ def read_message(message: bytes) -> tuple[list[Entry], int]:
 
 
 def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
-    """Add entries to this many; returns how many there are then."""
+    """Read entries, given the number so far; returns the new number."""
     outer = reader.enter()
     while tag := reader.read_tag():
         if tag == _LOG_ENTRY:
@@ -332,7 +332,7 @@ def _read_header(reader: Reader, headers: dict[bytes, str]) -> None:
 
 
 def _make_entry(logged: _Logged) -> Entry | None:
-    """None for a request that belongs to no session, or is not over."""
+    """Make an entry; None for a request that belongs to no session, or is not over."""
     decided = logged.decided
     if decided is None or _SESSIONS not in decided or logged.unfinished:
         return None
@@ -353,7 +353,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
 
 
 def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
-    """What `SessionCandidate.describe_call` has told of each; nothing where another program has written it."""
+    """What `SessionCandidate.describe_call` wrote about each session; empty if another program wrote the metadata."""
     try:
         if not isinstance(text, str):
             return ()
@@ -363,7 +363,7 @@ def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
 
 
 def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
-    """The tokens, as the answer tells them in `usage.COUNTS`, and whether some of them are estimated."""
+    """The token counts of the response, as in `usage.COUNTS`, and whether some of them are estimated."""
     told = read_counts(logged.told)
     prompt, output = _take_count(told, "input"), _take_count(told, "output")
     if logged.status >= _ERROR and prompt < 0 and output < 0:
@@ -380,13 +380,13 @@ def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
 
 
 def _take_count(told: dict[str, float], name: str) -> int:
-    """This many tokens, -1 where that is not told, or cannot be."""
+    """This many tokens, -1 if unknown or impossible."""
     count = told.get(name, -1.0)
     return int(count) if 0 <= count <= _MAX_TOKENS else -1
 
 
 def _estimate_output(logged: _Logged) -> int:
-    """Tokens of an answer that tells nothing, from its size."""
+    """Estimate the tokens of a response from its size."""
     streams = logged.headers.get(b"content-type", "").lower().startswith(_STREAMS)
     per_token = _BYTES_PER_EVENT if streams else BYTES_PER_TOKEN
     if logged.headers.get(b"content-encoding", "").lower() not in ("", "identity"):

@@ -1,14 +1,14 @@
-"""Time for looking into bodies, shared fairly: a caller may use what no other caller asks for, and no more than that.
+"""Processor time for inspecting bodies, shared fairly: a caller can use only what no other caller needs.
 
-A bucket for all bodies fills with time as it passes, and what is looked into takes out the time that it took. While there is
-time in it, any caller may use it. Below that there is a reserve, which only callers use who keep to their own share: a caller
-that comes back gets the same share as the others that are there now, and one place is kept for a caller that is new. So a
-caller that sends laborious bodies uses up what is left over, then its own share, and never what the others ask for.
+A token bucket for all bodies fills with time, and each inspection takes out the time that it used. While the bucket is not
+empty, any caller may use it. Below that is a reserve for callers that stay within their own share: all returning callers that
+are active get equal shares, and one share is kept for a new caller. So a caller that sends expensive bodies uses up the
+surplus, then its own share, and never the time that others need.
 
-A client may have a new name for each request. New names use half of the reserve at most, push out no caller that comes back,
-and are not counted as callers that are there.
+A client may use a new name for each request. New names can use half of the reserve at most, do not displace returning callers,
+and are not counted as active.
 
-Shadow policies look with the time that enforcing ones leave: what they take, those never miss.
+Shadow policies use the time that enforcing ones leave, and never take any from these.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import Final
 from extproc.bounded import LRU
 
 SHARE: Final = 0.5
-"""Of the processor's time, for looking into all bodies."""
+"""Share of the processor's time for inspecting bodies."""
 
 BURST_SECONDS: Final = 1.0
-"""Time that is saved up at most for any caller: some twenty bodies as laborious as a body can be."""
+"""Most seconds in the bucket for any caller: enough for about twenty of the most expensive bodies."""
 
 RESERVE_SECONDS: Final = 0.5
-"""Time beyond that for callers that keep to their own share."""
+"""Seconds in the reserve, for callers within their own share."""
 
 NEW_SECONDS: Final = RESERVE_SECONDS / 2
-"""Of the reserve, what new callers may use; the others share the rest, which lasts if all of them use their own time."""
+"""Seconds of the reserve that new callers may use; the rest is enough for the shares of all others."""
 
 PRESENT_SECONDS: Final = 1.0
-"""A caller is there until it has asked for nothing for one to two such spans."""
+"""A caller is active until it has asked for nothing for one to two such spans, in seconds."""
 
 MAX_TENANTS: Final = 9_000
-"""Callers that are known; the one that asked longest ago makes room, and is new when it comes back."""
+"""Most known callers; the least recently active is dropped, and is new when it returns."""
 
 MAX_NEW: Final = 1_000
 """Callers that have asked once, likewise."""
 
 
 class _Account:
-    """What is left of a caller's own share.
+    """A caller's own share.
 
     Attributes:
-        left: of it, in seconds.
-        given: what each caller had been given when that was worked out.
-        span: in which it has asked last.
+        left: what is left of it, in seconds.
+        given: total of all shares per caller when `left` was computed.
+        span: number of the span in which it last asked.
     """
 
     __slots__ = ("given", "left", "span")
@@ -95,7 +95,7 @@ class _Shares:
         return self._left > 0 or (caller.left > 0 and self._left > -RESERVE_SECONDS)
 
     def spend(self, tenant: str, seconds: float) -> None:
-        """A caller has used that much: of what is left over where there is some, else of its own share."""
+        """Charge a caller: the surplus first, then its own share."""
         if self._left <= 0:
             caller = self._known.peek(tenant) or self._new.peek(tenant)
             if caller is not None:
@@ -129,15 +129,15 @@ class InspectionBudget:
         self._watching = _Shares(share, now)  # what is left for shadow policies
 
     def __len__(self) -> int:
-        """The number of callers that are kept, of enforcing and of shadow policies."""
+        """The number of known callers, of enforcing and of shadow policies."""
         return len(self._acting) + len(self._watching)
 
     def allows(self, tenant: str, now: float, *, shadow: bool = False) -> bool:
-        """Whether there is time left to look into a body of this tenant's, perhaps for shadow policies alone."""
+        """Whether there is time left to inspect a body of this tenant, perhaps for shadow policies alone."""
         return (self._watching if shadow else self._acting).allows(tenant, now)
 
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:
-        """A body of this tenant's took that long."""
+        """Charge a tenant for the inspection of a body."""
         self._watching.spend(tenant, seconds)
         if not shadow:
             self._acting.spend(tenant, seconds)

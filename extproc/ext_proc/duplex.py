@@ -1,8 +1,8 @@
-"""Streams in which Envoy keeps no bodies (FULL_DUPLEX_STREAMED): what comes of them is handed back as it is.
+"""Streams for which Envoy keeps no bodies (FULL_DUPLEX_STREAMED): every part of a body is handed back unchanged.
 
-In this mode a body arrives only as far as it is handed back. If the stream ends before that, even with OK, Envoy goes on
-without the rest, or waits for it forever: the upstream gets a part of the request, and answers 200. So such a stream lasts as
-long as the bodies that it carries. One that has to end sooner ends with an error, to which Envoy answers 500, whatever its
+In this mode, the upstream gets only those parts of a body that are handed back. If the stream ends before, even with OK, Envoy
+continues without the rest, or waits for it forever: the upstream gets an incomplete request, and answers 200. So the stream
+must last as long as the bodies that it carries. If it has to end earlier, it ends with an error, and Envoy answers 500, in any
 failure mode.
 """
 
@@ -21,7 +21,7 @@ class Duplex:
     __slots__ = ("_begun", "_request", "_response")
 
     def __init__(self, first: EnvoyMessage) -> None:
-        """Ask the first message of a stream, which says how bodies come."""
+        """Read the body modes from the first message of a stream."""
         self._request = first.body_mode == BODY_DUPLEX
         self._response = first.response_mode == BODY_DUPLEX
         self._begun = False  # the response has

@@ -1,4 +1,4 @@
-"""A protobuf message read field by field: protobuf itself makes an object of every message in it, wanted or not."""
+"""Reads a protobuf message field by field; protobuf itself would make an object of every message inside."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _read_double: Final = Struct("<d").unpack_from
 
 
 class Reader:
-    """Goes through the fields of a message, and of the messages in it: protobuf.dev, Encoding.
+    """Walks over the fields of a message, and of messages inside (protobuf.dev, Encoding).
 
-    Nothing is recursive: how deep it goes is up to the caller of `enter`.
+    It does not recurse; the caller of `enter` decides about the depth.
 
     Attributes:
         value: the newest varint.
@@ -80,27 +80,27 @@ class Reader:
         return tag
 
     def enter(self) -> int:
-        """Stand before the first field of the message that the field at hand holds; returns the place to `leave` for."""
+        """Enter the message in the current field; returns the position to `leave` for."""
         outer = self._end
         self._end = self._position
         self._position = self._start
         return outer
 
     def leave(self, outer: int) -> None:
-        """Stand behind the message that was entered, in the one that ends there."""
+        """Continue behind the message that was entered, in the enclosing one, which ends there."""
         self._position = self._end
         self._end = outer
 
     def read_bytes(self) -> bytes:
-        """What the field at hand holds."""
+        """The content of the current field."""
         return self._data[self._start : self._position]
 
     def read_text(self) -> str:
-        """The string at hand; what is no UTF-8 in it is replaced."""
+        """The string in the current field; invalid UTF-8 is replaced."""
         return self._data[self._start : self._position].decode("utf-8", "replace")
 
     def read_double(self) -> float:
-        """The double at hand."""
+        """The double in the current field."""
         number: float = _read_double(self._data, self._start)[0]
         return number
 

@@ -1,4 +1,4 @@
-"""What all ext_proc streams share: the policies in force, the store, reports, and the places that are taken."""
+"""State shared by all ext_proc streams: the policies in force, the store, reports, and limits on what is open at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Waiting:
     __slots__ = ()
 
     def give_up(self, reason: str) -> None:
-        """Wait no longer: the request goes on, uncounted."""
+        """Stop waiting: the request goes on, uncounted."""
 
 
 class Service:
@@ -47,16 +47,16 @@ class Service:
         settings: of the process.
         holds: of throttled requests.
         released: `release` was called.
-        kept: bytes of bodies under way.
-        budget: time for looking into them.
-        changes: of them.
-        pairs: what shadow policies would do in place of enforcing ones.
-        overrides: what operators have ordered; None where that is nothing. Assign to change it between two requests.
-        access_log: reads what became of requests.
+        kept: memory for bodies under way.
+        budget: time for inspecting bodies.
+        changes: edits of bodies.
+        pairs: comparisons of shadow policies with enforcing ones.
+        overrides: operators' orders; None for none. Assign to change it between two requests.
+        access_log: reads the outcome of requests.
         handed_over: policies that come with routes.
         streams: open now.
-        waiting: of these, the ones that wait for a body, the oldest first.
-        given_up: of these, the ones that decide nothing any more: they only have to close, or to hand bodies back.
+        waiting: streams that wait for a body, the oldest first.
+        given_up: open streams that no longer decide anything: they only have to close, or to hand bodies back.
     """
 
     def __init__(  # noqa: PLR0913  # all that streams share
@@ -92,14 +92,14 @@ class Service:
         metrics.streams_in_flight.set_function(lambda: self.streams)
 
     def follow(self, engine: Engine) -> None:
-        """Put other policies in force; requests under way go on with those that were in force when they came."""
+        """Put other policies in force; requests under way keep those with which they began."""
         self.engine = engine
         self.pairs.follow(engine.pairings, time())
 
     def make_room(self) -> bool:
-        """Have the stream that has waited longest for a body make room for another one; whether there was one.
+        """Give up the stream that has waited longest for a body, to make room; returns whether there was one.
 
-        A client may stall an upload for as long as it likes. That must not switch the guard off for all others.
+        A client can stall an upload for any time. This must not switch the guard off for all others.
         """
         if not self.waiting:
             return False
@@ -108,7 +108,7 @@ class Service:
         return True
 
     def settle_entry(self, entry: Entry) -> None:
-        """Tell the ledgers of sessions what became of a request."""
+        """Settle a request with the ledgers of its sessions."""
         settled = list_settlements(self.engine, entry)
         if len(settled) < len(entry.sessions):
             self.reporter.report_unknown_calls(len(entry.sessions) - len(settled))
@@ -123,7 +123,7 @@ class Service:
             stream.give_up("shutdown")
 
     def compile_handed_over(self, policy_json: str) -> Engine | None:
-        """The policies that came with a route; None when they cannot be used, which is counted, and logged once."""
+        """The policies that came with a route; None if they cannot be used, which is counted, and logged once."""
         now = datetime.now(UTC)
         found = self.handed_over.recall(policy_json, now)
         if found is None:

@@ -46,19 +46,19 @@ SCOPE_METADATA = "x-loopguard-scope"
 """Names the attachment for one stream, in place of `--scope`."""
 
 BUFFER_LIMIT_METADATA: Final = "x-loopguard-buffer-limit"
-"""How many bytes Envoy collects of a body at least, which tells one that was cut off from one that ends in trailers."""
+"""gRPC metadata with Envoy's buffer limit, by which a body that was cut off differs from one that ends in trailers."""
 
 _LIMIT_DIGITS: Final = 18
 _INVALID_ARGUMENT = 3
 
 _REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
-"""What Envoy answers to a body that does not come in time, and to one above its buffer limit."""
+"""Envoy's responses to a body that does not arrive in time, and to one above its buffer limit."""
 
 _NOT_WHOLE: Final = {BODY_NONE: "no_body_phase", BODY_DUPLEX: "body_mode", BODY_GRPC: "body_mode"}
-"""Body modes in which Envoy hands no body over as a whole, and why a request is not counted then."""
+"""Body modes in which Envoy sends no complete body, and the reason why such a request is not counted."""
 
 _DECIDED_BEFORE: Final = "decided_before"
-"""Why shadow policies do not know the body of a request that ended, or was held, on its headers."""
+"""The reason why shadow policies lack the body of a request that was refused or held at its headers."""
 
 _NO_ANSWER: Final = Reply(None, done=True)
 
@@ -67,9 +67,9 @@ class Stream(Waiting):
     """One ext_proc stream, that is, one HTTP request. Its owner must `close` it, whatever happens.
 
     Attributes:
-        given_up: it waits for its body no longer.
-        on_given_up: for the owner of the socket to set; called, from within a call of another stream, when this one need not
-            go on: end it with status OK. A stream that goes on all the same has its next message answered, and is over then.
+        given_up: it no longer waits for its body.
+        on_given_up: set by the transport; called, from within a call of another stream, when this one can end: end it with
+            status OK. If it is not ended, it answers its next message, and is over then.
     """
 
     __slots__ = (
@@ -90,7 +90,7 @@ class Stream(Waiting):
     )
 
     def __init__(self, service: Service, metadata: Iterable[tuple[str, str | bytes]] = ()) -> None:
-        """Take a place among the service's streams, until `close`; where there is none the request goes on at once.
+        """Take a place among the service's streams, until `close`; without a free place, the request goes on at once.
 
         Args:
             service: what all streams share.
@@ -165,7 +165,7 @@ class Stream(Waiting):
         return self._on_response(message)
 
     def _stay_open(self, reply: MaybeLater) -> MaybeLater:
-        """Have `_stay` look at the reply, now or once it is there."""
+        """Pass the reply through `_stay`, now or once it is there."""
         if isinstance(reply, Reply):
             return self._stay(reply)
         if isinstance(reply, Later):
@@ -234,7 +234,7 @@ class Stream(Waiting):
         return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
 
     def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
-        """Go on with the policies that the request meets: now, or once its body is here."""
+        """Judge the request by the policies that match: now, or once its body is complete."""
         transaction, standing = self._transaction, self._service.overrides
         if standing is not None:
             evaluation.apply_overrides(standing, time())
@@ -258,7 +258,7 @@ class Stream(Waiting):
         return self._wait_for_body(evaluation, GO_ON["request_headers"])
 
     def _answer_before_body(self, evaluation: Evaluation) -> MaybeLater:
-        """Answer for the enforcing policies at once: what shadow policies wait for must not keep them."""
+        """Answer for the enforcing policies at once, even if shadow policies wait for the body."""
         watching = evaluation.split()
         reply = self._transaction.judge("request_headers", evaluation, None, _DECIDED_BEFORE)
         if isinstance(reply, Reply):
@@ -281,7 +281,7 @@ class Stream(Waiting):
         return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
 
     def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
-        """Judge the request once its body is all here, as mostly in one message, or is known to be cut off."""
+        """Judge the request once its body is complete, usually in one message, or known to be cut off."""
         evaluation = self._evaluation
         if evaluation is None:
             return DONE[kind]
@@ -318,19 +318,19 @@ class Stream(Waiting):
         return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, excerpt)
 
     def _on_response(self, message: EnvoyMessage) -> MaybeLater:
-        """The request was answered before its body was here: Envoy refused it, or sends no bodies."""
+        """The request was answered before its body arrived: Envoy refused it, or sends no bodies."""
         self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return DONE[message.kind]
 
     def _stop_waiting(self) -> Evaluation | None:
-        """What waited for the body until now, if anything did."""
+        """Take the evaluation that waits for the body, if any."""
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is not None:
             del self._service.waiting[self]
         return evaluation
 
     def _leave_uncounted(self, reason: str) -> None:
-        """A body that was waited for never came: nothing is counted."""
+        """The expected body never came: nothing is counted."""
         if self._upload is not None:
             self._upload.drop()
         evaluation = self._stop_waiting()

@@ -1,4 +1,4 @@
-"""Throttled requests being held: bounded in all and per tenant, each freed when its stream closes."""
+"""Places for throttled requests: bounded in all and per tenant, and freed when a stream closes."""
 
 from __future__ import annotations
 

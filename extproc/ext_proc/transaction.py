@@ -1,6 +1,6 @@
-"""One HTTP request, from the policies that it meets to the answer that Envoy gets.
+"""One HTTP request, from matching policies to the answer for Envoy.
 
-What goes wrong in here never reaches the client: the request goes on, and that is counted and logged.
+Errors in here never reach the client: the request goes on, and the error is counted and logged.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from extproc.store.pending import Listener
 from extproc.store.rules.session import REFUSED, WITHDRAWN
 
 HOLD_MARGIN_MS = 2_000
-"""What the overridden message timeout exceeds the hold by, so that a busy moment does not turn a hold into a 504."""
+"""Margin of the overridden message timeout over the hold, so that a busy moment does not turn a hold into a 504."""
 
 _SMALL: Final = 8_192
 _SMALL_SECONDS: Final = 0.001
-"""A body of this many bytes takes no longer to look into; the clock of a thread, which is a system call, would."""
+"""Shorter bodies are not timed: reading the thread's clock, a system call, would take longer than inspecting them."""
 
 _REFUSED_STATUS: Final = 429
-"""Of requests that another guard has refused, whatever it says exactly."""
+"""Outcome of requests that another guard refused, whatever its reason."""
 
 
 class Reply:
@@ -50,8 +50,8 @@ class Reply:
     Attributes:
         answer: the ProcessingResponse to send; None when the message has no well-formed answer.
         done: end the stream with status OK once the answer is out.
-        hold_ms: wait that long before the answer, in milliseconds.
-        first: a ProcessingResponse to send before the wait, which makes Envoy wait as well.
+        hold_ms: delay before the answer, in milliseconds.
+        first: a ProcessingResponse to send before the delay, so that Envoy waits, too.
     """
 
     __slots__ = ("answer", "done", "first", "hold_ms")
@@ -71,14 +71,14 @@ _PHASES = (*HEADERS, "request_body", "request_trailers", "response_headers", "re
 _GO_ON_BYTES: Final = {kind: let_go_on(kind) for kind in _PHASES}
 GO_ON: Final = {kind: Reply(answer, done=False) for kind, answer in _GO_ON_BYTES.items()}
 DONE: Final = {kind: Reply(answer, done=True) for kind, answer in _GO_ON_BYTES.items()}
-"""By phase: the request goes on, and the stream with it or not."""
+"""By phase: replies that let the request go on, with or without the end of the stream."""
 
 
 class Later:
-    """A reply that waits for the store and nothing else, which the owner of the socket can do without a task.
+    """A reply that waits only for the store, so that the transport needs no task for it.
 
     Attributes:
-        stay: what becomes of the reply where the stream has more to do than to answer, None for nothing.
+        stay: adapts the reply if the stream has more to do, None for nothing.
     """
 
     __slots__ = ("_asked", "_evaluation", "_kind", "_shadow_counts", "_transaction", "stay")
@@ -98,7 +98,7 @@ class Later:
         self._asked.pending.notify(listener)
 
     def cancel(self) -> None:
-        """Want no reply any more."""
+        """Cancel the reply."""
         self._asked.pending.cancel()
 
     def finish(self) -> Reply:
@@ -112,7 +112,7 @@ class Later:
         return self.finish()
 
     def __await__(self) -> Generator[Any, None, Reply]:
-        """The same for others: wait, and finish."""
+        """Wait, and finish."""
         return self._wait().__await__()
 
 
@@ -121,7 +121,7 @@ class Transaction:
 
     Attributes:
         observed: Envoy waits for no answer.
-        buffered: Envoy sends the body as a whole, and would take another in its place.
+        buffered: Envoy sends the body as a whole, and accepts an edited one.
         ended: the request was refused.
         started: when its newest message came, by `perf_counter`.
     """
@@ -154,7 +154,7 @@ class Transaction:
     def meet(
         self, engine: Engine, request: HttpRequest, scope: str, pinned: Sequence[str], handed_over: Engine | None
     ) -> Evaluation | None:
-        """What the policies of the request, and of its route, want to count; None where there are none."""
+        """Match the policies in force and those of the request's route; None if none matches."""
         service = self._service
         if pinned and (unknown := engine.list_unknown(pinned)):
             service.reporter.report_unknown_policies(unknown)
@@ -168,13 +168,13 @@ class Transaction:
         return evaluation
 
     def kill(self, request: HttpRequest, switch: Switch) -> Reply | None:
-        """The refusal of a request that a kill switch holds for; None where that may not act."""
+        """The refusal of a request by a kill switch; None if it must not act."""
         shadow = self._service.settings.shadow
         self._service.reporter.report_killed(switch, "shadow" if shadow else "enforce")
         return None if shadow else self._end(refuse_killed(request))
 
     def block(self, evaluation: Evaluation) -> Reply | None:
-        """The refusal of a request that an operator has blocked, as far as it is known."""
+        """The refusal of a request that an operator has blocked, judged by what is known so far."""
         found = evaluation.enforcing.find_block()
         if found is None:
             return None
@@ -208,10 +208,10 @@ class Transaction:
         Args:
             kind: the phase of the message to answer.
             evaluation: the request.
-            sums: of its body, None where that is not known.
+            sums: of its body, None if unknown.
             reason: why not.
-            content: the body, None where no policy may look into it.
-            excerpt: of the body, of which `content` is what that has left.
+            content: the body, None if no policy may inspect it.
+            excerpt: of a body that is too long; `content` is then what the excerpt holds.
         """
         if evaluation.steers:
             self._content, self._unknown = content if excerpt is None else None, reason
@@ -241,7 +241,7 @@ class Transaction:
         content: bytes | memoryview,
         excerpt: Excerpt | None,
     ) -> None:
-        """Look into the body while its tenant's time for that lasts."""
+        """Inspect the body, if the tenant has time left for that."""
         budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.inspects
         if not budget.allows(tenant, self.started, shadow=watches):
             evaluation.read_body(sums, reason, None, "inspect_budget")
@@ -274,7 +274,7 @@ class Transaction:
             return self.fail(kind, error)
 
     def _answer(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
-        """Answer a request that has been counted: whatever goes wrong from here on, sessions learn whose call it is."""
+        """Answer a request that has been counted; even after an error, the answer says whose call it is, for sessions."""
         try:
             return self._decide(kind, evaluation, counts, shadow_counts)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
@@ -303,14 +303,14 @@ class Transaction:
         return reply
 
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
-        """Claim a place among the held requests; past the bound a throttled request is rejected."""
+        """Claim a place among the held requests; without a free place, a throttled request is rejected."""
         if self._service.holds.claim(lead.tenant):
             self._holding = lead.tenant
             return decision
         return decision.refuse_instead(lead.change_action(Action.REJECT))
 
     def _change(self, kind: str, evaluation: Evaluation, decision: Decision) -> tuple[Decision, Changed]:
-        """Change the body of a request that goes on, where there is one that Envoy would take in place of its own."""
+        """Edit the body of a request that goes on, if Envoy accepts an edited one."""
         if decision.action is Action.REJECT:
             return decision, UNCHANGED
         original = Original(self._content, self._unknown or "inspect_limit")
@@ -323,7 +323,7 @@ class Transaction:
         return self._service.changes.apply(evaluation, decision, original)
 
     def _refuse_uncounted(self, evaluation: Evaluation, decision: Decision, counts: Counts) -> Reply | None:
-        """The refusal of a request that could not be counted, where that is wanted; None for all others."""
+        """The refusal of a request that could not be counted, if a policy refuses these; else None."""
         forbidden = evaluation.enforcing.forbidden
         if counts is None:
             metadata = self._describe(evaluation, decision)
@@ -357,7 +357,7 @@ class Transaction:
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
     def _describe_calls(self, sessions: Sequence[SessionCandidate]) -> str:
-        """What an entry of the access log has to say whose call it is about; empty for nothing."""
+        """What the access log entry must repeat to say whose call it is; empty for nothing."""
         calls = "" if self.observed else ",".join([each.describe_call() for each in sessions if each.is_let_through])
         return f"[{calls}]" if calls else ""
 
@@ -375,32 +375,32 @@ class Transaction:
         return {**metadata, "record": self._record}
 
     def _take_back(self, sessions: Sequence[SessionCandidate], outcome: int, status: int) -> None:
-        """Tell ledgers that a request which they have let through goes no further."""
+        """Tell ledgers that a request which they let through was refused or withdrawn."""
         service = self._service
         let_through = [session for session in sessions if session.is_let_through]
         settlements = [session.take_back(outcome) for session in let_through]
         service.counting.settle(settlements, partial(service.reporter.report_taken_back, status, let_through))
 
     def _compare(self, evaluation: Evaluation, decision: Decision) -> None:
-        """Count for canaries what this request says about them."""
+        """Compare the outcomes of canaries and their policies."""
         try:
             self._service.pairs.compare(evaluation, decision, refused=self.ended)
         except Exception as error:  # noqa: BLE001  # whatever it is, the answer stands
             self._service.reporter.report_shadow_failure(error)
 
     def fail(self, kind: str, error: Exception, calls: str = "") -> Reply:
-        """An internal error: the request goes on, loudly; `calls` says whose call it is, where it has been counted."""
+        """Let the request go on after an internal error, and report it; `calls` says whose call it is, if it was counted."""
         self.ended = False
         self._service.metrics.fail_open.labels("internal_error").inc()
         self._service.reporter.report_failure("internal error, request let through", error, phase=kind)
         return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
 
     def end_hold(self) -> None:
-        """The answer that was held leaves now, so that the request goes on, whether or not the client still waits."""
+        """The held answer is sent now, so the request goes on, even if the client has left."""
         self._held = ()
 
     def close(self) -> None:
-        """Free what the request held; sessions learn of one that was held and went no further."""
+        """Free what the request held; if it was held and goes no further, its sessions are told."""
         if self._holding is not None:
             self._service.holds.free(self._holding)
             self._holding = None

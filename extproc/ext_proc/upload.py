@@ -1,4 +1,4 @@
-"""A request body under way: its checksums as it comes, and its bytes as far as a guard may read them."""
+"""A request body as it arrives: its checksums, and its bytes if a guard may read them."""
 
 from __future__ import annotations
 
@@ -138,15 +138,15 @@ class Upload:
 
     @property
     def is_framed(self) -> bool:
-        """It is whole and begins as a message of gRPC does, which nothing in JSON does."""
+        """It is complete and begins like a gRPC message, as no JSON does."""
         start = self._start + bytes(self._last[: _PREFIX - len(self._start)])
         whole = len(start) == _PREFIX and start[0] in (0, 1)
         return whole and _PREFIX + int.from_bytes(start[1:], "big") <= self.body.length
 
     def take_content(self) -> tuple[bytes | memoryview | None, Excerpt | None]:
-        """What was kept of the body, None where that is nothing, and its excerpt, None where that is all of it.
+        """The kept bytes of the body, None for none, and its excerpt, None if the bytes are complete.
 
-        Nothing of it is kept here any longer.
+        The upload keeps neither of them.
         """
         last, excerpt = self._last, self._excerpt
         if self._before:
@@ -158,10 +158,10 @@ class Upload:
         return (last, excerpt) if keeps and excerpt is not None and not excerpt.lost else (None, None)
 
     def _has_trailers(self, length: int) -> bool:
-        """Whether a body that Envoy collects up to its limit ended before that, and only trailers follow.
+        """Whether a body that Envoy buffers up to its limit ended before that, and only trailers follow.
 
-        They cannot be waited for. Envoy sends them once the body has been let go on to the upstream, and behind a body that was
-        cut off they come as well.
+        Waiting for trailers is no way to find out: Envoy sends them only after the answer to the body, and also behind a body
+        that was cut off.
         """
         return self._mode == BODY_BUFFERED_PARTIAL and not self._content_length and length <= self._limit
 
@@ -171,7 +171,7 @@ class Upload:
         return expected.isdigit() and len(expected) <= _LENGTH_DIGITS and int(expected) == length
 
     def drop(self) -> None:
-        """It will not be looked into."""
+        """Drop the bytes: the body will not be inspected."""
         self._keeps = False
         self._kept.free(len(self._before))
         self._before = bytearray()

@@ -1,9 +1,8 @@
-"""What Envoy's messages say: of which phase they are, the request that they tell of, and bodies without copying them.
+"""Reads Envoy's messages: their phase, their request, and bodies without copying them.
 
-protobuf makes an object of every header, and copies a body twice; that is dearer than everything else that is done with a
-message. So those of requests are read by hand, in the one shape that Envoy sends. Every other shape is left to protobuf: the
-answer is always the one that protobuf would give. What stands beside headers is parsed when a policy asks for it, and not
-looked into before.
+protobuf makes an object of every header, and copies a body twice, which takes longer than all other work on a message. So
+request messages are parsed by hand, in the one form that Envoy sends. Any other form is left to protobuf, so the result is
+always the one that protobuf gives. Attributes and metadata are parsed only when a policy asks for them.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, op
 from extproc.request.secrets import SECRET_HEADERS
 
 MAX_HEADERS: Final = 10_000
-"""This many headers of a request are read (Envoy itself takes 100 by default); those behind them count as missing.
+"""Most headers of a request to read (Envoy itself takes 100 by default); further ones count as missing.
 
-Reading 100,000 takes 40 ms; nothing a client sends may hold up the others for longer than 50 ms.
+Reading 100,000 takes 40 ms; no client may delay others for longer than 50 ms.
 """
 
 # Body modes by name: looking an enum's value up on its message class costs microseconds.
@@ -32,7 +31,7 @@ BODY_BUFFERED: Final = int(ProcessingMode.BUFFERED)
 BODY_BUFFERED_PARTIAL: Final = int(ProcessingMode.BUFFERED_PARTIAL)
 BODY_DUPLEX: Final = int(ProcessingMode.FULL_DUPLEX_STREAMED)
 BODY_GRPC: Final = int(ProcessingMode.GRPC)
-"""Envoy 1.40 takes this mode and does nothing about it: bodies go on by themselves, whether or not they are shown."""
+"""Envoy 1.40 accepts this mode without effect: bodies pass on their own, whether or not they are shown."""
 
 BODY_UNTOLD: Final = -1
 
@@ -40,7 +39,7 @@ _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _ROUTE: Final = "xds.route_name"
 _ROUTE_NAME: Final = _ROUTE.encode()
 _ENTRY = 160
-"""Bytes of an attribute that are kept: of a longer name the beginning."""
+"""Most bytes of an attribute to keep; longer names are cut off."""
 
 _ENTRY_VALUE = 0x12  # of a map's entry, field 2
 _STRING_VALUE = 0x1A  # of google.protobuf.Value, field 3
@@ -63,7 +62,7 @@ _BODY_END: Final = 2 << 3
 _BODY_MODE: Final = 1 << 3
 
 LARGE: Final = 4_096
-"""From this many bytes on, not copying them is worth a view of them."""
+"""From this size on, a view of the bytes is cheaper than a copy."""
 
 _KIND: Final = 7
 _LENGTH: Final = 2
@@ -72,13 +71,13 @@ _MORE: Final = 0x80
 """Set in every byte of a number but the last."""
 
 _MAX_KNOWN: Final = 64
-"""Of this many headers at most the next request may have the same."""
+"""Requests with more headers are not remembered for the next one."""
 
 _MAX_KNOWN_SIZE: Final = 256
 
 
 class _UnusualError(Exception):
-    """A message has another shape than Envoy's."""
+    """A message has another form than Envoy's."""
 
 
 class _KnownHeaders:
@@ -87,7 +86,7 @@ class _KnownHeaders:
     __slots__ = ("_fields", "_headers", "_names")
 
     def __init__(self, fields: list[bytes], headers: dict[str, bytes]) -> None:
-        """Remember what may be remembered, each field with its bytes on the wire."""
+        """Remember headers that may be kept, each with its bytes on the wire."""
         self._names = list(headers)
         self._fields: list[bytes | None] = []
         self._headers: dict[str, bytes] = {}
@@ -99,7 +98,7 @@ class _KnownHeaders:
             self._headers[name] = value if kept else b""
 
     def adapt(self, fields: list[bytes]) -> dict[str, bytes] | None:
-        """The headers of a request with as many fields, None where their names are others; raises as `_read_header` does."""
+        """Read the headers of a request with the same names, None if the names differ; raises as `_read_header` does."""
         headers = self._headers.copy()
         for place, field in enumerate(fields):
             known = self._fields[place]
@@ -112,11 +111,11 @@ class _KnownHeaders:
 
 
 _KNOWN: Final[dict[int, _KnownHeaders]] = {}
-"""By the number of headers: most of a request's are those of the one before from the same kind of client."""
+"""Earlier headers, by their number: most headers equal those of the last request from the same kind of client."""
 
 
 class _RouteAlone(Facts):
-    """The route of a request whose message has gone."""
+    """The route of a request whose message has been dropped."""
 
     def __init__(self, entry: bytes) -> None:
         self._entry = entry
@@ -127,17 +126,17 @@ class _RouteAlone(Facts):
 
 
 class EnvoyMessage(Facts):
-    """One ProcessingRequest, which knows what stands beside the headers of its request.
+    """One ProcessingRequest, with attributes and metadata.
 
     Attributes:
         kind: the name of its phase, empty for one that does not exist yet.
         headers: of request_headers: raw values by lower-case name; the first of repeated headers wins.
         body: of request_body; a large one is a view of the message.
-        ended: nothing of the request follows, or where the message is of a response, nothing of that.
+        ended: nothing more of the request (or of the response, if the message is about one) follows.
         observed: Envoy does not wait for the answer.
         body_mode: how bodies are sent; BODY_UNTOLD in all messages but a stream's first, and where Envoy does not say.
         response_mode: the same of responses' bodies.
-        token: the authorization whose claims are believed although Envoy has verified none; empty for none.
+        token: an authorization header whose claims are trusted although Envoy did not verify them; empty for none.
     """
 
     __slots__ = (
@@ -155,12 +154,12 @@ class EnvoyMessage(Facts):
     )
 
     def __init__(self, kind: str, beside: bytes, parsed: ProcessingRequest | None = None) -> None:
-        """A message that says nothing yet.
+        """Start with an empty message.
 
         Args:
             kind: its phase.
-            beside: holds what stands beside headers and body, and may hold more.
-            parsed: the same, None where it has to be parsed first.
+            beside: bytes that hold attributes and metadata, and perhaps more.
+            parsed: the same, None if it has to be parsed first.
         """
         self.kind = kind
         self._beside = beside
@@ -175,7 +174,7 @@ class EnvoyMessage(Facts):
         self.response_mode = BODY_UNTOLD
 
     def read_attribute(self, name: str) -> str | None:
-        """An attribute that Envoy was asked for, None where it does not have it; raises as `parse_beside` does."""
+        """A configured attribute, None if Envoy did not send it; raises as `parse_beside` does."""
         if self._beside.find(name.encode()) < 0:  # soon seen, and true of most; `in` first tries whether it is a number
             return None
         attributes = self.parse_beside().attributes
@@ -208,7 +207,7 @@ class EnvoyMessage(Facts):
         return _strip_port(self.read_attribute("source.address") or "")
 
     def claim(self, name: str) -> str:
-        """The claim as Envoy verified it; an unverified one fills the gap where that is allowed."""
+        """The claim as Envoy verified it; or, if allowed, an unverified one."""
         metadata = self.parse_beside().metadata_context.filter_metadata
         found: Value | None = None
         if _JWT_NAMESPACE in metadata:
@@ -275,7 +274,7 @@ def _parse_any(data: bytes) -> EnvoyMessage:
 
 
 def cut_body(data: bytes, kind: str) -> bytes | memoryview:
-    """The HttpBody in a message that has one, of kind `request_body` or `response_body`, as it stands on the wire."""
+    """The HttpBody in a message of kind `request_body` or `response_body`, as it stands on the wire."""
     if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):  # as it comes from Envoy
         size, position = read_varint(data, 1)
         return memoryview(data)[position : position + size]
@@ -372,7 +371,7 @@ def _walk_body(data: bytes) -> EnvoyMessage:
 
 
 def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> None:
-    """What follows the request's own part, which should be over at `position` and is at `end`."""
+    """Parse what follows the request's own part, which should end at `position` and ends at `end`."""
     if position != end:
         raise _UnusualError
     while position < len(data):
@@ -408,7 +407,7 @@ def _read_size(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _read_text_entry(entry: bytes) -> str:
-    """The text of a google.protobuf.Struct's entry, from behind its key on, however it is cut off; empty where it is none."""
+    """The text of a google.protobuf.Struct's entry, from behind its key on, perhaps cut off; empty if it is no text."""
     try:
         if entry[0] != _ENTRY_VALUE:
             return ""

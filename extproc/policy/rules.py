@@ -353,7 +353,7 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     """What a default means for requests without limit keys or a session, with its place below the policy."""
     spec = policy.spec
     if spec.session_limits is not None and spec.unnamed_limits is None:
-        passing = "requests for which nothing names a session are reported as unnamed, and pass"
+        passing = "requests without a session are reported as unnamed, and pass"
         yield ("spec", "session_limits"), f"{passing}: unnamed_limits would limit them"
     keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]

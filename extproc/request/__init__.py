@@ -1,1 +1,1 @@
-"""What Envoy shows of one HTTP request: its parts, its body, its caller and its fingerprint."""
+"""One HTTP request as Envoy shows it: its parts, its body, its caller and its fingerprint."""

@@ -1,7 +1,7 @@
-"""A request body as JSON: decoded once, however many detectors and descriptors look into it, and not before one does.
+"""A request body as JSON: decoded on demand, and only once for all detectors and descriptors.
 
-Whatever a client sends is taken in bounded time: what is too much of anything is not looked into (`inspect_limit`), what is not
-JSON says so (`not_json`), and both are exceptions that name the reason under which a policy does not count the request.
+Decoding takes bounded time for any body. A body with too much of anything is not inspected (`inspect_limit`), nor is one that
+is not JSON (`not_json`). Both are exceptions that name the reason why the request is not counted.
 
 Numbers are compared by their exact value, whatever their spelling: `1`, `1.0` and `1e0` are one number, and integers keep all
 of their digits. Of a key that stands twice in an object the last one counts, which is what the parsers of the field do
@@ -21,27 +21,27 @@ import msgspec
 from extproc.request.http import write_claim
 
 MAX_CONTAINERS: Final = 100_000
-"""Most `[` and `{` in a body that is looked into: decoding as many takes 10 to 20 ms, and so does copying them."""
+"""Most `[` and `{` in a body to inspect: decoding this many takes 10 to 20 ms, and so does copying them."""
 
 MAX_MEMBERS: Final = 50_000
-"""Most members of objects in one that is decoded as a whole: to put their names in order takes longer than decoding them."""
+"""Most members of objects in a body that is decoded as a whole: sorting their names takes longer than decoding them."""
 
 WORTH_COUNTING: Final = 256 * 2**10
-"""In a body of fewer bytes there is hardly room for more, and counting takes half as long as decoding."""
+"""Shorter bodies, in bytes, are not checked: they can hardly exceed the bounds, and counting takes half as long as decoding."""
 
 MAX_STEPS: Final = 5_000
 """Most messages, and parts of them, that one detector walks through; each takes a few microseconds."""
 
 _MANY_MEMBERS: Final = 256
-"""An object of more has its members put in order by us: what msgspec takes for it may grow with the square of their number."""
+"""We sort the members of larger objects ourselves: msgspec's time may grow with the square of their number."""
 
 MAX_FRACTIONS: Final = 10_000
-"""Most numbers with a fraction or an exponent in one, each of which is brought into one spelling by us."""
+"""Most numbers with a fraction or an exponent in a body; we normalize the spelling of each."""
 
 _WORTH_REMEMBERING: Final = 32
 
 MAX_DIGITS: Final = 640
-"""Longest integer in one, in digits; a longer one is not JSON to us, nor to most."""
+"""Longest integer in a body, in digits; like most parsers, we reject longer ones."""
 
 _PLACE = re.compile(r"(?:0|[1-9][0-9]{0,8})\Z")  # of an array's element (RFC 6901 section 4)
 _NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?\Z")
@@ -50,14 +50,14 @@ Json: TypeAlias = Any
 """A decoded value: dict, list, str, int, bool, None, or Raw, which stands for a number with a fraction or an exponent."""
 
 ABSENT = msgspec.Raw()
-"""Stands where a value would have been left as it is, had there been one."""
+"""Stands for a missing raw value."""
 
 _NESTING = frozenset((dict, list))
 _MISSING: Final[Json] = object()
 
 
 def limit_integers() -> None:
-    """Have this process refuse longer integers: the time that they take grows with the square of their digits."""
+    """Have this process reject longer integers: parsing them takes time that grows with the square of their length."""
     sys.set_int_max_str_digits(MAX_DIGITS)
 
 
@@ -73,19 +73,19 @@ class NotCounted(Exception):  # says what becomes of the request
         self.reason = reason
 
     def renew(self) -> NotCounted:
-        """The same to be kept or raised anew: one that was raised holds on to all that it passed, the body among it."""
+        """A copy to keep, or to raise again: a raised exception refers to everything that it passed, including the body."""
         return NotJson() if isinstance(self, NotJson) else NotCounted(self.reason)
 
 
 class NotJson(NotCounted):
-    """The body is not JSON, as far as anybody can tell."""
+    """The body is not JSON."""
 
     def __init__(self) -> None:
         super().__init__("not_json")
 
 
 class _Left:
-    """What the body at hand has left of its bounds; one thread at a time looks into bodies."""
+    """What is left of the current body's bounds; only one thread at a time inspects bodies."""
 
     __slots__ = ("in_body", "in_parts", "steps")
 
@@ -99,7 +99,7 @@ _LEFT: Final = _Left()
 
 
 def walk(count: int) -> None:
-    """Go on by this many messages or parts of messages.
+    """Count this many messages, or parts of messages, as read.
 
     Raises:
         NotCounted: there were too many.
@@ -110,7 +110,7 @@ def walk(count: int) -> None:
 
 
 def start_looking() -> None:
-    """A reader of a body, with all of the bounds left."""
+    """Start to read a body, with full bounds."""
     _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
 
 
@@ -132,7 +132,7 @@ def _hook_number(text: str) -> msgspec.Raw:
 
 
 def hook_number_in_part(text: str) -> msgspec.Raw:
-    """The same for the `float_hook` of decoders of parts of a body, which are bounded for themselves."""
+    """The same for the `float_hook` of decoders of parts of a body, which have bounds of their own."""
     _LEFT.in_parts -= 1
     if _LEFT.in_parts < 0:
         raise NotCounted("inspect_limit")
@@ -158,17 +158,17 @@ _HALF = re.compile(
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
 )
 _MOST_HALVES: Final = 10_000
-"""This many are made good in one body."""
+"""Most halves to replace in one body."""
 
 _MOST_ESCAPED: Final = 256
-"""In front of a half this many backslashes are told apart."""
+"""Most backslashes to distinguish in front of a half."""
 
 _FIRST_HALF: Final = 8
 """Halves are U+D800 to U+DFFF, and become U+E000 to U+E7FF."""
 
 
 def mend(data: bytes | memoryview | msgspec.Raw | str) -> bytes | None:
-    """JSON with a private character in place of each half of a surrogate pair, as long as that; None where there is none."""
+    """JSON with a private character, of equal length, for each unpaired surrogate; None if there is none."""
     raw = data.encode() if isinstance(data, str) else bytes(data)
     mended = _HALF.sub(_mend_half, raw, _MOST_HALVES)
     return None if mended == raw else mended
@@ -183,13 +183,13 @@ def _mend_half(found: re.Match[bytes]) -> bytes:
 
 
 class Document:
-    """A body that can be looked into.
+    """A body to inspect.
 
-    What one detector gets never depends on what others ask for, so that a shadow policy cannot change what an enforcing one
-    sees: where the whole body cannot be decoded, or holds too much, the part that is asked for is decoded all the same.
+    What a detector gets never depends on what others request, so a shadow policy cannot change what an enforcing one sees: if
+    the whole body cannot be decoded, or has too much in it, a requested part is still decoded.
 
     Attributes:
-        conversation: what `open_conversation` makes of it, or the exception.
+        conversation: the result of `open_conversation`, or the exception.
         shortened: older messages have been left out.
     """
 
@@ -222,11 +222,11 @@ class Document:
         return self._value
 
     def may_be_json(self) -> bool:
-        """Whether it begins as an object or an array, so that some parser may take it for JSON where ours does not."""
+        """Whether it begins as an object or an array, so that another parser may accept it although ours does not."""
         return self._data.lstrip()[:1] in (b"{", b"[")
 
     def data(self) -> bytes:
-        """The body as it came, for who leaves its arrays raw where they stand; each starts with all of the bounds.
+        """The raw body, for readers that leave its arrays undecoded; each starts with full bounds.
 
         Raises:
             NotCounted: there are too many objects and arrays in it.
@@ -248,10 +248,10 @@ class Document:
 
 
 def check_containers(data: bytes | memoryview | str) -> None:
-    """See that JSON does not hold too many objects and arrays to be decoded.
+    """Check that JSON does not have too many objects and arrays.
 
     Raises:
-        NotCounted: it does.
+        NotCounted: it has.
     """
     if len(data) > WORTH_COUNTING:
         data = data.encode() if isinstance(data, str) else bytes(data)
@@ -260,10 +260,10 @@ def check_containers(data: bytes | memoryview | str) -> None:
 
 
 def check_members(data: bytes) -> None:
-    """See that the objects of JSON do not hold too many members.
+    """Check that the objects of JSON do not have too many members.
 
     Raises:
-        NotCounted: they do.
+        NotCounted: they have.
     """
     if data.count(b":") > MAX_MEMBERS:
         packed = data.translate(None, b" \t\r\n").replace(rb"\\", b"")
@@ -299,14 +299,14 @@ def _decode_strictly(data: bytes | memoryview | msgspec.Raw | str, decode: Any) 
 
 
 def open_value(value: Json) -> Json:
-    """A value that was left as it stands in the body, decoded; any other as it is."""
+    """Decode a raw value; return any other unchanged."""
     if type(value) is not msgspec.Raw:
         return value
     return None if value is ABSENT else decode_json(value)
 
 
 def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
-    """The one spelling of a value, without what the pointers of `ignore`, once split, name: equal bytes, equal values.
+    """The canonical spelling of a value, without the parts that `ignore` (split pointers) names: equal bytes mean equal values.
 
     Raises:
         NotJson: it is nested too deeply.
@@ -326,7 +326,7 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
 
 
 def _list_wide(value: Json) -> list[dict[str, Json]]:
-    """The objects of very many members in a value, itself among them."""
+    """The objects with very many members in a value, including itself."""
     # Comprehensions, and dict | list, would take five times as long.
     found: list[dict[str, Json]] = []
     left: list[Json] = [value]
@@ -351,9 +351,9 @@ def split_pointer(pointer: str) -> list[str]:
 
 
 def remove_at(value: Json, pointer: Sequence[str]) -> Json:
-    """A copy, as far as it has to be one, without what the pointer names; its step `*` stands for any one.
+    """A value without the part that the pointer names, copied as far as necessary; a step `*` matches any one.
 
-    Array elements are replaced by null, so that the others keep their places.
+    Array elements are replaced by null, so that the others keep their indexes.
     """
     step, rest = pointer[0], pointer[1:]
     if isinstance(value, dict) and (step == "*" or step in value):
@@ -371,7 +371,7 @@ def remove_at(value: Json, pointer: Sequence[str]) -> Json:
 
 
 def find(value: Json, pointer: Sequence[str]) -> str:
-    """The scalar that a pointer leads to, as text; empty where there is none."""
+    """The scalar that a pointer names, as text; empty if there is none."""
     for step in pointer:
         if isinstance(value, dict):
             value = value.get(step)

@@ -1,7 +1,7 @@
 """The text of a body: its content-encoding undone (RFC 9110 section 8.4) and its Unicode read, within a bound.
 
-What a client chooses to send compressed, or in UTF-16, is read as its server would read it. A bomb of any ratio costs no more
-than the bound, because no more than that is ever unpacked.
+A body that is compressed, or in UTF-16, is read as its server would read it. A decompression bomb of any ratio costs no more
+than the bound, because no more is ever unpacked.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import brotli
 import zstandard
 
 _MAX_ENCODINGS: Final = 2
-"""Most encodings, one upon the other, that are undone; clients send fewer."""
+"""Most nested encodings to decode; clients use fewer."""
 
 _ENOUGH: Final = 4
-"""This many bytes of a body tell its encoding."""
+"""Bytes at the start of a body that determine its encoding."""
 
 _MARKS: Final = 0x80
-"""All byte order marks begin with more, or with 0, which also stands in UTF-16 and UTF-32 for a half or more of ASCII."""
+"""A body is UTF-8 without a mark if its first byte is from 1 up to this and its second is not 0: byte order marks begin with 0 or a
+larger byte, and ASCII in UTF-16 or UTF-32 has a 0 in the first two."""
 
 _ZSTD_WINDOW: Final = 2**23
 """Largest window that a decoder has to support (RFC 8878 section 3.1.1.1.2), in bytes."""
 
 
 class UnreadableError(Exception):
-    """A body is not what its content-encoding says, or that is not known, or it has more bytes than the bound.
+    """A body does not match its content-encoding, or the encoding is unknown, or the body exceeds the bound.
 
     Attributes:
         reason: `content_encoding` or `inspect_limit`, as `uncounted_total` shows it.
@@ -49,13 +50,13 @@ def read_text(body: bytes | memoryview, content_encoding: bytes, limit: int) -> 
         limit: most bytes that are unpacked.
 
     Raises:
-        UnreadableError: it cannot be had.
+        UnreadableError: it cannot be read.
     """
     return _decode(_unpack_all(body, list_encodings(content_encoding), limit) if content_encoding else body)
 
 
 def list_encodings(content_encoding: bytes) -> list[bytes]:
-    """The encodings that the header names, but for those that leave a body as it is."""
+    """The encodings in the header, except those that do not change a body."""
     names = [name.strip().lower() for name in content_encoding.split(b",")]
     return [name for name in names if name not in (b"", b"identity")]
 
@@ -88,7 +89,7 @@ def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | me
 
 
 def _decode(body: bytes | memoryview) -> bytes | memoryview:
-    """UTF-8, whatever of Unicode's encodings it was: Python's own JSON parser, which servers use, takes them all."""
+    """Convert any encoding of Unicode to UTF-8: Python's own JSON parser, which servers use, accepts them all."""
     if len(body) >= _ENOUGH and 0 < body[0] < _MARKS and body[1]:
         return body  # as nearly always
     start = bytes(body[:_ENOUGH])

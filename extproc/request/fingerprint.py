@@ -1,8 +1,8 @@
 """The fingerprint: what makes two requests the same.
 
 A request's composite is `METHOD|path|query|body|descriptors`, with enough percent-encoding that equal composites mean equal
-parts. Its CRC32 is the fingerprint people see; the counter key adds a 64-bit check and a hash of the tenant, because 32 bits
-are few and a collision must not refuse the innocent.
+parts. Its CRC32 is the fingerprint that people see. The counter key adds a 64-bit check and a hash of the tenant, so that a
+CRC32 collision refuses no one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_TARGET = 65_536
 MAX_MARKS = 10_000
 """Most `&`, and most `%`, in a query that is fingerprinted.
 
-These are what decoding takes time for: 19 ms with as many of both as may be, where 64 KiB of them would take 29 ms, and
-twice that on a busy machine. Nothing a client sends may hold up the others for longer than 50 ms.
+They determine the time of decoding: 19 ms with the maximum of both; 64 KiB of them would take 29 ms, and twice that on a busy
+machine. No client may delay others for longer than 50 ms.
 """
 
 _IN_PATH = str.maketrans({"%": "%25", "|": "%7C"})
@@ -44,11 +44,11 @@ _IDENTITY: Final = Struct(">II")
 
 _LONGEST_KNOWN: Final = 2_048
 _MAX_KNOWN: Final = 1_024
-"""Longest texts in characters, and how many of them, are remembered with their hashes: most requests have one from before."""
+"""Longest text, in characters, and number of texts to remember with their hashes: most requests have a known one."""
 
 
 class Body:
-    """A request body as far as a fingerprint needs it, computed in one pass or chunk by chunk with `plus`; never changed."""
+    """Length and checksums of a request body, computed in one pass or chunk by chunk with `plus`; never changed."""
 
     __slots__ = ("adler32", "crc32", "length")
 
@@ -58,7 +58,7 @@ class Body:
         self.adler32 = adler32
 
     def plus(self, chunk: bytes | memoryview) -> Body:
-        """The body with `chunk` behind it."""
+        """The body with `chunk` appended."""
         return Body(self.length + len(chunk), _crc32(chunk, self.crc32), _adler32(chunk, self.adler32))
 
 
@@ -104,7 +104,7 @@ def _remove_dot_segments(path: str) -> str:
 
 
 def is_too_long(target: str, query: str) -> bool:
-    """Whether a target is more than is fingerprinted; `query` is the part of it that has to be decoded."""
+    """Whether a target is too long to be fingerprinted; `query` is the part of it to be decoded."""
     if len(target) <= MAX_MARKS:
         return False
     return len(target) > MAX_TARGET or query.count("&") > MAX_MARKS or query.count("%") > MAX_MARKS
@@ -151,18 +151,18 @@ def digest(composite: str, body: Body) -> tuple[str, str]:
 
 
 def identify(head: str, body: Body, session: int) -> bytes:
-    """What tells a request from the few before it, 8 bytes.
+    """Digest of 8 bytes that tells a request from the few before it.
 
     Args:
         head: from `write_head`.
         body: of the request.
-        session: checksum of its session's name: the same request in another session is another, as they may share a ledger.
+        session: checksum of its session's name, because sessions may share a ledger.
     """
     return _IDENTITY.pack(sum_up(head) ^ session ^ body.crc32, body.adler32 ^ body.length & _WORD)
 
 
 def sum_up(text: str) -> int:
-    """CRC32 of a text, which most requests have from one before."""
+    """CRC32 of a text; remembered, because most requests have a known one."""
     return _recall_sum(text) if len(text) <= _LONGEST_KNOWN else _sum_up(text)
 
 

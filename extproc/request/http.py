@@ -1,4 +1,4 @@
-"""One HTTP request as the policies see it, and the descriptors that tell its caller from others."""
+"""One HTTP request as policies see it, and the descriptors that identify its caller."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from extproc.request.secrets import (
 )
 
 MAX_DESCRIPTOR = 8_192
-"""Longest descriptor value that is told apart, in characters; a longer one leaves the request uncounted."""
+"""Longest descriptor value, in characters; a longer one leaves the request uncounted."""
 
 MAX_TOKEN = 32_768
 """Longest bearer token that is decoded, in characters; a longer one counts as missing."""
 
 RESPONSES_WEBSOCKET: Final = "responses_websocket"
-"""Why a request is not counted that opens a WebSocket for model calls, none of which would be seen."""
+"""The reason for requests that open a WebSocket for model calls, which would pass unseen."""
 
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
 
@@ -52,12 +52,12 @@ class Facts:
         return ""
 
     def let_go(self) -> Facts:
-        """What is left once the policies have read them: the route alone, for people, in little room."""
+        """What is kept once the policies have read them: only the route, for people."""
         return NO_FACTS
 
 
 class StatedFacts(Facts):
-    """Facts that are named one by one."""
+    """Facts given one by one."""
 
     def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
         self._route = route
@@ -91,8 +91,8 @@ class HttpRequest:
         authority: `:authority`, empty when absent.
         headers: raw values by lower-case name.
         facts: what else is known.
-        opens_responses: it opens a WebSocket for model calls, which the reader of Envoy's message sets.
-        hash_key: hides its secrets; assign before the first of them is read.
+        opens_responses: it opens a WebSocket for model calls; set by the reader of Envoy's message.
+        hash_key: for hashes of its secrets; assign it before a secret is read.
     """
 
     __slots__ = (
@@ -166,7 +166,7 @@ class HttpRequest:
         return [(name, hide(value) if value and name == SECRET_PARAMETER else value) for name, value in pairs]
 
     def read_secret(self, limit_key: str) -> str:
-        """What stands for the secret that a limit key names, 16 hex digits; empty where the request has none."""
+        """The hash of the secret that a limit key names, 16 hex digits; empty if the request has none."""
         if self._hidden is None:
             self._hidden = {}
         found = self._hidden.get(limit_key)
@@ -189,7 +189,7 @@ class HttpRequest:
 
 
 def cut_text(text: str, length: int) -> str:
-    """So much of a text that a client has chosen, for people; bytes that are no UTF-8, which nothing can write, are spelled."""
+    """Shorten a client's text for people; invalid UTF-8, which cannot be written, is escaped."""
     if len(text) <= length and text.isascii():
         return text
     return text[:length].encode("utf-8", "backslashreplace").decode()
@@ -210,10 +210,10 @@ def opens_websocket(request: HttpRequest) -> bool:
 
 
 def explain_unknowable_body(request: HttpRequest) -> str:
-    """Why the request has no body that could be compared, whatever the client is; empty when it may have one.
+    """Why the request has no body to compare; empty if it may have one.
 
-    What stands for the body of an RPC, an upgrade or a tunnel is a conversation, which is not waited for. One whose length is
-    known is none: whether it is gRPC's can be seen.
+    The body of an RPC, an upgrade or a tunnel is a stream, which may never end. A body of known length is no stream, and its
+    bytes show whether it is gRPC.
     """
     if request.opens_responses:
         return RESPONSES_WEBSOCKET
@@ -243,12 +243,12 @@ class Descriptor(NamedTuple):
 
     Attributes:
         key: as the policy has it.
-        name: as it stands in the composite: what follows the source, lower-case, or the whole key where two names are equal.
+        name: in the composite: the part behind the source, lower-case, or the whole key if two names would be equal.
         source: `jwt`, `header`, `query`, `ip`, `body`, `credential` or `first_of`.
         argument: which claim, header or parameter, a JSON Pointer, or the limit key of a secret.
-        read: takes a request and the argument; the request's value, empty when it has none or when it stands in the body. Of a
-            secret it is the hash.
-        parts: of `first_of`: what it chooses among.
+        read: takes a request and the argument; returns the request's value (the hash of a secret), empty if there is none or it
+            is in the body.
+        parts: of `first_of`: its alternatives.
     """
 
     key: str
@@ -259,7 +259,7 @@ class Descriptor(NamedTuple):
     parts: tuple[Any, ...] = ()  # of Descriptor, which mypyc takes for a circle
 
     def list_sources(self) -> list[Descriptor]:
-        """What is read of a request: itself, or what it chooses among."""
+        """What is read of a request: the descriptor itself, or its alternatives."""
         return list(self.parts) or [self]
 
 
@@ -290,14 +290,14 @@ def compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> tuple[Descriptor
 
 
 def compile_plainly(key: str, *, hidden: bool = True) -> Descriptor:
-    """The descriptor of one limit key; with `hidden`, of a secret its hash is read."""
+    """The descriptor of one limit key; with `hidden`, secrets are read as hashes."""
     source, _, argument = key.partition(":")
     read = _read_secret if hidden and is_secret(key) else _READERS[source]
     return Descriptor(key, key, source, key if read is _read_secret else argument, read)
 
 
 def read_plainly(request: HttpRequest, key: str) -> str:
-    """A request's value for a limit key as it was sent; of a secret it goes into hashes and nowhere else."""
+    """A request's value for a limit key as it was sent; a secret must only go into hashes."""
     source, _, argument = key.partition(":")
     return _READERS[source](request, argument)
 
@@ -322,9 +322,9 @@ def _compile_first(key: FirstOf) -> Descriptor:
 
 
 def write_claim(value: object) -> str:
-    """A claim's value as a descriptor: strings as they are, whole numbers without a fraction, of the rest only scalars.
+    """A claim's value as a descriptor: strings unchanged, whole numbers without a fraction, other values only if scalar.
 
-    Envoy hands verified claims over as protobuf Structs, in which every number is a double.
+    Envoy passes verified claims as protobuf Structs, in which every number is a double.
     """
     if isinstance(value, str):
         return value

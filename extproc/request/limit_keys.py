@@ -1,4 +1,4 @@
-"""Limit keys: what tells the callers of a policy apart, as a bundle names it."""
+"""Limit keys: the keys of a bundle that tell a policy's callers apart."""
 # interpreted: pydantic reads its types at run time, once
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:b
 BODY = "body"
 
 VENDOR_SESSION = f"{HEADER}:x-*-session-id"
-"""Any header by which some vendor names a session, for which there is one such key."""
+"""The one limit key that stands for any vendor's session header."""
 
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
 _SCOPE_KEY = re.compile(r"(?:jwt|header|query|ip|ua):[A-Za-z0-9_-]+\Z")
@@ -40,10 +40,10 @@ _SESSION_KEY_PATTERN: dict[str, Any] = {
 
 
 def check_limit_key(value: str) -> str:
-    """A limit key as it is compared: the names of headers in lower case.
+    """Check a limit key, and return it with header names in lower case.
 
     Raises:
-        ValueError: it is none; what would be right.
+        ValueError: it is invalid; the message says what would be right.
     """
     source, _, name = value.partition(":")
     if source.lower() == HEADER:
@@ -74,7 +74,7 @@ def _check_scope_key(value: str) -> str:
 
 
 def is_in_body(limit_key: object) -> bool:
-    """Whether its value is not known before the body is."""
+    """Whether its value is in the body."""
     return isinstance(limit_key, str) and limit_key.startswith(f"{BODY}:")
 
 
@@ -125,5 +125,5 @@ HeadCallerKey = Annotated[Annotated[HeadKey, Tag(KEY_TAG)] | Annotated[FirstOf, 
 
 
 def list_sources(limit_keys: Iterable[str | FirstOf]) -> list[str]:
-    """The limit keys themselves, those among them that a `first_of` has."""
+    """All limit keys, including the alternatives of each `first_of`."""
     return [source for key in limit_keys for source in (key.first_of if isinstance(key, FirstOf) else [key])]

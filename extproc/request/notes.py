@@ -1,12 +1,12 @@
-"""Notes for a model, put behind the text of what a tool brought back: how one begins and ends, and how it is taken out again.
+"""Notes for a model, appended to the text of tool results: how a note begins and ends, and how it is removed again.
 
-A note ends in a mark, so that it is known from what others write: 64 bits of a keyed hash (BLAKE2b) of the caller, of what the
-user said first in the conversation, and of the note's own text. Whatever has another mark is no note, and stays where it is. A
-note that is copied hides nothing but itself.
+A note ends in a mark that others cannot forge: 64 bits of a keyed hash (BLAKE2b) of the caller, the user's first words in the
+conversation, and the note's own text. Text with any other mark is no note, and is left unchanged. A note that is copied hides
+only itself.
 
-Around the text everything is plain ASCII that any serializer writes as it is, so a note is found in the bytes of a body,
-however often they were decoded and encoded since. The text is compared decoded. It holds no quote and no backslash, so a note
-never reaches beyond the string at whose end it stands.
+Except for its text, a note is plain ASCII that all serializers write unchanged, so it can be found in the bytes of a body, even
+after these were decoded and encoded again. The text is compared decoded. It contains no quote and no backslash, so a note never
+extends beyond the string at whose end it stands.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ END: Final = "~]"
 """A note's text stands between OPENING and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
 
 SEPARATOR: Final = "\n\n"
-"""Stands before a note that goes on a text."""
+"""Separates a note from the text before it."""
 
 PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy")
-"""What an operator's own text may leave to be filled in."""
+"""Placeholders of an operator's own text."""
 
 _PURPOSE: Final = b"note"
 _MARK_BYTES: Final = 8
@@ -38,24 +38,24 @@ _LONGEST: Final = 4_000
 """Characters of a note's text."""
 
 _LONGEST_WRITTEN: Final = 65_536
-"""Bytes that this many characters may take, escaped several times over."""
+"""Bytes that such a text may take, even if escaped several times."""
 
 _MOST_NOTES: Final = 200
 _MOST_WRITTEN: Final = 262_144
-"""This many marks, and bytes of their notes, are looked at in one body, from its end on. Behind that they are content."""
+"""Most marks, and bytes of notes, to check in one body, from its end. Any others count as content."""
 
 _MOST_CALLERS: Final = 8
 _MOST_LEVELS: Final = 4
-"""So often a body may stand as a string in another one."""
+"""Most times that a body may be nested as a string in another one."""
 
 _OPENING: Final = OPENING.encode()
 _END: Final = END.encode()
 _SEPARATOR: Final = b"\\n\\n"  # as JSON has it
 _RARE: Final = 0x7E  # a tilde
-"""Second in a note, and so rare elsewhere that looking for it alone, which is what processors are quickest at, is enough."""
+"""The second character of a note. It is rare elsewhere, so searching for this one byte, which is fastest, is enough."""
 
 _TRIES: Final = 64
-"""This many of them that begin no note, and all of the mark is looked for: a body may hold nothing else."""
+"""After this many of them without a note, search for the whole opening: a body may consist of them."""
 
 _FORM: Final = f'{re.escape(OPENING)}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
 _WRITTEN: Final = re.compile(_FORM.encode())
@@ -76,7 +76,7 @@ _decode_text = json.Decoder(str).decode
 
 
 class Marks:
-    """Makes the marks of the notes in one conversation, and knows them again."""
+    """Makes and verifies the marks of notes in one conversation."""
 
     __slots__ = ("_hashes",)
 
@@ -84,9 +84,9 @@ class Marks:
         """Prepare.
 
         Args:
-            key: the same for all who are to know the marks.
-            callers: as policies tell them apart, by the head of a request alone; the first is the one for whom notes are made.
-            first_words: what the user said first in the conversation.
+            key: shared by all processes that verify the marks.
+            callers: as policies identify them by the head of a request alone; notes are made for the first.
+            first_words: the user's first words in the conversation.
         """
         said = blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._hashes = [_start(key, caller, said) for caller in callers[:_MOST_CALLERS]]
@@ -116,7 +116,7 @@ class Marks:
 
 
 def _leave_out_notes(text: str) -> str:
-    """A text without what has the form of a note, whoever wrote it: what marks are made of cannot depend on marks."""
+    """A text without anything that looks like a note, because the input of marks cannot depend on marks."""
     if OPENING not in text:
         return text
     *pieces, last = _SAID.split(text)
@@ -131,7 +131,7 @@ def _start(key: HashKey, caller: str, said: bytes) -> blake2b:
 
 
 def _read_text(written: bytes) -> bytes | None:
-    """A text, decoded until nothing in it is escaped any more; None where it is not JSON, or still escaped."""
+    """A text, decoded until nothing in it is escaped; None if it is not JSON, or still escaped."""
     for _ in range(_MOST_LEVELS):
         try:
             written = _decode_text(b'"%b"' % written).encode()
@@ -158,11 +158,11 @@ def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
 
 
 def cut_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> bytes:
-    """A body without notes, the one at hand where it has none.
+    """Remove all notes from a body; returns the same object if it has none.
 
     Args:
         data: the body.
-        open_marks: asked where something looks like a note; None where none can be known.
+        open_marks: called if something looks like a note; returns None if no note can be verified.
     """
     if _RARE not in data:
         return data  # as nearly always
@@ -186,7 +186,7 @@ def cut_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> bytes:
 
 
 def _find_opening(data: bytes) -> int:
-    """Where the first note may begin, -1 where none does."""
+    """Where the first note may begin, -1 for nowhere."""
     place = 0
     for _ in range(_TRIES):
         place = data.find(_RARE, place + 1)
@@ -196,7 +196,7 @@ def _find_opening(data: bytes) -> int:
 
 
 def _list_written(data: bytes) -> list[re.Match[bytes]]:
-    """What has the form of a note, the last first, as far as that is looked at."""
+    """Everything that looks like a note, the last first, within the bounds."""
     found: list[re.Match[bytes]] = []
     place, left = len(data), _MOST_WRITTEN
     for _ in range(_MOST_NOTES):
@@ -216,7 +216,7 @@ def _list_written(data: bytes) -> list[re.Match[bytes]]:
 
 
 def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """Where a note starts and ends together with what was put there for it."""
+    """Where a note starts and ends, including anything that was added for it."""
     if data.endswith(_SEPARATOR, 0, start):
         return start - len(_SEPARATOR), end
     before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None

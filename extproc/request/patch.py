@@ -1,9 +1,8 @@
-"""A JSON body that is read in a few places and changed there, while every other byte stays.
+"""Edits a JSON body in a few places, and leaves every other byte unchanged.
 
-msgspec finds out how long each value is, so offsets are walked without a parser of our own: behind a bracket, space and a key
-comes a value of known length. Nothing recurses, no value is decoded twice on its way down, and all that is done to one body
-comes out of one budget of steps. What was changed is decoded once more and compared with what was there: an edit is right, or
-it is none.
+msgspec finds the length of each value, so no parser of our own is needed to walk over offsets: after a bracket, space and a key
+comes a value of known length. Nothing recurses, no value is decoded twice on the way down, and all work on one body is charged
+to one budget of steps. Changed parts are decoded again and compared with the original: an edit is either correct, or not made.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from msgspec import Raw, ValidationError, defstruct, json
 from extproc.request.document import NotCounted, NotJson, check_containers, check_members, mend, start_looking
 
 MAX_BYTES: Final = 2 * 2**20
-"""Longest body that is changed: what takes no steps, such as counting its brackets, takes 3 ms of it."""
+"""Longest body to edit: work that is not charged, such as counting brackets, takes 3 ms for it."""
 
 MAX_STEPS: Final = 8_448
-"""Most steps of one edit: one for each KiB that is decoded, and one for each value that is looked at."""
+"""Most steps of one edit: one for each KiB that is decoded, and one for each value that is visited."""
 
 _DENSE_BITS: Final = 4
 _DENSE_STEPS: Final = MAX_STEPS // 3
 """Most steps where 2 to the power of this many bytes hold more than one comma or bracket: these take three times as long."""
 
 AMBIGUOUS: Final = "ambiguous_body"
-"""Of a body that two readers may read in two ways, as no client of an API writes it."""
+"""The reason for a body that two parsers may read differently; no client of an API writes one."""
 
 UNVERIFIED: Final = "unverified"
-"""Of an edit that has changed something else than it was to change."""
+"""The reason for an edit that would change more than intended."""
 
 _INSPECT_LIMIT: Final = "inspect_limit"
 _MAX_SPACE: Final = 256
-"""Most space in front of an element of a list that is walked backwards, in bytes."""
+"""Most white space in front of an element of a list that is walked backwards, in bytes."""
 
 _STEP_BITS: Final = 10
 _RAW_BITS: Final = 4
@@ -45,7 +44,7 @@ _CONTAINER_BITS: Final = 1
 arrays that are decoded with all that is in them, take one step."""
 
 _LONGEST_NAME: Final = 1_024
-"""Of tools and of kinds of things, in bytes; what is longer is the name of nothing that we know."""
+"""Longest name of a tool or a kind, in bytes; longer ones are unknown to us."""
 
 _SPACE: Final = b" \t\n\r"
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("(?:[^"\\]|\\.)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
@@ -83,7 +82,7 @@ Fields = dict[str, Value]
 
 
 class _Edit(NamedTuple):
-    """What stands in place of some bytes."""
+    """Replacement for some bytes."""
 
     start: int
     end: int
@@ -91,11 +90,11 @@ class _Edit(NamedTuple):
 
 
 class Patch:
-    """One body, and the changes of it.
+    """One body, and changes to it.
 
     Attributes:
-        data: as it came.
-        root: all of it, without the space around it.
+        data: the original bytes.
+        root: the whole value, without white space around it.
     """
 
     __slots__ = ("_added", "_children", "_gone", "_left", "_new", "_tails", "_text", "data", "root")
@@ -104,7 +103,7 @@ class Patch:
         """Open a body, without changes.
 
         Raises:
-            NotCounted: it is not JSON, or too much of it, or a key stands in it twice.
+            NotCounted: it is not JSON, or too long, or has a repeated key.
         """
         if len(data) > MAX_BYTES:
             raise NotCounted(_INSPECT_LIMIT)
@@ -140,20 +139,20 @@ class Patch:
             self.decode(self._text, json.Decoder(Raw).decode)
 
     def take(self, steps: int) -> None:
-        """Go on by this many steps.
+        """Charge this many steps.
 
         Raises:
-            NotCounted: there are not that many left.
+            NotCounted: there are not enough left.
         """
         self._left -= steps
         if self._left < 0:
             raise NotCounted(_INSPECT_LIMIT)
 
     def take_whole(self, value: Value) -> None:
-        """Go on by as many steps as it takes to decode all that is in a value.
+        """Charge the steps for decoding a whole value.
 
         Raises:
-            NotCounted: there are not that many left.
+            NotCounted: there are not enough left.
         """
         text, start, end = self._text, value.start, value.end
         containers = text.count(b"[", start, end) + text.count(b"{", start, end)
@@ -174,7 +173,7 @@ class Patch:
         return value is not None and self._text.startswith(b"{", value.start)
 
     def is_long(self, value: Value) -> bool:
-        """Whether a value is too long to name something, or to tell what something is."""
+        """Whether a value is too long to be a name or a kind."""
         return value.end - value.start > _LONGEST_NAME
 
     def is_null(self, value: Value) -> bool:
@@ -182,14 +181,14 @@ class Patch:
         return self._text.startswith(b"n", value.start)
 
     def read_raw(self, value: Value) -> Raw:
-        """A value as it stands there, but for halves of surrogate pairs."""
+        """The bytes of a value, except for unpaired surrogates."""
         return Raw(self._text[value.start : value.end])
 
     def shorten(self, value: Value) -> bytes:
-        """An object without its long members, which tells what it is; anything else as null.
+        """An object without its long members, which is enough to see its kind; anything else as null.
 
         Raises:
-            NotCounted: a key stands there twice, or it is too much.
+            NotCounted: a key is repeated, or it is too much.
         """
         if not self.is_object(value):
             return b"null"
@@ -200,7 +199,7 @@ class Patch:
         """A name, or another short string; empty for anything else.
 
         Raises:
-            NotCounted: it is no UTF-8, or too much.
+            NotCounted: it is invalid UTF-8, or too much.
         """
         if value is None or self.is_long(value) or not self.is_text(value):
             return ""
@@ -208,17 +207,17 @@ class Patch:
         return text
 
     def open_fields(self, value: Value | None) -> Fields:
-        """The members of an object by their keys, in their order; none of anything else.
+        """The members of an object by their keys, in order; empty for anything else.
 
         Raises:
-            NotCounted: a key stands there twice, or it is too much.
+            NotCounted: a key is repeated, or it is too much.
         """
         if value is None or not self.is_object(value):
             return {}
         return {child.key: child for child in self._open_object(value)}
 
     def open_items(self, value: Value) -> list[Value]:
-        """The elements of a list, in their order; none of anything else.
+        """The elements of a list, in order; empty for anything else.
 
         Raises:
             NotCounted: they are too many.
@@ -317,24 +316,24 @@ class Patch:
     # --- changing
 
     def extend(self, text: Value, tail: str) -> None:
-        """Have a string go on."""
+        """Append to a string."""
         self._tails[text] = tail
 
     def append(self, value: Value, text: bytes, key: str = "") -> None:
-        """Put a new element behind those of a list, or a new member of that key behind those of an object."""
+        """Append an element to a list, or a member with that key to an object."""
         self._added.setdefault(value, []).append((key, text))
 
     def replace(self, value: Value, text: bytes) -> None:
-        """Put another value in place of one."""
+        """Replace a value."""
         self._new[value] = text
 
     def remove(self, value: Value, gone: Collection[int]) -> None:
-        """Take members of an object, or elements of a list, out of it, by their places; once for each."""
+        """Remove members of an object, or elements of a list, by their indexes; call it once for each value."""
         if gone:
             self._gone[value] = gone
 
     def change(self, value: Value, changes: Mapping[str, bytes | None]) -> None:
-        """Give members of an object other values, new ones among them, or take them out (None); once for each."""
+        """Set or add members of an object, or remove them (None); call it once for each object."""
         members = self._open_object(value)
         fields = {member.key: member for member in members}
         self.remove(value, {place for place, member in enumerate(members) if changes.get(member.key, b"") is None})
@@ -345,10 +344,10 @@ class Patch:
                 self.append(value, text, key)
 
     def apply(self) -> bytes:
-        """The body with all changes, none of which reaches into another.
+        """The body with all changes, which must not overlap.
 
         Raises:
-            NotCounted: something else would change with them, or it is too much to see whether it does.
+            NotCounted: they would change anything else, or this is too expensive to check.
         """
         edits = sorted(self._list_edits())
         if not edits:
@@ -380,10 +379,10 @@ class Patch:
         return edits
 
     def _verify(self, changed: bytes, edits: Sequence[_Edit]) -> None:
-        """See that what has changed are the changes, by decoding it.
+        """Check, by decoding, that only the intended parts have changed.
 
-        Decoded is each value in which something has changed, down from the outermost that is verified as a whole. What is
-        around that one is the same, byte by byte, and ends where it ends.
+        Each value with a change inside is decoded, from the outermost one that is verified as a whole. The bytes around that
+        one are the same, and it ends at the same place.
         """
         touched: set[Value] = set()
         wholes: dict[Value, None] = {}
@@ -444,7 +443,7 @@ def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edi
 
 
 def _write(data: bytes, edits: Sequence[_Edit]) -> bytes:
-    """A body with what stands in place of some of its bytes, which follow one another."""
+    """A body with replacements applied, which are in order."""
     whole = memoryview(data)
     parts: list[bytes | memoryview] = []
     done = 0
@@ -456,5 +455,5 @@ def _write(data: bytes, edits: Sequence[_Edit]) -> bytes:
 
 
 def _shift(edits: Sequence[_Edit], place: int, inside: int) -> int:
-    """Where a place is once a body has changed; with `inside`, also by edits that end at it."""
+    """An offset in the changed body; with `inside`, edits that end at the offset are included."""
     return place + sum([len(edit.text) - (edit.end - edit.start) for edit in edits if edit.end < place + inside])

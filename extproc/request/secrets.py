@@ -1,4 +1,4 @@
-"""Where requests show secrets, such as API keys; outside of requests only keyed hashes of them are known."""
+"""Where requests have secrets, such as API keys; outside requests, only keyed hashes of these exist."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ANYWHERE: Final[list[str]] = []
 """The limit keys for the places of secrets, whatever the API, in the order in which they are looked at; `apis` fills it."""
 
 SECRET_HEADERS: Final = {"authorization", "proxy-authorization", "cookie"}
-"""Headers whose values leave no request; `apis` adds its own."""
+"""Headers whose values must not leave a request; `apis` adds its own."""
 
 OWN_PLACES: Final[list[tuple[Callable[[str], object], tuple[str, ...]]]] = []
-"""What finds an API by a path, and the limit keys for the places of its secrets; `apis` fills it."""
+"""Functions that recognize an API by the path, and limit keys for the places of its secrets; `apis` fills it."""
 
 _LONGEST_KNOWN: Final = 256
 _MAX_KNOWN: Final = 1_024
-"""Longest paths in characters, and how many of them, are remembered with their places."""
+"""Longest path, in characters, and number of paths to remember with their places."""
 
 _ACCESS_KEY = re.compile(r"Credential=([^/,\s]+)")
 _SCHEMES = frozenset({"bearer", "basic"})
@@ -44,7 +44,7 @@ def may_stand_in_query(limit_key: str) -> bool:
 
 
 def list_places(path: str) -> tuple[str, ...]:
-    """Where a request shows its credential, as limit keys in the order in which they are looked at."""
+    """Where a request may have its credential, as limit keys in the order in which they are tried."""
     return _recall_places(path) if len(path) <= _LONGEST_KNOWN else _list_places(path)
 
 
@@ -59,9 +59,9 @@ _recall_places: Final = lru_cache(_MAX_KNOWN)(_list_places)
 
 
 def extract_secret(value: str) -> str:
-    """What is secret in a header's value: all but the scheme (RFC 9110 section 11.4); empty where there is nothing else.
+    """The secret part of a header's value: everything but the scheme (RFC 9110 section 11.4); empty if there is nothing else.
 
-    Of AWS signatures, which change with every request, it is the access key id (Signature Version 4, `Credential=`).
+    For AWS signatures, which change with every request, it is the access key id (Signature Version 4, `Credential=`).
 
     >>> extract_secret("Bearer sk-1")
     'sk-1'

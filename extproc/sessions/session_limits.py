@@ -233,7 +233,7 @@ class SessionLimits(JsonObject):
 
 
 class UnnamedLimits(JsonObject):
-    """What all requests of a caller together can use for which nothing names a session, within `idle_seconds`.
+    """What all requests of a caller without a session can use together, within `idle_seconds`.
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.

@@ -35,16 +35,16 @@ class SharedDocuments(Protocol):
 
 
 class Store(Protocol):
-    """Shared state, of several kinds: each call reads and writes its keys, and decides, in one atomic step for each of them.
+    """Shared state of several kinds. Each key of a call is read, judged and written in one atomic step.
 
-    Every store answers exactly as the rules in `extproc.store.rules` do; one in this process at once, a remote one with an
-    awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests alone; None takes the store's own clock.
+    Every store answers exactly as the rules in `extproc.store.rules` do: the one in this process at once, a remote one with an
+    awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests only; None uses the store's own clock.
     """
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
-        """Count every hit once, and decide whether each is to be acted on; answers come in the order of the hits.
+        """Count every hit once, and decide whether to act on it; answers come in the order of the hits.
 
-        What sessions ask goes along: a hit is answered with a `Count`, a step and a settlement with a `Standing`.
+        Questions of sessions go in the same call: a hit is answered with a `Count`, a step or settlement with a `Standing`.
 
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.
@@ -53,9 +53,9 @@ class Store(Protocol):
     def push(
         self, pushes: Sequence[Push | ChainLink], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
-        """Push every entry once; the entries of rings and chains, oldest first and the new one included, as the pushes are.
+        """Push every entry once; answers come in the order of the pushes.
 
-        A push is answered with the entries, a link with a `Trail`.
+        A push is answered with the ring's entries, oldest first and the new one included, a link with a `Trail`.
 
         Raises:
             StoreError: at once or from the awaitable; nothing else ever.
@@ -107,6 +107,6 @@ def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> 
 
 
 def redact_url(url: str) -> str:
-    """A store URL without user, password and options, for logs; whatever a password is made of."""
+    """A store URL without user, password and options, for logs; works for any characters in a password."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"

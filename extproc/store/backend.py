@@ -1,7 +1,7 @@
 """The wire to Redis or Valkey: the calls of a batch become one write to each server.
 
 There is one command for each script, and on a cluster one for each script and hash tag, so that keys of one command are in one
-slot. What a server turns down without running anything is asked again, where another way or another server helps.
+slot. If a server rejects a command without running it, it is sent again, as a whole script or to another server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class _ScriptBatch:
-    """Calls of a round trip that share a script and a hash tag, which go as one; and their positions in the batch."""
+    """Calls of a round trip that share a script and a hash tag, and go as one command; and their positions in the batch."""
 
     __slots__ = ("calls", "positions", "script", "tag", "weight")
 
@@ -68,11 +68,11 @@ class _ScriptBatch:
 
 
 class _PendingBatch(Pending):
-    """What a batch waits for: one exchange with each server that has keys of it, all at the same time.
+    """A batch under way: one concurrent exchange with each server that has some of its keys.
 
     Attributes:
-        answers: as far as they are there, in the order of the calls.
-        refused: what servers turned down without running anything.
+        answers: those received so far, in the order of the calls.
+        refused: commands that servers rejected without running them.
         unanswered: servers that have not answered yet.
     """
 
@@ -92,11 +92,11 @@ class _PendingBatch(Pending):
             self._work.cancel()
 
     def fail(self, error: Exception) -> None:
-        """There will be no answer."""
+        """Fail: there will be no answer."""
         self.settle(None, error if isinstance(error, StoreError) else blame_bug(error))
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Leave the rest to what has to wait for something."""
+        """Hand the rest over to a task, because it has to wait."""
         self._work = asyncio.get_running_loop().create_task(self._follow(work))
 
     async def _follow(self, work: Coroutine[Any, Any, None]) -> None:
@@ -107,7 +107,7 @@ class _PendingBatch(Pending):
 
 
 class RedisBackend:
-    """The wire to a shard's server, for one round trip at a time; what goes wrong is a StoreError and nothing else."""
+    """The wire to a shard's server, for one round trip at a time; raises only StoreError."""
 
     def __init__(self, topology: ShardServers, prefix: str) -> None:
         """Keep state on a server of `topology`; every key starts with `prefix`."""
@@ -115,9 +115,9 @@ class RedisBackend:
         self._prefix = prefix
 
     def call(self, calls: list[ScriptCall]) -> Pending:
-        """Make every call once; each server gets one write, at once where its connection is open.
+        """Make every call once; each server gets one write, at once if its connection is open.
 
-        A caller that cancels what is pending drops the connections as well.
+        A caller that cancels the pending answer also drops the connections.
         """
         batch = _PendingBatch(len(calls))
         try:
@@ -129,9 +129,9 @@ class RedisBackend:
         return batch
 
     async def probe(self) -> None:
-        """Count once for every hash tag of the shard: a server that answers but cannot write is not well.
+        """Count once for every hash tag of the shard: a server that answers but cannot write is not healthy.
 
-        Which keys are the shard's is found out as well.
+        This also finds out which keys the shard has.
         """
         keys = [f"probe:{number:02x}" for number in await self._topology.learn()]
         hits = [Hit(key, "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2) for key in keys]
@@ -139,7 +139,7 @@ class RedisBackend:
             await self.call([count_call(hit) for hit in hits])
 
     def drop(self) -> None:
-        """End the connections: what is on them can no longer be told apart. They open again when needed."""
+        """End the connections, whose pending replies can no longer be assigned. They open again when needed."""
         self._topology.drop()
 
     def _group(self, calls: list[ScriptCall]) -> list[_ScriptBatch]:
@@ -170,7 +170,7 @@ class RedisBackend:
             raise StoreError("a connection was lost while others were opened", kind="connection")
 
     def _send(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> bool:
-        """Ask every server, so that they work at the same time; False, with nothing sent, where a connection is not open."""
+        """Ask all servers at the same time; False, with nothing sent, if a connection is not open."""
         parts: dict[Link, list[_ScriptBatch]] = {}
         for group in groups:
             link = self._topology.get(group.tag)
@@ -184,7 +184,7 @@ class RedisBackend:
         return True
 
     def _take(self, batch: _PendingBatch, groups: list[_ScriptBatch], replies: Pending) -> None:
-        """A server has answered, or will not."""
+        """Take a server's answer, or its failure."""
         if batch.done:
             return
         try:

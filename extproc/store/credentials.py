@@ -1,4 +1,4 @@
-"""Who asks a server for access: user and password from the URL, the environment or a file, or whatever a named provider has."""
+"""Credentials for a server: user and password from the URL, the environment or a file, or from a provider that users write."""
 # interpreted: waits for a network
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PasswordCredentials(CredentialProvider):
         return (self._user, password) if self._user else (password,)
 
     def has_password(self) -> bool:
-        """Whether there is anything to log in with."""
+        """Whether there is a user or a password."""
         return bool(self.get_credentials())
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
@@ -51,9 +51,9 @@ class PasswordCredentials(CredentialProvider):
 
 
 class ProvidedCredentials(CredentialProvider):
-    """Credentials of a provider that the user wrote, who may fail, block or answer nonsense.
+    """Credentials of a provider that a user wrote, which may fail, block or answer nonsense.
 
-    What it raises may hold a secret, so only the name of the error is repeated.
+    Its errors may contain a secret, so only their names are repeated.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,7 +70,7 @@ class ProvidedCredentials(CredentialProvider):
         raise self._make_error("must return (PASSWORD,) or (USER, PASSWORD)")
 
     async def _ask(self) -> object:
-        """Ask in the asynchronous way or, where the provider has none, in a thread: never in two at the same time."""
+        """Ask asynchronously or, if the provider cannot, in a thread: never in two at the same time."""
         if type(self._provider).get_credentials_async is not CredentialProvider.get_credentials_async:
             try:
                 return await self._provider.get_credentials_async()

@@ -1,7 +1,7 @@
-"""One hash key for all replicas: the first one puts its own into the store, and the others take it over.
+"""One hash key for all replicas: the first replica puts its own key into the store, and the others use it.
 
-A store that is away keeps nothing waiting. A replica uses a key of its own until it has read the shared one. Once a minute it
-looks whether that is still there, and puts it back where the store has lost it.
+Nothing waits while the store is unavailable. A replica uses a key of its own until it has read the shared one. Once a minute it
+checks that the shared key still exists, and restores it if the store has lost it.
 """
 # interpreted: waits for a network
 
@@ -38,7 +38,7 @@ class KeySharing:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Take over the key in the store, or put this process's own there where there is none."""
+        """Use the key in the store, or put this process's own there if there is none."""
         try:
             secret = await self._store.share_secret(_NAME, self._key.secret)
         except Exception as error:  # noqa: BLE001  # whatever it is, requests are none of its business

@@ -1,14 +1,14 @@
-"""Loops whose next verdict is certain, answered in this process while they are hammered.
+"""Answers loops in this process, without asking the server, while clients hammer it and the next verdict is certain.
 
-A loop that is being refused stays refused as long as its window or cooldown lasts, whatever other clients do. While that is
-certain a hammering client costs the server next to nothing: its requests are added up and sent as one, ten times a second, so
-that the window is extended and the count rises all the same.
+A loop that is refused stays refused until its window or cooldown ends, whatever other clients do. While this is certain, a
+hammering client costs the server almost nothing: its requests are added up and sent as one, ten times a second, so the window
+is still extended and the count still rises.
 
-The verdict is certain, the count is not: other processes count as well. So a loop is answered here only once it has been
-refused ten times within a second, and only within a tenth of a second of the server's last word. Up to there each count is the
-server's own, and rises by one from request to request, whichever process answers. Past it a count is what the server said last
-and what this process has answered since; the server hears of these before it is asked anew, so that what one process says never
-goes back. Keys which an operator deletes are soon gone from here as well. Bounded: the loop that was learned first makes room.
+The verdict is certain, but the count is not, because other processes count, too. So this process answers only after ten
+refusals of a loop within a second, and only within a tenth of a second of the server's last answer. Before that, each count is
+the server's own, and rises by one from request to request, whichever process answers. After that, a count is the server's last
+one plus those answered here since. The server is told of these before it is asked again, so the counts of one process never
+decrease. Keys that an operator deletes are soon forgotten here, too. Bounded: the loop that was learned first is dropped.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from extproc.store.rules.windows import Count, Hit
 
 MAX_LOOPS = 10_000
 SETTLE_MS = 100
-"""How long requests are added up, and how old the server's word may be."""
+"""How long requests are added up, and how old the server's last answer may be."""
 
 HAMMERED = 10
-"""Refusals within `_HAMMERED_MS`, from which on the server is spared."""
+"""After this many refusals within `_HAMMERED_MS`, this process answers."""
 
 _HAMMERED_MS = 1_000
 
@@ -34,13 +34,13 @@ class _KnownRefusal:
 
     Attributes:
         hit: what is counted.
-        answer: what the server said last.
-        learned: when it did.
-        until: when that is not good any more.
-        asked: how often it said so since `began`.
-        began: when it started to be hammered, or to be looked at for that.
+        answer: the server's last answer.
+        learned: when it came.
+        until: when it expires.
+        asked: number of such answers since `began`.
+        began: start of the period in which refusals are counted.
         owed: refusals that the server has not been told of.
-        told: refusals that are on their way to it, and not in what it said last.
+        told: refusals on their way to the server, which are not in its last answer.
     """
 
     __slots__ = ("answer", "asked", "began", "hit", "learned", "owed", "told", "until")
@@ -66,15 +66,15 @@ class KnownRefusals:
 
     @property
     def knows_any(self) -> bool:
-        """There are some; mostly there are none, and to look up a new key costs as much as all else that is done here."""
+        """Whether any loop is known. Usually none is, and a look-up by a new key would be the most expensive part."""
         return len(self._known) > 0
 
     def learn(self, hit: Hit, answer: Count, stands_ms: int, told: int) -> None:
-        """Remember, or forget, what the server said last.
+        """Remember the server's last answer, or forget the loop.
 
         Args:
             hit: what was counted.
-            answer: what that found.
+            answer: its result.
             stands_ms: how long a looping verdict would stand if nothing more were counted.
             told: refusals that were answered here, and that the server was told of with this hit.
         """
@@ -98,7 +98,7 @@ class KnownRefusals:
         known.asked += 1
 
     def answer(self, hit: Hit) -> Count | None:
-        """The verdict, if it is certain; the hit is then counted here and settled soon."""
+        """The verdict, if it is certain; the hit is then counted here, and reported to the server soon."""
         known = self._known.get(hit.key)
         if known is None or known.asked < HAMMERED or known.hit != hit:  # or the policy has changed
             return None
@@ -117,14 +117,14 @@ class KnownRefusals:
         return Count(count, True, cooldown, span)
 
     def take_owed(self, hit: Hit) -> int:
-        """How often a loop was answered here that the server has not been told of; the next question has to tell it."""
+        """The number of refusals that the server has not been told of; the next question must include it."""
         known = self._known.get(hit.key) if self._known else None
         if known is None or known.hit != hit:
             return 0
         return _take_owed(known)
 
     def forget_told(self, lost: Callable[[str], bool]) -> None:
-        """What was on its way to a server is lost; `lost` says of which keys."""
+        """Forget what was on its way to a server that failed; `lost` says for which keys."""
         for key, known in self._known.items():
             if lost(key):
                 known.told = 0

@@ -1,7 +1,7 @@
 """An open connection to a server: commands out, replies back, and what its errors mean.
 
-What answers may be anything: another protocol, a server gone mad. It is believed as far as it can be checked, and what it makes
-us keep or make room for has an end. Nothing is ever sent twice: a command that was sent may have counted.
+The peer may be anything: a server of another protocol, or a broken one. Its replies are checked, and the memory that they can
+make us allocate is bounded. Nothing is ever sent twice, because a command that was sent may have counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_ENOUGH_DATA: Final = object()
 
 _MAX_BYTES = 8 * 1024 * 1024
 _MAX_ELEMENTS = 500_000
-"""Of one reply. A cluster whose every slot is a range of its own comes near; 256 answers of scripts are far below."""
+"""Longest reply. A cluster whose every slot is a range of its own comes near; 256 answers of scripts are far below."""
 
 _LIST = re.compile(rb"\n[*%~>|]([0-9]{1,20})\r(?=\n)")
 """Where a reply announces elements, in any version of the protocol."""
@@ -76,7 +76,7 @@ class ServerAddress:
 
 
 class ReplyBounds:
-    """What one reply may be: hiredis makes room for all that a list announces, and keeps any text until it is over."""
+    """Bounds of one reply: hiredis allocates memory for all elements that a list announces, and buffers texts of any length."""
 
     def __init__(self) -> None:
         self._line = b"\n"  # the one that has begun, as far as it could announce a list
@@ -84,7 +84,7 @@ class ReplyBounds:
         self._elements = 0
 
     def begin(self) -> None:
-        """What comes now answers something new."""
+        """Start again with a new reply."""
         self._bytes = self._elements = 0
 
     def check(self, data: bytes) -> None:
@@ -122,9 +122,9 @@ class Link(asyncio.Protocol):
         return self._lost is None and self._answer is None
 
     def send(self, packed: bytes, commands: int) -> Pending:
-        """Send a number of packed commands in one write; a list of their replies, error replies among them.
+        """Send a number of packed commands in one write; returns a list of their replies, including error replies.
 
-        After a wait given up the link is not usable.
+        The link is unusable after a cancelled wait.
 
         Raises:
             StoreError: the connection has ended, at once or from what is pending.
@@ -169,7 +169,7 @@ class Link(asyncio.Protocol):
             answer.settle(replies)  # last, because the caller may ask again at once
 
     def _take_replies(self) -> None:
-        """Take those that are all there, and no more than were asked for."""
+        """Take complete replies, and no more than were asked for."""
         while len(self._replies) < self._asked:
             reply = self._reader.gets()
             if reply is _NOT_ENOUGH_DATA:
@@ -177,7 +177,7 @@ class Link(asyncio.Protocol):
             self._replies.append(reply)
 
     def eof_received(self) -> None:
-        """The server has closed the connection, and asyncio says so again only once it has been around."""
+        """The server has closed the connection; asyncio reports this again, but later."""
         self.connection_lost(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -196,7 +196,7 @@ class Link(asyncio.Protocol):
 
 
 def explain(error: Exception, address: ServerAddress) -> StoreError:
-    """What went wrong on a connection; any error at all, because a server can answer anything."""
+    """Describe an error of a connection, of any type, because a server can answer anything."""
     if isinstance(error, StoreError):
         return error
     if isinstance(error, OSError):
@@ -215,5 +215,5 @@ def explain_refusal(reply: ErrorReply) -> StoreError:
 
 
 def blame_bug(bug: BaseException) -> StoreError:
-    """What is said of an error of ours."""
+    """Describe an internal error."""
     return StoreError(f"{type(bug).__name__}: {bug}", kind="internal")

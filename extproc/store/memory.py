@@ -1,9 +1,9 @@
 """State in this process: for one replica, and as the oracle that every other store is tested against.
 
-Bounded: past `max_entries`, or where they are longer than `_MEAN_BYTES` on average, expired entries go first, then the least
-recently used. Everything is O(1) amortised and nothing ever stops the event loop for long: entries are spread over many small
-dicts ("shards"), because growing one dict of a million entries takes 30 ms, and because finding the oldest entry of a large
-dict means stepping over the gaps that older ones left.
+Bounded: beyond `max_entries`, or if entries are longer than `_MEAN_BYTES` on average, expired entries are dropped first, then
+the least recently used. Everything is O(1) amortised, and no operation stalls the event loop: entries are spread over many
+small dicts ("shards"), because growing one dict of a million entries takes 30 ms, and because finding the oldest entry of a
+large dict means stepping over the gaps that older ones left.
 
 A shard keeps one dict for each lifetime (the window, or a longer cooldown), in order of last use. Within such a dict the order
 of use is the order of expiry, so the front is both the next to expire and the least recently used.
@@ -32,23 +32,23 @@ from extproc.store.rules.windows import Count, Hit, Tally, log, read_log_times, 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES: Final = 1024
 _SWEEP_EVERY: Final = 16
-"""How many entries are put in between two looks for expired ones, most of which find none."""
+"""Number of insertions between two searches for expired entries, most of which find none."""
 
 _SWEEP: Final = 2 * _SWEEP_EVERY
-"""Expired entries removed at most per dict looked at: more than have come, so that sweeping overtakes inserting."""
+"""Most expired entries to remove from a dict at once: more than were inserted, so that sweeping overtakes inserting."""
 
 _MEAN_BYTES: Final = 256
-"""Of state in an entry: a count takes 28, a log or a ring can take thousands."""
+"""Average bytes of state in an entry: a count takes 28, a log or a ring can take thousands."""
 
 _CHAINS_SHARE: Final = 4
-"""This part of as many bytes again is for chains."""
+"""Chains may take this fraction of that memory in addition."""
 
 _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
-"""This many ledgers of sessions are kept unpacked, in a small store this part of its entries. They take 80 MB at most."""
+"""Number of sessions' ledgers to keep unpacked, and their share of a small store's entries. They take 80 MB at most."""
 
 _LATELY_MS: Final = 60_000
-"""Who has let a request through within this time keeps its place: with more sessions at once, all would only change places."""
+"""A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
 # begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
@@ -165,7 +165,7 @@ class MemoryStore:
         return room
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
-        """A session's ledger, to be changed and kept; None where there is none, or it is to be forgotten."""
+        """Take out a session's ledger, to be changed and put back; None if there is none, or it has expired."""
         ledger = self._at_hand.use(key)
         if ledger is None:
             entry = self._take(key, limits.idle_ms)
@@ -178,7 +178,7 @@ class MemoryStore:
         return None
 
     def _keep_ledger(self, key: str, ledger: Ledger, now: int) -> None:
-        """Have it at hand, where there is room; a large one is put away at once."""
+        """Keep a ledger unpacked, if there is room; a large one is packed at once."""
         at_hand = self._at_hand
         if at_hand.peek(key) is not None:
             if ledger.is_large():
@@ -195,7 +195,7 @@ class MemoryStore:
             self._entries -= 1
 
     def _make_room(self, now: int) -> bool:
-        """Put the ledger away that was not asked for longest; where even that was lately, none gains by changing places."""
+        """Pack the least recently used ledger, unless even that was used recently; returns whether there is room."""
         if not self._at_hand:
             return False
         oldest = self._at_hand.find_oldest()
@@ -263,14 +263,14 @@ class MemoryStore:
                 self._take(key, lifetime)
 
     def _shrink(self, shard: _Shard, newest: str) -> None:
-        """Drop entries until they are few and small enough, or the newest, of this shard, is the only one but for ledgers."""
+        """Drop entries until the bounds are met, or only the newest, in this shard, and unpacked ledgers are left."""
         while self._entries > self._max_entries or self._bytes > self._max_bytes:
             if self._entries - len(self._at_hand) <= 1:
                 return
             self._evict(shard, newest)
 
     def _evict(self, shard: _Shard, newest: str) -> None:
-        """Make room: drop the least recently used entry beside the newest, or, where that is alone, of the next shard."""
+        """Drop the shard's least recently used entry other than the newest; if there is none, that of the next shard."""
         position = self._hand
         while True:
             fronts = [
@@ -294,7 +294,7 @@ def _read_tally(entry: bytes) -> Tally:
 
 
 def _read_times(entry: _Entry) -> tuple[int, int]:
-    """When the entry was last used, and until when it lasts whatever its lifetime says."""
+    """When the entry was last used, and until when it lasts regardless of its lifetime."""
     return read_log_times(entry) if isinstance(entry, bytearray) else _TIMES.unpack_from(entry)
 
 

@@ -1,7 +1,7 @@
-"""Chains in this process: what `rules/chain.py` keeps, within a bound of bytes.
+"""Chains in this process: the state of `rules/chain.py`, bounded in bytes.
 
-What is needed least goes first: nodes that all of their conversations have left, then conversations of one node, then others;
-of each kind the one that was written longest ago.
+The least useful values are dropped first: nodes that all of their conversations have left, then conversations of one node, then
+others; within each kind, the one that was written longest ago.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Final
 from extproc.store.rules.chain import CUT_MS, FIRST_MS, OVERHEAD, ends_at
 
 _SWEEP: Final = 4
-"""Forgotten values that are removed at most each time, of each kind: as many as one turn writes."""
+"""Most expired values of each kind to remove at once: as many as one turn writes."""
 
 
 class MemoryChains:
     """Values by key, each of one kind."""
 
     def __init__(self, max_bytes: int, on_evicted: Callable[[], object]) -> None:
-        """Start empty; `on_evicted` is told of each value that is dropped because there is no room."""
+        """Start empty; `on_evicted` is called for each value that is dropped for lack of room."""
         self._max_bytes = max_bytes
         self._on_evicted = on_evicted
         self._bytes = 0
         self._kinds: list[OrderedDict[str, bytes]] = [OrderedDict(), OrderedDict(), OrderedDict()]
 
     def __len__(self) -> int:
-        """Values kept now, some of which may be over."""
+        """Values kept now, some of which may have expired."""
         return sum([len(kind) for kind in self._kinds])
 
     def get(self, key: str) -> bytes | None:
@@ -53,7 +53,7 @@ class MemoryChains:
             self._on_evicted()
 
     def sweep(self, now: int) -> None:
-        """Remove what is over, as far as it is the oldest of its kind; `now` in milliseconds."""
+        """Remove expired values from the front of each kind; `now` in milliseconds."""
         for kind in self._kinds:
             for _ in range(_SWEEP):
                 key = next(iter(kind), None)

@@ -10,16 +10,16 @@ from extproc.errors import StoreError
 
 
 class Listener:
-    """Who wants to hear of an answer; a call of such an object costs less than one of a function made for it."""
+    """Is called with an answer; calling such an object is cheaper than calling a closure."""
 
     __slots__ = ()
 
     def hear(self) -> None:
-        """The answer is there."""
+        """Take the answer, which has arrived."""
 
 
 class _Function(Listener):
-    """A function that wants to hear."""
+    """A listener that calls a function."""
 
     __slots__ = ("_function",)
 
@@ -31,15 +31,15 @@ class _Function(Listener):
 
 
 class Pending:
-    """What a caller waits for: by `await`, or by `then` and `result`.
+    """An answer to wait for: with `await`, or with `then` and `result`.
 
-    A future of asyncio's would tell each caller through the event loop, which costs as much as all else that is done for it.
-    Here the code that has the replies of a round trip calls the callers itself.
+    An asyncio future would notify each caller through the event loop, which costs as much as all the rest. Here, the code that
+    receives the replies of a round trip calls the listeners itself.
 
     Attributes:
-        done: the answer is there, or was cancelled.
-        cancelled: the caller does not want it any more.
-        error: why there will be none.
+        done: the answer has arrived, or was cancelled.
+        cancelled: the caller no longer needs it.
+        error: why there will be no answer.
     """
 
     __slots__ = ("_answer", "_listener", "cancelled", "done", "error")
@@ -52,7 +52,7 @@ class Pending:
         self._listener: Listener | None = None
 
     def notify(self, listener: Listener) -> None:
-        """Call this listener as soon as the answer is there, and never once it was cancelled; it must not be there yet."""
+        """Call this listener when the answer arrives, unless it is cancelled; it must not have arrived yet."""
         self._listener = listener
 
     def then(self, function: Callable[[], object]) -> None:
@@ -60,13 +60,13 @@ class Pending:
         self._listener = _Function(function)
 
     def cancel(self) -> None:
-        """Want no answer any more."""
+        """Call no listener any more."""
         if not self.done:
             self.done = self.cancelled = True
             self._listener = None
 
     def settle(self, answer: Any, error: StoreError | None = None) -> None:  # noqa: ANN401  # the caller knows its type
-        """Tell the answer, or what went wrong, unless it is done."""
+        """Set the answer or the error, unless it is done."""
         if self.done:
             return
         self.done, self._answer, self.error = True, answer, error

@@ -22,10 +22,10 @@ from extproc.store.remote import RemoteStore
 from extproc.store.topology import ClusterLayout, Layout, SentinelServer, SingleLayout, SingleServer
 
 TAGS = 16
-"""Hash tags that a cluster's keys are spread over: a batch falls apart into few calls, and still reaches every primary."""
+"""Number of hash tags over which a cluster's keys are spread: a batch needs few commands, and still reaches every primary."""
 
 MAX_TAGS = 256
-"""As many as the two hex digits tell apart that every key ends in."""
+"""Number of values of the two hex digits in which every key ends."""
 
 DEFAULT_PREFIX = "loopguard:"
 
@@ -56,7 +56,7 @@ class _StoreUrl:
             raise self.explain(f"unknown option; known options: {', '.join(known)}")
 
     def read_tls_options(self) -> tuple[str, ...]:
-        """Options of the URL that tell about TLS."""
+        """The TLS options of the URL."""
         return ("ca", "cert", "key") if self.scheme == "rediss" else ()
 
     def _parse_place(self, text: str) -> ServerAddress:
@@ -68,7 +68,7 @@ class _StoreUrl:
             raise self.explain("the part after :// must be HOST:PORT") from None
 
     def parse_number(self, text: str, what: str, least: int = 0) -> int:
-        """An integer out of the URL."""
+        """An integer of the URL."""
         if not (text.isascii() and text.isdecimal()) or int(text) < least:
             raise self.explain(f"{what} must be a number from {least}")
         return int(text)

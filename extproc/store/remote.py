@@ -1,7 +1,7 @@
-"""What a store across a network needs beside its wire: shards, and knowledge of loops that are refused.
+"""A store across a network: shards, and refusals that are known without asking.
 
-- **Shards.** Each server has a share of the keys, and its own health. While one is away its keys alone cannot be counted: what
-  asks for them and for others hears of both.
+- **Shards.** Each server has a share of the keys, and its own health. While one is unavailable, only its keys cannot be
+  counted; a call with keys of several shards gets the answers of the others.
 - **Known refusals.** See `known_refusals`.
 """
 
@@ -32,7 +32,7 @@ _MOST_SHOWN = 3
 
 
 class _JoinedAnswers(Pending):
-    """What waits for several shards."""
+    """The answers of several shards."""
 
     __slots__ = ("_answers", "_away", "_lost", "_parts")
 
@@ -50,7 +50,7 @@ class _JoinedAnswers(Pending):
         part.then(partial(self._take, positions, part))
 
     def miss(self, error: StoreError) -> None:
-        """Some will not come."""
+        """Some answers will not come."""
         self._lost = self._lost or error
 
     def cancel(self) -> None:
@@ -102,7 +102,7 @@ class RemoteStore:
         self._only = self._by_part[0] if len(self._by_part) == 1 else None
 
     async def start(self) -> None:
-        """Try each server once, so that a wrong address or password is told at the start and not by the first request."""
+        """Try each server once, so that a wrong address or password is reported at the start, not by the first request."""
         tried: list[Shard] = []
         while new := [shard for shard in self._shards.values() if shard not in tried]:
             tried += new
@@ -110,10 +110,10 @@ class RemoteStore:
             self._assign()
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
-        """Count every hit once; answers at once where that is certain.
+        """Count every hit once; answers at once if the verdict is certain.
 
         Raises:
-            StoreError: no server counts any of them; where some do, the awaitable raises PartlyAwayError.
+            StoreError: no server counts any of them; if some do, the awaitable raises PartlyAwayError.
         """
         if self._whole and self._only is None:
             self._check_whole(hits)
@@ -155,13 +155,13 @@ class RemoteStore:
         return f"{len(away)} of {len(owners)} shards unavailable: {shown}"
 
     async def close(self) -> None:
-        """Send what is owed, then drop the connections."""
+        """Send refusals that were counted here, then drop the connections."""
         self._known_refusals.close()
         await asyncio.gather(*[shard.close() for shard in self._shards.values()], *self._retiring)
         self._side_connections.drop()
 
     def _assign(self) -> None:
-        """Have a shard for each server that has keys, and let those go whose keys are all elsewhere."""
+        """Open a shard for each server that has keys, and retire shards without keys."""
         self._seen = self._layout.changes
         owners, metrics = self._layout.owners, self._metrics
         for name in dict.fromkeys(owners):
@@ -198,7 +198,7 @@ class RemoteStore:
         return self._by_part
 
     def _forget_told(self, lost: Shard) -> None:
-        """What was on its way to a shard is lost."""
+        """Forget refusals that were on their way to a shard that failed."""
         self._known_refusals.forget_told(lambda key: self._find(key) is lost)
 
     def _ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
@@ -228,7 +228,7 @@ class RemoteStore:
                 self._find(question.key).check_open()
 
     def _settle(self, hit: Hit, times: int) -> None:
-        """Send what was answered from memory."""
+        """Report refusals that were answered from memory."""
         with suppress(StoreError):  # whose keys cannot be counted, of them nothing is owed
             self._ask([count_call(hit, 0, None, times)], self._finish)
 
@@ -254,7 +254,7 @@ def _take_answers(_: list[ScriptCall], answers: list[Any]) -> list[Any]:
 
 
 async def _merge(known: list[Count | None], asked: Awaitable[list[Any]]) -> list[Any]:
-    """Answers that were certain, and those that had to be asked for, in the order of the hits."""
+    """Join known answers and those of the server, in the order of the hits."""
     try:
         fresh = iter(await asked)
     except PartlyAwayError as error:

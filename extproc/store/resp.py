@@ -1,6 +1,6 @@
 """Commands as the server reads them: arrays of bulk strings (RESP, redis.io/docs/latest/develop/reference/protocol-spec).
 
-hiredis packs them as well, word by word. Most words of a batch are keys, and all of these can be written as one text.
+hiredis can pack them, too, but word by word. Most words of a batch are keys, which can all be written as one text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def write_word(word: str | int | bytes) -> bytes:
 
 
 def write_keys(start: str, keys: Sequence[str]) -> bytes:
-    """Keys as words of a command, with what each of them starts with."""
+    """Keys as words of a command, each with a prefix."""
     width = len(start)
     size, head, words = -1, "", []
     for key in keys:

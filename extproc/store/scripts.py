@@ -1,7 +1,7 @@
-"""The kinds of state that a Redis store keeps: one Lua file each, what it is asked for one key, and what its answer means.
+"""The kinds of state that a Redis store keeps: for each a Lua file, the question for one key, and how its answer is read.
 
-A script takes any number of keys, and reads and writes all of them in one atomic step; its contract stands on top of its file.
-It answers everything that it is asked at once, so that a batch is few calls whatever is in it.
+A script takes any number of keys, and reads and writes all of them in one atomic step; its contract is on top of its file. So a
+batch of any size needs few commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from extproc.store.rules.session import Question, Settlement, Step, pack_questio
 from extproc.store.rules.windows import Count, Hit
 
 MAX_WEIGHT: Final = 16
-"""Of the calls that go as one script, which all other clients of the server have to wait for: it takes 1 ms at worst."""
+"""Largest total weight of calls in one script, which blocks the server for all other clients: 1 ms at worst."""
 
 
 class Script:
@@ -29,9 +29,9 @@ class Script:
 
     Attributes:
         sha: the server's name for it.
-        by_name: the first words of a command that runs it, for a server that knows it.
+        by_name: the start of a command that runs it, for a server that knows it.
         whole: the same for any server, which knows it from then on.
-        read: what the server's answer says about a number of calls; raises StoreError where it cannot be this script's answer.
+        read: splits the server's answer by calls, given their number; raises StoreError if it cannot be this script's answer.
     """
 
     def __init__(self, name: str, read: Callable[[object, int], list[Any]]) -> None:
@@ -47,15 +47,15 @@ def _make_error() -> StoreError:
 
 
 class ScriptCall:
-    """What a round trip asks for one key.
+    """One question in a round trip.
 
     Attributes:
         script: what to run.
-        subject: what the store was asked to do; has the key, without the prefix that the store puts before every key.
-        arguments: what the script takes for each key.
-        owed: of the counts among these, those that this process has answered already.
-        others: keys behind the subject's that the script takes as well, in the same hash slot; mostly none.
-        weight: what it takes of `MAX_WEIGHT`.
+        subject: the hit, step, push or link; has the key, without the store's prefix.
+        arguments: of the script, for this key.
+        owed: how many of the counted hits this process has answered already.
+        others: further keys of the question, in the same hash slot; usually none.
+        weight: share of `MAX_WEIGHT`.
     """
 
     __slots__ = ("arguments", "others", "owed", "script", "subject", "weight")
@@ -124,9 +124,9 @@ _CHAIN = Script("chain", partial(_read_each, read_trail))
 
 
 def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
-    """Count a hit several times at once, and what is owed beside.
+    """Count a hit several times at once, and the refusals that are owed.
 
-    `now` in milliseconds is for tests, None takes the server's clock.
+    `now` in milliseconds is for tests, None uses the server's clock.
     """
     moment = -1 if now is None else now
     is_log = hit.window_type == "sliding_log"
@@ -139,7 +139,7 @@ _SESSION = Script("session", partial(_read_each, read_standing))
 
 
 def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall:
-    """Take a step of a session's, or settle one; `now` as for counts."""
+    """Take or settle a step of a session; `now` as for counts."""
     arguments = (-1 if now is None else now, *pack_question(asked))
     if not isinstance(asked, Step):
         return ScriptCall(_SESSION, asked, arguments, weight=1)

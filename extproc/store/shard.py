@@ -3,11 +3,11 @@
 - **Batches.** Calls that arrive while a round trip is under way go together in the next one, which under load waits a few
   milliseconds for more of them. The cost of a request falls as load rises, and an idle server adds no delay.
 - **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the one before.
-- **Breaker.** The first round trip that fails, or that takes longer than the timeout, opens it: calls fail at once, the caller
-  counts for itself, and only a probe asks the server, until it answers.
+- **Breaker.** The first round trip that fails, or that exceeds the timeout, opens it. Calls then fail at once, so the caller
+  counts on its own, and only a probe asks the server, until it answers.
 
-Worst case: a server that hangs costs one timeout for the requests of that moment, then nothing. A request that was sent and not
-answered may have counted; it is never sent again. Other shards do not notice: each has a queue and connections of its own.
+Worst case: a server that hangs delays the requests of that moment by one timeout, and no later ones. A request that was sent
+but not answered may have counted, and is never sent again. Other shards are unaffected: each has its own queue and connections.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ MAX_BATCH = 256
 
 _GATHER_SECONDS = 0.0002
 _GATHER_AT_MOST = 0.004
-"""From one round trip to the next for each caller that shared the last one, times the shards, which share the callers; and in
-all. A round trip costs as much as twenty of its calls, so that from some 5,000 requests a second on they gather; below that no
-call waits for others."""
+"""Pause between two round trips: per caller in the last one, times the number of shards, which share the callers; and at most.
+A round trip costs as much as twenty of its calls, so calls gather from some 5,000 requests a second on; below that, no call
+waits for others."""
 
 _SECOND_LOOK = 0.002
-"""Before a deadline strikes, the event loop gets this long to read answers: it may have been busy while they came."""
+"""After a deadline, the event loop gets this long to read answers that arrived while it was busy."""
 
 _LAST_LOOK = 0.001
-"""How often a shard that closes looks whether what is owed has been sent."""
+"""How often a closing shard checks whether everything has been sent."""
 
 _PROBE_SECONDS = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Pauses before probes, none before the first: a connection may be lost for no lasting reason. The last one repeats, so a
-server that is back is found within two seconds."""
+"""Pauses before probes; the first probe starts at once, because the failure may be brief. The last pause repeats, so a server
+that is back is found within two seconds."""
 
 _PROBE_TIMEOUT = 1.0
 _WELL_SECONDS = 10.0
-"""A server that failed again sooner than that after it came back is probed as rarely as before."""
+"""A server that fails again within this time after its return is probed as rarely as before."""
 
 _UNASSIGNED = "unassigned"
-"""The name of a shard of keys of which it is not known who has them."""
+"""The name of the shard for keys whose server is unknown."""
 
 
 Finish: TypeAlias = Callable[[list[ScriptCall], list[Any]], Any]
@@ -117,7 +117,7 @@ class Shard:
         self._closed = False
 
     async def start(self) -> None:
-        """Try the server once, so that a wrong address or password is told at the start and not by the first request."""
+        """Try the server once, so that a wrong address or password is reported at the start, not by the first request."""
         try:
             await _try_backend(self._backend)
         except StoreError as error:
@@ -141,13 +141,13 @@ class Shard:
         return waiting
 
     async def retire(self) -> None:
-        """Its keys are elsewhere, so that it is away no more; what waits for it still gets its answers."""
+        """Close, because all keys have moved to other servers; calls under way still get their answers."""
         if self.trouble is not None:
             self._recover()
         await self.close()
 
     async def close(self) -> None:
-        """Send what is owed, then drop the connections."""
+        """Send waiting calls, then drop the connections."""
         self._closed = True
         while self.trouble is None and (self._queue or self._round_trip):  # noqa: ASYNC110  # for as long as a deadline at most
             await asyncio.sleep(_LAST_LOOK)
@@ -161,7 +161,7 @@ class Shard:
         self._backend.drop()
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let those who wait go, after whatever else is ready just now: it may have calls as well."""
+        """Send waiting calls soon, after other tasks that are ready now, because these may add calls."""
         if self._queue and self._round_trip is None and not self._scheduled:
             self._scheduled = True
             if self._pause:
@@ -170,7 +170,7 @@ class Shard:
                 loop.call_soon(self._send_batch)
 
     def _send_batch(self) -> None:
-        """Send those who wait, unless a round trip is under way."""
+        """Send waiting calls, unless a round trip is under way."""
         self._scheduled = False
         while self._queue and self._round_trip is None:
             batch = self._take_batch()
@@ -189,7 +189,7 @@ class Shard:
                     self._watch()
 
     def _take_batch(self) -> list[_Caller]:
-        """Take those who go next: up to `MAX_BATCH` calls, without those who have been told that it took too long."""
+        """Take the next callers: up to `MAX_BATCH` calls, without callers that timed out."""
         calls = 0
         for position, waiting in enumerate(self._queue):
             calls += len(waiting.calls)
@@ -201,7 +201,7 @@ class Shard:
         return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
 
     def _finish_batch(self, round_trip: _RoundTrip) -> None:
-        """Tell those who waited, in one turn of the event loop, so that what they make of it leaves together."""
+        """Answer the callers in one turn of the event loop, so that their answers to Envoy are sent together."""
         self._round_trip = None
         if round_trip.replies.error is not None:
             self._fail(round_trip.replies.error, round_trip.batch)
@@ -217,7 +217,7 @@ class Shard:
         self._schedule(asyncio.get_running_loop())
 
     def _watch(self) -> None:
-        """Be back at the first deadline."""
+        """Set the timer for the first deadline."""
         if self._clock is None:
             first = [self._round_trip.deadline] if self._round_trip is not None else []
             first += [waiting.deadline for waiting in self._list_waiting() if not waiting.done][:1]
@@ -226,7 +226,7 @@ class Shard:
                 self._clock = loop.call_at(min(first) - _SECOND_LOOK, loop.call_later, _SECOND_LOOK, self._expire)
 
     def _expire(self) -> None:
-        """Tell those whose time is up; a round trip that takes too long is a failure of the server."""
+        """Fail callers whose deadline has passed; a round trip that takes too long is a failure of the server."""
         self._clock = None
         now = asyncio.get_running_loop().time()
         error = StoreError(f"no answer within {self._timeout:g} s", kind="timeout")
@@ -239,11 +239,11 @@ class Shard:
         self._watch()
 
     def _list_waiting(self) -> Sequence[_Caller]:
-        """All callers that wait, in the order of their deadlines."""
+        """All waiting callers, in the order of their deadlines."""
         return [*(self._round_trip.batch if self._round_trip is not None else ()), *self._queue]
 
     def _fail(self, error: StoreError, batch: Sequence[_Caller] = ()) -> None:
-        """Open the breaker: all callers that wait are told, and the probe starts."""
+        """Open the breaker: fail all waiting callers, and start the probe."""
         self._metrics.store_errors.labels(error.kind).inc()
         told = (*batch, *self._list_waiting())
         round_trip, self._round_trip, self._queue = self._round_trip, None, []
@@ -297,5 +297,5 @@ async def _try_backend(backend: RedisBackend) -> None:
 
 
 def _make_unavailable(trouble: StoreError) -> StoreError:
-    """What a request hears, an error of its own: one that is raised again and again would grow with every traceback."""
+    """A new error for a request: raising the same object repeatedly would make its traceback grow."""
     return StoreError(str(trouble), kind="unavailable")

@@ -1,6 +1,6 @@
-"""Connections to Redis or Valkey for what operators ask, beside those of requests: no request waits for them.
+"""Connections to Redis or Valkey for operators' questions, separate from those of requests: no request waits for them.
 
-Each question has a deadline. What fails drops the connections, and the next question opens them anew.
+Each question has a deadline. A failure drops the connections, and the next question opens them again.
 """
 # interpreted: waits for a network
 
@@ -15,7 +15,7 @@ from extproc.store.link import Command, ErrorReply, RedisReply, explain_refusal
 from extproc.store.topology import Layout, ShardServers
 
 _SECONDS = 2.0
-"""What a question may take, that for all documents of a board included."""
+"""Deadline of a question, even for all documents of a board."""
 
 _MOVED = ("MOVED", "ASK")
 
@@ -29,7 +29,7 @@ class _SideConnection:
 
 
 class SideConnections:
-    """The servers of a layout; all keys of one subject are in one hash slot, and a server that hangs holds up no other's."""
+    """Connections to the servers of a layout. All keys of a subject are in one hash slot; no server delays another."""
 
     def __init__(self, layout: Layout, prefix: str) -> None:
         """Nothing is connected yet; every key starts with `prefix`."""
@@ -43,11 +43,11 @@ class SideConnections:
             connection.topology.drop()
 
     def find_part(self, subject: str) -> int:
-        """The part of the keys that a subject's belong to."""
+        """The part of the key space in which a subject's keys are."""
         return zlib.crc32(subject.encode()) % len(self._layout.owners)
 
     def name_key(self, kind: str, subject: str, *below: str) -> str:
-        """A whole key, of a kind of state and its subject."""
+        """The key of a kind of state and a subject."""
         tag = self._find_tag(subject)
         start = f"{self._prefix}{{{tag}}}:" if tag else self._prefix
         return start + ":".join([kind, subject, *below])
@@ -75,7 +75,7 @@ class SideConnections:
 
 
 async def _ask_twice(topology: ShardServers, tag: str, commands: Sequence[Command]) -> list[RedisReply]:
-    """Ask, and where the slot has moved ask its new owner."""
+    """Ask, and follow the slot to its new owner if it has moved."""
     replies = await _ask_once(topology, tag, commands)
     moved = [reply for reply in replies if isinstance(reply, ErrorReply) and reply.word in _MOVED]
     if moved:

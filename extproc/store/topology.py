@@ -1,8 +1,8 @@
-"""Where the keys are: on one server, on the primary that Sentinels name, or spread over a cluster.
+"""Where keys are stored: on one server, on the primary that Sentinels name, or spread over a cluster.
 
-A layout says which server has which part of the keys. A topology hands out connections by hash tag, opens them when they are
-needed, and shares them with no other. It never decides that a server is down: it raises, the breaker of that shard drops its
-connections, and the next probe asks afresh who is in charge.
+A layout says which server has which part of the keys. Each shard has connections of its own, by hash tag, which are opened when
+needed. This module never decides that a server is down: it raises an error, the breaker of that shard drops the connections,
+and the next probe finds out again which server has the keys.
 """
 # interpreted: waits for a network
 
@@ -29,16 +29,16 @@ def find_slot(text: str) -> int:
 
 
 def spread_tags(tags: int) -> tuple[str, ...]:
-    """This many hash tags whose slots are spread evenly, so that any number of primaries gets its share."""
+    """Hash tags whose slots are spread evenly, so that any number of primaries gets its share."""
     width = SLOTS // tags
     return tuple(next(str(n) for n in count() if find_slot(str(n)) // width == share) for share in range(tags))
 
 
 class ShardServers(Protocol):
-    """Connections of one shard, by hash tag; raises StoreError and nothing else."""
+    """Connections of one shard, by hash tag; raises only StoreError."""
 
     tags: Sequence[str]
-    """Keys are spread over these; empty for a single server, which needs none."""
+    """Hash tags over which keys are spread; empty for a single server, which needs none."""
 
     def get(self, tag: str) -> Link | None:
         """An open connection to the server that has the tag's keys, None where that has to be opened first."""
@@ -60,23 +60,23 @@ class ShardServers(Protocol):
 
 
 class Layout(Protocol):
-    """How keys are shared out among servers."""
+    """How keys are distributed over servers."""
 
     tags: Sequence[str]
     """As those of a topology."""
 
     owners: Sequence[str]
-    """The name of each tag's server, empty where that is not known; one for a single server."""
+    """The name of each tag's server, empty if unknown; one for a single server."""
 
     changes: int
-    """How often these have changed."""
+    """The number of changes of `owners`."""
 
     def open(self, owner: str) -> ShardServers:
         """Connections of the shard of that name."""
 
 
 class SingleLayout:
-    """A layout of one server, whichever that is just now."""
+    """A layout of one server, which may change."""
 
     tags: Sequence[str] = ()
     changes = 0
@@ -113,7 +113,7 @@ class SingleServer:
         return link
 
     async def at(self, place: ServerAddress) -> Link:
-        """See `ShardServers`; only a cluster sends its clients elsewhere."""
+        """See `ShardServers`; only a cluster redirects its clients."""
         raise StoreError(f"the server is part of a cluster and sends us to {place}; use redis+cluster://", kind="cluster")
 
     def move(self, tag: str, place: ServerAddress) -> None:
@@ -142,7 +142,7 @@ class SentinelServer(SingleServer):
         self._service = service
 
     async def _choose(self) -> ServerAddress:
-        """Ask the Sentinels in turn, each time another one first: one that was cut off may name a primary of old."""
+        """Ask the Sentinels in turn, each time another one first: one that was cut off may name a former primary."""
         errors = []
         for sentinel in list(self._sentinels):
             self._sentinels.append(self._sentinels.pop(0))
@@ -173,10 +173,10 @@ class SentinelServer(SingleServer):
 
 
 class ClusterLayout:
-    """A cluster's layout, as far as its nodes have said it: every tag's slot belongs to one primary."""
+    """A cluster's layout, as far as its nodes have reported it: every tag's slot belongs to one primary."""
 
     def __init__(self, seeds: Sequence[ServerAddress], access: Access, tags: int) -> None:
-        """Nothing is known yet; any of the seeds may tell who has which slots."""
+        """Nothing is known yet; any of the seeds can be asked for the slots."""
         self.tags: Sequence[str] = spread_tags(tags)
         self.owners: Sequence[str] = [""] * tags
         self.changes = 0
@@ -191,7 +191,7 @@ class ClusterLayout:
         return ClusterServers(self, self._access, owner)
 
     def move(self, tag: str, place: ServerAddress) -> None:
-        """A tag's keys are elsewhere."""
+        """A tag's keys have moved."""
         self._assign({**self.places, tag: place})
 
     async def learn(self) -> None:
@@ -219,10 +219,10 @@ class ClusterLayout:
         raise StoreError(f"no node of the cluster answers: {'; '.join(errors)}", kind="connection")
 
     def _read(self, ranges: Any, asked: ServerAddress) -> None:  # noqa: ANN401  # whatever a server answered
-        """Take in who has which slots, from one range of slots for each of the lists.
+        """Read the reply to CLUSTER SLOTS: a list for each range of slots.
 
         Raises:
-            AttributeError, IndexError, TypeError, ValueError: it says something else.
+            AttributeError, IndexError, TypeError, ValueError: it is something else.
         """
         owners: dict[str, ServerAddress] = {}
         nodes = set()
@@ -243,7 +243,7 @@ class ClusterLayout:
 
 
 class ClusterServers:
-    """Connections to a cluster, of the shard of one primary or of those keys of which it is not known who has them."""
+    """A shard's connections to a cluster: for the keys of one primary, or for those whose server is unknown."""
 
     def __init__(self, slots: ClusterLayout, access: Access, owner: str) -> None:
         """Nothing is connected yet; `owner` is one of the layout's."""

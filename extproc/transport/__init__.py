@@ -1,1 +1,1 @@
-"""Doors into the service: each speaks gRPC over HTTP/2 and hands bytes to `ext_proc`."""
+"""Transports: each speaks gRPC over HTTP/2 and hands bytes to `ext_proc`."""

@@ -1,8 +1,8 @@
-"""Connections as they come: few begin in one turn of the event loop, and what waits has a bound.
+"""Accepts connections: few in one turn of the event loop, and with a bound on those that wait.
 
-A TLS handshake takes a millisecond of the event loop. So a connection waits until its peer has said something, and then for its
-turn: a few handshakes are begun in each, and some are under way. Addresses take turns, so that one that opens thousands of
-connections does not keep the others waiting. Where there are too many, the peer with the most goes first.
+A TLS handshake takes a millisecond of the event loop. So a connection waits until its peer has sent something, and then for its
+turn, in which a few handshakes begin. Addresses take turns, so that one that opens thousands of connections does not delay the
+others. If there are too many connections, the address with the most loses one.
 """
 # interpreted: waits for sockets, and OpenSSL
 
@@ -23,11 +23,11 @@ _LOG = logging.getLogger("loopguard")
 _ACCEPTED_PER_TURN: Final = 16
 _BEGUN_PER_TURN: Final = 4
 _UNDER_WAY: Final = 128
-"""Handshakes that are begun and not over. Under a flood an honest peer has that many others' time for its own: 100 ms."""
+"""Most handshakes under way at once. During a flood, this delays an honest peer by 100 ms."""
 
 _WAITING: Final = 1_000
 _AGAIN_SECONDS: Final = 1.0
-"""After which the system may have file descriptors again."""
+"""Pause after which the system may have file descriptors again."""
 
 
 class _WaitingClient(NamedTuple):
@@ -67,7 +67,7 @@ class Acceptor:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Accept no more, and hang up on those that wait. Handshakes under way are finished."""
+        """Accept no more, and close those that wait. Handshakes under way are finished."""
         if self.socket.fileno() < 0:
             return  # closed before
         self._loop.remove_reader(self.socket)
@@ -112,7 +112,7 @@ class Acceptor:
             _LOG.warning(message, extra=make_extra(**more, suppressed=suppressed or None))
 
     def _await_word(self, connection: socket.socket, address: str, seconds: float) -> None:
-        """Have a connection wait for its peer's first word."""
+        """Have a connection wait for its peer's first bytes."""
         if len(self._silent) + self._lined >= _WAITING:
             self._drop_one()
         number = connection.fileno()
@@ -124,7 +124,7 @@ class Acceptor:
         self._hang_up(self._silent.pop(number))
 
     def _drop_one(self) -> None:
-        """Make room for one more: the one that has been silent longest goes, else the last in the longest line."""
+        """Close one connection to make room: the one that has been silent longest, else the last in the longest queue."""
         if self._silent:
             self._give_up(next(iter(self._silent)))
             return
@@ -140,7 +140,7 @@ class Acceptor:
         waiting.socket.close()
 
     def _line_up(self, number: int) -> None:
-        """A peer has spoken: its handshake can begin."""
+        """A peer has sent something: its handshake can begin."""
         waiting = self._silent.pop(number)
         self._loop.remove_reader(waiting.socket)
         waiting.timeout.cancel()
@@ -154,7 +154,7 @@ class Acceptor:
             self._loop.call_soon(self._begin_some)
 
     def _begin_some(self) -> None:
-        """Begin a turn's handshakes, one of each address after the other."""
+        """Begin the handshakes of a turn; addresses take turns."""
         self._scheduled = False
         for _ in range(min(_BEGUN_PER_TURN, self._lined)):
             address, line = next(iter(self._lines.items()))
@@ -170,7 +170,7 @@ class Acceptor:
             self._schedule()
 
     def _cut_one(self) -> None:
-        """End the oldest handshake of the address that has most of them."""
+        """End the oldest handshake of the address with the most handshakes."""
         busiest, _ = Counter(begun.address for begun in self._under_way.values()).most_common(1)[0]
         task, begun = next((task, begun) for task, begun in self._under_way.items() if begun.address == busiest)
         del self._under_way[task]

@@ -1,10 +1,11 @@
 """gRPC on HTTP/2 (grpc/doc/PROTOCOL-HTTP2.md), the server's side, without a socket: bytes in, events out, bytes to send.
 
-This is the life of a call, from its headers to its status. A call exists for its owner from its first message on; who opens
-calls and says nothing costs no more than a stream. What is no gRPC, or no method that is served, is refused in here.
+This is the life of a call, from its headers to its status. Its owner learns of a call with its first message, so a peer that
+opens calls without messages costs no more than streams. Requests that are not gRPC, or call an unknown method, are refused
+here.
 
-A call is over once its status is out, or the peer has given it up, or it broke a rule. From then on nothing is delivered of it,
-and what its owner still wants to send goes nowhere.
+A call is over when its status is sent, the peer has cancelled it, or it broke a rule. Then nothing more is delivered, and
+anything that its owner sends is dropped.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ MAX_MESSAGE: Final = 64 * 2**20
 METADATA_PREFIX: Final = b"x-loopguard-"
 MAX_METADATA: Final = 16
 MAX_SILENT: Final = 1_000
-"""Calls of one connection that have not said anything yet; the oldest makes room. Envoy sends the first message at once."""
+"""Most calls of a connection without a message; the oldest is dropped. Envoy sends the first message at once."""
 
 _PREFIX: Final = 5
 """Bytes before a message: a compression flag and a length of 4 bytes."""
 
 _MESSAGE_WORK: Final = 8
-"""What a message costs of a turn, in frames: its receiver has more to do than HTTP/2 has. A large one costs as many as it
-has pages."""
+"""Cost of a message in frames, because its receiver has more to do than HTTP/2; see `Limits.work`. A large one costs as many as
+it has pages."""
 
 _RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NOT_GRPC: Final = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
@@ -53,8 +54,8 @@ class Call:
     Attributes:
         number: of its stream.
         method: its path, such as `/grpc.health.v1.Health/Check`.
-        metadata: of its request, what is meant for us.
-        over: nothing more comes of it.
+        metadata: of its request, as far as it is meant for us.
+        over: nothing more is delivered.
     """
 
     __slots__ = (
@@ -101,7 +102,7 @@ class MessageReceived:
 
 
 class HalfClosed:
-    """The peer has nothing more to say, and every message was delivered."""
+    """The peer has ended its side, and every message was delivered."""
 
     __slots__ = ("call",)
 
@@ -110,7 +111,7 @@ class HalfClosed:
 
 
 class CallEnded:
-    """The call is over, and not by its owner: the peer gave it up or broke a rule."""
+    """The call is over, but not by its owner: the peer cancelled it or broke a rule."""
 
     __slots__ = ("call",)
 
@@ -226,7 +227,7 @@ class GrpcConnection:
         self._close(call)
 
     def charge(self, work: int) -> None:
-        """What a message costs of a turn beyond what all of them do, in frames."""
+        """Cost of a message, in frames, beyond the cost of all messages."""
         self._http.work += work
 
     def pause(self, call: Call) -> None:
@@ -244,7 +245,7 @@ class GrpcConnection:
         self._http.goaway()
 
     def close(self) -> None:
-        """The connection is gone: so are all its calls."""
+        """The connection is lost, and all its calls are over."""
         for call in self.calls.values():
             call.over = True
         self.calls.clear()
@@ -301,7 +302,7 @@ class GrpcConnection:
         return MessageReceived(call, message)
 
     def _deliver(self, call: Call) -> Event | None:
-        """The next thing of what a call has received, if that is whole."""
+        """The next event from what a call has received, if it is complete."""
         if call.over or call.busy:
             return None
         if call.single and not call.silent:
@@ -360,7 +361,7 @@ class GrpcConnection:
 
 
 def read_metadata(headers: Block) -> list[tuple[str, str]]:
-    """A request's metadata that is meant for us; nothing else is kept while a call lasts."""
+    """A request's metadata, as far as it is meant for us; nothing else is kept while a call lasts."""
     ours = [field for field in headers.fields if field.name.startswith(METADATA_PREFIX)][:MAX_METADATA]
     return [(field.name.decode("latin-1"), field.value.decode("latin-1")) for field in ours]
 

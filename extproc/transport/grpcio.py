@@ -97,7 +97,7 @@ class GrpcServer:
         return int(self._server.add_secure_port(address, _make_credentials(certificates)))
 
     async def _check_peer(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
-        """End the call of a client that may not ask by its names; grpc has no place for this in the handshake."""
+        """End the call of a client whose certificate has no allowed name; grpc cannot check this in the handshake."""
         if self._certificates is not None and not self._certificates.admits(read_names(context.auth_context())):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "no --tls-client-san is among your certificate's names")
 
@@ -159,7 +159,7 @@ class GrpcServer:
 
     @contextmanager
     def _until_stop(self) -> Iterator[None]:
-        """Around what never ends by itself: a stop ends it.
+        """Wrap a handler that never ends by itself, so that a stop ends it.
 
         A call whose handler is cancelled goes on; one whose handler returns is over.
         """

@@ -1,10 +1,10 @@
 """Header blocks (HPACK, RFC 7541): a decoder, and literals for what we send.
 
-We ask for a SETTINGS_HEADER_TABLE_SIZE of 0. Once the peer's encoder has shrunk its table to that, a block means the same
-wherever it stands. A field without a reference into the dynamic table always does. Envoy repeats nearly all of its fields and
-most of its blocks, so both are remembered by their bytes; such a cache is exact, and all connections share one.
+We ask for a SETTINGS_HEADER_TABLE_SIZE of 0. Once the peer's encoder has shrunk its table, equal blocks mean the same anywhere.
+A field without a reference into the dynamic table always does. Envoy repeats nearly all of its fields and most of its blocks,
+so both are remembered by their bytes; this cache is exact, and all connections share it.
 
-What a peer may make us do is bounded: the bytes of a block before and after decoding, its fields, and what the cache holds.
+All work for a peer is bounded: the bytes of a block before and after decoding, the number of its fields, and the cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ENTRY_OVERHEAD: Final = 32
 """What RFC 7541 section 4.1 adds to the bytes of a field."""
 
 _OBJECTS: Final = 300
-"""What a field takes in memory beside its bytes, as does a block."""
+"""Memory of a field, or of a block, in addition to its bytes."""
 
 _MAX_UPDATES: Final = 2
 """Table size updates at the start of a block: the smallest size and the last one (RFC 7541 section 4.2)."""
@@ -76,7 +76,7 @@ class Field:
     """One header field.
 
     Attributes:
-        name: lower-case where it is not malformed.
+        name: lower-case unless it is malformed.
         value: of that name.
         size: as RFC 7541 section 4.1 counts it.
         kind: what kind of field it is.
@@ -94,7 +94,7 @@ class Field:
 
 
 def classify(name: bytes, value: bytes) -> int:
-    """A field's kind; MALFORMED is what no request may hold (RFC 9113 sections 8.2 and 8.3)."""
+    """A field's kind; MALFORMED for one that no request may have (RFC 9113 sections 8.2 and 8.3)."""
     kind = classify_name(name)
     if 13 in value or 10 in value or 0 in value:  # noqa: PLR2004  # CR, LF, NUL; compiled, numbers are found at once
         return MALFORMED
@@ -109,7 +109,7 @@ def classify(name: bytes, value: bytes) -> int:
 
 @lru_cache(maxsize=256)
 def classify_name(name: bytes) -> int:
-    """What a field of that name may be."""
+    """The kind of fields with that name."""
     kind = _KINDS.get(name, REGULAR)
     if not name or name != name.lower() or (name.startswith(b":") and not kind) or name in _CONNECTION_FIELDS:
         return MALFORMED
@@ -117,7 +117,7 @@ def classify_name(name: bytes) -> int:
 
 
 class Block:
-    """A header block, and what it says as a request (RFC 9113 section 8.3), found out once.
+    """A header block, read as a request (RFC 9113 section 8.3).
 
     Attributes:
         fields: in order; not to be changed.
@@ -166,13 +166,13 @@ class Block:
         return seen & needed == needed
 
     def _read_length(self, length: int) -> bool:
-        """Whether it agrees with what was said before."""
+        """Whether it agrees with an earlier block."""
         before, self.content_length = self.content_length, length
         return before in (-1, length)
 
 
 class _Model:
-    """A block of literals and static fields, one of which was new, as its trace is with each request that is traced.
+    """A block of literals and static fields, one of which was new: requests that are traced differ in one field.
 
     Attributes:
         start: the bytes of the fields before that one.
@@ -180,7 +180,7 @@ class _Model:
         place: of that one among all fields.
         block: all of it.
         size: of the others, as RFC 7541 section 4.1 counts them.
-        plain: that one says nothing about the request.
+        plain: that field is an ordinary header.
     """
 
     __slots__ = ("block", "end", "place", "plain", "size", "start")
@@ -195,14 +195,14 @@ class _Model:
 
 
 class Cache:
-    """Names, fields and blocks of all connections; each of the three holds at most `limit` bytes.
+    """Names, fields and blocks of all connections, by their bytes; each of the three holds at most `limit` bytes.
 
     Attributes:
-        names: by their bytes, as the others.
-        fields: that refer to nothing.
+        names: of fields.
+        fields: literals without references.
         blocks: of such fields.
-        before: the fields of the last block that was not among these.
-        model: the last of them with one field that was new.
+        before: the fields of the last block that was not known.
+        model: the last unknown block of which only one field was new.
     """
 
     def __init__(self, limit: int = 2**20) -> None:
@@ -229,7 +229,7 @@ class Decoder:
     """The receiving end of one connection's header compression.
 
     Attributes:
-        news: fields of the last block that were never seen, and tables that it enlarged; without any it may well come again.
+        news: number of new fields in the last block, and of tables that it enlarged; a block without any may well come again.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -261,7 +261,7 @@ class Decoder:
         return block
 
     def _adapt(self, block: bytes) -> Block | None:
-        """A block like the model, but for one literal; None for every other. Fields end where they end, whatever follows."""
+        """Decode a block that equals the model except for one literal; None for any other block."""
         model = self._cache.model
         if model is None or not (block.startswith(model.start) and block.endswith(model.end)):
             return None

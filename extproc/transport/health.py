@@ -18,7 +18,7 @@ HEALTH = "grpc.health.v1.Health"
 
 
 class Health:
-    """The state, and those who watch it."""
+    """The state, and its watchers."""
 
     def __init__(self) -> None:
         self.serving = False

@@ -1,17 +1,18 @@
 """HTTP/2 (RFC 9113), the server's side, without a socket: bytes in, events out, bytes to send.
 
-It is as much of HTTP/2 as gRPC needs, and all of what a peer could do wrong. Every frame is checked. Errors of a stream reset
-that stream; errors of the connection end it with a GOAWAY.
+It has as much of HTTP/2 as gRPC needs, but checks every frame completely. Errors of a stream reset that stream; errors of the
+connection end it with a GOAWAY.
 
-No peer can make it work or grow without bound:
+No peer can cause unbounded work or memory:
 
 - A frame costs time in proportion to its own size. Nothing walks over all streams: a stream's window is kept relative to the
-  peer's initial window, and streams that wait for a window are known by name.
-- A turn handles a bounded number of frames (`Limits.work`). The rest waits for the next turn, so that the owner of the socket
-  can look after other connections in between.
-- Frames cost patience, and messages earn it (`Limits.patience`). Who sends frames that lead to nothing is told to calm down.
-- What waits for the peer (answers into a shut window, a header block without an end) is taken from a `Pool` of bytes that all
-  connections share.
+  peer's initial window, and streams that wait for a window are listed.
+- A turn handles a bounded number of frames (`Limits.work`). The rest waits for the next turn, so that the transport can serve
+  other connections in between.
+- Frames cost patience, and messages earn it (`Limits.patience`). A peer that sends too many useless frames is disconnected with
+  ENHANCE_YOUR_CALM.
+- Bytes that wait for the peer (answers for a closed window, an incomplete header block) come from a `Pool` that all connections
+  share.
 """
 
 from __future__ import annotations
@@ -71,28 +72,28 @@ _DEFAULT_WINDOW: Final = 65_535
 _MAX_WINDOW: Final = 2**31 - 1
 _STREAM_WINDOW: Final = 2**30
 _UPDATE_AFTER: Final = 2**24
-"""Bytes received before a window is opened again: what arrives is consumed at once, so windows only have to stay open."""
+"""Bytes to receive before a window is opened again: everything is consumed at once, so windows only have to stay open."""
 
 _CONNECTION: Final = bytes(4)
 """The stream number of frames that concern the whole connection."""
 
 _STREAM_ERROR_COST: Final = 20
 _NEWS_WORK: Final = 2
-"""What a header field that was never seen costs of a turn, in frames."""
+"""Cost of a new header field, in frames; see `Limits.work`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Http2Limits:
-    """What one connection may do; the defaults are far above what an Envoy does.
+    """Limits of one connection; the defaults are far above what an Envoy needs.
 
     Attributes:
-        streams: at once.
+        streams: open at once.
         work: frames in one turn; a large one counts as several.
-        patience: frames that lead to nothing, before the connection is ended.
-        patience_per_second: how fast that comes back.
-        message_earns: frames that every message allows for. Envoy takes 10 WINDOW_UPDATEs for each DATA frame that it sends.
+        patience: frames without effect before the connection is ended.
+        patience_per_second: how fast patience recovers.
+        message_earns: patience that each message earns. Envoy sends up to 10 WINDOW_UPDATEs for each DATA frame.
         lingering: streams that we have answered and the peer has not ended.
-        shut: streams whose answer waits for a window of their own.
+        shut: streams whose answers wait for a window of their own.
     """
 
     streams: int = 16_384
@@ -113,10 +114,10 @@ class Pool:
 
 
 class Share:
-    """What one connection holds of the pool: at most as much as is left of it.
+    """One connection's part of the pool: at most as much as is left for others.
 
-    That is how switches share their buffers (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a single greedy
-    connection gets half of the pool, many get equal parts, and there always is something left for the next one.
+    This is how switches share buffers (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a single greedy
+    connection gets half of the pool, many get equal parts, and something is always left for the next one.
     """
 
     __slots__ = ("_pool", "held")
@@ -126,7 +127,7 @@ class Share:
         self.held = 0
 
     def take(self, size: int) -> bool:
-        """Hold this many more bytes, or False when that is too much."""
+        """Hold this many more bytes; False if that is too much."""
         if size and self.held + size > self._pool.limit - self._pool.held - size:
             return False
         self.held += size
@@ -149,7 +150,7 @@ class Http2Stream:
     Attributes:
         number: as the peer chose it.
         name: the same in four bytes, as frames carry it.
-        lost: the peer has reset it, or the connection has ended: what is sent on it goes nowhere.
+        lost: the peer has reset it, or the connection has ended: anything sent on it is dropped.
         local_closed: we have ended our side.
     """
 
@@ -232,12 +233,12 @@ class Connection:
     Hand over what came with `receive`, then take events with `next_event` until there are none, then send what `take` returns.
 
     Attributes:
-        settled: the peer has spoken HTTP/2.
+        settled: the peer has sent its preface and SETTINGS.
         ended: nothing is received or sent any more, but for what `take` still returns.
         error: what the peer did wrong, where that has ended the connection; the code is HTTP/2's.
-        work: frames handled in this turn; who does more for one than this file does adds to it.
-        patience: frames that the peer may still send without anything coming of them; who finds a message in them adds to it.
-        share: of the bytes that all connections may hold.
+        work: frames handled in this turn; callers add the cost of their own work.
+        patience: frames without effect that the peer may still send; callers add to it for each message.
+        share: part of the bytes that all connections may hold.
     """
 
     def __init__(self, limits: Http2Limits | None = None, cache: Cache | None = None, pool: Pool | None = None) -> None:
@@ -317,7 +318,7 @@ class Connection:
             self.patience = self._most_patience
 
     def next_event(self) -> Event | None:
-        """What happened next; None when all is looked at, or this turn is over."""
+        """The next event; None when everything is handled, or this turn is over."""
         try:
             if self.ended or not (self._preface or self._read_preface()):
                 return None
@@ -333,7 +334,7 @@ class Connection:
             return None
 
     def _read_frames(self) -> Event | None:
-        """Look at frames until something happens, or the turn is over, or what is left is no whole frame."""
+        """Handle frames until there is an event, the turn is over, or no complete frame is left."""
         data, position = self._data, self._position
         size = len(data)
         while size - position >= _FRAME_HEADER:
@@ -381,7 +382,7 @@ class Connection:
         return handler(self, flags, number, payload) if handler else None  # other types are ignored (section 4.1)
 
     def _spend(self, frames: int) -> None:
-        """The peer sent something that leads to nothing by itself."""
+        """Charge the peer for a frame that has no effect by itself."""
         self.patience -= frames
         if self.patience < 0:
             raise ProtocolError("too many frames that lead to nothing", code=ENHANCE_YOUR_CALM)
@@ -418,7 +419,7 @@ class Connection:
             stream.consumed = 0
 
     def _compare_length(self, stream: Http2Stream, size: int, *, ended: bool) -> None:
-        """Hold the body against its content-length."""
+        """Compare the body with its content-length."""
         stream.received += size
         if stream.received > stream.expected or (ended and stream.received != stream.expected):
             raise _StreamError(stream.number, PROTOCOL_ERROR)
@@ -579,7 +580,7 @@ class Connection:
         return None
 
     def _describe_missing(self, number: int) -> Exception:
-        """What a frame deserves that only an open stream may get."""
+        """The error for a frame that only an open stream may get."""
         if not number or number > self._last:
             return ProtocolError(f"DATA on stream {number}, which is idle", code=PROTOCOL_ERROR)
         return _StreamError(number, STREAM_CLOSED)
@@ -628,7 +629,7 @@ class Connection:
         self._write(GOAWAY, 0, _CONNECTION, _MAX_WINDOW.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big"))
 
     def close(self) -> None:
-        """The connection is gone, in whatever way: free what is held for it."""
+        """The connection is lost: free what is held for it."""
         self.ended = True
         self.share.give_all()
         for stream in self._streams.values():
@@ -659,7 +660,7 @@ class Connection:
             self._send_blocked(self._waiting.pop(number))
 
     def _reopen_shut(self) -> None:
-        """All streams' windows were opened: no other frame looks at more than one stream, so this one has its price."""
+        """Open the windows of all streams, and charge for that: no other frame affects more than one stream."""
         self._spend(len(self._shut))
         self._waiting.update(self._shut)
         self._shut.clear()

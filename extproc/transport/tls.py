@@ -1,10 +1,10 @@
-"""Who may ask: mutual TLS on the port, with certificates that are read again when their files are rotated.
+"""Mutual TLS on the port, with certificates that are read again when their files are rotated.
 
-- The files are looked at a few times a second, by a thread. Comparing what they hold works on any file system, however a
-  rotation is done: by writing, by renaming, or by the swap of a link as the kubelet does it.
-- A change is taken once it has stood for two looks, so that a certificate is not tried with the key that it is about to lose.
-- What cannot be used is logged and counted, and changes nothing. What can be is for new connections; old ones go on.
-- Each rotation makes a context of its own: no session of the authorities before it can be resumed after it.
+- A thread reads the files a few times a second. Comparing their contents works on any file system, and for any kind of
+  rotation: writing, renaming, or swapping a link, as the kubelet does.
+- A change takes effect if it is unchanged at the next look, so that a new certificate is not tried with an old key.
+- Unusable files are logged and counted, and change nothing. Usable ones apply to new connections; old connections go on.
+- Each rotation makes a new context, so sessions from before cannot be resumed with it.
 """
 # interpreted: subclasses ssl's own, whose time is OpenSSL's
 
@@ -31,7 +31,7 @@ _LOG = logging.getLogger("loopguard")
 
 _LOOK_SECONDS: Final = 0.25
 _GOODBYE_SECONDS: Final = 5.0
-"""How long a peer may take to answer that a connection is closed."""
+"""How long to wait for a peer's own close_notify."""
 
 _LINES_PER_SECOND: Final = 5
 _AGAIN: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -67,7 +67,7 @@ class Certificates:
         self._taken = self._looked_at = self._peek()
 
     def make_listen_options(self, handshake_seconds: float) -> Mapping[str, Any]:
-        """What `create_server` has to be told to speak TLS."""
+        """Arguments that make `create_server` use TLS."""
         return {
             "ssl": _Current(self),
             "ssl_handshake_timeout": handshake_seconds,
@@ -80,19 +80,19 @@ class Certificates:
         return self._context
 
     def admits(self, names: Iterable[SubjectName]) -> bool:
-        """Whether a client whose certificate has these names may ask."""
+        """Whether a client whose certificate has these names is allowed."""
         return not self._names or not self._names.isdisjoint(names)
 
     def watch(self) -> None:
-        """Follow rotations from now on, in a thread: a file system that hangs holds up no request."""
+        """Watch for rotations in a thread, so that a file system that hangs does not delay requests."""
         threading.Thread(target=self._follow, name="certificates", daemon=True).start()
 
     def stop(self) -> None:
-        """Follow no more."""
+        """Stop watching."""
         self._stopped.set()
 
     def look(self) -> None:
-        """Take what the files hold, if that is new and has not changed since the last look."""
+        """Use the contents of the files, if they are new and have not changed since the last look."""
         seen = self._peek()
         if seen == self._looked_at and seen != self._taken:
             self._taken = seen
@@ -100,7 +100,7 @@ class Certificates:
         self._looked_at = seen
 
     def log_refusal(self, reason: str) -> None:
-        """Count a peer that was not let in, and write a line about it, unless there are too many of them."""
+        """Count a peer that was refused, and log it at a limited rate."""
         self._metrics.tls_refused.inc()
         suppressed = self._refusals.admit(time.monotonic())
         if suppressed is not None:
@@ -121,7 +121,7 @@ class Certificates:
             _LOG.info("certificates rotated")
 
     def _peek(self) -> Pem | str:
-        """What the files hold now, or why that cannot be told."""
+        """The contents of the files, or why they cannot be read."""
         try:
             return _read(self._settings)
         except UsageError as error:
@@ -153,7 +153,7 @@ class _ServerContext(ssl.SSLContext):
 
 
 class _Guarded(_ServerContext):
-    """The context of one state of the files; what it makes of a connection lets no unauthorized client in."""
+    """The context for one state of the files; its connections refuse unauthorized clients."""
 
     def __init__(self, certificates: Certificates) -> None:
         """Ask for a client's certificate, HTTP/2 and TLS 1.2 or newer; one handshake for each connection."""
@@ -169,7 +169,7 @@ class _GuardedObject(ssl.SSLObject):
     """One connection's TLS."""
 
     def do_handshake(self) -> None:
-        """Fail for a peer that may not ask, before it can say a word."""
+        """Fail for a peer that is not allowed, before it can send a request."""
         certificates = cast("_Guarded", self.context).certificates
         try:
             super().do_handshake()
@@ -190,7 +190,7 @@ class _GuardedObject(ssl.SSLObject):
 
 
 class _Current(_ServerContext):
-    """What a listening socket is given once: has every new connection made by the newest context."""
+    """A context for the listening socket, which makes every new connection with the newest context."""
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, *_: object, **__: object) -> ssl.SSLObject:
         """See `ssl`; this side is always the server's."""

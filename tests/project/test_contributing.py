@@ -11,7 +11,7 @@ from tests.support import ROOT
 PAGE = ROOT / "CONTRIBUTING.md"
 EXAMPLES = {
     "A detector": (("extproc", "tests/support"), r'detectors\.tail|"tail"|\bTail\b|, tail,'),
-    "An API": (("extproc", "tests/unit/cli"), r"Ollama's own|apis.ollama|\"eval_count\""),
+    "An API": (("extproc", "tests/unit/cli"), r"Ollama's own|apis.ollama|\"eval_count\"|/api/generate\""),
     "A session limit": (("extproc",), r'max_steps|"--steps"|"steps": "steps"|grant\.steps'),
     "A kind of state in the store": (("extproc/store", "tests/support"), r"rules\.ring import .*[Pp]ush|ring\.(py|lua)|`ring`"),
     "A field of a refusal": (("extproc", "tests/unit/ext_proc"), r"x-loopguard-count"),
@@ -44,7 +44,7 @@ def test_a_recipe_lists_every_file_of_its_example(heading: str) -> None:
     """What a newcomer has to change is listed, and nothing else."""
     folders, pattern = EXAMPLES[heading]
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.*") if "pb" not in file.parts]
-    files = [file for file in files if file.suffix in {".py", ".lua"}]
+    files = [file for file in files if file.suffix in {".py", ".lua", ".json"}]
     found = {str(file.relative_to(ROOT)) for file in files if re.search(pattern, file.read_text())}
     listed = read_recipes()[heading]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from extproc.detectors import KINDS
 from extproc.errors import BundleError, BundleErrors
 from extproc.policy.loader import PolicySet, parse
 from tests.support.documents import bundle, policy
@@ -131,7 +132,7 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("threshold_identical_requests", 10**10, "must be <= 1000000000"),
     ("action", "explode", "must be one of reject, throttle, steer, warn"),
     ("action", ["reject"], "must be one of reject, throttle, steer, warn"),
-    ("similarity", "nearly", "must be one of exact, canonical, tail, tool_calls, turns, mcp"),
+    ("similarity", "nearly", f"must be one of {', '.join(KINDS)}"),
     ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
     ("cooldown_seconds", -1, "must be >= 0"),
     ("cooldown_seconds", "1", "must be an integer"),
@@ -286,7 +287,7 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (CANONICAL | {"enabled": False, "max_cycle": 1}, [belongs("max_cycle", "tool_calls or turns", "canonical")]),
     (
         {"similarity": "nearly", "tools": {}},
-        [("/similarity", "similarity must be one of exact, canonical, tail, tool_calls, turns, mcp")],
+        [("/similarity", f"similarity must be one of {', '.join(KINDS)}")],
     ),
     *(
         entry

@@ -1,1 +1,1 @@
-"""ProcessingResponses: what Envoy is told, one file for each kind of answer."""
+"""ProcessingResponses: one file for each kind of answer."""

@@ -1,4 +1,4 @@
-"""Clients that send a refused request again whatever the refusal says, and the status that ends that."""
+"""Clients that retry a refused request whatever the refusal says, and the status that stops them."""
 # interpreted: looks at a few headers of what is refused
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from extproc.request.http import HttpRequest
 
 _STATUS: Final = 429
-"""Too many requests: what a refusal is, and what most clients show as such."""
+"""Too many requests: the meaning of a refusal, and most clients show it as such."""
 
 _FINAL_STATUS: Final = 400
 """Not retried by any client in the table below."""
@@ -17,12 +17,12 @@ AUTO_STATUS: Final = f"{_STATUS}, or {_FINAL_STATUS} if the client is known to r
 
 
 class _Client(NamedTuple):
-    """Who retries 429 although `x-should-retry: false` stands in it.
+    """A client that retries a 429 in spite of `x-should-retry: false`.
 
     Attributes:
         name: for people.
-        header: that it sends.
-        part: of the header's value that tells it from others; empty where any value does.
+        header: the header by which it is recognized.
+        part: part of the header's value; empty for any value.
     """
 
     name: str

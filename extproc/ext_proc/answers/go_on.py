@@ -1,4 +1,4 @@
-"""What Envoy is told about a request that goes on, in bytes that are ready to be sent."""
+"""Answers that let a request go on, as serialized bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from extproc.policy.bundle import DEFAULT_DETECTOR
 from extproc.sessions.limits import SessionSubject
 
 LAST_HEADERS: Final = "last_request_headers"
-"""The phase of headers whose body is not waited for, where Envoy would collect it in parts (BUFFERED_PARTIAL).
+"""The phase of headers without waiting for the body, if Envoy would buffer a part of it (BUFFERED_PARTIAL).
 
-Only told to go on, Envoy begins to collect, and hands on what it has when the stream ends. Where its router keeps bodies for
-retries, it does so twice (source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). Told
-CONTINUE_AND_REPLACE, with nothing in place of the body, it does not begin.
+After a plain CONTINUE, Envoy begins to buffer, and passes on what it has when the stream ends. If its router keeps bodies for
+retries, it does so twice (source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). After
+CONTINUE_AND_REPLACE without a new body, it does not begin.
 """
 
 _TOOLS_SHOWN = 256
@@ -38,7 +38,7 @@ _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
 _REMOVE_HEADERS: Final = 2
 
 _DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
-"""Checksums of a body in its headers (RFC 1864, RFC 3230, RFC 9530): another body has others."""
+"""Headers with checksums of the body (RFC 1864, RFC 3230, RFC 9530), to remove from a request whose body is edited."""
 
 _WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS])
 
@@ -67,7 +67,7 @@ def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str
 
 
 def end_headers(answer: bytes) -> bytes:
-    """The answer to LAST_HEADERS, made of one to headers that were not known to be the last: protobuf merges the two."""
+    """The answer to LAST_HEADERS, made from an answer to plain headers: protobuf merges the two."""
     return answer + _LAST
 
 
@@ -93,7 +93,7 @@ def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: 
 
 
 def hand_back(kind: str, body: bytes | memoryview) -> bytes:
-    """The answer that hands a part of a body back as it came, which is the only way on for it where Envoy keeps none.
+    """The answer that hands a part of a body back unchanged: if Envoy keeps no bodies, only these parts go on.
 
     Args:
         kind: `request_body` or `response_body`.
@@ -115,14 +115,14 @@ _LAST: Final = let_go_on(LAST_HEADERS)
 
 
 def make_wait(milliseconds: int) -> bytes:
-    """Makes Envoy wait that long for the answer itself."""
+    """Make Envoy wait longer for the answer."""
     response = ProcessingResponse()
     response.override_message_timeout.FromMilliseconds(milliseconds)
     return response.SerializeToString()
 
 
 def find_warning(decision: Decision) -> str:
-    """What a request that goes on is marked with, empty for nothing."""
+    """The headers that mark a request that goes on, empty for none."""
     if decision.steer is not None:
         return f"{_KIND[decision.steer.reason]}_steer"
     if not decision.warning:
@@ -165,7 +165,7 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
 
 
 def set_headers(mutation: HeaderMutation, headers: Sequence[tuple[str, str]]) -> None:
-    """Have Envoy set headers, whatever stood there."""
+    """Have Envoy set headers, replacing any of the same name."""
     for name, value in headers:
         option = mutation.set_headers.add(append_action=_OVERWRITE)
         option.header.key = name

@@ -1,4 +1,4 @@
-"""Dynamic metadata in the bytes that Envoy is sent: protobuf's own Struct takes ten times as long to be filled.
+"""Writes dynamic metadata as bytes: to fill protobuf's own Struct takes ten times as long.
 
 The field is appended to the rest of a ProcessingResponse: a message's fields may come in any order (protobuf.dev, Encoding).
 """
@@ -14,7 +14,7 @@ NAMESPACE: Final = "loopguard"
 """Of the dynamic metadata that answers carry."""
 
 SESSIONS: Final = "sessions"
-"""In there: whose call the request is, for the entry of the access log, as one text of JSON."""
+"""Key of the text that says whose call the request is, for the access log entry, as JSON."""
 
 _DYNAMIC_METADATA: Final = 8
 """The number of the field in envoy.service.ext_proc.v3.ProcessingResponse."""

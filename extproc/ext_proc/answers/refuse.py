@@ -1,4 +1,4 @@
-"""Refusals, in the shape of the API that is called, in bytes that are ready to be sent."""
+"""Refusals in the shape of the called API, as serialized bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LOOP = "recursive_loop_detected"
 
 KILLED_STATUS: Final = 429
 KILLED_SECONDS: Final = "3600"
-"""When to ask again, as Fairvisor says it: it is not known when an operator will lift it."""
+"""`Retry-After`, as Fairvisor sends it: it is not known when an operator will lift the switch."""
 
 _PAYMENT_REQUIRED = 402
 _QUOTA = "insufficient_quota"
-"""That money is used up: clients take this code for final."""
+"""The money is used up: clients treat this code as final."""
 
 _INVALID_ARGUMENT = 3
 _RESOURCE_EXHAUSTED = 8
@@ -36,7 +36,7 @@ Content = bytes | memoryview | None
 
 
 def refuse(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
-    """The immediate response of what the strictest of all outcomes is about."""
+    """The immediate response for the strictest outcome."""
     if isinstance(lead.subject, SessionSubject):
         return refuse_session(lead, lead.subject, metadata, request, content)
     return refuse_loop(lead, metadata, request, content)
@@ -45,7 +45,7 @@ def refuse(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, conten
 def refuse_session(
     lead: Outcome, subject: SessionSubject, metadata: dict[str, Any], request: HttpRequest, content: Content
 ) -> bytes:
-    """The immediate response of a session that has used up one of its limits: there is nothing to wait for."""
+    """The immediate response for a session that has used up a limit: waiting does not help, so it has no Retry-After."""
     reason = Reason.SESSION_LIMIT_EXCEEDED
     status = lead.refusal.status or choose_status(request)
     code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
@@ -65,7 +65,7 @@ def refuse_session(
 
 
 def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
-    """The immediate response of a loop."""
+    """The immediate response for a loop."""
     message = f"{lead.subject.write_message(lead, request.method, request.path)} ({_LOOP})"
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
@@ -88,7 +88,7 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, c
 
 
 def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
-    """The immediate response to a request that a policy cannot count and does not let pass uncounted."""
+    """The immediate response to a request that a policy cannot count, and refuses for that reason."""
     status, words = CHOSEN_BY_CLIENTS[why]
     message = f"The request was refused because {words}, and policy {policy} refuses requests that it cannot count ({why})."
     reason = Reason.UNCOUNTABLE
@@ -105,7 +105,7 @@ def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request:
 
 
 def refuse_killed(request: HttpRequest) -> bytes:
-    """The immediate response to a request that a kill switch holds for."""
+    """The immediate response to a request that a kill switch stops."""
     return _refuse_stopped(Reason.KILL_SWITCH, KILLED_SECONDS, "", request, None)
 
 
@@ -117,7 +117,7 @@ def refuse_blocked(policy: str, seconds: int, request: HttpRequest, content: Con
 def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
     reason: Reason, seconds: str, policy: str, request: HttpRequest, content: Content, subject: Subject | None = None
 ) -> bytes:
-    """A refusal that an operator has ordered, whose words are no client's business."""
+    """A refusal by an operator's order, without the operator's reason, which clients must not see."""
     message = (
         "An operator has blocked requests like this one. Do not send it again: tell the user, and wait for the operator."
         f" ({reason.value})"
@@ -134,7 +134,7 @@ def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
 
 
 def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
-    """The immediate response when nothing can be counted and the operator wants that refused."""
+    """The immediate response if nothing can be counted, with `--on-store-error reject`."""
     reason = Reason.STORE_UNAVAILABLE
     words = "The request could not be checked because the state store is unavailable. Try again shortly."
     framed = _frame(Refusal(503, f"{words} ({reason.value})", reason.value, reason.value, {}), request, content)
@@ -144,7 +144,7 @@ def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content
 
 
 def _frame(refusal: Refusal, request: HttpRequest, content: Content, *, completes: bool = False) -> Framed:
-    """A refusal as the API that is called writes its errors, or where it `completes`, and the API can, its answers."""
+    """A refusal as an error of the called API or, with `completes` and if the API can, as an answer of its model."""
     question = Question(request, content)
     endpoint, framed = find_endpoint(question), None
     if completes:

@@ -1,13 +1,13 @@
-"""Chains: conversations that are known by what they show, with a ring of entries at each point; the rule of `chain.lua`.
+"""Chains: conversations identified by the history that requests show, a ring of entries at each point; the rule of `chain.lua`.
 
-A request shows a number of assistant messages. It stands at the node of all of them, and its parent is the node of all but the
-newest. A node has the entries of its whole way, copied from its parent: conversations that part share what they have in common
-and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on.
+A request shows a number of assistant messages. Its node stands for all of them, and its parent's for all but the newest. A node
+has the entries of all requests on the way to it, copied from its parent, so conversations that branch share only what they have
+in common. Conversations that are equal so far share one node, which counts them; each child takes over one of them.
 
-Where names are asked for, a conversation has one. A request without history gets a fresh name, which waits at its node. A child
-takes the oldest name that waits at its parent on to its own node. Where none waits there, an equal request is a retry, and has
-the name that came to its node last; any other begins a conversation, with a fresh name. So does one whose parent is not known,
-unless its link has a name. Where several conversations end alike, and nothing else is known, there is no name.
+If names are requested, each conversation has one. A request without history gets a fresh name, which waits at its node. A child
+takes over the oldest name that waits at its parent. If none waits there, an equal request is a retry and gets the name that
+last came to its node; any other request begins a conversation with a fresh name. So does one whose parent is unknown, unless
+its link has a name. If several conversations end alike, and nothing else is known, there is no name.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ MAX_RETRIES: Final = 3
 _MAX_RUNS: Final = 255
 
 CUT_MS: Final = 120_000
-"""How long a node stays that all of its conversations have left: one may be sent back to it."""
+"""How long to keep a node that all of its conversations have left, in case one returns to it."""
 
 FIRST_MS: Final = 600_000
-"""How long one stays that may never have a child: the first of a conversation, or one in a window of messages."""
+"""How long to keep a node that may never get a child: the first of a conversation, or one in a window of messages."""
 
 MAX_NAMES: Final = 32
-"""This many may wait at a node, the newest ones."""
+"""Most names that wait at a node; the newest are kept."""
 
 OVERHEAD: Final = 128
-"""What a store takes for a key beside its value, in bytes, as the caller is charged for it."""
+"""Bytes that a caller is charged for each key in addition to its value."""
 
 _VERSION: Final = 2
 _HEAD: Final = struct.Struct(">BBQII8s8s8sBB8sB")
@@ -51,13 +51,13 @@ class ChainLink(NamedTuple):
         parent: key of the node without the newest assistant message; empty for a request that shows none.
         before: key of the parent's last two assistant messages; empty where it has fewer.
         own: key of the node's last two; empty where it has fewer.
-        usage: key of what the caller takes up.
-        node: 8 bytes that tell the node from others.
-        parent_node: the same of its parent.
-        entry: up to 64 bytes; none of a request that shows no assistant message.
+        usage: key of the caller's memory usage.
+        node: 8 bytes that identify the node.
+        parent_node: the same for its parent.
+        entry: up to 64 bytes; empty for a request that shows no assistant message.
         ttl_ms: how long after its last request a conversation is forgotten, in milliseconds.
-        most: in `FIRST_MS` the caller may begin conversations of this many bytes, and go on with others for as many.
-        fresh: 8 bytes, the name of the conversation if it begins here; empty where no names are asked for.
+        most: bytes that a caller may use within `FIRST_MS` for new conversations, and as many for continuing others.
+        fresh: 8 bytes, the name of the conversation if it begins here; empty if no names are requested.
     """
 
     key: str
@@ -78,9 +78,9 @@ class Trail(NamedTuple):
 
     Attributes:
         entries: of the conversation, the oldest first, the new one included.
-        whole: they are all that there were since its first request, up to `MAX_ENTRIES`.
-        dropped: nothing was kept, because the caller takes up too much.
-        name: of the conversation, 8 bytes; empty where nothing tells which it is, or no names are asked for.
+        whole: these are all entries since its first request, up to `MAX_ENTRIES`.
+        dropped: nothing was kept, because the caller uses too much memory.
+        name: of the conversation, 8 bytes; empty if it cannot be determined, or no names are requested.
     """
 
     entries: list[bytes]
@@ -90,18 +90,18 @@ class Trail(NamedTuple):
 
 
 class _Knot:
-    """What stands at a node, or at a suffix.
+    """The value of a node, or of a suffix.
 
     Attributes:
         flags: whether it is whole, or ambiguous.
         last: when it was written, in milliseconds.
-        life: until it is forgotten, in milliseconds.
-        depth: entries on the way here.
+        life: how long it is kept, in milliseconds.
+        depth: number of entries on the way here.
         conversation: to which it belongs.
-        writer: the node; of a node itself, its own.
-        next: the child that goes on with the conversation; others begin one.
-        runs: conversations that stand here and have not gone on.
-        retries: so far.
+        writer: the node that wrote it; for a node, itself.
+        next: the child that continues the conversation; other children begin one.
+        runs: conversations that have come here and not gone on.
+        retries: number so far.
         name: the newest that came here.
         names: those that wait for a child, the oldest first.
         entries: each with a byte for its length before it.
@@ -144,16 +144,16 @@ class _Knot:
         return head + self.names + self.entries
 
     def add(self) -> None:
-        """One more stands here."""
+        """Count one more conversation here."""
         self.runs = min(self.runs + 1, _MAX_RUNS)
 
     def give(self, name: bytes) -> None:
-        """A name comes here."""
+        """Add a waiting name."""
         self.name = name
         self.names = (self.names + name)[-MAX_NAMES * _NAME :]
 
     def take(self, name: bytes) -> bool:
-        """A name goes on from here, if it is here."""
+        """Remove a waiting name, if it is here."""
         for at in range(0, len(self.names), _NAME):
             if self.names[at : at + _NAME] == name:
                 self.names = self.names[:at] + self.names[at + _NAME :]
@@ -199,7 +199,7 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
 
 
 def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool]:
-    """The name of a request's conversation, empty where nothing tells it, and whether it comes to the node now."""
+    """The name of a request's conversation, empty if undetermined, and whether it is new at the node."""
     if parent is not None and parent.names:
         return parent.names[:_NAME], True
     if node is not None and asked.parent:
@@ -213,7 +213,7 @@ def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, a
 
 
 def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
-    """A request without history: a conversation more."""
+    """Begin a conversation: the request has no history."""
     if node is None:
         node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
         node.life = min(FIRST_MS, asked.ttl_ms)
@@ -224,7 +224,7 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
 def _go_on(
     stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
 ) -> tuple[_Knot, bool, dict[str, _Knot]]:
-    """A conversation goes on, or is seen for the first time: its node, whether it begins there, and what else has changed."""
+    """Continue a conversation, known or not: its node, whether it begins there, and what else has changed."""
     claims = parent is not None and parent.runs > 0
     linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
     base = before if linked else parent
@@ -255,7 +255,7 @@ def _go_on(
 
 
 def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> None:
-    """The request was there before."""
+    """Count a request whose node exists already."""
     node.add()
     if node.retries < MAX_RETRIES:
         node.retries += 1
@@ -272,7 +272,7 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> None:
 
 
 def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
-    """What stands at the last two messages of a node; nothing that is of use where several conversations end so."""
+    """The value of a node's last two messages, unless several conversations end with these."""
     mine = old is not None and old.writer == asked.node
     if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
         return _Knot(_AMBIGUOUS, 0, old.conversation, old.writer, b"")
@@ -284,7 +284,7 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
 
 
 def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
-    """Whether the caller may take up this many bytes more."""
+    """Whether the caller may use this many bytes more."""
     most = asked.most
     if not begins:  # its parent goes in its place, after a while
         cost, most = cost * CUT_MS // FIRST_MS, 2 * most
@@ -302,13 +302,13 @@ def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, 
 
 
 def ends_at(value: bytes) -> int:
-    """When a value is over, in milliseconds; every kind of value begins alike."""
+    """When a value expires, in milliseconds; every kind of value begins alike."""
     _, _, last, life = _TIMES.unpack_from(value)
     return int(last + life)
 
 
 def _read(read: Read, key: str, now: int) -> _Knot | None:
-    """What the value of a key says; None where there is none, or it is over."""
+    """The unpacked value of a key; None if there is none, or it has expired."""
     value = read(key) if key else None
     if value is None or len(value) < _HEAD.size or value[0] != _VERSION:
         return None
@@ -323,7 +323,7 @@ def _read(read: Read, key: str, now: int) -> _Knot | None:
 
 
 def _add(entries: bytes, entry: bytes) -> bytes:
-    """The newest of these, and one more."""
+    """Add an entry, and keep the newest ones."""
     kept = split_records(entries, 0)[1 - MAX_ENTRIES :]
     return b"".join([*kept, bytes((len(entry),)), entry])
 

@@ -1,8 +1,8 @@
-"""Documents by name, each until its end: the rule of `documents.lua`. No request waits for any of them.
+"""Documents by name, each with an end: the rule of `documents.lua`. No request waits for them.
 
-There are two kinds. On a board replicas tell each other what they know: each publishes one document, which is soon forgotten.
-Orders are what operators have ordered, for every replica; they outlive the replica that took them. Who reads them says which
-version of all of them it knows, and is told nothing where that is still the one: to ask again and again costs next to nothing.
+There are two kinds. On a board, each replica publishes one document for the others, which expires soon. Orders are those of
+operators, for every replica; they outlive the replica that took them. A reader says which version of all orders it knows, and
+gets nothing if that is still current, so that polling costs next to nothing.
 """
 # interpreted: no request passes through it
 
@@ -20,7 +20,7 @@ MAX_DOCUMENT: Final = 65_536
 """Bytes of a document on a board."""
 
 MAX_REPLICAS: Final = 100
-"""With the documents that makes 6.5 MB, which a server hands out in a few portions."""
+"""Most documents: 6.5 MB in all, which a server returns in a few portions."""
 
 MAX_ORDER: Final = 4_096
 """Bytes of an order."""
@@ -31,15 +31,15 @@ _MAX_NAME: Final = 255
 
 
 class DocumentKind(NamedTuple):
-    """What holds for all documents of a kind.
+    """Properties of all documents of a kind.
 
     Attributes:
-        plural: what people call them.
+        plural: word for people.
         max_bytes: of a document.
-        max_documents: that are kept together.
-        makes_room: past that the one that would end first makes room for a new one; else no new one is taken.
-        portion: how many a remote store reads at once: 1 MB at most, which keeps a server busy for a millisecond.
-        version: what each begins with in a remote store, where it is packed; one that begins with something else is left out.
+        max_documents: of a subject.
+        makes_room: when full, drop the document that would end first; otherwise, reject new ones.
+        portion: number that a remote store reads at once: 1 MB at most, which keeps a server busy for a millisecond.
+        version: first bytes of each packed document in a remote store; others are ignored.
     """
 
     plural: str
@@ -67,7 +67,7 @@ class Documents(NamedTuple):
 
 
 def make_replica_name() -> str:
-    """A name for this process that no other one has had."""
+    """A unique name for this process."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -81,7 +81,7 @@ def check_document(kind: str, name: str, document: bytes) -> None:
 
 
 def refuse_more() -> StoreError:
-    """The error where there is no room for an order."""
+    """The error if there is no room for an order."""
     return StoreError(f"there are {MAX_ORDERS} overrides already; revoke some, or wait until they end", kind="full")
 
 
@@ -128,7 +128,7 @@ class MemoryDocuments:
         return Documents(version, {name: document for name, (ends, document) in kept.items() if moment < ends})
 
     def _change(self, kind: str, subject: str, now: int) -> _Collection:
-        """What is about to change, without those that have ended."""
+        """A subject's documents, to be changed, without those that have ended."""
         collection = self._collections.setdefault((kind, subject), _Collection())
         collection.kept = {name: kept for name, kept in collection.kept.items() if now < kept[0]}
         collection.changes += 1

@@ -10,7 +10,7 @@ class Push(NamedTuple):
     """One entry for the ring of a key; pushes of one key agree in `ttl_ms`.
 
     Attributes:
-        key: the whole key; no counter has it, and it ends in two hex digits that spread keys evenly, as counter keys do.
+        key: the whole key, which no counter has; like counter keys, it ends in two hex digits that spread keys evenly.
         entry: up to 64 bytes.
         request: a digest of 8 bytes; a request that is sent again pushes nothing.
         size: how many entries the ring keeps.
@@ -33,9 +33,9 @@ _ENTRY = _DIGEST + 1
 
 
 def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]:
-    """Push an entry; the ring's entries, oldest first. `state` is None for a key never seen.
+    """Push an entry; returns the new state and the ring's entries, oldest first. `state` is None for a key never seen.
 
-    A ring whose last push lies `ttl_ms` back is forgotten, or `ttl_ms` ahead, where the clock was set back.
+    A ring is forgotten if its last push was `ttl_ms` ago or, because the clock was set back, is as far in the future.
     """
     records = split_records(state[1]) if state is not None and abs(now - state[0]) < pushed.ttl_ms else []
     del records[: -pushed.size]

@@ -1,16 +1,16 @@
-"""A request to be counted under a key, and what counting it finds: the rules of `tally.lua` and `sliding_log.lua`.
+"""Counting requests in windows: the rules of `tally.lua` and `sliding_log.lua`.
 
 - `sliding_ttl`: one count whose time to live is reset by every request counted (`tally`).
 - `fixed`: one count that starts with the first request and ends `window_ms` later (`tally`).
 - `sliding_log`: the requests of the last `window_ms`, each remembered by its time (`log`).
 
-A request is acted on (`looping`) when it takes the count to the threshold or past it, or while a cooldown runs. A trip is the
-request that takes the count across the threshold while no cooldown runs; it starts one. Refusals do not restart the cooldown:
-a client that retries in spite of them must not make its own sentence longer.
+A request is acted on (`looping`) if it brings the count to the threshold or above, or if a cooldown runs. A trip is the request
+that crosses the threshold while no cooldown runs; it starts one. Refusals do not restart the cooldown, so a client that keeps
+retrying does not prolong it.
 
-A clock may be set back, or another server's be behind after a failover. Then it is not known how long ago the last request was.
-What lies in the future by less than its own length (window or cooldown) is taken to have happened just now: a loop stays one.
-What lies further ahead is forgotten, so that a window or a cooldown never lasts for as long as the clock was set back.
+A clock may be set back, or be behind on another server after a failover. Then the time since the last request is unknown. A
+time in the future by less than its own length (window or cooldown) is taken as now: a loop stays one. A time further ahead is
+forgotten, so that a window or cooldown never lasts for as long as the clock was set back.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Hit:
         key: the whole counter key; it ends in two hex digits that spread keys evenly.
         window_type: `sliding_ttl`, `sliding_log` or `fixed`.
         window_ms: length of the window, in milliseconds.
-        threshold: the first count that is acted on; 1 trips at once, where it is known already that it is a loop.
-        cooldown_ms: how long a trip keeps the key acted on, in milliseconds; 0 for none.
-        count_refused: False: a request that is acted on leaves the window as it was.
+        threshold: the first count to act on; 1 trips at once, for a request that is known to be a loop.
+        cooldown_ms: how long requests are acted on after a trip, in milliseconds; 0 for none.
+        count_refused: False leaves the window unchanged by requests that are acted on.
         count_to: how many requests a `sliding_log` remembers at most; at least `threshold`.
     """
 
@@ -60,7 +60,7 @@ class Hit:
         self.count_to = count_to
 
     def __eq__(self, other: object) -> bool:
-        """Whether the same is counted in the same way."""
+        """Whether all fields are equal."""
         return isinstance(other, Hit) and self._list() == other._list()
 
     def __hash__(self) -> int:
@@ -110,7 +110,7 @@ UNCOUNTED = Count(0, False, 0, 0)
 
 
 def _apply_threshold(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tuple[bool, int]:
-    """Whether to act, and until when the cooldown runs from now on."""
+    """Whether to act, and the new end of the cooldown."""
     ahead = cooling_until - hit.cooldown_ms - now
     if ahead > 0:  # it starts in the future
         cooling_until = now + hit.cooldown_ms if ahead < hit.cooldown_ms else 0
@@ -144,9 +144,9 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
     """Count one request in a `sliding_log` window.
 
     Args:
-        state: 64-bit integers, `time, time, ..., cooling_until`, changed in place; None for a key never seen. Old times go at
-            the front and new ones come at the back because a bytearray is quick at just that; the garbage collector, which
-            takes 100 ms to walk a million arrays, never looks at one.
+        state: 64-bit integers, `time, time, ..., cooling_until`, changed in place; None for a key never seen. A bytearray is
+            fast at removing old times from the front and adding new ones at the back, and the garbage collector, which takes
+            100 ms to walk a million arrays, never visits one.
         hit: what to count.
         now: milliseconds of the store's clock.
     """
