@@ -2,12 +2,13 @@
 
 A request shows a number of assistant messages. It stands at the node of all of them, and its parent is the node of all but the
 newest. A node has the entries of its whole way, copied from its parent: conversations that part share what they have in common
-and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on.
+and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on. Where other
+results came back to them, the node has an empty entry in place of each of these.
 
 Where names are asked for, a conversation has one. A request without history gets a fresh name, which waits at its node. A child
-takes the oldest name that waits at its parent on to its own node. Where none waits there, an equal request is a retry, and has
-the name that came to its node last; any other begins a conversation, with a fresh name. So does one whose parent is not known,
-unless its link has a name. Where several conversations end alike, and nothing else is known, there is no name.
+takes the oldest name that waits at its parent, or else at its link, on to its own node. Where none waits there, an equal request
+is a retry, of which the names that wait at its node have theirs in turn; any other begins a conversation, with a fresh name.
+Where several conversations end alike, and nothing else is known, there is no name.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ class _Knot:
         self.runs = min(self.runs + 1, _MAX_RUNS)
 
     def give(self, name: bytes) -> None:
-        """A name comes here."""
+        """A name comes here, or is here again."""
+        self.take(name)
         self.name = name
         self.names = (self.names + name)[-MAX_NAMES * _NAME :]
 
@@ -172,19 +174,22 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
     node, parent, before = _read(read, asked.key, now), _read(read, asked.parent, now), _read(read, asked.before, now)
     own = before if asked.own == asked.before else _read(read, asked.own, now)
+    linked = parent is None and before is not None and not before.flags & _AMBIGUOUS
     is_new = begins = node is None
     name, comes = _find_name(node, parent, before, asked) if asked.fresh else (b"", False)
     changed: dict[str, _Knot] = {}
+    ours = b""
     if not asked.parent:
         node = _begin(node, asked)
-    elif node is not None and (parent is None or parent.runs == 0 or node.retries < MAX_RETRIES):
-        _repeat(node, before, asked)
+    elif node is not None and _is_again(node, before if linked else parent, asked.entry):
+        ours = _repeat(node, before, asked)
     else:
-        node, begins, changed = _go_on(node, parent, before, asked, now)
+        node, ours, begins, changed = _go_on(node, parent, before, asked, now)
     if comes:
         for key, knot in ((asked.parent, parent), (asked.before, before)):
             if knot is not None and knot.take(name):
                 changed[key] = knot
+    if name and (comes or node.names):  # those that wait here have retries in turn
         node.give(name)
     node.last = now
     changed[asked.key] = node
@@ -198,20 +203,21 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     if not dropped:
         for key, knot in changed.items():
             write(key, knot.pack(), knot.life)
-    return Trail(split_entries(node.entries), node.flags & _WHOLE != 0, dropped, name)
+    return Trail(split_entries(ours or node.entries), node.flags & _WHOLE != 0, dropped, name)
 
 
 def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool]:
     """The name of a request's conversation, empty where nothing tells it, and whether it comes to the node now."""
     if parent is not None and parent.names:
         return parent.names[:_NAME], True
+    link = before if parent is None else None
+    if link is not None and link.names:
+        return link.names[:_NAME], True
     if node is not None and asked.parent:
-        return node.name if node.name != _NONE else b"", False
-    if parent is None and before is not None:
-        if before.flags & _AMBIGUOUS:
-            return b"", False
-        if before.names:
-            return before.names[:_NAME], True
+        last = b"" if node.name == _NONE else node.name
+        return node.names[:_NAME] or last, False
+    if link is not None and link.flags & _AMBIGUOUS:
+        return b"", False
     return asked.fresh, True
 
 
@@ -224,10 +230,21 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
     return node
 
 
+def _is_again(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
+    """Whether a request that stands already is sent again; else another conversation, equal to the first so far, comes there."""
+    if base is None or base.runs == 0:
+        return True
+    return node.retries < MAX_RETRIES and _leave_common(node.entries, _add(base.entries, entry)) == node.entries
+
+
 def _go_on(
     stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
-) -> tuple[_Knot, bool, dict[str, _Knot]]:
-    """A conversation goes on, or is seen for the first time: its node, whether it begins there, and what else has changed."""
+) -> tuple[_Knot, bytes, bool, dict[str, _Knot]]:
+    """A conversation goes on, or is seen for the first time.
+
+    Returns:
+        its node, the entries that are its own, whether it begins there, and what else has changed.
+    """
     claims = parent is not None and parent.runs > 0
     linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
     base = before if linked else parent
@@ -248,22 +265,36 @@ def _go_on(
         knot.runs = max(knot.runs - 1, 0)
         if knot.runs == 0:
             knot.last, knot.life = now, min(CUT_MS, asked.ttl_ms)
+    shown = node.entries
     node.life = asked.ttl_ms if base is not None and not linked else min(FIRST_MS, asked.ttl_ms)
     if stood is not None:
         begins = False
-        node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
+        node.conversation, node.next, node.runs = stood.conversation, stood.next, stood.runs
+        node.retries = stood.retries if linked else 0
         node.name, node.names = stood.name, stood.names
+        if node.depth == stood.depth:
+            node.entries = _leave_common(stood.entries, shown)
     node.add()
-    return node, begins, changed
+    return node, shown, begins, changed
 
 
-def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> None:
-    """The request was there before."""
+def _leave_common(one: bytes, other: bytes) -> bytes:
+    """What two conversations at one node have in common: what came back to one of them alone is nothing to the other."""
+    pairs = zip(split_entries(one)[::-1], split_entries(other)[::-1], strict=False)
+    kept = [entry if entry == others else b"" for entry, others in pairs]
+    return b"".join([bytes((len(entry),)) + entry for entry in kept[::-1]])
+
+
+def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
+    """The request was there before; returns its entries."""
     node.add()
     if node.retries < MAX_RETRIES:
         node.retries += 1
-        node.entries = _add(b"".join(split_records(node.entries, 0)[:-1]), asked.entry)
-        return
+        *older, newest = split_records(node.entries, 0)
+        entries = _add(b"".join(older), asked.entry)
+        if len(newest) > 1:
+            node.entries = entries
+        return entries
     goes_on = (
         before is not None
         and not before.flags & _AMBIGUOUS
@@ -272,6 +303,7 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> None:
     )
     base = before if before is not None and goes_on else node
     node.entries, node.depth = _add(base.entries, asked.entry), base.depth + 1
+    return node.entries
 
 
 def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
