@@ -36,8 +36,11 @@ class Memory(Protocol):
     place: ChainPlace | None
     waits: bool
 
-    def recall(self, entries: Sequence[bytes]) -> Repeat | None:
-        """What `compare` says about a loop, given the ring's entries, the oldest first and this request's own among them."""
+    def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
+        """What `compare` says about a loop, given the ring's entries, the oldest first and this request's own among them.
+
+        `followed`: all of them are of the conversation that the request shows, whatever it leaves out.
+        """
         ...
 
 

@@ -60,6 +60,10 @@ class ChainPlace:
         self.own = _hash(_SUFFIX + way[-2 * _ID :]) if count > 1 else b""
         self.before = _hash(_SUFFIX + way[-3 * _ID : -_ID]) if count > 2 else b""  # noqa: PLR2004  # two and the newest
 
+    def identify(self, kind: int) -> bytes:
+        """8 bytes that tell the request, which is of one of 256 kinds, from others of its conversation."""
+        return bytes((kind,)) + self.node[9:]
+
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:
     """Where a request stands; None where what it shows cannot be read, or is too much.

@@ -101,13 +101,15 @@ class KeptTurn:
         self.complete = place + shown == MAX_TURNS
         self._before = before.action_hash if before is not None else None
 
-    def extend(self, entries: Sequence[bytes]) -> History:
-        """The turns up to this one, as far as a ring's entries have them: the oldest first, this one's own among them."""
+    def extend(self, entries: Sequence[bytes], *, followed: bool = False) -> History:
+        """The turns up to this one, as far as a ring's entries have them; see `Memory.recall`."""
         past = list(entries[-MAX_TURNS:][::-1])
         if self.entry in past:
             del past[: past.index(self.entry) + 1]
         turns = [decode_turn(entry) for entry in past]
-        if self._before is not None:  # what it shows besides must be among what was before, else that was another conversation
+        if (
+            self._before is not None and not followed
+        ):  # what it shows besides must be among what was before, else that was another conversation
             place = next((place for place, turn in enumerate(turns) if turn.action_hash == self._before), len(turns))
             del turns[:place]
         return History(iter([self.newest, *turns]))

@@ -313,7 +313,8 @@ def encode_turn(turn: AnyTurn) -> bytes:
 
 
 def decode_turn(entry: bytes) -> Reduced:
-    """The turn of an entry that `encode_turn` has made."""
+    """The turn of an entry that `encode_turn` has made; of an empty one nothing is known."""
+    entry = entry or bytes(1 + 3 * _DIGEST)
     flags = entry[0]
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
     name = entry[1 + 3 * _DIGEST :].decode("utf-8", "ignore")

@@ -168,10 +168,10 @@ class TurnMemory:
         self._kept = kept
         self._found = found
 
-    def recall(self, entries: Sequence[bytes]) -> Repeat | None:
+    def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
         """See `Memory`."""
         found = self._found
-        recalled = self._turns.find_loop(self._kept.extend(entries)) if self._kept is not None else None
+        recalled = self._turns.find_loop(self._kept.extend(entries, followed=followed)) if self._kept is not None else None
         if recalled is None or (found is not None and found.looping and found.step > recalled.step):
             return found
         return recalled

@@ -22,9 +22,9 @@ from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.histories import read_known_calls
-from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard
+from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
-from extproc.store.rules.chain import ChainLink, Trail
+from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
 from extproc.store.rules.windows import Count, Hit
@@ -434,7 +434,8 @@ class LoopCandidate(Candidate):
         if memory is None or not memory.waits:
             return
         for answer in reversed(answers) if not _is_whole(answers) else answers[:1]:
-            self.repeat = memory.recall(answer.entries if isinstance(answer, Trail) else answer)
+            follows = isinstance(answer, Trail)
+            self.repeat = memory.recall(answer.entries if isinstance(answer, Trail) else answer, followed=follows)
             if self.repeat is not None and self.repeat.looping:
                 break
         self._ask()
@@ -501,6 +502,7 @@ class SessionCandidate(Candidate):
         "_body",
         "_earlier_steps",
         "_grants",
+        "_place",
         "_stopped",
         "_unknown",
         "call",
@@ -528,6 +530,7 @@ class SessionCandidate(Candidate):
         self._grants = NO_GRANTS
         self._body: RequestBody | None = None
         self._earlier_steps = 0
+        self._place: ChainPlace | None = None
         self._stopped = False
         self._unknown = False
 
@@ -569,7 +572,9 @@ class SessionCandidate(Candidate):
             self._earlier_steps = place.depth
             self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, fresh)]
             self.waits = place.depth > 0
-            if not self.waits:  # a conversation begins, and nothing else can be its name
+            if self.waits:
+                self._place = place
+            else:  # a conversation begins, and nothing else can be its name
                 self._name_session(fresh.hex())
         if not self.waits:
             self._ask(body)
@@ -579,6 +584,8 @@ class SessionCandidate(Candidate):
         for answer in answers:
             if isinstance(answer, Trail) and self._body is not None:
                 self._name_session(answer.name.hex())
+                if not answer.whole or len(answer.entries) != min(self._earlier_steps, MAX_ENTRIES):
+                    self._place = None
                 self._ask(self._body)
         if not self.limiter.shadow and self.find_stop() is not None:  # by this name, which no order was looked up by before
             self.hit, self._stopped = None, True
@@ -602,7 +609,7 @@ class SessionCandidate(Candidate):
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
         self.hit = self.limiter.make_step(
             keys,
-            self.call[:_IDENTITY] if self._unknown else identify(body.head, body.sums, keys.checksum),
+            self._identify(body, keys),
             self.call,
             self.reserve,
             self.calls,
@@ -611,6 +618,13 @@ class SessionCandidate(Candidate):
             unnamed=unnamed,
             earlier=0 if unnamed else self._earlier_steps,
         )
+
+    def _identify(self, body: RequestBody, keys: SessionKeys) -> bytes:
+        """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""
+        if self._unknown:
+            return self.call[:_IDENTITY]
+        place = self._place
+        return identify(body.head, body.sums, keys.checksum) if place is None else place.identify(self.calls.offer)
 
     def name_request(self) -> None:
         """See `Candidate`; worked out on demand, because it is rarely needed and expensive."""

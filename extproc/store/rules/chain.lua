@@ -60,11 +60,6 @@ end
 local function claim(k) k.runs = math.max(k.runs - 1, 0) end
 local function stand(k) k.runs = math.min(k.runs + 1, MAX_RUNS) end
 
-local function give(k, name)
-  k.name = name
-  k.names = string.sub(k.names .. name, -MAX_NAMES * NAME)
-end
-
 local function take(k, name)
   for at = 1, #k.names, NAME do
     if string.sub(k.names, at, at + NAME - 1) == name then
@@ -75,13 +70,21 @@ local function take(k, name)
   return false
 end
 
+local function give(k, name)
+  take(k, name)
+  k.name = name
+  k.names = string.sub(k.names .. name, -MAX_NAMES * NAME)
+end
+
 local function find_name(node, parent, before, is_root, fresh) -- and whether it comes to the node now
   if parent and parent.names ~= '' then return string.sub(parent.names, 1, NAME), true end
-  if node and not is_root then return node.name ~= NONE and node.name or '', false end
-  if not parent and before then
-    if has(before.flags, AMBIGUOUS) then return '', false end
-    if before.names ~= '' then return string.sub(before.names, 1, NAME), true end
+  local link = not parent and before or nil
+  if link and link.names ~= '' then return string.sub(link.names, 1, NAME), true end
+  if node and not is_root then
+    if node.names ~= '' then return string.sub(node.names, 1, NAME), false end
+    return node.name ~= NONE and node.name or '', false
   end
+  if link and has(link.flags, AMBIGUOUS) then return '', false end
   return fresh, true
 end
 
@@ -100,19 +103,47 @@ local function add(entries, entry)
   return string.sub(entries, start) .. string.char(#entry) .. entry
 end
 
-local function repeat_turn(node, before, entry)
+local function split(entries)
+  local parts, at = {}, 1
+  while at <= #entries do
+    local size = string.byte(entries, at)
+    parts[#parts + 1] = string.sub(entries, at + 1, at + size)
+    at = at + 1 + size
+  end
+  return parts
+end
+
+local function leave_common(one, other)
+  local first, second = split(one), split(other)
+  local kept, count = {}, math.min(#first, #second)
+  for place = 1, count do
+    local entry = first[#first - count + place]
+    if entry ~= second[#second - count + place] then entry = '' end
+    kept[place] = string.char(#entry) .. entry
+  end
+  return table.concat(kept)
+end
+
+local function is_again(node, base, entry)
+  if not base or base.runs == 0 then return true end
+  return node.retries < MAX_RETRIES and leave_common(node.entries, add(base.entries, entry)) == node.entries
+end
+
+local function repeat_turn(node, before, entry) -- and its entries
   stand(node)
   if node.retries < MAX_RETRIES then
     node.retries = node.retries + 1
     local _, newest = count_entries(node.entries)
-    node.entries = string.sub(node.entries, 1, newest - 1) .. string.char(#entry) .. entry
-    return
+    local entries = string.sub(node.entries, 1, newest - 1) .. string.char(#entry) .. entry
+    if newest < #node.entries then node.entries = entries end
+    return entries
   end
   local base = node
   if before and not has(before.flags, AMBIGUOUS) and before.conversation == node.conversation and before.depth > node.depth then
     base = before
   end
   node.entries, node.depth = add(base.entries, entry), base.depth + 1
+  return node.entries
 end
 
 local function make_suffix(old, node, id)
@@ -147,7 +178,9 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
     if has(given, BEFORE) and keys[3] == keys[4] then own = before else own = open(keys[4], now) end
   end
   local claims, first = parent and parent.runs > 0, math.min(FIRST_MS, ttl)
-  local is_new, begins, cost, changed = not node, false, 0, {}
+  local linked = before and not parent and not has(before.flags, AMBIGUOUS)
+  local base = linked and before or parent
+  local is_new, begins, cost, changed, shown = not node, false, 0, {}, nil
   local name, comes = '', false
   if fresh ~= '' then name, comes = find_name(node, parent, before, parent_id == '', fresh) end
   if parent_id == '' then
@@ -156,11 +189,10 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
       node.life = first
     end
     stand(node)
-  elseif node and (not claims or node.retries < MAX_RETRIES) then
-    repeat_turn(node, before, entry)
+  elseif node and is_again(node, base, entry) then
+    shown = repeat_turn(node, before, entry)
   else
-    local linked = before and not parent and not has(before.flags, AMBIGUOUS)
-    local base, stood = linked and before or parent, node
+    local stood = node
     if base then
       begins = base.next ~= NONE and base.next ~= id
       node = make(
@@ -179,19 +211,22 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
     else
       node, begins = make(0, 1, id, id, add('', entry)), true
     end
+    shown = node.entries
     node.life = base and not linked and ttl or first
     if stood then
       begins = false
-      node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
+      node.conversation, node.next, node.runs = stood.conversation, stood.next, stood.runs
+      node.retries = linked and stood.retries or 0
       node.name, node.names = stood.name, stood.names
+      if node.depth == stood.depth then node.entries = leave_common(stood.entries, shown) end
     end
     stand(node)
   end
   if comes then
     if parent and take(parent, name) then changed[#changed + 1] = { keys[2], parent } end
     if before and take(before, name) then changed[#changed + 1] = { keys[3], before } end
-    give(node, name)
   end
+  if name ~= '' and (comes or node.names ~= '') then give(node, name) end
   node.last = now
   changed[#changed + 1] = { keys[1], node }
   if is_new then cost = OVERHEAD + HEAD_SIZE + #node.names + #node.entries end
@@ -208,7 +243,7 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
   if not dropped then
     for _, change in ipairs(changed) do write(change[1], change[2]) end
   end
-  return string.char(node.flags % 2 + (dropped and DROPPED or 0) + (name ~= '' and NAMED or 0)) .. name .. node.entries
+  return string.char(node.flags % 2 + (dropped and DROPPED or 0) + (name ~= '' and NAMED or 0)) .. name .. (shown or node.entries)
 end
 
 local width = #KEYS == 1 and 1 or WIDTH

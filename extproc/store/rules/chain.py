@@ -1,13 +1,14 @@
-"""Chains: conversations identified by the history that requests show, a ring of entries at each point; the rule of `chain.lua`.
+"""Chains: conversations that are known by what they show, with a ring of entries at each point; the rule of `chain.lua`.
 
-A request shows a number of assistant messages. Its node stands for all of them, and its parent's for all but the newest. A node
-has the entries of all requests on the way to it, copied from its parent, so conversations that branch share only what they have
-in common. Conversations that are equal so far share one node, which counts them; each child takes over one of them.
+A request shows a number of assistant messages. It stands at the node of all of them, and its parent is the node of all but the
+newest. A node has the entries of its whole way, copied from its parent: conversations that part share what they have in common
+and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on. Where other
+results came back to them, the node has an empty entry in place of each of these.
 
-If names are requested, each conversation has one. A request without history gets a fresh name, which waits at its node. A child
-takes over the oldest name that waits at its parent. If none waits there, an equal request is a retry and gets the name that
-last came to its node; any other request begins a conversation with a fresh name. So does one whose parent is unknown, unless
-its link has a name. If several conversations end alike, and nothing else is known, there is no name.
+Where names are asked for, a conversation has one. A request without history gets a fresh name, which waits at its node. A child
+takes the oldest name that waits at its parent, or else at its link, on to its own node. Where none waits there, an equal request
+is a retry, of which the names that wait at its node have theirs in turn; any other begins a conversation, with a fresh name.
+Where several conversations end alike, and nothing else is known, there is no name.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ MAX_RETRIES: Final = 3
 _MAX_RUNS: Final = 255
 
 CUT_MS: Final = 120_000
-"""How long to keep a node that all of its conversations have left, in case one returns to it."""
+"""How long a node stays that all of its conversations have left: one may be sent back to it."""
 
 FIRST_MS: Final = 600_000
-"""How long to keep a node that may never get a child: the first of a conversation, or one in a window of messages."""
+"""How long one stays that may never have a child: the first of a conversation, or one in a window of messages."""
 
 MAX_NAMES: Final = 32
-"""Most names that wait at a node; the newest are kept."""
+"""This many may wait at a node, the newest ones."""
 
 OVERHEAD: Final = 128
-"""Bytes that a caller is charged for each key in addition to its value."""
+"""What a store takes for a key beside its value, in bytes, as the caller is charged for it."""
 
 _VERSION: Final = 2
 _HEAD: Final = struct.Struct(">BBQII8s8s8sBB8sB")
@@ -51,13 +52,13 @@ class ChainLink(NamedTuple):
         parent: key of the node without the newest assistant message; empty for a request that shows none.
         before: key of the parent's last two assistant messages; empty where it has fewer.
         own: key of the node's last two; empty where it has fewer.
-        usage: key of the caller's memory usage.
-        node: 8 bytes that identify the node.
-        parent_node: the same for its parent.
-        entry: up to 64 bytes; empty for a request that shows no assistant message.
+        usage: key of what the caller takes up.
+        node: 8 bytes that tell the node from others.
+        parent_node: the same of its parent.
+        entry: up to 64 bytes; none of a request that shows no assistant message.
         ttl_ms: how long after its last request a conversation is forgotten, in milliseconds.
-        most: bytes that a caller may use within `FIRST_MS` for new conversations, and as many for continuing others.
-        fresh: 8 bytes, the name of the conversation if it begins here; empty if no names are requested.
+        most: in `FIRST_MS` the caller may begin conversations of this many bytes, and go on with others for as many.
+        fresh: 8 bytes, the name of the conversation if it begins here; empty where no names are asked for.
     """
 
     key: str
@@ -78,9 +79,9 @@ class Trail(NamedTuple):
 
     Attributes:
         entries: of the conversation, the oldest first, the new one included.
-        whole: these are all entries since its first request, up to `MAX_ENTRIES`.
-        dropped: nothing was kept, because the caller uses too much memory.
-        name: of the conversation, 8 bytes; empty if it cannot be determined, or no names are requested.
+        whole: they are all that there were since its first request, up to `MAX_ENTRIES`.
+        dropped: nothing was kept, because the caller takes up too much.
+        name: of the conversation, 8 bytes; empty where nothing tells which it is, or no names are asked for.
     """
 
     entries: list[bytes]
@@ -90,18 +91,18 @@ class Trail(NamedTuple):
 
 
 class _Knot:
-    """The value of a node, or of a suffix.
+    """What stands at a node, or at a suffix.
 
     Attributes:
         flags: whether it is whole, or ambiguous.
         last: when it was written, in milliseconds.
-        life: how long it is kept, in milliseconds.
-        depth: number of entries on the way here.
+        life: until it is forgotten, in milliseconds.
+        depth: entries on the way here.
         conversation: to which it belongs.
-        writer: the node that wrote it; for a node, itself.
-        next: the child that continues the conversation; other children begin one.
-        runs: conversations that have come here and not gone on.
-        retries: number so far.
+        writer: the node; of a node itself, its own.
+        next: the child that goes on with the conversation; others begin one.
+        runs: conversations that stand here and have not gone on.
+        retries: so far.
         name: the newest that came here.
         names: those that wait for a child, the oldest first.
         entries: each with a byte for its length before it.
@@ -144,16 +145,17 @@ class _Knot:
         return head + self.names + self.entries
 
     def add(self) -> None:
-        """Count one more conversation here."""
+        """One more stands here."""
         self.runs = min(self.runs + 1, _MAX_RUNS)
 
     def give(self, name: bytes) -> None:
-        """Add a waiting name."""
+        """A name comes here, or is here again."""
+        self.take(name)
         self.name = name
         self.names = (self.names + name)[-MAX_NAMES * _NAME :]
 
     def take(self, name: bytes) -> bool:
-        """Remove a waiting name, if it is here."""
+        """A name goes on from here, if it is here."""
         for at in range(0, len(self.names), _NAME):
             if self.names[at : at + _NAME] == name:
                 self.names = self.names[:at] + self.names[at + _NAME :]
@@ -162,26 +164,32 @@ class _Knot:
 
 
 Read = Callable[[str], bytes | None]
+"""The value of a key, None where there is none."""
+
 Write = Callable[[str, bytes, int], None]
+"""Keep a value under a key for a number of milliseconds."""
 
 
 def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
     node, parent, before = _read(read, asked.key, now), _read(read, asked.parent, now), _read(read, asked.before, now)
     own = before if asked.own == asked.before else _read(read, asked.own, now)
+    linked = parent is None and before is not None and not before.flags & _AMBIGUOUS
     is_new = begins = node is None
     name, comes = _find_name(node, parent, before, asked) if asked.fresh else (b"", False)
     changed: dict[str, _Knot] = {}
+    ours = b""
     if not asked.parent:
         node = _begin(node, asked)
-    elif node is not None and (parent is None or parent.runs == 0 or node.retries < MAX_RETRIES):
-        _repeat(node, before, asked)
+    elif node is not None and _is_again(node, before if linked else parent, asked.entry):
+        ours = _repeat(node, before, asked)
     else:
-        node, begins, changed = _go_on(node, parent, before, asked, now)
+        node, ours, begins, changed = _go_on(node, parent, before, asked, now)
     if comes:
         for key, knot in ((asked.parent, parent), (asked.before, before)):
             if knot is not None and knot.take(name):
                 changed[key] = knot
+    if name and (comes or node.names):  # those that wait here have retries in turn
         node.give(name)
     node.last = now
     changed[asked.key] = node
@@ -195,25 +203,26 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     if not dropped:
         for key, knot in changed.items():
             write(key, knot.pack(), knot.life)
-    return Trail(split_entries(node.entries), node.flags & _WHOLE != 0, dropped, name)
+    return Trail(split_entries(ours or node.entries), node.flags & _WHOLE != 0, dropped, name)
 
 
 def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool]:
-    """The name of a request's conversation, empty if undetermined, and whether it is new at the node."""
+    """The name of a request's conversation, empty where nothing tells it, and whether it comes to the node now."""
     if parent is not None and parent.names:
         return parent.names[:_NAME], True
+    link = before if parent is None else None
+    if link is not None and link.names:
+        return link.names[:_NAME], True
     if node is not None and asked.parent:
-        return node.name if node.name != _NONE else b"", False
-    if parent is None and before is not None:
-        if before.flags & _AMBIGUOUS:
-            return b"", False
-        if before.names:
-            return before.names[:_NAME], True
+        last = b"" if node.name == _NONE else node.name
+        return node.names[:_NAME] or last, False
+    if link is not None and link.flags & _AMBIGUOUS:
+        return b"", False
     return asked.fresh, True
 
 
 def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
-    """Begin a conversation: the request has no history."""
+    """A request without history: a conversation more."""
     if node is None:
         node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
         node.life = min(FIRST_MS, asked.ttl_ms)
@@ -221,10 +230,21 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
     return node
 
 
+def _is_again(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
+    """Whether a request that stands already is sent again; else another conversation, equal to the first so far, comes there."""
+    if base is None or base.runs == 0:
+        return True
+    return node.retries < MAX_RETRIES and _leave_common(node.entries, _add(base.entries, entry)) == node.entries
+
+
 def _go_on(
     stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
-) -> tuple[_Knot, bool, dict[str, _Knot]]:
-    """Continue a conversation, known or not: its node, whether it begins there, and what else has changed."""
+) -> tuple[_Knot, bytes, bool, dict[str, _Knot]]:
+    """A conversation goes on, or is seen for the first time.
+
+    Returns:
+        its node, the entries that are its own, whether it begins there, and what else has changed.
+    """
     claims = parent is not None and parent.runs > 0
     linked = before is not None and parent is None and not before.flags & _AMBIGUOUS
     base = before if linked else parent
@@ -245,22 +265,36 @@ def _go_on(
         knot.runs = max(knot.runs - 1, 0)
         if knot.runs == 0:
             knot.last, knot.life = now, min(CUT_MS, asked.ttl_ms)
+    shown = node.entries
     node.life = asked.ttl_ms if base is not None and not linked else min(FIRST_MS, asked.ttl_ms)
     if stood is not None:
         begins = False
-        node.conversation, node.next, node.runs, node.retries = stood.conversation, stood.next, stood.runs, stood.retries
+        node.conversation, node.next, node.runs = stood.conversation, stood.next, stood.runs
+        node.retries = stood.retries if linked else 0
         node.name, node.names = stood.name, stood.names
+        if node.depth == stood.depth:
+            node.entries = _leave_common(stood.entries, shown)
     node.add()
-    return node, begins, changed
+    return node, shown, begins, changed
 
 
-def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> None:
-    """Count a request whose node exists already."""
+def _leave_common(one: bytes, other: bytes) -> bytes:
+    """What two conversations at one node have in common: what came back to one of them alone is nothing to the other."""
+    pairs = zip(split_entries(one)[::-1], split_entries(other)[::-1], strict=False)
+    kept = [entry if entry == others else b"" for entry, others in pairs]
+    return b"".join([bytes((len(entry),)) + entry for entry in kept[::-1]])
+
+
+def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
+    """The request was there before; returns its entries."""
     node.add()
     if node.retries < MAX_RETRIES:
         node.retries += 1
-        node.entries = _add(b"".join(split_records(node.entries, 0)[:-1]), asked.entry)
-        return
+        *older, newest = split_records(node.entries, 0)
+        entries = _add(b"".join(older), asked.entry)
+        if len(newest) > 1:
+            node.entries = entries
+        return entries
     goes_on = (
         before is not None
         and not before.flags & _AMBIGUOUS
@@ -269,10 +303,11 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> None:
     )
     base = before if before is not None and goes_on else node
     node.entries, node.depth = _add(base.entries, asked.entry), base.depth + 1
+    return node.entries
 
 
 def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
-    """The value of a node's last two messages, unless several conversations end with these."""
+    """What stands at the last two messages of a node; nothing that is of use where several conversations end so."""
     mine = old is not None and old.writer == asked.node
     if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
         return _Knot(_AMBIGUOUS, 0, old.conversation, old.writer, b"")
@@ -284,7 +319,7 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
 
 
 def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
-    """Whether the caller may use this many bytes more."""
+    """Whether the caller may take up this many bytes more."""
     most = asked.most
     if not begins:  # its parent goes in its place, after a while
         cost, most = cost * CUT_MS // FIRST_MS, 2 * most
@@ -302,13 +337,13 @@ def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, 
 
 
 def ends_at(value: bytes) -> int:
-    """When a value expires, in milliseconds; every kind of value begins alike."""
+    """When a value is over, in milliseconds; every kind of value begins alike."""
     _, _, last, life = _TIMES.unpack_from(value)
     return int(last + life)
 
 
 def _read(read: Read, key: str, now: int) -> _Knot | None:
-    """The unpacked value of a key; None if there is none, or it has expired."""
+    """What the value of a key says; None where there is none, or it is over."""
     value = read(key) if key else None
     if value is None or len(value) < _HEAD.size or value[0] != _VERSION:
         return None
@@ -323,18 +358,26 @@ def _read(read: Read, key: str, now: int) -> _Knot | None:
 
 
 def _add(entries: bytes, entry: bytes) -> bytes:
-    """Add an entry, and keep the newest ones."""
+    """The newest of these, and one more."""
     kept = split_records(entries, 0)[1 - MAX_ENTRIES :]
     return b"".join([*kept, bytes((len(entry),)), entry])
 
 
 def split_entries(joined: bytes) -> list[bytes]:
-    """The entries of a ring; raises IndexError if they are malformed."""
+    """The entries of a ring.
+
+    Raises:
+        IndexError: they are no such thing.
+    """
     return [record[1:] for record in split_records(joined, 0)]
 
 
 def read_trail(answer: bytes) -> Trail:
-    """What a script answers: flags, the name if there is one, and the entries; raises IndexError if that is malformed."""
+    """What a script answers: a byte of flags, the name where there is one, and the entries.
+
+    Raises:
+        IndexError: it is no such thing.
+    """
     flags = answer[0]
     start = 1 + _NAME if flags & _NAMED else 1
     return Trail(split_entries(answer[start:]), flags & _WHOLE != 0, flags & _DROPPED != 0, answer[1:start])

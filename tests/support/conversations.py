@@ -1,0 +1,371 @@
+"""Agents' conversations as their clients send them: made by the thousand, side by side under one caller, with the truth known.
+
+A plan says what an agent does, and whether it loops. A habit says what its client leaves out, makes anew or sends again. Each
+request is written as its API has it, so that nothing but the plan knows to which conversation it belongs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+from extproc.detectors.turns import Turns
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
+from extproc.policy.bundle import LoopDetection
+from extproc.request.document import Document
+from tests.support.loops import WRITERS
+from tests.support.messages import body, headers
+from tests.support.service import decoded
+from tests.support.turn_writers import Did
+
+ORACLE = Turns(LoopDetection(enabled=True, similarity="turns"))
+ORDERS = ("sequential", "lockstep", "random")
+MESSAGES = ("messages", "input", "contents")
+ASSISTANTS = ("assistant", "model")
+APIS = [
+    *("chat", "ollama", "responses", "anthropic", "gemini", "bedrock", "observed"),
+    *("text, fence", "text, json", "text, parameters", "text, react"),
+]
+
+
+class Habit(NamedTuple):
+    """What a client does to its history.
+
+    Attributes:
+        turns: this many of the newest are shown, 0 for all.
+        messages: the same of messages, whatever the first of them is.
+        opening: what stands before the first turn is shown with the newest.
+        kept: this many of the newest results are shown as they were, 0 for all.
+        renews: ids are made anew with each request.
+        cuts: thoughts are cut from all messages but the newest.
+        retries: a request may be sent this many times more.
+    """
+
+    turns: int = 0
+    messages: int = 0
+    opening: bool = True
+    kept: int = 0
+    renews: bool = False
+    cuts: bool = False
+    retries: int = 0
+
+
+HABITS = {
+    "whole": Habit(),
+    "whole, retries": Habit(retries=3),
+    "ids anew, thoughts cut": Habit(renews=True, cuts=True),
+    "newest result kept": Habit(kept=1),
+    "newest 2 results kept": Habit(kept=2),
+    "2 kept, retries, ids anew, cut": Habit(kept=2, renews=True, cuts=True, retries=2),
+    **{f"last {count} turns": Habit(turns=count) for count in range(3, 9)},
+    "last 3 turns, no opening": Habit(turns=3, opening=False),
+    "last 5 turns, no opening, retries": Habit(turns=5, opening=False, retries=2),
+    "last 4 turns, ids anew, cut": Habit(turns=4, renews=True, cuts=True),
+}
+
+
+class Sent(NamedTuple):
+    """One request of a conversation.
+
+    Attributes:
+        run: which.
+        count: this many turns have been made.
+        data: the body.
+        aside: it is no turn, but what a program asks beside.
+    """
+
+    run: Run
+    count: int
+    data: bytes
+    aside: bool = False
+
+
+class Run:
+    """One conversation."""
+
+    def __init__(self, api: str, task: str, turns: Sequence[Did], habit: Habit, *, loops: bool) -> None:
+        """Take turns, the oldest first; `loops`: the truth."""
+        self.api = api
+        self.task = task
+        self.turns = list(turns)
+        self.habit = habit
+        self.loops = loops
+        self.asides: list[Callable[[Run, int], bytes]] = []
+
+    def show_all(self, count: int) -> bytes:
+        """A request after a number of turns, with nothing left out."""
+        return _dump(self._write(self.turns[:count]))
+
+    def write(self, count: int, random: Random) -> bytes:
+        """The same as this client sends it."""
+        return _dump(self.write_document(count, random))
+
+    def write_document(self, count: int, random: Random) -> dict[str, Any]:
+        """The body of that."""
+        habit, turns = self.habit, self.turns[:count]
+        if habit.kept:
+            turns = [
+                turn if place >= count - habit.kept else turn._replace(results=("[cleared]",) * len(turn.results))
+                for place, turn in enumerate(turns)
+            ]
+        if habit.renews:
+            first = 3 * random.randrange(10**6)
+            turns = [turn._replace(number=first + place) for place, turn in enumerate(turns, 1)]
+        document = self._write(turns[-habit.turns :] if habit.turns else turns)
+        if habit.cuts:
+            _cut_thoughts(document)
+        if habit.messages or not habit.opening:
+            key = next(key for key in MESSAGES if key in document)
+            shown = document[key]
+            opening = 0
+            while opening < len(shown) and not _is_assistants(shown[opening]):
+                opening += 1
+            newest = shown[opening:]
+            newest = newest[-habit.messages :] if habit.messages else newest
+            left_out = count > habit.turns if habit.turns else len(newest) < len(shown) - opening
+            document[key] = (shown[:opening] if habit.opening or not left_out else []) + newest
+        return document
+
+    def _write(self, turns: Sequence[Did]) -> dict[str, Any]:
+        document = WRITERS[self.api](turns)
+        _name_task(document, self.task)
+        return document
+
+    def send_all(self, random: Random) -> Iterator[Sent]:
+        """All of its requests, one after the other."""
+        for count in range(len(self.turns) + 1):
+            for aside in self.asides if count % 5 == 4 else ():
+                yield Sent(self, count, aside(self, count), aside=True)
+            data = self.write(count, random)
+            for _ in range(1 + random.randint(0, self.habit.retries)):
+                yield Sent(self, count, data)
+
+
+def ask_title(run: Run, count: int) -> bytes:
+    """What a thread is called, asked beside its first requests."""
+    return _dump(WRITERS[run.api]([]) | {"temperature": count}) if count < 2 else ask_router(run, count)  # noqa: PLR2004
+
+
+def ask_router(run: Run, count: int) -> bytes:
+    """Which model is to go on, asked before each turn in words of its own."""
+    document = WRITERS[run.api]([])
+    _name_task(document, f"Which model is to do step {count} of {run.task!r}?")
+    return _dump(document)
+
+
+def ask_summary(run: Run, count: int) -> bytes:
+    """The whole history, and the order to sum it up."""
+    document = run.write_document(count, Random(count))
+    key = next(key for key in MESSAGES if key in document)
+    said: dict[str, Any] = {"role": "user", "content": f"Sum up {count} turns."}
+    if key == "contents":
+        said = {"role": "user", "parts": [{"text": f"Sum up {count} turns."}]}
+    elif "inferenceConfig" in document:
+        said["content"] = [{"text": said["content"]}]
+    document[key] = [*document[key], said]
+    return _dump(document)
+
+
+def _dump(document: dict[str, Any]) -> bytes:
+    return json.dumps(document).encode()
+
+
+def _name_task(document: dict[str, Any], task: str) -> None:
+    """Put the task into what the user says first."""
+    key = next(key for key in MESSAGES if key in document)
+    first = next(message for message in document[key] if message.get("role") == "user")
+    first.update(json.loads(json.dumps(first).replace("Fix it.", task).replace("Find it.", task)))
+
+
+def _is_assistants(message: dict[str, Any]) -> bool:
+    return message.get("role") in ASSISTANTS or message.get("type") in {"reasoning", "function_call"}
+
+
+def _cut_thoughts(document: dict[str, Any]) -> None:
+    """Leave only the newest thought, as clients do that have to pay for the others."""
+    key = next(key for key in MESSAGES if key in document)
+    own = [message for message in document[key] if _is_assistants(message)]
+    newest = own[-1] if own else None
+    if key == "input":
+        thoughts = [message for message in own if message.get("type") == "reasoning"]
+        document[key] = [message for message in document[key] if message not in thoughts[:-1]]
+    for message in own:
+        if message is newest:
+            continue
+        message.pop("thinking", None)
+        message.pop("reasoning_content", None)
+        for parts in ("content", "parts"):
+            if isinstance(message.get(parts), list):
+                message[parts] = [part for part in message[parts] if not _is_thought(part)]
+
+
+def _is_thought(part: dict[str, Any]) -> bool:
+    return part.get("type") == "thinking" or "reasoningContent" in part or part.get("thought") is True
+
+
+# What agents do.
+
+
+def word(turns: Sequence[Did], random: Random) -> list[Did]:
+    """The same turns, each worded anew."""
+    return [turn._replace(thought=f"thought {random.randrange(10**9)}") for turn in turns]
+
+
+def work(random: Random, count: int) -> list[Did]:
+    """Turns that get on."""
+    return [
+        Did(
+            ((random.choice(["read", "edit", "run"]), {"n": random.randrange(10**6)}),),
+            (f"result {random.randrange(10**6)} of the work",),
+        )
+        for _ in range(count)
+    ]
+
+
+def get_stuck(random: Random, length: int) -> list[Did]:
+    """Eight rounds of the same few turns, each of which fails."""
+    name = f"part {random.randrange(10**6)}"
+    cycle = [Did((("check", {name: part}),), (f"Error: {name}.{part} is broken. " + "It is. " * 30,)) for part in range(length)]
+    return cycle * 8
+
+
+def fail_alike(random: Random) -> list[Did]:
+    """Whatever is tried ends in the same error."""
+    name = f"host {random.randrange(10**6)}"
+    return [
+        Did((("try", {"n": random.randrange(10**6)}),), (f"Error: no access to {name}. " + "None. " * 40,)) for _ in range(10)
+    ]
+
+
+def poll(random: Random) -> list[Did]:
+    """The same action, and each time another result."""
+    name = random.randrange(10**6)
+    return [Did((("status", {"job": name}),), (f"{random.randrange(10**6)} items are left",)) for _ in range(8)]
+
+
+def repair(random: Random) -> list[Did]:
+    """A change, and the same tests behind each, which fail until the last."""
+    name = random.randrange(10**6)
+    test = Did((("test", {"part": name}),), (f"part {name} fails its tests",))
+    return [turn for change in work(random, 4) for turn in (change, test)]
+
+
+def try_twice(random: Random) -> list[Did]:
+    """Each action once more."""
+    return [turn for turn in work(random, 4) for _ in range(2)]
+
+
+INNOCENT: list[Callable[[Random], list[Did]]] = [lambda random: work(random, 8), poll, repair, try_twice]
+LOOPING: list[Callable[[Random], list[Did]]] = [
+    lambda random: get_stuck(random, 1),
+    lambda random: get_stuck(random, 2),
+    lambda random: get_stuck(random, 3),
+    fail_alike,
+]
+
+
+def make_runs(api: str, habit: Habit, random: Random, each: int = 1) -> list[Run]:
+    """Loops and innocents in equal parts, of one task and of several."""
+    runs = []
+    for number in range(each):
+        for loops, plans in ((True, LOOPING), (False, INNOCENT)):
+            for plan in plans:
+                turns = word([*work(random, random.randint(2, 6)), *plan(random)], random)
+                runs.append(Run(api, f"Do {random.choice(['this', 'that', str(number)])}.", turns, habit, loops=loops))
+    return runs
+
+
+def make_best_of(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
+    """Runs of one task, equal to the byte for a while, of which the first loops in the end."""
+    same = word(work(random, random.randint(1, 5)), random)
+    plans = [random.choice(LOOPING), *[random.choice(INNOCENT) for _ in range(count - 1)]]
+    return [
+        Run(api, "Do the same.", [*same, *word([*work(random, 2), *plan(random)], random)], habit, loops=number == 0)
+        for number, plan in enumerate(plans)
+    ]
+
+
+def make_few(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
+    """Runs of one task that do one of two things without a word, of which one of two results comes back."""
+    runs = []
+    for _ in range(count):
+        turns = [
+            Did(((random.choice("ab"), {}),), (random.choice(("Error: x", f"Error: {'y ' * 120}")),))
+            for _ in range(random.randint(3, 12))
+        ]
+        run = Run(api, "Do the same.", turns, habit, loops=False)
+        run.loops = any(shows_loop(run.show_all(at)) for at in range(1, len(turns) + 1))
+        runs.append(run)
+    return runs
+
+
+def make_twins(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
+    """Runs whose agents say the same to the byte to the end: what comes back is the same for the first, and news for the others."""
+    begun = word(work(random, 3), random)
+    asked = [Did((("status", {"job": 7}),), (), thought=f"thought {random.randrange(10**9)}") for _ in range(8)]
+    runs = []
+    for number in range(count):
+        results = [
+            f"Error: the job is dead. {'It is. ' * 30}" if number == 0 else f"{random.randrange(10**6)} are left" for _ in asked
+        ]
+        turns = [turn._replace(results=(result,)) for turn, result in zip(asked, results, strict=True)]
+        runs.append(Run(api, "Do the same.", [*begun, *turns], habit, loops=number == 0))
+    return runs
+
+
+def interleave(runs: Sequence[Run], how: str, random: Random) -> Iterator[Sent]:
+    """All requests of the runs: one after the other (`sequential`), in turn (`lockstep`), or in any order (`random`)."""
+    left = [run.send_all(random) for run in runs]
+    number = 0
+    while left:
+        place = 0 if how == "sequential" else number % len(left) if how == "lockstep" else random.randrange(len(left))
+        sent = next(left[place], None)
+        if sent is None:
+            del left[place]
+        else:
+            number += 1
+            yield sent
+
+
+class Verdicts:
+    """What became of the requests of some runs.
+
+    Attributes:
+        refused: the runs that were, with the number of turns when it happened first.
+        wrong: requests that were refused although all that was done so far is no loop.
+    """
+
+    def __init__(self) -> None:
+        self.refused: dict[Run, int] = {}
+        self.wrong: list[Sent] = []
+
+    def take(self, sent: Sent, *, refused: bool) -> None:
+        """Know one more."""
+        if not refused:
+            return
+        self.refused.setdefault(sent.run, sent.count)
+        if sent.aside or not shows_loop(sent.run.show_all(sent.count)):
+            self.wrong.append(sent)
+
+
+def shows_loop(data: bytes) -> bool:
+    """Whether the newest turn of a request that leaves nothing out is in a loop: the truth about it."""
+    found = ORACLE.compare(Document(data))[1]
+    return found is not None and found.looping
+
+
+async def judge(service: Service, data: bytes, **named: str) -> bool:
+    """Whether a request is refused."""
+    stream = Stream(service)
+    try:
+        stream.receive(headers(**{"x_user_id": "ann", **named}).SerializeToString())
+        reply = stream.receive(body(data).SerializeToString())
+        if not isinstance(reply, Reply):
+            reply = await reply
+    finally:
+        stream.close()
+    return decoded(reply).HasField("immediate_response")
