@@ -23,7 +23,7 @@ class Needs:
         keys: limit keys, those among them that a `first_of` has, and those of labels.
         required: those of them that nothing else can take the place of.
         selectors: of the policies that do something, by id.
-        outcomes: some policy limits what comes of answers: what they cost, or whether they are errors.
+        outcomes: some policy depends on what comes of answers: what they cost, or whether they are errors.
         usage: some policy limits what they cost.
     """
 
@@ -71,7 +71,7 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
         warns=any({"warn", "steer"} & _list_actions(loop) for loop in enforced),
         keys=[key for policy in acting for key in policy.spec.list_sources()],
         selectors=[(policy.id, policy.spec.selector) for policy in acting],
-        outcomes=any(limit.needs_answers() for limit in limits),
+        outcomes=policies.needs_answers(),
         usage=any(limit.max_cost_per_session is not None for limit in limits),
         required=[key for policy in acting for key in policy.spec.all_limit_keys() if isinstance(key, str)],
     )
