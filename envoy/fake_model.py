@@ -1,8 +1,8 @@
 """A model that does as it is told: an HTTP upstream which answers as the APIs of the field do, from a script.
 
-Five shapes of one answer: a chat completion, a response, a message, Gemini's content and Bedrock's. As with real models, ids
-are new each time, arguments are spaced as they come, and what is said around a call is never the same twice. It reads what it
-is sent as far as a note of the gateway's is in it: then another script may go on.
+Six shapes of one answer: a chat completion, a response, a message, and those of Gemini, Bedrock and Ollama. As with real ones,
+ids are new each time, arguments are spaced as they come, and what is said around a call is never the same twice. It reads what
+it is sent as far as a note of the gateway's is in it: then another script may go on.
 """  # noqa: INP001  # a part of the demo beside it, not of a package
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from extproc.request.notes import END, OPENING
 
 NAME = "fake-model-1"
 USER = "x-user-id"
-"""The header that says who asks, and so which script is played."""
+"""The header that says who asks, and so which script is played; without it, the API key does."""
+
+_KEY = re.compile(r"(?:Bearer |.*Credential=)?([^/,]+)")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,13 @@ def find_note(body: bytes) -> str:
     return str(json.loads(b'"%b"' % found[0])) if found else ""
 
 
+def find_user(headers: Mapping[str, str]) -> str:
+    """Who asks."""
+    names = (USER, "authorization", "x-api-key", "x-goog-api-key")
+    found = _KEY.match(next((headers[name] for name in names if headers.get(name)), ""))
+    return found[1] if found else ""
+
+
 @contextmanager
 def fake_model() -> Iterator[FakeModel]:
     """The model, listening on a free port."""
@@ -94,7 +103,7 @@ def fake_model() -> Iterator[FakeModel]:
 
         def do_POST(self) -> None:
             asked = read_body(self)
-            status, answer = model.answer(self.path, self.headers.get(USER, ""), asked)
+            status, answer = model.answer(self.path, find_user(self.headers), asked)
             body, kind = json.dumps(answer).encode(), "application/json"
             if answer.get("object") == "chat.completion" and json.loads(asked).get("stream"):
                 body, kind = _stream(answer), "text/event-stream"
@@ -249,10 +258,18 @@ def _converse(answer: Answer, number: int) -> dict[str, Any]:
     }
 
 
+def _ollama(answer: Answer, number: int) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer if isinstance(answer, str) else _remark(number)}
+    if not isinstance(answer, str):
+        message["tool_calls"] = [{"function": {"name": call.tool, "arguments": dict(call.arguments)}} for call in answer]
+    return {"model": NAME, "created_at": "2026-01-01T00:00:00Z", "message": message, "done": True, "done_reason": "stop"}
+
+
 _SHAPES: dict[str, Callable[[Answer, int], dict[str, Any]]] = {
     "/v1/chat/completions": _chat,
     "/v1/responses": _response,
     "/v1/messages": _message,
     ":generateContent": _content,
     "/converse": _converse,
+    "/api/chat": _ollama,
 }

@@ -30,6 +30,7 @@ class Job:
         tasks: what the user says, the next one when the model has answered the last.
         tools: by name; each takes its arguments by name, and gives the result.
         messages: the conversation so far, to which the agent adds.
+        key: of the API.
     """
 
     url: str
@@ -37,6 +38,12 @@ class Job:
     tasks: Sequence[str]
     tools: Tools
     messages: list[Any] = field(default_factory=list)
+    key: str = "none"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What says who asks, beside the key."""
+        return {USER: self.user} if self.user else {}
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ Agent: TypeAlias = Callable[[Job], Iterator[Turn]]
 
 def chat_agent(job: Job) -> Iterator[Turn]:
     """OpenAI's SDK, chat completions."""
-    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    client = openai.OpenAI(api_key=job.key, base_url=f"{job.url}/v1", default_headers=job.headers)
     functions = [{"name": name, "parameters": _ANY} for name in job.tools]
     tools: list[Any] = [{"type": "function", "function": function} for function in functions]
     for task in job.tasks:
@@ -82,7 +89,7 @@ def chat_agent(job: Job) -> Iterator[Turn]:
 
 def responses_agent(job: Job) -> Iterator[Turn]:
     """OpenAI's SDK, Responses; the history goes with every request, so that a loop in it can be seen on the way."""
-    client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
+    client = openai.OpenAI(api_key=job.key, base_url=f"{job.url}/v1", default_headers=job.headers)
     tools: list[Any] = [{"type": "function", "name": name, "parameters": _ANY} for name in job.tools]
     for task in job.tasks:
         job.messages.append({"role": "user", "content": task})
@@ -120,7 +127,7 @@ def stored_agent(job: Job) -> Iterator[Turn]:
 
 def messages_agent(job: Job) -> Iterator[Turn]:
     """Anthropic's SDK, messages."""
-    client = anthropic.Anthropic(api_key="none", base_url=job.url, default_headers={USER: job.user})
+    client = anthropic.Anthropic(api_key=job.key, base_url=job.url, default_headers=job.headers)
     tools: list[Any] = [{"name": name, "input_schema": _ANY} for name in job.tools]
     for task in job.tasks:
         job.messages.append({"role": "user", "content": task})

@@ -29,6 +29,12 @@ _INJECTED = frozenset({"system-reminder", "system_reminder", "environment_detail
 
 _MARKS = [(f"<{tag}>", f"</{tag}>") for tag in sorted(_INJECTED)]
 
+_NOT_BACK: Final = frozenset({"system", "developer"})
+"""Whose messages in the middle of a conversation are a harness's: reminders that come and go."""
+
+_CALL_ID: Final = "Call id: "
+"""Before the first line of what smolagents writes as an observation stands one with a counter."""
+
 _MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
 """So much of all the results of a request, in characters; the others are compared as they are."""
 
@@ -237,7 +243,8 @@ class Turn:
         for part in self.parts:  # what the server itself brought back stands in the assistant's own message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
-        for message in self._behind[::-1]:
+        behind = self._behind[::-1]
+        for message in [message for message in behind if message.speaker not in _NOT_BACK] or behind:
             for part in message.read_parts():
                 if part.kind == RESULT:
                     results.append(self._read_one(part, len(results)))
@@ -364,7 +371,7 @@ def _write_said(message: Message, part: Part, document: Document) -> str:
 
 def _strike_injected(text: str) -> str:
     """A text without what a harness has put among the words of others, unless it is nothing else."""
-    struck = text
+    struck = text.partition("\n")[2].strip() if text.startswith(_CALL_ID) else text
     for start, end in _MARKS:
         if struck.find(start) >= 0:
             struck = _strike(struck, start, end).strip()

@@ -27,7 +27,8 @@ from extproc.sessions.names import Rings, SessionNames
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
-from extproc.store.rules.windows import Count, Hit
+from extproc.store.rules.take_back import CHAIN, LOG, TALLY
+from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 Guard: TypeAlias = Detector | SessionGuard
 """What can stop a request."""
@@ -44,6 +45,7 @@ _CALLS_AT_ONCE: Final = 256
 
 NO_LABELS: Final[list[tuple[str, str]]] = []
 
+_TWICE: Final = 2
 _IDENTITY: Final = 8
 _KILLED: Final = LIMITS.index(KILLED)
 _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
@@ -350,6 +352,10 @@ class Candidate:
             NotCounted: the answers are not enough to count the request.
         """
 
+    def list_counted(self) -> list[tuple[str, str]]:
+        """Kinds and keys of what is to forget the request should its upstream fail."""
+        return []
+
     def judge(self, count: Answer) -> Outcome:
         """The guard's verdict."""
         raise NotImplementedError
@@ -386,7 +392,7 @@ class LoopCandidate(Candidate):
         contradicted: the body contradicts the headers.
     """
 
-    __slots__ = ("_name", "claim", "contradicted", "detector")
+    __slots__ = ("_count", "_name", "claim", "contradicted", "detector")
 
     def __init__(
         self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
@@ -394,6 +400,7 @@ class LoopCandidate(Candidate):
         super().__init__(plan, detector, values, descriptors, session, detector.similarity)
         self.detector = detector
         self._name = ("", "")
+        self._count = UNCOUNTED
         self.claim: Any = None
         self.contradicted = False
         self.needs_body = detector.needs_body or plan.reads_body
@@ -444,7 +451,18 @@ class LoopCandidate(Candidate):
         """See `Candidate`."""
         if not isinstance(count, Count):
             raise TypeError("a hit is answered with a count")
+        self._count = count
         return self.detector.judge(self.fingerprint, self.tenant, count, self.subject, self.repeat)
+
+    def list_counted(self) -> list[tuple[str, str]]:
+        """See `Candidate`. The first request of a window stays counted, unless two are a loop: no other one has to be told."""
+        detector, hit = self.detector, self.hit
+        if detector.counts_failed:
+            return []
+        counted = [(CHAIN, push.key) for push in self.pushes if self.waits and isinstance(push, ChainLink)]
+        if isinstance(hit, Hit) and not detector.stateless and (self._count.count > 1 or detector.threshold <= _TWICE):
+            counted.append((LOG if hit.window_type == "sliding_log" else TALLY, hit.key))
+        return counted
 
     def _compare(self, body: RequestBody, document: Document) -> Body:
         """Look into the body; returns the sums of what is compared in its place."""

@@ -23,6 +23,7 @@ from extproc.store.pending import Pending
 from extproc.store.rules.chain import ChainLink, Trail
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Settlement
+from extproc.store.rules.take_back import TakeBack
 
 Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
 """Of a group's hits; None if they are not available and `--on-store-error reject` refuses such requests."""
@@ -152,8 +153,12 @@ class Counting:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             _complete(error, pushes, self._local.push)
 
-    def settle(self, settlements: Sequence[Settlement], report: Callable[[Sequence[Answer]], None]) -> None:
-        """Tell ledgers what became of requests; calls `report` with how their sessions stand, now or later."""
+    def take_back(self, counted: Sequence[TakeBack]) -> None:
+        """Take a request back from what has counted it."""
+        self.settle(counted, _ignore)
+
+    def settle(self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None]) -> None:
+        """Tell ledgers what became of requests; `report` is told how their sessions stand, now or once it has answered."""
         if not settlements:
             return
         try:
@@ -167,7 +172,7 @@ class Counting:
                 report(answers)
 
     def _finish_settling(
-        self, settlements: Sequence[Settlement], report: Callable[[Sequence[Answer]], None], pending: Pending
+        self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None], pending: Pending
     ) -> None:
         if pending.error is not None:
             self._settle_without_store(settlements, report, pending.error)
@@ -175,7 +180,7 @@ class Counting:
             report(pending.result())
 
     def _settle_without_store(
-        self, settlements: Sequence[Settlement], report: Callable[[Sequence[Answer]], None], error: StoreError
+        self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None], error: StoreError
     ) -> None:
         """What was counted in this process is settled here as well."""
         self._metrics.store_errors.labels(error.kind).inc()
@@ -211,6 +216,10 @@ class Counting:
                 error = bug
         group.fail(error)
         return ()
+
+
+def _ignore(_: Sequence[Answer]) -> None:
+    """Of what is taken back nothing is reported."""
 
 
 def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]) -> list[Any]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
+from msgspec import json
+
 from extproc.apis import LIST_PATHS, asks_model, open_conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
@@ -40,12 +42,15 @@ from extproc.sessions.limits import SessionGuard
 from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Step
+from extproc.store.rules.take_back import COUNTED
 from extproc.store.rules.windows import UNCOUNTED, Hit
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
 _MANY_OBJECTS: Final = 32_768
 """A body of this many bytes may hold so many objects that garbage collection takes long."""
+
+_encode: Final = json.Encoder().encode
 
 
 class CandidateGroup:
@@ -315,9 +320,10 @@ class Evaluation:
         steers: longest body to keep for editing, in bytes; 0 for none.
         reads_ends: of bodies longer than `inspects`, an excerpt may be inspected.
         plans: the policies that matched.
-        paired: the outcomes of two of its policies are compared, as for a canary.
-        trace: the outcome of each policy, once these have been compared.
-        is_overridden: there may be operators' orders about it.
+        paired: what some policy makes of it is compared with what another one does.
+        trace: what each policy made of it, once that has been compared.
+        is_overridden: operators may have ordered something about it.
+        counts_failed: it stays counted should its upstream fail.
     """
 
     __slots__ = (
@@ -327,6 +333,7 @@ class Evaluation:
         "_last",
         "_scope",
         "content",
+        "counts_failed",
         "document",
         "enforcing",
         "groups",
@@ -358,6 +365,7 @@ class Evaluation:
         self.steers = 0
         self.reads_ends = False
         self.paired = False
+        self.counts_failed = True
         self.trace: list[Outcome] = []
         self.plans: Sequence[Plan] = ()
         self._key = key
@@ -366,6 +374,11 @@ class Evaluation:
         self.is_overridden = False
         self._scope = scope
         self._body: RequestBody | None = None
+
+    def describe_counted(self) -> list[str]:
+        """What an entry of the access log has to repeat, so that a request that its upstream fails is taken back, as JSON."""
+        counted = [each for group in self.groups for candidate in group.candidates for each in candidate.list_counted()]
+        return [_encode({COUNTED: counted}).decode()] if counted else []
 
     @property
     def earlier(self) -> list[Outcome]:
@@ -393,6 +406,7 @@ class Evaluation:
             self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
         if admitted:
             self._last = group.candidates[-1] if group.candidates else None
+            self.counts_failed = self.counts_failed and plan.counts_failed
             if plan.needs_body:
                 self.inspects = max(self.inspects, plan.inspects)
                 self.steers = max(self.steers, plan.steers)
@@ -411,7 +425,7 @@ class Evaluation:
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
         watching.sessions, self.sessions = watching.shadow.sessions, self.enforcing.sessions
         watching.inspects, watching.reads_ends = self.inspects, self.reads_ends
-        watching.paired = self.paired
+        watching.paired, watching.counts_failed = self.paired, self.counts_failed
         watching._earlier = self
         return watching
 

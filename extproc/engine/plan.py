@@ -126,6 +126,7 @@ class Detector:
         "_later",
         "_window_ms",
         "actions",
+        "counts_failed",
         "looks",
         "max_delay_ms",
         "max_inspect_bytes",
@@ -178,6 +179,7 @@ class Detector:
         self._window_ms = self.window_seconds * 1000
         self._cooldown_ms = loop.cooldown_seconds * 1000
         self.needs_no_caller = self.stateless and not loop.cooldown_seconds
+        self.counts_failed = loop.count_failed
         # Only a refusal can be left out: a request of any other action goes on, so it counts.
         self._count_refused = loop.count_refused or self.actions[-1] is not Action.REJECT
 
@@ -266,10 +268,11 @@ class Plan:
         merges_strangers: all requests without a caller count as one caller's.
         labels: values shown beside the caller's hash, which have no effect on counts.
         aliases: names of callers, by the hash of a caller or of its secret.
-        ramp: chooses the callers that the policy acts on, None if it acts on all or none.
-        watching: the same policy in shadow mode, for the other callers.
-        paired: its outcomes are compared with those of another policy.
-        reads_ends: some detector reads an excerpt of a body that is too long.
+        ramp: chooses the callers that the policy acts on, None where these are all or none.
+        watching: the same policy in shadow, for the others.
+        paired: what it makes of a request is compared with what another one does.
+        counts_failed: requests stay counted should their upstream fail.
+        reads_ends: of a body that is too long to be looked into, some detector reads an excerpt.
     """
 
     __slots__ = (
@@ -279,6 +282,7 @@ class Plan:
         "_missing",
         "_secrets",
         "aliases",
+        "counts_failed",
         "detectors",
         "guards_strangers",
         "id",
@@ -313,6 +317,7 @@ class Plan:
             Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace)
             for name, loop in spec.detectors()
         )
+        self.counts_failed = all(detector.counts_failed for detector in self.detectors)
         self._bypass = tuple(_compile_bypass(entry) for entry in spec.bypass)
         self._missing = spec.missing_descriptor
         self.refuses_uncountable = spec.uncountable == "reject"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from extproc.engine.engine import Engine
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import FAILED, SUCCEEDED, Settlement
+from extproc.store.rules.take_back import TakeBack
 
 _CALL: Final = 16
 _SHADOW: Final = "shadow"
@@ -18,17 +20,19 @@ class Entry:
 
     Attributes:
         sessions: what the guard told Envoy about them.
-        status: of the response, 0 for none.
-        failed: the upstream, or the connection to it, failed: 5xx, or cut off.
-        request_bytes: length of its body.
-        response_bytes: length of the response's body.
-        model: the model that answered, as named in the response; empty if unknown.
+        status: of the answer, 0 where there was none.
+        counted: what has counted it, of a request that failed and that policies do not count then.
+        failed: the upstream's fault, or that of the way to it: 5xx, or cut off.
+        request_bytes: of its body.
+        response_bytes: of the answer's.
+        model: that answered, as it calls itself; empty where it does not say.
         usage: its tokens.
         estimated: some token counts are estimated from the lengths of the bodies.
         refused: by Loopguard itself.
     """
 
     __slots__ = (
+        "counted",
         "estimated",
         "failed",
         "model",
@@ -51,7 +55,9 @@ class Entry:
         usage: Usage,
         estimated: bool,  # noqa: FBT001  # a field
         refused: bool,  # noqa: FBT001  # a field
+        counted: Sequence[TakeBack] = (),
     ) -> None:
+        self.counted = counted
         self.sessions = sessions
         self.status = status
         self.failed = failed

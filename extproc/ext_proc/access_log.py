@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from time import monotonic
 from typing import Any, Final
@@ -25,6 +26,7 @@ from extproc.logs import RateLimit, make_extra
 from extproc.metrics import Metrics
 from extproc.pb.accesslog_pb2 import ResponseFlags
 from extproc.sessions.rates import BYTES_PER_TOKEN, Usage, estimate_tokens
+from extproc.store.rules.take_back import COUNTED, TakeBack
 
 _LOG = logging.getLogger("loopguard")
 
@@ -73,6 +75,8 @@ _SESSIONS: Final = SESSIONS.encode()
 _MODEL: Final = MODEL.encode()
 _REJECT: Final = Action.REJECT.value
 
+_KEY_OF_OURS: Final = re.compile(r"(shadow:)?(loop|chain2):.{1,1000}[0-9a-f]{2}")
+_PAIR: Final = 2
 _decode: Final = json.Decoder(list[dict[str, Any]]).decode
 
 _MAX_TOKENS: Final = 10**9
@@ -164,7 +168,7 @@ class AccessLog:
 
 
 def read_message(message: bytes) -> tuple[list[Entry], int]:
-    """The entries of requests that belong to sessions, up to the bound of one message, and the number of all its entries.
+    """The entries that matter here, see `_make_entry`, of as many as one message may have, and how many it has.
 
     Raises:
         ProtocolError: the bytes are no StreamAccessLogsMessage.
@@ -332,24 +336,38 @@ def _read_header(reader: Reader, headers: dict[bytes, str]) -> None:
 
 
 def _make_entry(logged: _Logged) -> Entry | None:
-    """Make an entry; None for a request that belongs to no session, or is not over."""
+    """None for a request of which nothing is kept that its end changes, or that is not over."""
     decided = logged.decided
     if decided is None or _SESSIONS not in decided or logged.unfinished:
         return None
     refused = decided.get(b"action") == _REJECT
+    failed = not refused and (logged.status >= _FAILURE or logged.flagged)
+    named = _read_sessions(decided[_SESSIONS])
+    sessions = tuple([each for each in named if COUNTED not in each])
+    counted = [found for each in named if failed for found in _list_counted(each.get(COUNTED))]
+    if named and not sessions and not counted:
+        return None
     usage, estimated = _find_usage(logged)
     model = logged.told.get(_MODEL)
     return Entry(
-        _read_sessions(decided[_SESSIONS]),
+        sessions,
         logged.status,
-        not refused and (logged.status >= _FAILURE or logged.flagged),
+        failed,
         logged.request_bytes,
         logged.response_bytes,
         model[:_MAX_MODEL] if isinstance(model, str) else "",
         usage,
         estimated,
         refused,
+        counted,
     )
+
+
+def _list_counted(named: object) -> list[TakeBack]:
+    """What `Evaluation.describe_counted` has told; nothing where another program has written it."""
+    pairs = named if isinstance(named, list) else []
+    texts = [pair for pair in pairs if isinstance(pair, list) and len(pair) == _PAIR and isinstance(pair[1], str)]
+    return [TakeBack(key, str(kind)) for kind, key in texts[:_MAX_SESSIONS] if _KEY_OF_OURS.fullmatch(key) is not None]
 
 
 def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:

@@ -108,7 +108,8 @@ class Service:
         return True
 
     def settle_entry(self, entry: Entry) -> None:
-        """Settle a request with the ledgers of its sessions."""
+        """Tell what has counted a request, and the ledgers of its sessions, what became of it."""
+        self.counting.take_back(entry.counted)
         settled = list_settlements(self.engine, entry)
         if len(settled) < len(entry.sessions):
             self.reporter.report_unknown_calls(len(entry.sessions) - len(settled))

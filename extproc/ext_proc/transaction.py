@@ -278,7 +278,7 @@ class Transaction:
         try:
             return self._decide(kind, evaluation, counts, shadow_counts)
         except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
-            return self.fail(kind, error, self._describe_calls(evaluation.sessions))
+            return self.fail(kind, error, self._describe_calls(evaluation))
 
     def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
         service, sessions = self._service, evaluation.sessions
@@ -339,7 +339,7 @@ class Transaction:
 
     def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
         lead, sessions = decision.lead, evaluation.sessions
-        calls = self._describe_calls(sessions) if sessions else ""
+        calls = self._describe_calls(evaluation) if sessions or not evaluation.counts_failed else ""
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
             return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
         metadata = self._describe(evaluation, decision)
@@ -356,9 +356,14 @@ class Transaction:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
-    def _describe_calls(self, sessions: Sequence[SessionCandidate]) -> str:
-        """What the access log entry must repeat to say whose call it is; empty for nothing."""
-        calls = "" if self.observed else ",".join([each.describe_call() for each in sessions if each.is_let_through])
+    def _describe_calls(self, evaluation: Evaluation) -> str:
+        """What an entry of the access log has to say about whose call it is, and what has counted it; empty for nothing."""
+        if self.observed:
+            return ""
+        described = [each.describe_call() for each in evaluation.sessions if each.is_let_through]
+        if not evaluation.counts_failed:
+            described += evaluation.describe_counted()
+        calls = ",".join(described)
         return f"[{calls}]" if calls else ""
 
     def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:

@@ -232,6 +232,8 @@ class LoopDetection(SimilarityKeys):
         window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: exactly the requests of the last
             `window_seconds` count; `fixed`: the window ends `window_seconds` after its first request.
         count_refused: with `false`, refused requests don't count.
+        count_failed: with `false`, requests that the upstream fails (a 5xx status, or no answer) don't count, if Envoy's access
+            log reports them to Loopguard.
         reject_status: HTTP status of a refusal, 400 to 599; `auto`: 429, or 400 for clients that retry every 429.
         refuse_as: `error`, or `completion`: an answer of the called API, with the reason as the model's text.
         max_delay_ms: longest delay of a throttled request, in milliseconds.
@@ -248,6 +250,7 @@ class LoopDetection(SimilarityKeys):
     action: Literal["reject", "throttle", "steer", "warn"] = "reject"
     window_type: Literal["sliding_ttl", "sliding_log", "fixed"] = "sliding_ttl"
     count_refused: bool = True
+    count_failed: bool = True
     reject_status: Status = 429
     refuse_as: Literal["error", "completion"] = "error"
     max_delay_ms: Annotated[int, Field(ge=1, le=MAX_DELAY_MS)] = MAX_DELAY_MS

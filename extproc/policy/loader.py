@@ -94,6 +94,12 @@ class PolicySet:
         specs = [policy.spec for policy in self.list_acting()]
         return [limits for spec in specs for limits in (spec.session_limits, spec.unnamed_limits) if limits is not None]
 
+    def needs_answers(self) -> bool:
+        """Some policy that does something has to hear what came back from upstream."""
+        loops = [loop for policy in self.list_acting() for _, loop in policy.spec.detectors()]
+        limits = self.list_session_limits()
+        return any([limit.needs_answers() for limit in limits] + [not loop.count_failed for loop in loops])
+
     def require_enforced(self) -> None:
         """Raise BundleErrors with each part of a bundle that is not enforced: no limit is lost without being told."""
         hint = "remove it, or start with --allow-unenforced"

@@ -27,7 +27,8 @@ from extproc.store.rules.chain import ChainLink, Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
-from extproc.store.rules.windows import Count, Hit, Tally, log, read_log_times, tally
+from extproc.store.rules.take_back import CHAIN, TakeBack, take_from_chain, take_from_log, take_from_tally
+from extproc.store.rules.windows import UNCOUNTED, Count, Hit, Tally, log, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
 _SHARD_ENTRIES: Final = 1024
@@ -116,7 +117,9 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing to let go of."""
 
-    def _answer(self, asked: Step | Settlement, now: int) -> Standing:
+    def _answer(self, asked: Step | Settlement | TakeBack, now: int) -> Standing | Count:
+        if isinstance(asked, TakeBack):
+            return self._take_back(asked)
         return self._step(asked, now) if isinstance(asked, Step) else self._settle(asked, now)
 
     def _count(self, hit: Hit, now: int) -> Count:
@@ -128,9 +131,23 @@ class MemoryStore:
             entry, count = log(entry if isinstance(entry, bytearray) else None, hit, now)
         else:
             state, count = tally(_read_tally(entry) if isinstance(entry, bytes) else None, hit, now)
-            entry = _TALLY.pack(state[2], state[3], state[1], min(state[0], _MAX_COUNT))
+            entry = _pack_tally(state)
         self._put(hit.key, hit.cooldown_ms if count.cooldown_ms and hit.cooldown_ms > window else window, entry, now)
         return count
+
+    def _take_back(self, asked: TakeBack) -> Count:
+        if asked.kind == CHAIN:
+            self._chains.change(asked.key, take_from_chain)
+            return UNCOUNTED
+        for entries in self._shards[hash(asked.key) % len(self._shards)].values():
+            entry = entries.get(asked.key)
+            if isinstance(entry, bytearray):
+                before = len(entry)
+                take_from_log(entry)
+                self._bytes += len(entry) - before
+            elif entry is not None:
+                entries[asked.key] = _pack_tally(take_from_tally(_read_tally(entry)))
+        return UNCOUNTED
 
     def _step(self, asked: Step, now: int) -> Standing:
         limits, key = asked.limits, asked.key
@@ -286,6 +303,11 @@ class MemoryStore:
                 return
             position = (position + 1) % len(self._shards)
             shard = self._shards[position]
+
+
+def _pack_tally(state: Tally) -> bytes:
+    count, first, last, cooling_until = state
+    return _TALLY.pack(last, cooling_until, first, min(count, _MAX_COUNT))
 
 
 def _read_tally(entry: bytes) -> Tally:

@@ -38,6 +38,12 @@ class MemoryChains:
                 return value
         return None
 
+    def change(self, key: str, change: Callable[[bytes], bytes]) -> None:
+        """Have another value of the same length under a key, if there is one, which otherwise stays as it is."""
+        for kind in self._kinds:
+            if key in kind:
+                kind[key] = change(kind[key])
+
     def put(self, key: str, value: bytes, life: int) -> None:
         """Keep a value for a number of milliseconds, as the one of its kind that was written last."""
         for kind in self._kinds:

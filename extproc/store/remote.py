@@ -21,9 +21,10 @@ from extproc.store.pending import Pending
 from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.rules.chain import ChainLink, Trail
 from extproc.store.rules.ring import Push
-from extproc.store.rules.session import Question, Settlement
+from extproc.store.rules.session import Question, Step
+from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import Count, Hit
-from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call
+from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call, take_back_call
 from extproc.store.shard import Finish, Shard
 from extproc.store.side_connections import SideConnections
 from extproc.store.topology import Layout
@@ -222,9 +223,13 @@ class RemoteStore:
         return joined
 
     def _check_whole(self, asked: Sequence[Question]) -> None:
-        """Raise StoreError if a shard is away: all of a request is counted, or nothing; a settlement is no request."""
+        """Count all of a request or nothing, as far as is known beforehand; what settles or takes back is no request.
+
+        Raises:
+            StoreError: some shard is away.
+        """
         for question in asked:
-            if not isinstance(question, Settlement):
+            if isinstance(question, Hit | Step):
                 self._find(question.key).check_open()
 
     def _settle(self, hit: Hit, times: int) -> None:
@@ -235,7 +240,7 @@ class RemoteStore:
     def _make_call(self, asked: Question, now: int | None) -> ScriptCall:
         if isinstance(asked, Hit):
             return count_call(asked, 1, now, self._known_refusals.take_owed(asked))
-        return session_call(asked, now)
+        return take_back_call(asked) if isinstance(asked, TakeBack) else session_call(asked, now)
 
     def _learn(self, calls: list[ScriptCall], answers: list[Any]) -> list[Any]:
         for place, call in enumerate(calls):

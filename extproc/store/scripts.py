@@ -17,8 +17,9 @@ from extproc.store.resp import write_word
 from extproc.store.rules import read_script
 from extproc.store.rules.chain import ChainLink, read_trail
 from extproc.store.rules.ring import Push, read_entries, split_records
-from extproc.store.rules.session import Question, Settlement, Step, pack_question, read_standing, weigh
-from extproc.store.rules.windows import Count, Hit
+from extproc.store.rules.session import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
+from extproc.store.rules.take_back import TakeBack
+from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 MAX_WEIGHT: Final = 16
 """Largest total weight of calls in one script, which blocks the server for all other clients: 1 ms at worst."""
@@ -144,6 +145,18 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     if not isinstance(asked, Step):
         return ScriptCall(_SESSION, asked, arguments, weight=1)
     return ScriptCall(_SESSION, asked, arguments, 0, (asked.tenant, asked.shared), weigh(asked))
+
+
+def _read_nothing(_: bytes) -> Count:
+    return UNCOUNTED
+
+
+_TAKE_BACK = Script("take_back", partial(_read_each, _read_nothing))
+
+
+def take_back_call(asked: TakeBack) -> ScriptCall:
+    """Take a request back from what has counted it."""
+    return ScriptCall(_TAKE_BACK, asked, (asked.kind.encode(),))
 
 
 def push_call(pushed: Push | ChainLink, now: int | None = None) -> ScriptCall:

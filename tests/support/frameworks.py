@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from fake_model import NAME, USER
 from pydantic import SecretStr
+from tool_agents import Job, messages_agent
 
 from tests.support.sdks import run_node
 
@@ -19,12 +20,26 @@ MOST_TURNS = 20
 
 
 class Errand(NamedTuple):
-    """What an agent is to do for a user: two tools, and the URL of the API without its `/v1`."""
+    """What an agent is to do.
+
+    Attributes:
+        url: where the API is, without its `/v1`.
+        user: on whose behalf; empty for one who has the key alone.
+        check: a tool.
+        ask_colleague: another one.
+        key: of the API.
+    """
 
     url: str
     user: str
     check: Callable[[], str]
     ask_colleague: Callable[[], str]
+    key: str = "none"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What says who asks, beside the key."""
+        return {USER: self.user} if self.user else {}
 
 
 Run: TypeAlias = Callable[[Errand], str]
@@ -36,7 +51,7 @@ def run_langchain(errand: Errand) -> str:
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(
-        model=NAME, base_url=f"{errand.url}/v1", api_key=SecretStr("none"), default_headers={USER: errand.user}, max_retries=2
+        model=NAME, base_url=f"{errand.url}/v1", api_key=SecretStr(errand.key), default_headers=errand.headers, max_retries=2
     )
     agent: Any = create_agent(model, tools=[_document(errand.check, "check"), _document(errand.ask_colleague, "ask_colleague")])
     state = agent.invoke({"messages": [{"role": "user", "content": TASK}]}, {"recursion_limit": 2 * MOST_TURNS})
@@ -48,7 +63,7 @@ def _run_openai_agent(errand: Errand, model: type[OpenAIChatCompletionsModel | O
     import openai
 
     agents.set_tracing_disabled(disabled=True)
-    client = openai.AsyncOpenAI(api_key="none", base_url=f"{errand.url}/v1", default_headers={USER: errand.user})
+    client = openai.AsyncOpenAI(api_key=errand.key, base_url=f"{errand.url}/v1", default_headers=errand.headers)
     tools: Any = [
         agents.function_tool(_document(errand.check, "check")),
         agents.function_tool(_document(errand.ask_colleague, "ask_colleague")),
@@ -78,7 +93,7 @@ def run_pydantic_agent(errand: Errand) -> str:
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    client = openai.AsyncOpenAI(api_key="none", base_url=f"{errand.url}/v1", default_headers={USER: errand.user})
+    client = openai.AsyncOpenAI(api_key=errand.key, base_url=f"{errand.url}/v1", default_headers=errand.headers)
     agent = Agent(OpenAIChatModel(NAME, provider=OpenAIProvider(openai_client=client)))
     agent.tool_plain(_document(errand.check, "check"))
     agent.tool_plain(_document(errand.ask_colleague, "ask_colleague"))
@@ -89,7 +104,7 @@ def run_anthropic_runner(errand: Errand) -> str:
     """Anthropic's own tool runner."""
     from anthropic import Anthropic, beta_tool
 
-    client = Anthropic(api_key="none", base_url=errand.url, default_headers={USER: errand.user})
+    client = Anthropic(api_key=errand.key, base_url=errand.url, default_headers=errand.headers)
     tools = [beta_tool(_document(errand.check, "check")), beta_tool(_document(errand.ask_colleague, "ask_colleague"))]
     messages: Any = [{"role": "user", "content": TASK}]
     runner = client.beta.messages.tool_runner(
@@ -97,6 +112,76 @@ def run_anthropic_runner(errand: Errand) -> str:
     )
     last = runner.until_done()
     return "".join([block.text for block in last.content if block.type == "text"])
+
+
+def run_gemini_agent(errand: Errand) -> str:
+    """Google's SDK, which calls tools by itself."""
+    from google import genai
+    from google.genai import types
+
+    def check() -> str:
+        """Check it."""
+        return errand.check()
+
+    def ask_colleague() -> str:
+        """Ask a colleague."""
+        return errand.ask_colleague()
+
+    options = types.HttpOptions(base_url=errand.url, headers=errand.headers)
+    client = genai.Client(api_key=errand.key, http_options=options)
+    calling = types.AutomaticFunctionCallingConfig(maximum_remote_calls=20)
+    config = types.GenerateContentConfig(tools=[check, ask_colleague], automatic_function_calling=calling)
+    return client.models.generate_content(model=NAME, contents="Is it done?", config=config).text or ""
+
+
+def run_bedrock_agent(errand: Errand, signature: str | None = None) -> str:
+    """AWS's SDK, Converse; signed, its tools cannot be taken away."""
+    import boto3
+    import botocore
+    from botocore.config import Config
+
+    config = Config(signature_version=signature or botocore.UNSIGNED)
+    keys = {"aws_access_key_id": errand.key, "aws_secret_access_key": "none"}
+    client: Any = boto3.client("bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=config, **keys)
+    client.meta.events.register("before-call", lambda params, **_: params["headers"].update(errand.headers))
+    results = {"check": errand.check, "ask_colleague": errand.ask_colleague}
+    tools = [{"toolSpec": {"name": name, "inputSchema": {"json": {"type": "object"}}}} for name in results]
+    messages: list[Any] = [{"role": "user", "content": [{"text": "Is it done?"}]}]
+    for _ in range(MOST_TURNS):
+        message = client.converse(modelId=NAME, messages=messages, toolConfig={"tools": tools})["output"]["message"]
+        messages.append(message)
+        calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
+        if not calls:
+            return str(message["content"][0]["text"])
+        said = [{"toolUseId": call["toolUseId"], "content": [{"text": results[call["name"]]()}]} for call in calls]
+        messages.append({"role": "user", "content": [{"toolResult": one} for one in said]})
+    return ""
+
+
+def run_messages_agent(errand: Errand) -> str:
+    """Anthropic's SDK, with the whole history in each request."""
+    tools = {"check": lambda **_: errand.check(), "ask_colleague": lambda **_: errand.ask_colleague()}
+    job = Job(errand.url, errand.user, ["Is it done?"], tools, key=errand.key)
+    *_, last = messages_agent(job)
+    return last.text
+
+
+def run_ollama_agent(errand: Errand) -> str:
+    """Ollama's SDK, whose key is that of a gateway before it."""
+    import ollama
+
+    client = ollama.Client(host=errand.url, headers={"authorization": f"Bearer {errand.key}", **errand.headers})
+    tools = [_document(errand.check, "check"), _document(errand.ask_colleague, "ask_colleague")]
+    messages: list[Any] = [{"role": "user", "content": TASK}]
+    for _ in range(MOST_TURNS):
+        message = client.chat(model=NAME, messages=messages, tools=tools).message
+        messages.append(message)
+        if not message.tool_calls:
+            return message.content or ""
+        for call in message.tool_calls:
+            result = errand.check() if call.function.name == "check" else errand.ask_colleague()
+            messages.append({"role": "tool", "tool_name": call.function.name, "content": result})
+    return ""
 
 
 class NodeError(Exception):

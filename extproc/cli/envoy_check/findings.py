@@ -34,7 +34,7 @@ CODES = {
     "metadata": "Envoy drops what Loopguard reports about its decisions.",
     "nothing-guarded": "No route calls Loopguard.",
     "observing": "The filter only observes.",
-    "outcomes": "A policy limits costs or errors of sessions, but Loopguard does not learn how requests end.",
+    "outcomes": "A policy depends on costs or errors, but Loopguard does not learn how requests end.",
     "overrides": "A route has overrides that Envoy ignores.",
     "path-spelling": "Another spelling of a path can bypass the guarded routes.",
     "processing-mode": "Loopguard does not get headers, whole bodies and trailers, or gets responses.",

@@ -23,8 +23,8 @@ class Needs:
         keys: limit keys, including those of `first_of` and of labels.
         required: the keys without an alternative.
         selectors: of the policies that do something, by id.
-        outcomes: some policy limits the cost or the errors of responses.
-        usage: some policy limits their cost.
+        outcomes: some policy depends on what comes of answers: what they cost, or whether they are errors.
+        usage: some policy limits what they cost.
     """
 
     known: bool
@@ -71,7 +71,7 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
         warns=any({"warn", "steer"} & _list_actions(loop) for loop in enforced),
         keys=[key for policy in acting for key in policy.spec.list_sources()],
         selectors=[(policy.id, policy.spec.selector) for policy in acting],
-        outcomes=any(limit.needs_answers() for limit in limits),
+        outcomes=policies.needs_answers(),
         usage=any(limit.max_cost_per_session is not None for limit in limits),
         required=[key for policy in acting for key in policy.spec.all_limit_keys() if isinstance(key, str)],
     )

@@ -61,7 +61,7 @@ def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[G
 
 def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
     """The templates' values, but for those of routes and of the upstream."""
-    needed = any(limits.needs_answers() for limits in policies.list_session_limits())
+    needed = policies.needs_answers()
     by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in options.endpoints)
     return {
         "observing": options.observes,

@@ -14,7 +14,7 @@ NAMESPACE: Final = "loopguard"
 """Of the dynamic metadata that answers carry."""
 
 SESSIONS: Final = "sessions"
-"""Key of the text that says whose call the request is, for the access log entry, as JSON."""
+"""In there: whose call the request is, and what has counted it, for the entry of the access log, as one text of JSON."""
 
 _DYNAMIC_METADATA: Final = 8
 """The number of the field in envoy.service.ext_proc.v3.ProcessingResponse."""

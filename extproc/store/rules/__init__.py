@@ -6,6 +6,7 @@
 | `sliding_log` | the times of the requests in a window | a list of decimal numbers, the end of the cooldown first |
 | `ring` | the newest entries of a key | packed |
 | `chain` | a conversation by what its requests show | packed |
+| `take_back` | requests that their upstream failed, taken back | those of `tally`, `sliding_log` and `chain` |
 | `session` | what a session has used up, and how many a tenant has begun | packed |
 | `documents` | documents by name, each until its end | a sorted set, a hash and a string |
 

@@ -39,6 +39,7 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
+from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import Hit
 
 LIMITS: Final = (
@@ -306,7 +307,7 @@ _SHOWN: Final = (
 )
 
 
-Question: TypeAlias = Hit | Step | Settlement
+Question: TypeAlias = Hit | Step | Settlement | TakeBack
 """What stores are asked in one go; they answer a hit with a `Count` and the others with a `Standing`."""
 
 # In the order of bytes of most processors, which takes a third of the time; what remote stores are told is in the network's.

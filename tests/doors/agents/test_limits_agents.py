@@ -9,12 +9,11 @@ from itertools import count
 from typing import Any
 
 import pytest
-from fake_model import NAME, USER, Answer, Call, Script, fake_model
-from tool_agents import Job, messages_agent
+from fake_model import USER, Answer, Call, Script, fake_model
 
 from tests.support.agents import DONE, Gate, same
 from tests.support.documents import bundle
-from tests.support.frameworks import FRAMEWORKS, MOST_TURNS, Errand, Run
+from tests.support.frameworks import FRAMEWORKS, Errand, Run, run_bedrock_agent, run_gemini_agent, run_messages_agent
 from tests.support.harness import Stack, stack
 from tests.support.servers import server
 
@@ -38,57 +37,6 @@ POLICIES = bundle(
     limited("loop", loop_detection={"window": 5, "threshold": 3}),
     {"id": "alone", "spec": {"selector": {"pathPrefix": "/alone/"}, "limit_keys": ["credential"], "session_limits": ALONE}},
 )
-
-
-def run_gemini_agent(errand: Errand) -> str:
-    """Google's SDK, which calls tools by itself."""
-    from google import genai
-    from google.genai import types
-
-    def check() -> str:
-        """Check it."""
-        return errand.check()
-
-    def ask_colleague() -> str:
-        """Ask a colleague."""
-        return errand.ask_colleague()
-
-    options = types.HttpOptions(base_url=errand.url, headers={USER: errand.user})
-    client = genai.Client(api_key="none", http_options=options)
-    calling = types.AutomaticFunctionCallingConfig(maximum_remote_calls=20)
-    config = types.GenerateContentConfig(tools=[check, ask_colleague], automatic_function_calling=calling)
-    return client.models.generate_content(model=NAME, contents="Is it done?", config=config).text or ""
-
-
-def run_bedrock_agent(errand: Errand, signature: str | None = None) -> str:
-    """AWS's SDK, Converse; signed, its tools cannot be taken away."""
-    import boto3
-    import botocore
-    from botocore.config import Config
-
-    config = Config(signature_version=signature or botocore.UNSIGNED)
-    keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
-    client: Any = boto3.client("bedrock-runtime", endpoint_url=errand.url, region_name="us-east-1", config=config, **keys)
-    client.meta.events.register("before-call", lambda params, **_: params["headers"].update({USER: errand.user}))
-    results = {"check": errand.check(), "ask_colleague": errand.ask_colleague()}
-    tools = [{"toolSpec": {"name": name, "inputSchema": {"json": {"type": "object"}}}} for name in results]
-    messages: list[Any] = [{"role": "user", "content": [{"text": "Is it done?"}]}]
-    for _ in range(MOST_TURNS):
-        message = client.converse(modelId=NAME, messages=messages, toolConfig={"tools": tools})["output"]["message"]
-        messages.append(message)
-        calls = [block["toolUse"] for block in message["content"] if "toolUse" in block]
-        if not calls:
-            return str(message["content"][0]["text"])
-        said = [{"toolUseId": call["toolUseId"], "content": [{"text": results[call["name"]]}]} for call in calls]
-        messages.append({"role": "user", "content": [{"toolResult": one} for one in said]})
-    return ""
-
-
-def run_messages_agent(errand: Errand) -> str:
-    """Anthropic's SDK, with the whole history in each request."""
-    job = Job(errand.url, errand.user, ["Is it done?"], {"check": errand.check, "ask_colleague": errand.ask_colleague})
-    *_, last = messages_agent(job)
-    return last.text
 
 
 RUNS: dict[str, Run] = FRAMEWORKS | {

@@ -404,6 +404,32 @@ def test_what_a_harness_puts_into_a_result_is_no_part_of_it(write: Write) -> Non
     assert stuck("\n\n<log>", "</log>") is None
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("write", [as_chat, as_anthropic])
+def test_a_reminder_of_the_harness_in_a_message_of_its_own_is_no_part_of_a_result(write: Write, role: str) -> None:
+    """As Claude Code sends them; where nothing else came back, it is what came back."""
+    body = write([Did((("run", {}),), ("x",))] * 3)
+    body["messages"].append({"role": role, "content": "The task tools have not been used recently."})
+    silent = [{"role": "assistant", "content": "Look."}, {"role": role, "content": "1 file"}]
+
+    assert verdict(body) is not None
+    assert verdict({"messages": [*silent * 2, silent[0], {"role": role, "content": "2 files"}]}) is None
+    assert verdict({"messages": silent * 3}) is not None
+
+
+def test_the_number_of_a_call_before_an_observation_is_no_part_of_it() -> None:
+    """As smolagents writes it; alone it is what came back."""
+    code = "Thought: look.\n<code>\nprint(1)\n</code>\nCalling tools:\n[{'id': 'call_%d', 'function': {'name': 'python'}}]"
+
+    def stuck(result: str) -> Repeat | None:
+        steps = [(code % n, f"Call id: call_{n}{result}") for n in range(3)]
+        said = [({"role": "assistant", "content": text}, {"role": "user", "content": back}) for text, back in steps]
+        return verdict({"messages": [message for step in said for message in step]})
+
+    assert stuck("\nError:\nForbidden function") is not None
+    assert stuck("") is None
+
+
 def test_what_a_harness_says_is_a_result_where_nothing_else_is_said() -> None:
     """What changes there alone may be all that the action has done."""
     said = [f"<environment_details>Open: {name}</environment_details>" for name in ("a.py", "b.py", "c.py")]

@@ -1,0 +1,47 @@
+-- take_back: requests that their upstream failed, taken back from what has counted them.
+--
+-- KEYS     one or more keys, all in one hash slot
+-- ARGV     for each key, or once where they are the same for all: tally, log or chain, the kind of its value
+-- returns  for each key an empty string
+--
+-- The formats are those of tally.lua, sliding_log.lua and chain.lua. A key keeps its expiry.
+
+local TALLY, SIZE, HIGH = '>BI3BI7I8I8', 28, 16777216
+local CHAIN_VERSION, RETRIES = 2, 44
+
+local function read(key)
+  local value = redis.pcall('GET', key)
+  return type(value) == 'string' and value or ''
+end
+
+local function write(key, value) redis.call('SET', key, value, 'KEEPTTL') end
+
+local take_back = {}
+
+function take_back.tally(key)
+  local value = read(key)
+  if #value ~= SIZE or string.byte(value) ~= 0 then return end
+  local version, low, high, first, last, cooling = struct.unpack(TALLY, value)
+  local count = math.max(0, high * HIGH + low - 1)
+  write(key, struct.pack(TALLY, version, count % HIGH, math.floor(count / HIGH), first, last, cooling))
+end
+
+function take_back.log(key)
+  local length = redis.pcall('LLEN', key)
+  if type(length) == 'number' and length > 1 then redis.call('RPOP', key) end
+end
+
+function take_back.chain(key)
+  local value = read(key)
+  local retries = string.byte(value, RETRIES) or 0
+  if string.byte(value) ~= CHAIN_VERSION or retries == 0 then return end
+  write(key, string.sub(value, 1, RETRIES - 1) .. string.char(retries - 1) .. string.sub(value, RETRIES + 1))
+end
+
+local answers = {}
+for i, key in ipairs(KEYS) do
+  local rule = take_back[#ARGV == 1 and ARGV[1] or ARGV[i]]
+  if rule then rule(key) end
+  answers[i] = ''
+end
+return answers

@@ -1,0 +1,103 @@
+"""SDKs and agent programs that send an API key and nothing else, through the real Envoy, two replicas and Valkey.
+
+Nothing is set but a policy. Each key is a caller, and each run a conversation, however they are interleaved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_model import Answer, Call, fake_model
+
+from extproc.policy.presets import find_preset
+from tests.support.agents import Gate
+from tests.support.documents import bundle
+from tests.support.frameworks import (
+    FRAMEWORKS,
+    Errand,
+    Run,
+    run_bedrock_agent,
+    run_gemini_agent,
+    run_messages_agent,
+    run_ollama_agent,
+)
+from tests.support.harness import stack
+from tests.support.servers import server
+
+STEPS = 9
+LOOPED = 7
+"""The preset refuses the seventh equal turn, before the steps are used up."""
+
+CHECK = Call("check")
+
+RUNS: dict[str, Run] = {
+    **{name: FRAMEWORKS[name] for name in ("openai-agents", "openai-agents, responses", "pydantic-ai", "langchain")},
+    "anthropic": run_messages_agent,
+    "google-genai": run_gemini_agent,
+    "boto3": partial(run_bedrock_agent, signature="v4"),
+    "ollama": run_ollama_agent,
+}
+
+
+def make_policy() -> dict[str, Any]:
+    """The preset `agents` as it is, with a limit of steps."""
+    preset: dict[str, Any] = json.loads(Path(find_preset("agents")).read_text())
+    preset["spec"] |= {"session_limits": {"max_steps": STEPS, "reject_status": 400}}
+    for detector in preset["spec"]["loop_detection"]:
+        detector["reject_status"] = 400  # which no SDK retries
+    return bundle(preset)
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Gate]:
+    """Envoy before a model, with two replicas of Loopguard that share a server."""
+    with server() as valkey, fake_model() as model:
+        store = ("--store", f"redis://{valkey.address}")
+        with stack(make_policy(), *store, replicas=2, upstream=f"127.0.0.1:{model.port}") as made:
+            yield Gate(made, model)
+
+
+def forever(_: int) -> Answer:
+    """A model that keeps checking."""
+    return [CHECK]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_each_caller_and_each_conversation_by_itself(gate: Gate, name: str) -> None:
+    """Two keys have three runs each of one task, all at once: two of them use up their steps, and the third is in a loop."""
+    keys = [f"sk-{name.replace(' ', '').replace(',', '-')}-{letter}" for letter in "ab"]
+    url = f"http://127.0.0.1:{gate.stack.envoy.port}"
+    for key in keys:
+        gate.model.scripts[key] = forever
+
+    def run(key: str, number: int) -> tuple[int, str]:
+        """How often the tool was called, and what ended the run."""
+        calls = count(1)
+        made = 0
+
+        def check() -> str:
+            nonlocal made
+            made = next(calls)
+            return f"{made} of run {number}" if number else "no such build: the name is not known here"
+
+        with pytest.raises(Exception, match=r".") as ended:
+            RUNS[name](Errand(url, "", check, lambda: "It is done.", key))
+        return made, str(ended.value)
+
+    runs = [(key, number) for number in range(3) for key in keys]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        ends = list(pool.map(run, *zip(*runs, strict=True)))
+
+    for (_, number), (made, said) in zip(runs, ends, strict=True):
+        loops = "turns were check with the same input and the same result"
+        assert (f"used {STEPS} of its {STEPS} steps" if number else loops) in said
+        assert made == (STEPS if number else LOOPED)
+    assert [gate.model.asked[key] for key in keys] == [2 * STEPS + LOOPED] * len(keys)
+    assert all(replica.metric("requests_total", policy="agents") > 0 for replica in gate.stack.replicas)
