@@ -17,7 +17,7 @@ from extproc.store.resp import write_word
 from extproc.store.rules import read_script
 from extproc.store.rules.chain import ChainLink, read_trail
 from extproc.store.rules.ring import Push, read_entries, split_records
-from extproc.store.rules.session import Question, Settlement, Standing, Step, pack_question, read_standing, weigh
+from extproc.store.rules.session import Question, Settlement, Step, pack_question, read_standing, weigh
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
