@@ -30,16 +30,16 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One policy file as it was read.
+    """One policy file.
 
     Attributes:
         sha256: of its bytes, in hex.
         policies: in the file's order; none once they are freed.
         bundle_version: None for a single policy or a list.
-        expires_at: when the bundle says that it is out of date.
-        shadow_until: when the `global_shadow` ends that forces the file's policies into shadow mode; None for none.
+        expires_at: when the bundle expires.
+        shadow_until: end of the `global_shadow` that puts the file's policies in shadow mode; None for none.
         kill_switches: in the file's order, by their number there; none once they are freed.
-        override_until: when the `kill_switch_override` ends that switches all of them off; None for none.
+        override_until: end of the `kill_switch_override` that turns all of them off; None for none.
     """
 
     file: str
@@ -65,8 +65,8 @@ class Unenforced(BundleError):
     """A part of a drop-in bundle that this version does not enforce.
 
     Attributes:
-        policy: whose part it is; empty for one of the bundle itself.
-        part: the key that it stands below, of the policy's spec or of the bundle.
+        policy: the policy's id; empty for a part of the bundle itself.
+        part: the key in the policy's spec, or in the bundle.
     """
 
     policy: str
@@ -75,14 +75,15 @@ class Unenforced(BundleError):
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """Everything that was loaded, with what the user should know about it.
+    """Everything that was loaded, with messages for the user.
 
     Attributes:
-        warnings: works as written, but perhaps not as meant.
+        warnings: about parts that work as written, but perhaps not as intended.
         unenforced: parts of a drop-in bundle that this version does not enforce.
-        scrap: what reading left behind, policy by policy; to be freed together with the policies, and not before. Whatever is
-            made of them would take the gaps between them, and hold on to all of the memory around.
-        notes: what a default means for policies that leave it at that, each once.
+        scrap: temporary objects of parsing, policy by policy; to be freed together with the policies, and not before: new
+        objects
+            would fill the gaps between these, and keep all of the memory around allocated.
+        notes: what a default means for policies that do not set the key, each once.
     """
 
     sources: tuple[Source, ...]
@@ -92,7 +93,7 @@ class PolicySet:
     notes: tuple[BundleError, ...] = ()
 
     def list_acting(self) -> list[Policy]:
-        """The policies that do something."""
+        """The enabled policies."""
         return [policy for source in self.sources for policy in source.policies if policy.spec.is_enabled()]
 
     def list_session_limits(self) -> list[SessionLimits | UnnamedLimits]:
@@ -101,7 +102,7 @@ class PolicySet:
         return [limits for spec in specs for limits in (spec.session_limits, spec.unnamed_limits) if limits is not None]
 
     def require_enforced(self) -> None:
-        """Take no bundle of which a part is not enforced: no limit is lost without being told.
+        """Refuse bundles with parts that are not enforced, so that no limit is lost silently.
 
         Raises:
             BundleErrors: with each such part.
@@ -133,7 +134,7 @@ def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) 
     Args:
         files: contents by name.
         now: compared with each `expires_at`.
-        on_route: they came with a route, so that a policy without a path or a route takes all of its requests.
+        on_route: they came with a route, so a policy without a path or a route applies to all of its requests.
     """
     # Hashed beforehand, not file by file below: hashing lets go of the interpreter lock for a moment. An event loop that waits
     # for the lock is woken to find it taken again, and its patience (5 ms) starts anew: every millisecond, that starves it.
@@ -172,7 +173,7 @@ def locate_raw(data: bytes) -> dict[str, tuple[str, Any]]:
 
 
 class _Report:
-    """Collects what is found in one file after the other."""
+    """Collects the results of one file after the other."""
 
     def __init__(self, *, on_route: bool) -> None:
         self.on_route = on_route
@@ -206,7 +207,7 @@ class _Report:
 
 
 def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Source | None:
-    """One file's policies, or None when the file's shape is beyond use; errors go to `report`."""
+    """One file's policies, or None if the file has an unknown structure; errors go to `report`."""
     document = _decode(data, report)
     if isinstance(document, list):
         return Source(report.file, sha256, _parse_policies(document, (), report))
@@ -223,7 +224,7 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Sou
 
 
 def _decode(data: bytes, report: _Report) -> Any:  # noqa: ANN401  # raw JSON
-    """The document, or None when there is none; a repeated key, which most parsers drop in silence, is an error."""
+    """The document, or None; a repeated key, which most parsers ignore, is an error."""
     try:
         document, repeated = decode(data)
     except NotJsonError as error:
@@ -263,13 +264,13 @@ def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, repor
 
 
 def _list_below(document: Mapping[str, Any], key: str) -> list[Any]:
-    """What stands below a key, nothing where that is no array, which the models report."""
+    """The array below a key; empty if it is no array, which the models report."""
     listed = document.get(key)
     return listed if isinstance(listed, list) else []
 
 
 def _parse_kill_switches(entries: list[Any], now: datetime, report: _Report) -> list[tuple[int, KillSwitch]]:
-    """Those that can do something, each with its number."""
+    """The kill switches that can have an effect, each with its number."""
     switches = []
     for number, entry in enumerate(entries):
         place: Place = ("kill_switches", number)
@@ -280,7 +281,7 @@ def _parse_kill_switches(entries: list[Any], now: datetime, report: _Report) -> 
 
 
 def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _Report) -> bool:
-    """Report what the user should know about a good kill switch; whether it can do anything."""
+    """Report warnings about a valid kill switch; returns whether it can have an effect."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
         why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops no one"
@@ -295,7 +296,7 @@ def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _
 
 
 def _find_end(override: Override | None) -> datetime | None:
-    """When a switch stops to hold; None when it is off."""
+    """When a switch ends; None if it is off."""
     if override is None or not override.enabled:
         return None
     return override.expires_at or datetime.max.replace(tzinfo=UTC)
@@ -326,7 +327,7 @@ def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  
 
 
 def _remark(policy: Policy, place: Place, report: _Report) -> None:
-    """Report what the user should know about a good policy."""
+    """Report warnings and notes about a valid policy."""
     if not policy.spec.is_enabled():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif UNSUPPORTED_KEYS.issuperset(list_sources(policy.spec.all_limit_keys())) and policy.spec.keeps_counts():
@@ -341,7 +342,7 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
 
 
 def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) -> None:
-    """Refuse what has expired; over the raw JSON, because another field that is wrong must not hide this error."""
+    """Refuse an expired bundle; works on raw JSON, so that errors in other fields do not hide this one."""
     expiries: list[tuple[Place, str, object]] = [(("expires_at",), "the bundle expired", document.get("expires_at"))]
     for name in ("global_shadow", "kill_switch_override"):
         override = document.get(name)
