@@ -166,9 +166,8 @@ class ToolList(NamedTuple):
         along: other keys that are not allowed without tools.
         holder: key of an object, beside the conversation, that holds list and choice; empty for none.
         wraps: the conversation's key holds an object with all three: conversation, list and choice.
-        owns: whether an entry, by its `type` and its members, is of this API, if a list of another API has the same key; None
-        to
-            accept all.
+        owns: whether an entry, by its `type` and its members, is of this API, if a list of another API has the same key;
+            None to accept all.
         choose: edits the choice, given the body, the members beside it, the state of the tools, and the names of removed tools;
             returns other changes beside it. None if the choice is a tool, a list of tools, or a mode.
     """

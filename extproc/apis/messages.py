@@ -23,9 +23,8 @@ class Part(Struct, gc=False):
 
     Attributes:
         kind: TEXT, CALL, RESULT or OTHER.
-        value: the text, arguments or result, or the whole of anything else; may have to be unpacked. ABSENT for an OTHER that
-        is
-            the whole message.
+        value: the text, arguments or result, or the whole of anything else; may have to be unpacked. ABSENT for an OTHER
+            that is the whole message.
         name: of a CALL's tool; of an OTHER, the client's word for it.
         id: connects a RESULT with its CALL; empty if the client sends none.
         failed: the API marks the RESULT as an error.

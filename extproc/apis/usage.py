@@ -3,8 +3,7 @@
 - Each API has its own places for the same count. `envoy-config` turns them into rules for Envoy.
 - From a response in one document, Envoy passes single counts by name.
 - From a stream, it passes whole objects as text, by their place. Envoy copies its rules for streams with each request, and
-tries
-  each on each event: a rule for each count would take twice as long as a few for objects.
+  tries each on each event: a rule for each count would take twice as long as a few for objects.
 - The values come from a model, or from a client that poses as one, so everything is bounded.
 """
 
@@ -24,7 +23,8 @@ MODEL: Final = "model"
 
 COUNTS: Final = ("input", "output", "cached", "cache_read", "cache_write", "thoughts", "tool_input")
 """Names of counts. `input` is the whole prompt, including `cached` tokens. APIs that do not include cached tokens in their
-`input` report them as `cache_read` and `cache_write`. `thoughts` and `tool_input` are in no other count."""
+`input` report them as `cache_read` and `cache_write`. `thoughts` and `tool_input` are in no other count.
+"""
 
 LONGEST_MODEL: Final = 256
 """Longest name of a model, in characters."""

@@ -81,8 +81,7 @@ class PolicySet:
         warnings: about parts that work as written, but perhaps not as intended.
         unenforced: parts of a drop-in bundle that this version does not enforce.
         scrap: temporary objects of parsing, policy by policy; to be freed together with the policies, and not before: new
-        objects
-            would fill the gaps between these, and keep all of the memory around allocated.
+            objects would fill the gaps between these, and keep all of the memory around them allocated.
         notes: what a default means for policies that do not set the key, each once.
     """
 
