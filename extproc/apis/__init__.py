@@ -1,8 +1,8 @@
-"""The APIs that agents call: each has a file here with all that is peculiar to it, which is found by its `API`.
+"""The APIs that agents call: one file for each, which is found by its `API`.
 
-So adding one touches no other file; `api.Api` says what may stand in it. What names no API is shared: `conversation` and what
-it is made of (`messages`, `contents`, `places`), `usage`, and `api`. What stands in contents and in lists of tools is read
-alike for all APIs, because gateways mix them.
+So no other module names an API; `api.Api` describes what such a file contains. Other modules are shared: `conversation` and its
+parts (`messages`, `contents`, `places`), `usage`, and `api`. Contents and lists of tools are read in the same way for all APIs,
+because gateways mix them.
 """
 # interpreted: finds the files, once, and what is called when a request is refused
 
@@ -24,8 +24,8 @@ from extproc.request.secrets import ANYWHERE, OWN_PLACES, SECRET_HEADERS
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 APIS: Final[list[Api]] = sorted([file.API for file in _FILES if hasattr(file, "API")], key=lambda api: api.default is None)
-"""The one goes first whose language many speak: its conversation is the first that is looked for. Its keys are last, because
-others have them, too."""
+"""The default API, which many programs speak, is first: its conversations are looked for first. Its keys are tried last,
+because other APIs have them, too."""
 
 for _api in APIS:
     READERS.update(_api.blocks)
@@ -40,11 +40,11 @@ find_conversation: Final = _SHAPES.find_conversation
 locate_results: Final = _SHAPES.locate_results
 
 LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})
-"""Where the messages of a conversation may stand, as a list that goes on from its oldest to its newest."""
+"""Where a list of messages may be, from the oldest to the newest."""
 
 TOOL_WORDS: Final = ToolWords(*[reduce(or_, words) for words in zip(*[api.tool_words for api in APIS], strict=True)])
 TOOL_LISTS: Final[dict[str, list[ToolList]]] = {}
-"""By the key of the conversation beside which they stand."""
+"""By the key of the conversation beside which they are declared."""
 
 for _list in [tool_list for api in APIS for tool_list in api.tool_lists]:
     TOOL_LISTS.setdefault(_list.beside, []).append(_list)
@@ -52,17 +52,16 @@ for _list in [tool_list for api in APIS for tool_list in api.tool_lists]:
 COUNT_PLACES: Final = {
     name: list(dict.fromkeys([place for api in APIS for place in api.counts.get(name, ())])) for name in COUNTS
 }
-"""Where answers say how many tokens they took. Where one says a thing several times, the last one counts: what streams say
-about output grows."""
+"""Where responses report token counts. If one is reported several times, the last one counts: the output of streams grows."""
 
 EVENT_OBJECTS: Final = sorted({place for api in APIS for place in api.events}, key=lambda place: (-place.count("."), place))
-"""Of events, in the order in which a stream tells them: what stands in an object that begins an answer, then what ends it."""
+"""Objects with counts in the events of a stream, in their order: those at the begin of a response, then those at its end."""
 
 MODEL_PLACES: Final = list(dict.fromkeys([place for api in APIS for place in api.answered_by]))
-"""Where answers name the model."""
+"""Where responses name the model."""
 
 STREAMED_DOCUMENTS: Final = [part for api in APIS for part in api.streamed_documents]
-"""Parts of paths whose answers are one document of JSON that comes in pieces."""
+"""Parts of paths whose responses are one JSON document that is streamed in pieces."""
 
 read_counts: Final = Counts(COUNT_PLACES, EVENT_OBJECTS).read
 
@@ -86,7 +85,7 @@ _WEBSOCKETS: Final = [search for search, endpoint in _PATHS if endpoint.websocke
 
 
 def find_endpoint(question: Question) -> Endpoint:
-    """What a request calls, which says how it is answered: as many clients understand it where that cannot be told."""
+    """The endpoint of a request, which determines how it is answered; for an unknown one, the default API's."""
     request = question.request
     content_type = request.headers.get("content-type", b"")
     for match, endpoint in _CONTENT_TYPES:
@@ -105,20 +104,20 @@ def find_endpoint(question: Question) -> Endpoint:
 
 
 def needs_tool(path: str) -> bool:
-    """Whether an API refuses a history with calls where no tool is declared; most do."""
+    """Whether an API refuses a history with calls if no tool is declared; most do."""
     return not any(search(path) for search in _TOOLLESS)
 
 
 def takes_websocket(path: str) -> bool:
-    """Whether an API takes its calls over a WebSocket on this path."""
+    """Whether an API accepts calls over a WebSocket on this path."""
     return any(search(path) for search in _WEBSOCKETS)
 
 
 def asks_model(path: str) -> bool:
-    """Whether a model may answer what is asked on this path; an API's own counting of tokens is no such thing."""
+    """Whether a model may answer requests on this path; not so if the API only counts tokens."""
     return not any(search(path) for search in _MODELLESS)
 
 
 def list_models(model: str) -> list[str]:
-    """The names that a model goes by, the one given first."""
+    """The names of a model, the given one first."""
     return list(dict.fromkeys([model, *[name for api in APIS for name in api.list_models(model)]]))

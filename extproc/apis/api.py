@@ -1,4 +1,4 @@
-"""What an API is: all that is peculiar to it, in the one record that its file gives."""
+"""The record in which each API's file describes the API."""
 # interpreted: writes refusals, which is json's time; msgspec makes a Struct while Python runs
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 
 _LONGEST_VALUE = 4_096
-"""Of the body, in bytes; those that are asked for are short."""
+"""Longest value to read, in bytes; those that matter are short."""
 
 _MOST_VALUES = 1_000_000
-"""In a body that is looked into: passing over as many takes 10 ms."""
+"""Most values in a body to read: skipping this many takes 10 ms."""
 
 ASKED: Final[set[str]] = {"model"}
-"""The keys of a body that are read before it is answered, all others are passed over. Every API adds its own."""
+"""The keys of a body that answers depend on; all others are skipped. Every API adds its own."""
 
 
 @cache
@@ -42,15 +42,15 @@ def _make_decoder() -> Callable[[bytes | memoryview], msgspec.Struct]:
 
 
 class Question:
-    """What a client has asked, as far as the answer depends on it.
+    """A request, as far as the answer depends on it.
 
     Attributes:
         request: without its body.
-        body: its keys in ASKED; None where it could not be read, or where it is no JSON object.
+        body: its keys in ASKED; None if it cannot be read, or is no JSON object.
     """
 
     def __init__(self, request: HttpRequest, content: bytes | memoryview | None) -> None:
-        """Look into the body, where that may be done."""
+        """Read the body, if there is one to inspect."""
         self.request = request
         self.body = _read_body(content) if content is not None else None
 
@@ -59,11 +59,11 @@ class Question:
         return all(bytes(self.find(key)) for key in keys)
 
     def find(self, key: str) -> msgspec.Raw:
-        """A value of the body as it was sent, empty where it is not there."""
+        """A raw value of the body, empty if missing."""
         return getattr(self.body, key) if self.body is not None else msgspec.Raw()
 
     def read(self, key: str) -> Any:  # noqa: ANN401  # JSON
-        """A short value of the body, None where it is not there or cannot be read."""
+        """A short value of the body, None if missing or unreadable."""
         value = self.find(key)
         if not 0 < len(value) <= _LONGEST_VALUE:
             return None
@@ -89,14 +89,14 @@ def _read_body(content: bytes | memoryview) -> msgspec.Struct | None:
 
 
 class Refusal(NamedTuple):
-    """Why a request is refused.
+    """A refusal, for an API to write.
 
     Attributes:
-        status: of HTTP.
-        message: for models and people, with the code in it: some SDKs show nothing else.
-        reason: as it stands in `X-Fairvisor-Reason`.
+        status: HTTP status.
+        message: for models and people; contains the code, because some SDKs show nothing else.
+        reason: as in `X-Fairvisor-Reason`.
         code: for programs.
-        detail: the same once more, for those who know Loopguard; empty for none.
+        detail: more, for clients that know Loopguard; empty for none.
     """
 
     status: int
@@ -107,12 +107,12 @@ class Refusal(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """An answer as if of the model.
+    """A refusal as an answer of the model.
 
     Attributes:
-        text: that it says.
-        model: as the client calls it.
-        name: of this one answer, which no other has.
+        text: of the answer.
+        model: name from the request.
+        name: unique id of the answer.
         created: when, in seconds since 1970.
     """
 
@@ -123,15 +123,15 @@ class Completion(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """One kind of request that an API takes.
+    """One kind of request of an API.
 
     Attributes:
-        write_error: a refusal as the API writes its errors.
-        complete: an answer of the model, whole or in pieces as it was asked for; None where that cannot be told, or where the
-            API has no such answers.
-        needs_tool: a history with calls is refused where no tool is declared.
-        websocket: calls are also taken over a WebSocket on the same path.
-        asks_model: a model answers; else tokens are counted.
+        write_error: writes a refusal as an error of the API.
+        complete: writes an answer of the model, whole or streamed as requested; returns None if this is unknown, or if the API
+            has no such answers.
+        needs_tool: a history with calls is refused if no tool is declared.
+        websocket: calls are also accepted over a WebSocket on the same path.
+        asks_model: a model answers; otherwise, tokens are counted.
     """
 
     write_error: Callable[[Refusal, Question], Framed]
@@ -142,7 +142,7 @@ class Endpoint(NamedTuple):
 
 
 Changes = dict[str, bytes | None]
-"""New values of an object's members; None where one goes."""
+"""New values of an object's members; None removes one."""
 
 
 class ToolsLeft(Enum):
@@ -155,21 +155,21 @@ class ToolsLeft(Enum):
 
 
 class ToolList(NamedTuple):
-    """A list of tools that a body declares, and beside it the choice among them.
+    """A list of tools that a body declares, and beside it the choice among them (such as `tools` and `tool_choice`).
 
     Attributes:
-        beside: key of the conversation beside which both stand; empty for a body that shows none.
+        beside: key of the conversation beside which both are; empty for a body without one.
         tools: key of the list.
         choice: key of the choice.
-        none: the choice of none; empty where the API has no such choice.
-        auto: the choice that is the model's.
-        along: keys that may not stand there without tools either.
-        holder: key of an object, beside the conversation, in which list and choice stand; empty for none.
-        wraps: the conversation's key holds an object in which they stand, and the conversation, too.
-        owns: whether an entry, by its `type` and its members, is one of this API, where a list of another API has the same key.
-            Tried where that list is read; None for a list that is read without.
-        choose: edits the choice, given the body, the members beside it, what has become of the tools, and the names of those
-            that have gone; says what else changes beside it. None where it is one tool, a list of them, or a mode.
+        none: JSON of the choice that forbids all tools; empty if the API has none.
+        auto: JSON of the choice that leaves it to the model.
+        along: other keys that are not allowed without tools.
+        holder: key of an object, beside the conversation, that holds list and choice; empty for none.
+        wraps: the conversation's key holds an object with all three: conversation, list and choice.
+        owns: whether an entry, by its `type` and its members, is of this API, if a list of another API has the same key;
+            None to accept all.
+        choose: edits the choice, given the body, the members beside it, the state of the tools, and the names of removed tools;
+            returns other changes beside it. None if the choice is a tool, a list of tools, or a mode.
     """
 
     beside: str
@@ -185,18 +185,18 @@ class ToolList(NamedTuple):
 
 
 class ToolWords(NamedTuple):
-    """What an API calls things in a list of tools. All lists are read with the words of all APIs, because gateways mix them.
+    """An API's words in lists of tools. All lists are read with the words of all APIs, because gateways mix them.
 
     Attributes:
-        wrappers: keys of an object that says what a tool is called.
-        lists: keys of an entry under which a list of tools stands.
-        groups: the types of entries that are lists of tools, and the key of each under which these stand.
+        wrappers: keys of an object that has the tool's name.
+        lists: keys of an entry that hold a list of tools.
+        groups: types of entries that are lists of tools, each with the key of its list.
         servers: types, or keys, of entries for servers, whose tools are not declared one by one.
         others: keys of an entry that are no tools.
-        modes: types of choices that are no tool's.
+        modes: types of choices that name no tool.
         allowed: types of choices that list tools.
-        kept: keys of a choice that hold for any tool: a choice that has one is changed, and not replaced.
-        called: how calls go by of a tool that is declared by another name.
+        kept: keys of a choice that apply to any tool: a choice with one is edited, not replaced.
+        called: names in calls, for tools that are declared by another name.
     """
 
     wrappers: frozenset[str] = frozenset()
@@ -211,27 +211,29 @@ class ToolWords(NamedTuple):
 
 
 class Api(NamedTuple):
-    """All that is peculiar to one API; patterns are regular expressions, which take time in proportion to what they look at.
+    """One API; patterns are regular expressions, which must take linear time.
+
+    An endpoint is found by content type, path, header, then key of the body: the first that matches.
 
     Attributes:
-        default: how requests are answered whose API is not recognized; one API has this, and is asked last.
-        content_types: patterns of the `content-type` that tell the API whatever the path is, and what is called there.
-        paths: patterns of the path, searched for, and what is called there.
-        prefixes: where clients send their calls, as `pathPrefixes` of a policy: what the preset for agents guards.
-        headers: names of those that clients of this API alone send, asked where the path says nothing.
-        keys: of bodies, asked where the headers say nothing either.
-        asked: other keys of bodies that `write_error` and `complete` read.
-        shapes: how conversations stand in bodies.
-        blocks: how what stands in a content is read, by its `type` or by the one key that names it.
-        locators: where in such a block a note has its place.
+        default: endpoint for requests whose API is not recognized; exactly one API has it, and is tried last.
+        content_types: endpoints by patterns of the `content-type`, for any path.
+        paths: endpoints by patterns, which are searched for in the path.
+        prefixes: paths of client calls, as `pathPrefixes` of a policy; the preset `agents` must have them.
+        headers: endpoints by names of headers that only clients of this API send.
+        keys: endpoints by keys that a body has.
+        asked: further keys of bodies that `write_error` and `complete` read.
+        shapes: how conversations are written in bodies.
+        blocks: readers for blocks of a content, by `type` or by the one key that names the block.
+        locators: for such blocks, where a note can be put.
         tool_lists: where tools are declared.
-        tool_words: what is read there.
-        models: where the path names the model: a word that has to be in it, and what finds the name.
+        tool_words: the API's words in these lists.
+        models: functions that find the model in a path, each by a word that such paths contain.
         list_models: other names of a model, for prices, the longer first.
-        counts: where answers say how many tokens they took, by the names in `usage.COUNTS`.
+        counts: places of token counts in responses, keys joined by dots, by the names in `usage.COUNTS`.
         events: the objects in events of a stream that hold counts.
-        answered_by: where answers name the model.
-        streamed_documents: parts of paths whose answers are one document of JSON, which comes in pieces.
+        answered_by: where responses name the model.
+        streamed_documents: parts of paths whose responses are one JSON document, streamed in pieces.
         credentials: where clients show their secret, as limit keys; the first that a request has counts.
     """
 
@@ -257,18 +259,18 @@ class Api(NamedTuple):
 
 
 def make_error(refusal: Refusal) -> dict[str, Any]:
-    """The body that most clients understand, and everybody who was told of it; some APIs add to it."""
+    """The error body that most clients understand, with Loopguard's own `detail`; some APIs add to it."""
     error = {"message": refusal.message, "type": refusal.reason, "param": None, "code": refusal.code}
     return {"error": error, "detail": refusal.detail} if refusal.detail else {"error": error}
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """The same as a whole answer."""
+    """The same as a complete response."""
     return frame_json(refusal.status, make_error(refusal))
 
 
 def frame_json(status: int, body: object, *headers: tuple[str, str]) -> Framed:
-    """A body of JSON, and headers beside it."""
+    """A JSON body, and headers."""
     return Framed(status, JSON, json.dumps(body).encode(), headers)
 
 
@@ -276,8 +278,8 @@ def frame_events(events: Iterable[str | Mapping[str, Any]], *, named: bool = Fal
     """A stream of server-sent events, all of them at once.
 
     Args:
-        events: what stands in each, texts as they are.
-        named: each is called what its `type` says.
+        events: the data of each; texts are sent unchanged.
+        named: events have their `type` as name.
     """
     lines = []
     for event in events:

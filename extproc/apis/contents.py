@@ -1,7 +1,7 @@
-"""What stands in the contents of messages, and of results: texts, calls of tools, results and whatever else.
+"""Reads the contents of messages, and of results: texts, tool calls, results and others.
 
-What a model thought (`thinking`, `reasoning`) is left out wherever it stands. So is, wherever requests are compared, what is
-never the same twice: ids, and `cache_control`, which clients move from message to message.
+Thoughts of a model (`thinking`, `reasoning`) are always left out. When requests are compared, so are values that differ each
+time: ids, and `cache_control`, which clients move from message to message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_us
 _NULL = b"null"
 
 _MAX_WRAPPED = 32
-"""A text of more elements is what a person says."""
+"""Most elements in a text of the harness; a text with more is taken as a person's."""
 
 _LONGEST_TAG = 256
 
@@ -45,11 +45,11 @@ Block = dict[str, Json]
 Reader = Callable[[Block], Part | None]
 
 READERS: dict[str, Reader] = {}
-"""By the `type` of a block, or by the one key that names it: how it is read; None for a thought. Every API adds its own."""
+"""Readers of blocks, by `type` or by the one key that names the block; None means a thought. Every API adds its own."""
 
 
 def read_content(content: Raw) -> list[Part]:
-    """What stands in the content of a message, or of a tool's result.
+    """The parts in the content of a message, or of a tool's result.
 
     Raises:
         NotCounted: it cannot be read, or is too much.
@@ -69,7 +69,7 @@ def read_content(content: Raw) -> list[Part]:
 
 
 def _read_values(content: Json) -> list[Part]:
-    """The same of what is no list of objects; one that starts with anything else, such as tokens, is one thing."""
+    """The same for a value that is no list of objects; a list that starts with anything else, such as tokens, is one part."""
     if not isinstance(content, list) or (content and not isinstance(content[0], str | dict)):
         return [Part(OTHER, content)]
     walk(len(content))
@@ -125,12 +125,12 @@ def read_object(value: Json) -> dict[str, Json]:
 
 
 def is_given(value: Raw) -> bool:
-    """Whether a key stands in the body and holds something."""
+    """Whether a key is in the body and not empty."""
     return value is not ABSENT and (len(value) != len(_NULL) or bytes(value) != _NULL)
 
 
 def read_arguments(value: Json) -> Json:
-    """A call's arguments as a value; OpenAI sends them as a string that holds JSON, others as JSON itself.
+    """A call's arguments as a value; OpenAI sends them as JSON in a string, others as plain JSON.
 
     Raises:
         NotCounted: it cannot be read, or is too much.
@@ -147,7 +147,7 @@ def read_arguments(value: Json) -> Json:
 
 
 def read_result(value: Json) -> str:
-    """What a tool brought back, as text: texts as one, anything else in one spelling."""
+    """A tool's result as text: texts are joined, anything else is in canonical spelling."""
     value = unpack(value)
     if isinstance(value, str):
         return value.strip()
@@ -165,7 +165,7 @@ def read_result(value: Json) -> str:
 
 
 def _read_one(item: Json) -> str | None:
-    """The text of an element of a result; None where it is something else."""
+    """The text of an element of a result; None if it is something else."""
     if isinstance(item, dict):
         kind = item.get("type", "text")
         item = item.get("text") if isinstance(kind, str) and kind in _TEXTS else None
@@ -176,7 +176,7 @@ _TEXTS = frozenset({"text", "input_text", "output_text"})
 
 
 def name_other(value: Json) -> bytes:
-    """A short name for what is no text, such as an image: equal names mean equal things but for their ids."""
+    """A short digest of something other than text, such as an image; equal digests mean equal values, apart from ids."""
     value = open_value(value)
     ignored = _NEVER_COMPARED
     if isinstance(value, dict):
@@ -188,7 +188,7 @@ def name_other(value: Json) -> bytes:
 
 
 def unpack(value: Json) -> Json:
-    """A value that was left raw, decoded; any other as it is.
+    """Decode a raw value; return any other unchanged.
 
     Raises:
         NotCounted: it is not JSON, or too much of it.
@@ -201,16 +201,16 @@ def unpack(value: Json) -> Json:
 
 
 def is_injected(text: str) -> bool:
-    """Whether a text beside a result is nothing but elements that the agent's own program puts there, as `<system-reminder>`.
+    """Whether a text beside a result consists of elements of the agent's own harness, such as `<system-reminder>`.
 
-    What is named after something that comes back, or a speaker, is no such thing: `<browser_state>`, `<feedback>`.
+    Elements named after something that comes back, or after a speaker, are not the harness's: `<browser_state>`, `<feedback>`.
     """
     tags = find_wrappers(text)
     return bool(tags) and not any(word in tag.lower() for tag in tags for word in _NEWS)
 
 
 def find_wrappers(text: str) -> list[str]:
-    """The tags of the elements that a text is nothing but; none where it is something else."""
+    """The tags of a text that consists only of elements; empty for any other text."""
     tags: list[str] = []
     place = 0
     while len(tags) < _MAX_WRAPPED:

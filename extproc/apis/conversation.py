@@ -1,9 +1,9 @@
-"""A conversation of any API: who says what, and whether the server keeps what was before.
+"""A conversation of any API: who says what, and whether the server keeps earlier messages.
 
-One pass over a body tells its messages apart and leaves their contents as they are. Nothing of a message is decoded before
-it is looked at, which most of a long history never is. What its shape is, the file of each API says.
+One pass over a body splits it into messages, without decoding their contents. A message is decoded only when it is read, and
+most of a long history never is. Each API's file describes the shape of its conversations.
 
-In a body that is edited, the same is found by its offsets; see `Patch`.
+To edit a body, the same parts are found by their offsets; see `Patch`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from extproc.request.document import (
 from extproc.request.patch import AMBIGUOUS, Patch, Value
 
 ASSISTANT, USER, TOOL, OTHER_ROLE = "assistant", "user", "tool", "other"
-"""Who says a message; any other is who a client says it is."""
+"""Speakers of a message; any other value comes from the client."""
 
 _MAX_OLDEST: Final = 100
-"""Among this many messages at the start the user is expected to say something."""
+"""Number of messages, from the start, in which the user's first words are looked for."""
 
 _MAX_NEWEST: Final = 100
-"""This many results, made at once, may have a place for a note."""
+"""Most results of one turn in which a place for a note is looked for."""
 
 TOOLS, NO_TOOLS = "tools", "no tools"
-"""What a request offers its model."""
+"""Whether a request offers its model tools."""
 
 _TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
 _KEPT_TOOLS: Final = ("cachedContent", "cached_content")
-"""Where bodies list tools, and where they name something that the server keeps and that may have tools."""
+"""Keys of lists of tools, and keys that refer to something on the server that may have tools."""
 
 _LONGEST_NOTHING: Final = 8
 
@@ -51,12 +51,12 @@ ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
 
 class Before(NamedTuple):
-    """What a body says about what went before its messages.
+    """The part of the conversation that a body does not show as messages.
 
     Attributes:
-        after: what it goes on from (a response, a message, a conversation), in one spelling; empty where there is nothing.
+        after: reference to what it continues (a response, a message, a conversation), in canonical spelling; empty for none.
         open_ended: the server appends to a conversation whose end only it knows.
-        in_words: it stands in the messages in words, if at all.
+        in_words: earlier turns, if any, are in the text of the messages.
     """
 
     after: bytes = b""
@@ -65,19 +65,19 @@ class Before(NamedTuple):
 
 
 NOTHING_BEFORE = Before()
-"""Of a body that shows its whole history."""
+"""For a body that shows its whole history."""
 
 
 _OBJECTS: Final = (Struct, dict)
 
 
 def know_nothing(_: Json) -> Before:
-    """Of every body of an API whose requests show their whole history."""
+    """`look_back` of an API whose requests show their whole history."""
     return NOTHING_BEFORE
 
 
 def take_list(value: Json) -> Sequence[Json]:
-    """The messages in what stands where they belong: those of a list, which is none where there are only texts or numbers."""
+    """The messages of a list; empty if the value is no list, or a list of texts or numbers."""
     if not isinstance(value, list) or not value:
         return ()
     return value if isinstance(value[0], _OBJECTS) or dict in set(map(type, value)) else ()
@@ -87,20 +87,20 @@ class Shape:
     """How one API writes a conversation; never changed.
 
     Attributes:
-        path: of keys, to the messages.
-        body: a struct of the body's keys in which a conversation stands; all but the first on the path are raw.
-        message: a struct of what is read of one message. Each of its keys may be missing.
-        decode: reads one.
-        name_speaker: who says a message; empty for a thought, which is not shown.
-        read: what stands in a message, in order; raises NotCounted where that cannot be read, or is too much.
-        find_raw: where in a message its text and its calls stand; ABSENT where that is in several places.
-        take: the messages in what stands at the end of the path; None for those of a list.
-        joins: whether a message is one of several calls that were made at once, where they stand side by side; None where each
-            message is one of its own.
+        path: keys that lead to the messages.
+        body: a struct with the keys of a body that matter; all but the first on the path are `Raw`.
+        message: a struct with the keys of a message that matter; each needs a default.
+        decode: decodes a message.
+        name_speaker: returns who says a message: ASSISTANT, USER, TOOL or other; empty for a thought, which is skipped.
+        read: returns the parts of a message, in order; raises NotCounted if it cannot be read, or is too much.
+        find_raw: returns the raw value that holds a message's text and calls; ABSENT if these are in several places.
+        take: returns the messages in the value at the end of the path; None if this is a list.
+        joins: returns whether a message is a call that belongs together with calls beside it, made at once; None if each
+            message stands alone.
         kept: the other keys of such a body, which say what went before.
-        look_back: what such a body says about what went before; None where every request shows all of it.
-        locate: where a note can be put into a message, given the body in which it stands; None where that is unclear.
-        fallback: the key means something else in other APIs, so they are asked first.
+        look_back: returns what a body says about earlier messages; None if every request shows its whole history.
+        locate: returns where a note can be put into a message of a body that is edited; None if no note can be put there.
+        fallback: other APIs use the key for something else, so they are tried first.
     """
 
     __slots__ = (
@@ -154,15 +154,15 @@ class Conversation:
 
     Attributes:
         shape: how they are written.
-        model: empty when the request names none.
-        before: what the request says about what went before them.
-        decoded: the whole body was decoded, because something in it is of another type than APIs know.
+        model: empty if the request names none.
+        before: the part of the conversation that is not in the messages.
+        decoded: the whole body was decoded, because something in it has an unexpected type.
     """
 
     __slots__ = ("_body", "_messages", "before", "decoded", "model", "shape")
 
     def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, *, decoded: bool) -> None:  # noqa: ANN401  # of all keys
-        """Take messages as structs of the shape's, or as values where the whole body was decoded."""
+        """Take messages as structs of the shape, or as plain values if the whole body was decoded."""
         self._body = body
         self.decoded = decoded
         self.shape = shape
@@ -172,11 +172,11 @@ class Conversation:
 
     @property
     def elsewhere(self) -> bool:
-        """What went before is not in the request: the server keeps it, or a plain prompt holds it in words."""
+        """Earlier turns are not in the messages: the server keeps them, or a plain prompt contains them."""
         return bool(self.before.after) or self.before.in_words
 
     def find_offer(self) -> str:
-        """What the request offers its model: `TOOLS` or `NO_TOOLS`; empty where the tools may stand elsewhere."""
+        """Whether the request offers tools: `TOOLS` or `NO_TOOLS`; empty if unknown."""
         if len(self.shape.path) > 1:
             return ""
         for key in _TOOL_KEYS:
@@ -195,11 +195,11 @@ class Conversation:
         return self._read_each() if self.shape.joins is None else self._read_joined(self.shape.joins)
 
     def __len__(self) -> int:
-        """How many messages the request has, thoughts among them."""
+        """The number of messages, including thoughts."""
         return len(self._messages)
 
     def read_first_words(self) -> str:
-        """What the user said first, as text; empty where none of the first messages is the user's and has a text.
+        """The user's first words; empty if none of the first messages is a user's text.
 
         Raises:
             NotCounted: one of them cannot be read.
@@ -214,10 +214,10 @@ class Conversation:
         return ""
 
     def list_values(self, speaker: str = "", start: int = 0) -> list[Any]:
-        """What one role, or every role, has said and done, the oldest first, as the shape has it; calls stand one by one.
+        """The messages of one speaker, or of all, as structs of the shape, the oldest first; calls are separate.
 
         Args:
-            speaker: who; empty for everybody.
+            speaker: whose; empty for all.
             start: at which message to begin.
 
         Raises:
@@ -233,9 +233,9 @@ class Conversation:
         return found
 
     def list_turns(self, first: str, speaker: str) -> tuple[Any, list[list[Any]]]:
-        """The first message of one role, None for none, and what another has said, the oldest first, as the shape has it.
+        """The first message of one speaker, None for none, and the turns of another, the oldest first, as structs of the shape.
 
-        Messages of that one which stand side by side are one turn.
+        Adjacent messages of that speaker are one turn.
 
         Raises:
             NotCounted: there are too many messages.
@@ -260,7 +260,7 @@ class Conversation:
         return opening, turns
 
     def is_prefilled(self) -> bool:
-        """The newest message is the assistant's: so the model is to begin its answer.
+        """Whether the newest message is the assistant's, so the model has to continue it.
 
         Raises:
             NotCounted: that message cannot be read.
@@ -281,7 +281,7 @@ class Conversation:
         self._check_count()
 
     def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
-        """The same where calls that stand side by side were made at once."""
+        """The same, with adjacent calls that were made at once as one message."""
         calls: Message | None = None
         for message in self._read_each():
             joined = joins(message.value)
@@ -301,7 +301,7 @@ class Conversation:
             raise NotCounted("inspect_limit")
 
     def _open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
-        """A message as its shape has it; one of other types than a message's is of no known kind."""
+        """A message as a struct of the shape; empty if its values have other types."""
         value = self._messages[place]
         if type(value) is self.shape.message:
             return value
@@ -312,17 +312,17 @@ class Conversation:
 
 
 class Shapes:
-    """The shapes of all APIs, of which each body is looked at in one pass."""
+    """The shapes of all APIs; one pass over a body looks for all of them."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
-        """Those that are asked first go first."""
+        """Order them: fallbacks are tried last."""
         self._shapes = sorted(shapes, key=lambda shape: shape.fallback)
         self._body: Any = _make_body(self._shapes)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
 
     def open_conversation(self, document: Document) -> Conversation:
-        """The conversation in a body, of the first shape that it has; everybody who asks shares it.
+        """The conversation in a body, of the first shape that matches; all callers share it.
 
         Raises:
             NotCounted: there is none, or it cannot be read.
@@ -341,7 +341,7 @@ class Shapes:
         return found
 
     def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
-        """Where in a body that is edited its one conversation stands: a list of messages, or a text in its place.
+        """Where the one conversation of an edited body is: a list of messages, or a text instead.
 
         Raises:
             NotCounted: there is none, or several.
@@ -361,13 +361,13 @@ class Shapes:
         raise NotCounted("no_messages")
 
     def locate_results(self, patch: Patch) -> list[Place]:
-        """Where a note can be put into the newest results of a conversation, or else into what the user said last.
+        """Where a note can be put into the newest results of a conversation, or else into the user's last message.
 
         Returns:
-            places in the body, the newest last; none where the API allows none, or it is unclear.
+            places in the body, the newest last; none if the API has none, or it is unclear.
 
         Raises:
-            NotCounted: there is no conversation, it cannot be read in one way alone, or is too much.
+            NotCounted: there is no conversation, it is ambiguous, or too much.
         """
         shape, given = self.find_conversation(patch)
         if shape.locate is None:
@@ -402,7 +402,7 @@ class Shapes:
         raise NotCounted("no_messages")
 
     def _fill_body(self, value: Json) -> Json:
-        """The other keys of a body that was decoded as a whole, because one of them, or its messages, is of another type."""
+        """The other keys of a body that was decoded as a whole, because a value in it has an unexpected type."""
         given = value if isinstance(value, dict) else {}
         model = given.get("model")
         named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
@@ -411,7 +411,7 @@ class Shapes:
 
 
 def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
-    """What the shape makes of a message, or of a part of one that tells who says it.
+    """Decode a message, or a part of it that is enough to know the speaker.
 
     Raises:
         NotCounted: it cannot be read, or is too much.
@@ -423,7 +423,7 @@ def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: 
 
 
 def look_back(patch: Patch, shape: Shape) -> Before:
-    """What a body that is edited says about what went before its messages.
+    """The part of the conversation that an edited body does not show as messages.
 
     Raises:
         NotCounted: it cannot be read, or is too much.
@@ -459,7 +459,7 @@ def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
 
 
 def _follow(value: Json, path: tuple[str, ...]) -> Json:
-    """What stands at the end of a path of keys, or of fields; None where nothing does."""
+    """The value at the end of a path of keys, or of fields; None for none."""
     for step in path:
         value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
     return value

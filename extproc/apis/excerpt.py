@@ -1,8 +1,8 @@
-"""The ends of a body that is too long to be looked into: what stands before its messages, and the newest of these.
+"""Excerpts of bodies that are too long to inspect: everything before the messages, and the newest messages.
 
-In between, older messages are left out, so that what is left is JSON again, of bounded length. Where a message begins is known
-for certain, whatever texts look like: what is left out goes by as bytes, and only its quotes and brackets are followed, all of
-them at once. Where that is not possible there is no excerpt. Nothing else than older messages is ever left out.
+Older messages are left out, so that the rest is valid JSON of bounded length. The begin of a message is always certain,
+whatever texts contain: the quotes and brackets of the omitted bytes are followed, all at once. If that is not possible, there
+is no excerpt. Nothing but older messages is ever left out.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Final
 
 MAX_QUOTES: Final = 500_000
 MAX_BRACKETS: Final = 200_000
-"""Most of these in what goes by; following as many takes 20 ms."""
+"""Most quotes and brackets in omitted bytes; following this many takes 20 ms."""
 
 MAX_AT_ONCE: Final = 8 * 2**20
-"""Most bytes that go by without a pause, in 20 ms; a body that comes in pieces may be longer."""
+"""Most bytes to omit at once, in 20 ms; a body that arrives in pieces may be longer."""
 
 MAX_DEPTH: Final = 64
-"""What goes by is nested at most this deep, in an element of the list."""
+"""Deepest nesting within an omitted element of the list."""
 
 MAX_TOKENS: Final = 20_000
-"""Among this many, strings and punctuation, the first message of the tail begins."""
+"""The first message of the tail must begin within this many strings and punctuation marks."""
 
 _MAX_KEYS: Final = 32
-"""This many keys that look like that of the messages are tried."""
+"""Most keys to try that look like that of the messages."""
 
 _PIECE: Final = 2**16
-"""This many bytes go by at once."""
+"""Omit this many bytes in one step."""
 
 _STRUCTURE: Final = b'"[]{}'
 _OTHERS: Final = bytes([byte for byte in range(256) if byte not in _STRUCTURE])
@@ -39,16 +39,16 @@ _NO_TOKEN: Final = re.compile(rb'[^"\[\]{},]*')
 
 
 class Position:
-    """Where in JSON a place stands, told from what goes by on the way there.
+    """Position in the structure of JSON, tracked over omitted bytes.
 
     Attributes:
-        lost: that cannot be told, or the object or list has ended in which the way began.
+        lost: the position is unknown, or the object or list in which it began has ended.
     """
 
     __slots__ = ("_brackets", "_escaped", "_in_string", "_open", "_quotes", "lost")
 
     def __init__(self) -> None:
-        """Begin behind the bracket of an object or a list."""
+        """Start behind the opening bracket of an object or a list."""
         self.lost = False
         self._open = b""  # brackets
         self._in_string = False
@@ -58,11 +58,11 @@ class Position:
 
     @property
     def is_at_top(self) -> bool:
-        """The place is in no string, and in nothing else than that object or list."""
+        """Whether the position is directly in that object or list, in no string and no inner value."""
         return not (self.lost or self._open or self._in_string or self._escaped)
 
     def skip(self, data: bytes) -> None:
-        """Let bytes go by."""
+        """Follow omitted bytes."""
         if self.lost or not data:
             return
         if self._escaped:
@@ -97,7 +97,7 @@ class Position:
         self.lost = len(left) > MAX_DEPTH or b"}" in left or b"]" in left
 
     def find_next(self, data: bytes) -> int:
-        """Where the next element of the list begins, in what comes next; negative where that cannot be told."""
+        """Where the next element of the list begins in the following bytes; negative if unknown."""
         place = 1 if self._escaped else 0
         if self.lost:
             return -1
@@ -144,8 +144,8 @@ class Excerpt:
         """Know nothing yet.
 
         Args:
-            keys: where in a body its messages may stand: a path of keys for each of the places.
-            most: bytes of the excerpt: an eighth for what stands before the messages, three quarters for the newest of them.
+            keys: paths of keys at which a body may have its messages.
+            most: bytes of the excerpt: an eighth for everything before the messages, three quarters for the newest messages.
         """
         self.lost = False
         self._keys = keys
@@ -156,16 +156,16 @@ class Excerpt:
         self._position = Position()
 
     def shorten(self, data: bytearray) -> None:
-        """Take out of the middle of what has come so far what no excerpt needs; an eighth of `most` is free then."""
+        """Remove older messages from the middle of the bytes so far, which leaves an eighth of `most` free."""
         end = max(self._head, len(data) - self._tail)
         self._skip(data[: self._head], data[self._head : end])
         del data[self._head : end]
 
     def write(self, data: bytes | memoryview) -> bytes | None:
-        """The excerpt of a body, all of which has come by now: whole, or what `shorten` has left of it.
+        """The excerpt of a complete body, as left by `shorten`.
 
         Returns:
-            JSON of at most `most` bytes; None where there is none.
+            JSON of at most `most` bytes; None if there is no excerpt.
         """
         end = max(self._head, len(data) - self._tail)
         self.lost = self.lost or end - self._head > MAX_AT_ONCE
@@ -186,7 +186,7 @@ class Excerpt:
         self.lost = self.lost or self._position.lost
 
     def _begin(self, head: bytes) -> None:
-        """Find the messages, which go on where the head ends."""
+        """Find the list of messages, which must continue at the end of the head."""
         found = _START.match(head)
         for path in self._keys if found is not None else ():
             place = found.end() if found is not None else 0
@@ -198,7 +198,7 @@ class Excerpt:
 
 
 def _find_open(head: bytes, start: int, path: Sequence[str]) -> tuple[int, Position] | None:
-    """Where the list at the end of a path begins, and where the head ends in it; None where it has ended, or is not there.
+    """Where the list at the end of a path begins, and the position at the end of the head; None if it has ended, or is missing.
 
     Args:
         head: begins as a body does.

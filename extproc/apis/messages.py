@@ -23,10 +23,10 @@ class Part(Struct, gc=False):
 
     Attributes:
         kind: TEXT, CALL, RESULT or OTHER.
-        value: the text, the arguments, the result, or all of what is none of these; may have to be unpacked. ABSENT of an OTHER
+        value: the text, arguments or result, or the whole of anything else; may have to be unpacked. ABSENT for an OTHER
             that is the whole message.
-        name: of the tool, where this is a CALL; what a client calls an OTHER.
-        id: what connects a RESULT with its CALL, empty where a client names nothing.
+        name: of a CALL's tool; of an OTHER, the client's word for it.
+        id: connects a RESULT with its CALL; empty if the client sends none.
         failed: the API marks the RESULT as an error.
     """
 
@@ -38,14 +38,14 @@ class Part(Struct, gc=False):
 
 
 class Message(Struct, gc=False):
-    """One message; nothing in it is read before it is asked for.
+    """One message, which is read on demand.
 
     Attributes:
-        shape: how its API writes it; see `Shape`.
+        shape: see `Shape`.
         speaker: who says it.
-        value: what the shape has made of it.
-        place: among the messages.
-        joined: calls that stand before it and were made at once with it.
+        value: the message as a struct of the shape.
+        place: index among the messages.
+        joined: calls before it that were made at once with it.
     """
 
     shape: Any
@@ -56,11 +56,11 @@ class Message(Struct, gc=False):
     _parts: list[Part] | None = None
 
     def join(self, older: Message) -> None:
-        """Take a call that was made at once with this one, and stands before it."""
+        """Add the call before this one, which was made at once with it."""
         self.joined = [older, *(self.joined or ())]
 
     def read_parts(self) -> list[Part]:
-        """What stands in it, in order.
+        """Its parts, in order.
 
         Raises:
             NotCounted: it cannot be read, or is too much.
@@ -73,14 +73,14 @@ class Message(Struct, gc=False):
         return self._parts
 
     def list_values(self) -> list[Any]:
-        """What the shape has made of it, and of the calls that it was made at once with."""
+        """Its value, and those of the calls that were made at once with it."""
         return [*[message.value for message in self.joined or ()], self.value]
 
     def find_whole(self, document: Document) -> Json:
         """All of it; ABSENT where nothing is said.
 
         Args:
-            document: in which it stands. It keeps the conversation, which therefore does not keep it.
+            document: that contains it. It refers to the conversation, which must therefore not refer to it.
 
         Raises:
             NotCounted: the body is not JSON, or too much of it.
@@ -93,5 +93,5 @@ class Message(Struct, gc=False):
 
 
 def _says_nothing(message: dict[str, Json]) -> bool:
-    """Whether a speaker is named who says nothing."""
+    """Whether the message names a speaker but has no content."""
     return isinstance(message.get("role"), str) and not any(message[key] for key in message.keys() - _LABELS)

@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions, those who speak their language, such as Cohere, and everybody whose API is not known."""
+"""OpenAI's chat and text completions, APIs that are compatible with them, such as Cohere's, and unknown APIs."""
 # interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _locate(patch: Patch, message: ChatMessage, whole: Value) -> list[Place]:
 
 
 class Prompt(Struct, gc=False):
-    """The one message that a plain prompt is: what went before stands in it in words, if at all."""
+    """A plain prompt as one message; earlier turns, if any, are in its text."""
 
     content: Raw = ABSENT
 

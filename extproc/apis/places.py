@@ -1,4 +1,4 @@
-"""Where in a message a note has its place: behind the text of a result, or of what is said."""
+"""Finds places for notes in a message: behind the text of a result, or of what a user says."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TEXT_BLOCK = b'{"type":"text","text":', b"}"
 INPUT_TEXT_BLOCK = b'{"type":"input_text","text":', b"}"
 TEXT_PART = b'{"text":', b"}"
 PLAIN = b"", b""
-"""What stands around the text of a new block, or of a new member."""
+"""JSON around the text of a new block, or of a new member."""
 
 
 class Place(NamedTuple):
     """Where a note can be put.
 
     Attributes:
-        value: a string that goes on, or a list or an object that gets something new.
-        around: what has to stand around the note, as a string, where that is new.
+        value: a string to extend, or a list or an object that gets a new value.
+        around: JSON around the note, which is a string, in a new value.
         key: of a new member of an object.
-        result: in a result of a tool; else in what is said.
+        result: it is in a tool's result, not in what a user says.
     """
 
     value: Value
@@ -37,15 +37,15 @@ class Place(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """In the body, in bytes: what stands before it is the text that goes on, where there is one."""
+        """Where the note starts in the body, in bytes, behind the text that it extends, if any."""
         return self.value.end - 1
 
 
 def splice(patch: Patch, places: list[Place], note: str, separator: str = "") -> bytes:
-    """A body with a note in each of these places; the separator goes between a text and its note.
+    """Put a note into each of these places; the separator goes between a text and its note.
 
     Raises:
-        NotCounted: something else would change with it, or it is too much to see whether it does.
+        NotCounted: this would change anything else, or is too expensive to check.
     """
     for place in places:
         if place.around is None:
@@ -59,17 +59,17 @@ def splice(patch: Patch, places: list[Place], note: str, separator: str = "") ->
 Locator = Callable[[Patch, Fields, Value], list[Place]]
 
 LOCATORS: dict[str, Locator] = {}
-"""By the `type` of a block, or by the one key that names it: where in a result that is one. Every API adds its own."""
+"""Locators for blocks that are results, by `type` or by the one key that names the block. Every API adds its own."""
 
 
 def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes], *, result: bool) -> list[Place]:
-    """The one place in a content: behind its newest text. A result that stands in it is no text.
+    """The place in a content: behind its newest text, results aside; or else a new block at its end.
 
     Args:
         patch: of the body.
         content: a string, or a list of blocks; nothing else has a place.
-        block: how the API writes a block of text.
-        result: it is one of a tool.
+        block: JSON around the text of a new block.
+        result: the content is a tool's result.
     """
     if content is None or not patch.is_list(content):
         return [Place(content, result=result)] if content is not None and patch.is_text(content) else []
@@ -81,7 +81,7 @@ def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes],
 
 
 def locate_in_content(patch: Patch, content: Value | None, block: tuple[bytes, bytes]) -> list[Place]:
-    """The places in what is said: those in the results that stand there, or else behind its newest text.
+    """The places in a message's content: those in the results inside, or else behind its newest text.
 
     Args:
         patch: of the body.
@@ -98,14 +98,14 @@ def locate_in_content(patch: Patch, content: Value | None, block: tuple[bytes, b
 
 
 def _find_text(patch: Patch, fields: Fields) -> Value | None:
-    """The text of a block that is one."""
+    """The text of a text block, None for other blocks."""
     text = fields.get("text")
     kind = patch.read_text(fields["type"]) if "type" in fields else "text"
     return text if kind in _TEXTS and patch.is_text(text) else None
 
 
 def _name_kind(patch: Patch, fields: Fields) -> str:
-    """What a block is: what its `type` says, or its first key that says it."""
+    """The kind of a block: its `type`, or its first key that is a known kind."""
     kind = patch.read_text(fields.get("type"))
     if kind in READERS:
         return kind

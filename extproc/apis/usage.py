@@ -1,10 +1,10 @@
-"""What a call is billed by: the model that a request asks for, and the tokens that its answer took.
+"""What a call is billed by: the model of a request, and the token counts of its response.
 
-- Each API has places of its own for the same count. `envoy-config` makes Envoy's rules of them.
-- Out of an answer in one document Envoy hands over counts, each by its name.
-- Out of a stream it hands over whole objects, as text, each under the place where it stood. Envoy copies its rules for streams
-  with each request, and tries each on each event: a rule for each count would take twice as long as a few for objects.
-- What stands there was written by a model, or by a client that poses as one: all of it is bounded.
+- Each API has its own places for the same count. `envoy-config` turns them into rules for Envoy.
+- From a response in one document, Envoy passes single counts by name.
+- From a stream, it passes whole objects as text, by their place. Envoy copies its rules for streams with each request, and
+  tries each on each event: a rule for each count would take twice as long as a few for objects.
+- The values come from a model, or from a client that poses as one, so everything is bounded.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from urllib.parse import unquote
 from msgspec import MsgspecError, json
 
 USAGE_NAMESPACE: Final = "loopguard.usage"
-"""Where Envoy's filters put what they find."""
+"""Metadata namespace of Envoy's filters."""
 
 MODEL: Final = "model"
-"""The name under which they put the model."""
+"""Key of the model in it."""
 
 COUNTS: Final = ("input", "output", "cached", "cache_read", "cache_write", "thoughts", "tool_input")
-"""What answers count. `input` is all of a prompt, of which `cached` came from a cache. Where an API counts what a cache took
-part in beside its `input`, that is `cache_read` and `cache_write`. `thoughts` and `tool_input` are in no other count."""
+"""Names of counts. `input` is the whole prompt, including `cached` tokens. APIs that do not include cached tokens in their
+`input` report them as `cache_read` and `cache_write`. `thoughts` and `tool_input` are in no other count.
+"""
 
 LONGEST_MODEL: Final = 256
-"""Of a name, in characters."""
+"""Longest name of a model, in characters."""
 
 _LONGEST_ENCODED: Final = 9 * LONGEST_MODEL
 """Before it is decoded: a character takes nine, where it is three bytes of UTF-8."""
@@ -39,22 +40,22 @@ _MAX_OBJECT: Final = 8_192
 _decode: Final = json.Decoder(dict[str, Any]).decode
 
 Finder = Callable[[str], str]
-"""Takes a path; the model that it names, empty where it names none."""
+"""Takes a path; returns the model in it, empty for none."""
 
 
 FINDERS: Final[list[tuple[str, Finder]]] = []
-"""Of APIs whose paths name the model: a word that has to be in the path, and what finds the name. Every API adds its own."""
+"""For APIs whose paths name the model: a word that such a path contains, and the function. Every API adds its own."""
 
 
 def find_model(path: str, named: str = "") -> str:
-    """The model that a request asks for, empty where it does not say.
+    """The model of a request, empty if unknown.
 
-    Where an API names the model in the path, that is the model which answers, whatever else stands in the body. All others name
-    it in the body. Names come as SDKs write them, so that `%3A` is a colon.
+    If an API has the model in the path, that model answers, whatever the body says. All others have it in the body. Paths are
+    decoded, because SDKs write `%3A` for a colon.
 
     Args:
         path: of the request.
-        named: in its body, empty where it names none there, or where the body could not be read.
+        named: the model in its body, empty for none, or if the body cannot be read.
     """
     for word, find in FINDERS:
         if word in path:
@@ -73,12 +74,12 @@ def find_behind(path: str, *collections: str) -> str:
 
 
 def decode_name(name: str) -> str:
-    """A name that stands in a path, without its percent signs, and no longer than names are."""
+    """Decode a name from a path, and shorten it to the longest name."""
     return unquote(name[:_LONGEST_ENCODED])[:LONGEST_MODEL]
 
 
 class Counts:
-    """Reads the counts that Envoy hands over."""
+    """Reads the counts that Envoy passes."""
 
     def __init__(self, places: Mapping[str, Sequence[str]], objects: Sequence[str]) -> None:
         """Get ready.
@@ -91,7 +92,7 @@ class Counts:
         self._objects = [(place.encode(), _find_within(place, places)) for place in objects]
 
     def read(self, told: Mapping[bytes, object]) -> dict[str, float]:
-        """What Envoy has handed over, by the names in COUNTS: any numbers at all."""
+        """The counts that Envoy passed, by the names in COUNTS; their values are not checked."""
         counts: dict[str, float] = {}
         for key, name in self._counts:
             count = told.get(key)
@@ -115,7 +116,7 @@ def _find_within(place: str, places: Mapping[str, Sequence[str]]) -> list[tuple[
 
 
 def _read_object(text: str, within: list[tuple[str, list[str]]], counts: dict[str, float]) -> None:
-    """Put an object's counts over those of an earlier one; a text that is no object has none."""
+    """Add an object's counts, replacing those of an earlier one; a text that is no object has none."""
     try:
         found = _decode(text)
     except (MsgspecError, ValueError, RecursionError):
@@ -135,7 +136,7 @@ def _find_count(found: object, keys: list[str]) -> float | None:
 
 
 def _parse_count(value: object) -> float | None:
-    """A number as Envoy makes one of a value: out of text as well."""
+    """Convert a value to a number, as Envoy does; texts, too."""
     try:
         return float(value) if isinstance(value, (int, float, str)) else None
     except (ValueError, OverflowError):

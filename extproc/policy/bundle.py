@@ -55,18 +55,18 @@ MAX_DELAY_MS = 30_000
 SHADOW: Final = "shadow"
 
 EVERYBODY: Final = 100
-"""The percentage of callers at which no caller is left out, not even those who cannot be told apart."""
+"""The percentage at which the policy acts on all callers, including those without a place."""
 
 MAX_LABELS: Final = 8
 NO_ALIASES: Any = Field(default_factory=dict, json_schema_extra={"default": {}})
 
 _HASH = re.compile(r"[0-9a-f]{16}\Z")
 ALIAS = re.compile(r"[A-Za-z0-9_.@-]{1,64}\Z")
-"""The name of a caller; a hash looks like one, too."""
+"""The name of a caller; also matches a hash."""
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}\Z")
 _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
-"""What may stand in a path as it is, `%` as the start of an escape; Envoy escapes the others."""
+"""Characters of a path, with `%` as the start of an escape; Envoy escapes all others."""
 
 METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
 _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?\Z")
@@ -85,7 +85,7 @@ def normalize_host(authority: str) -> str:
 
 
 def is_below(path: str, prefix: str) -> bool:
-    """Whether a `pathPrefix` takes a path: `/v1` takes `/v1` and `/v1/...`, `/v1/` what starts with it."""
+    """Whether a `pathPrefix` matches a path: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it."""
     return path.startswith(prefix) and (prefix.endswith("/") or path[len(prefix) : len(prefix) + 1] in ("", "/"))
 
 
@@ -150,7 +150,7 @@ def _check_note(value: str) -> str:
 
 
 def read_moment(value: object) -> datetime | None:
-    """A time with its zone, as ISO 8601 has it; None for anything else."""
+    """An ISO 8601 time with a zone; None for anything else."""
     try:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
@@ -260,7 +260,7 @@ class LoopDetection(SimilarityKeys):
 
     @property
     def steers(self) -> bool:
-        """Some of its actions puts a note into requests."""
+        """Whether one of its actions puts a note into requests."""
         return self.action == "steer" or self.escalate.steer is not None
 
 
@@ -360,7 +360,7 @@ class Spec(JsonObject):
         return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
 
     def list_sources(self) -> list[str]:
-        """The same and those of labels, in place of a `first_of` what it chooses among."""
+        """The same and those of labels; a `first_of` is replaced by its alternatives."""
         return list(dict.fromkeys(list_sources([*self.all_limit_keys(), *self.list_ramp_keys(), *self.labels])))
 
     def list_ramp_keys(self) -> list[str | FirstOf]:
@@ -368,16 +368,16 @@ class Spec(JsonObject):
         return self.ramp_by or [key for key in self.all_limit_keys() if not is_in_body(key)]
 
     def is_enabled(self) -> bool:
-        """Something of it looks at requests."""
+        """Whether any part of it judges requests."""
         return self.session_limits is not None or bool(self.detectors())
 
     def keeps_counts(self) -> bool:
-        """Some detector stores something that callers without descriptors would share."""
+        """Whether a detector stores state that callers without descriptors would share."""
         counting = any(not KINDS[loop.similarity].stateless or loop.cooldown_seconds for _, loop in self.detectors())
         return counting or self.session_limits is not None
 
     def find_session_inspect_bytes(self) -> int:
-        """The largest body that `session_limits` look into: what they say, or what some detector looks into, or the default."""
+        """Longest body that `session_limits` inspect: their own value, or the largest of any detector's and the default."""
         own = self.session_limits.max_inspect_bytes if self.session_limits is not None else None
         return own or max([INSPECT_BYTES, *[loop.max_inspect_bytes for _, loop in self.detectors()]])
 
@@ -474,7 +474,7 @@ _ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
 
 
 def _read_attributes(model: type[JsonObject]) -> dict[str, str]:
-    """What the docstrings of a model and of its bases say about each attribute."""
+    """The text about each attribute in the docstrings of a model and its bases."""
     said: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         _, _, attributes = cleandoc(owner.__doc__ or "").partition("Attributes:\n")
@@ -484,7 +484,7 @@ def _read_attributes(model: type[JsonObject]) -> dict[str, str]:
 
 
 def _describe(definition: dict[str, Any], model: type[JsonObject]) -> None:
-    """Put what the docstrings say about each attribute beside the property itself, where editors show it."""
+    """Add the docstrings' text about each attribute to its property, where editors show it."""
     definition["description"] = cleandoc(model.__doc__ or "").partition("\n\nAttributes:\n")[0]
     for name, text in _read_attributes(model).items():
         definition["properties"][name]["description"] = text

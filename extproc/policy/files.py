@@ -28,7 +28,7 @@ def read_files(paths: Iterable[str]) -> dict[str, bytes]:
 
 
 def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
-    """The same, with why the rest cannot be read."""
+    """The same, with errors for files that cannot be read."""
     files: dict[str, bytes] = {}
     errors: list[BundleError] = []
     for path in paths:
@@ -49,7 +49,7 @@ def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[Bundl
 
 
 def find_directories(directory: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """The directory and those below it that are read for policies."""
+    """The directory and all below it that are searched for policies."""
     real = os.path.realpath(directory)
     if real in above:  # a symbolic link that leads back up
         return
@@ -71,7 +71,7 @@ def _is_visible(entry: os.DirEntry[str], suffix: str = "") -> bool:
 
 
 def _read(file: str) -> bytes:
-    """The bytes of a regular file: opening a FIFO would wait for a writer, and a device may never end."""
+    """The bytes of a regular file; others are refused, because a FIFO waits for a writer, and a device may never end."""
     with open(file, "rb", opener=_open_without_waiting) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError("is not a regular file")

@@ -30,15 +30,15 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One policy file as it was read.
+    """One policy file.
 
     Attributes:
         policies: in the file's order; none once they are freed.
         bundle_version: None for a single policy or a list.
-        expires_at: when the bundle says that it is out of date.
-        shadow_until: when the `global_shadow` ends that forces the file's policies into shadow mode; None for none.
+        expires_at: when the bundle expires.
+        shadow_until: end of the `global_shadow` that puts the file's policies in shadow mode; None for none.
         kill_switches: in the file's order, by their number there; none once they are freed.
-        override_until: when the `kill_switch_override` ends that switches all of them off; None for none.
+        override_until: end of the `kill_switch_override` that turns all of them off; None for none.
     """
 
     file: str
@@ -69,14 +69,14 @@ class Unenforced(BundleError):
 
 @dataclass(frozen=True, slots=True)
 class PolicySet:
-    """Everything that was loaded, with what the user should know about it.
+    """Everything that was loaded, with messages for the user.
 
     Attributes:
-        warnings: works as written, but perhaps not as meant.
+        warnings: about parts that work as written, but perhaps not as intended.
         unenforced: parts of a drop-in bundle that this version does not enforce.
-        scrap: what reading left behind, policy by policy; to be freed together with the policies, and not before. Whatever is
-            made of them would take the gaps between them, and hold on to all of the memory around.
-        notes: what a default means for policies that leave it at that, each once.
+        scrap: temporary objects of parsing, policy by policy; to be freed together with the policies, and not before: new
+            objects would fill the gaps between these, and keep all of the memory around them allocated.
+        notes: what a default means for policies that do not set the key, each once.
     """
 
     sources: tuple[Source, ...]
@@ -86,7 +86,7 @@ class PolicySet:
     notes: tuple[BundleError, ...] = ()
 
     def list_acting(self) -> list[Policy]:
-        """The policies that do something."""
+        """The enabled policies."""
         return [policy for source in self.sources for policy in source.policies if policy.spec.is_enabled()]
 
     def list_session_limits(self) -> list[SessionLimits | UnnamedLimits]:
@@ -161,7 +161,7 @@ def locate_raw(data: bytes) -> dict[str, tuple[str, Any]]:
 
 
 class _Report:
-    """Collects what is found in one file after the other."""
+    """Collects the results of one file after the other."""
 
     def __init__(self, *, on_route: bool) -> None:
         self.on_route = on_route
@@ -195,7 +195,7 @@ class _Report:
 
 
 def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Source | None:
-    """One file's policies, or None when the file's shape is beyond use; errors go to `report`."""
+    """One file's policies, or None if the file has an unknown structure; errors go to `report`."""
     document = _decode(data, report)
     if isinstance(document, list):
         return Source(report.file, sha256, _parse_policies(document, (), report))
@@ -212,7 +212,7 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Sou
 
 
 def _decode(data: bytes, report: _Report) -> Any:  # noqa: ANN401  # raw JSON
-    """The document, or None when there is none; a repeated key, which most parsers drop in silence, is an error."""
+    """The document, or None; a repeated key, which most parsers ignore, is an error."""
     try:
         document, repeated = decode(data)
     except NotJsonError as error:
@@ -252,13 +252,13 @@ def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, repor
 
 
 def _list_below(document: Mapping[str, Any], key: str) -> list[Any]:
-    """What stands below a key, nothing where that is no array, which the models report."""
+    """The array below a key; empty if it is no array, which the models report."""
     listed = document.get(key)
     return listed if isinstance(listed, list) else []
 
 
 def _parse_kill_switches(entries: list[Any], now: datetime, report: _Report) -> list[tuple[int, KillSwitch]]:
-    """Those that can do something, each with its number."""
+    """The kill switches that can have an effect, each with its number."""
     switches = []
     for number, entry in enumerate(entries):
         place: Place = ("kill_switches", number)
@@ -269,7 +269,7 @@ def _parse_kill_switches(entries: list[Any], now: datetime, report: _Report) -> 
 
 
 def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _Report) -> bool:
-    """Report what the user should know about a good kill switch; whether it can do anything."""
+    """Report warnings about a valid kill switch; returns whether it can have an effect."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
         why = f"the descriptor {key} cannot be derived by Loopguard, so this kill switch stops no one"
@@ -284,7 +284,7 @@ def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _
 
 
 def _find_end(override: Override | None) -> datetime | None:
-    """When a switch stops to hold; None when it is off."""
+    """When a switch ends; None if it is off."""
     if override is None or not override.enabled:
         return None
     return override.expires_at or datetime.max.replace(tzinfo=UTC)
@@ -315,7 +315,7 @@ def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  
 
 
 def _remark(policy: Policy, place: Place, report: _Report) -> None:
-    """Report what the user should know about a good policy."""
+    """Report warnings and notes about a valid policy."""
     if not policy.spec.is_enabled():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif UNSUPPORTED_KEYS.issuperset(list_sources(policy.spec.all_limit_keys())) and policy.spec.keeps_counts():
@@ -330,7 +330,7 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
 
 
 def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) -> None:
-    """Refuse what has expired; over the raw JSON, because another field that is wrong must not hide this error."""
+    """Refuse an expired bundle; works on raw JSON, so that errors in other fields do not hide this one."""
     expiries: list[tuple[Place, str, object]] = [(("expires_at",), "the bundle expired", document.get("expires_at"))]
     for name in ("global_shadow", "kill_switch_override"):
         override = document.get(name)

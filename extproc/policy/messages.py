@@ -23,7 +23,7 @@ _NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), (
 """The mappings whose keys are checked as well."""
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
-"""A sentence from a field's name and pydantic's context of the error."""
+"""Makes a sentence from a field's name and pydantic's context of the error."""
 
 
 def explain(model: type[BaseModel], failure: ValidationError) -> Iterator[tuple[Place, str]]:
@@ -34,7 +34,7 @@ def explain(model: type[BaseModel], failure: ValidationError) -> Iterator[tuple[
 
 
 def describe(value: object) -> str:
-    """What was found, in a few words; no value of a policy file is so long that it has to be read whole."""
+    """The value that was found, shortened."""
     if isinstance(value, list | dict):
         kind = "array" if isinstance(value, list) else "object"
         return f"an {kind}" if value else f"an empty {kind}"
@@ -44,7 +44,7 @@ def describe(value: object) -> str:
 
 
 def _leave_out_tags(place: Place) -> Place:
-    """A place without what pydantic puts in beside keys: what kind of loop_detection it took, and that a key is wrong."""
+    """A place without pydantic's own additions: the kind of loop_detection that it chose, and a mark for a wrong key."""
     if place[:2] == ("spec", "loop_detection") and place[2:3] in ((bundle.OBJECT,), (bundle.LIST,)):
         place = (*place[:2], *place[3:])
     if KEY_TAG in place or OBJECT_TAG in place:
@@ -94,7 +94,7 @@ _NOTHING_LEFT_OUT = {
     "keys": " for the headers that agents send anyway",
     "ramp_by": " for the policy's limit_keys",
 }
-"""What leaving out a field means, where that is not that any value matches."""
+"""What it means to leave out a field, unless it means that any value matches."""
 
 _NOTHING_FOUND: dict[str, _Phrase] = {
     "missing": _say("is required"),
@@ -104,7 +104,7 @@ _NOTHING_FOUND: dict[str, _Phrase] = {
         f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}"
     ),
 }
-"""By pydantic's type of the error, where what was found goes without saying."""
+"""By pydantic's type of the error: sentences that do not mention the value."""
 
 _PHRASES: dict[str, _Phrase] = {
     "literal_error": _phrase_choices,
@@ -122,12 +122,12 @@ _PHRASES: dict[str, _Phrase] = {
 }
 
 _FEW = 12
-"""This many keys of an object are named, where none of them was meant for sure."""
+"""Most keys of an object to list, if it is unclear which was meant."""
 
 _MODELS: dict[str, type[BaseModel]] = {"the bundle": Envelope, "the policy": Policy}
 _MODELS |= sorted(list_objects(Policy), key=lambda found: "session_limits" in found[0])
 _MODELS |= {**dict(list_objects(Envelope)), "a kill switch": bundle.KillSwitch}
-"""Each object of a policy file, in the order in which a misplaced key is looked for."""
+"""Each object of a policy file, in the order in which they are searched for a misplaced key."""
 
 
 def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
@@ -149,9 +149,9 @@ def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
 
 
 def _find_owner(name: str, place: Place) -> str:
-    """The object that a misplaced key belongs into; empty where that is not to be told.
+    """The object to which a misplaced key belongs; empty if unknown.
 
-    What stands below session_limits has names of its own: some are those of other objects' keys, and mean something else.
+    Keys below session_limits are not suggested: some have the same names as other objects' keys, but another meaning.
     """
     owners = [owner for owner, model in _MODELS.items() if name in model.model_fields]
     below = [owner for owner in owners if owner.startswith("spec/session_limits/")]
@@ -162,7 +162,7 @@ def _find_owner(name: str, place: Place) -> str:
 
 
 def _phrase_object(model: type[BaseModel], name: str, place: Place) -> str:
-    """What an object has to be, with its keys where they are few."""
+    """What an object must be, with its keys if they are few."""
     own = find_object(model, place)
     if own is None or len(own.model_fields) > _FEW or own.model_config.get("extra") == "allow":
         return f"{name} must be an object"

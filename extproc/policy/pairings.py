@@ -1,4 +1,4 @@
-"""Which shadow policies are tried out against which enforcing ones, over all the policies of a load."""
+"""Which shadow policies are compared with which enforcing ones, among all policies of a load."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from extproc.policy.bundle import Policy, Selector
 from extproc.policy.rules import is_watching
 
 MAX_PAIRINGS = 100
-"""Of one load; what is compared of each is kept in memory. Those beyond are shadow policies like any other."""
+"""Most pairs of a load, because their comparisons are kept in memory. Further candidates are ordinary shadow policies."""
 
 _DIGEST = 8
 
 
 class Pairing(NamedTuple):
-    """A candidate and the policy that it may take the place of.
+    """A candidate and the policy that it may replace.
 
     Attributes:
         live: id of the enforcing policy.
         candidate: id of the shadow policy, or of one that acts on a share of its callers and watches the others.
-        identity: of what both of them say, 16 hex digits; a policy that changes starts to be compared anew.
+        identity: digest of both policies, 16 hex digits; if one of them changes, the comparison starts again.
     """
 
     live: str
@@ -32,7 +32,7 @@ class Pairing(NamedTuple):
 
 
 def find_pairings(policies: Sequence[Policy]) -> list[Pairing]:
-    """Every policy that watches and names an enforcing one, or in shadow has the selector of exactly one, in their order."""
+    """Every policy in shadow mode that names an enforcing one, or has the selector of exactly one, in their order."""
     candidates = [policy for policy in policies if policy.spec.mode == "shadow" or policy.spec.canary_of is not None]
     if not candidates:
         return []
@@ -52,7 +52,7 @@ def find_pairings(policies: Sequence[Policy]) -> list[Pairing]:
 
 
 def _write_selector(selector: Selector) -> str:
-    """The same for selectors that take the same requests, whatever the order of their lists."""
+    """A key that is the same for selectors that match the same requests, whatever the order of their lists."""
     fields = selector.model_dump(exclude_none=True)
     return json.dumps({key: sorted(value) if isinstance(value, list) else value for key, value in sorted(fields.items())})
 
@@ -71,7 +71,7 @@ class Claim(NamedTuple):
 
 
 def read_claim(entry: Any) -> Claim | None:  # noqa: ANN401  # raw JSON
-    """What a raw policy claims; None where it is not that much of a policy."""
+    """Read a raw policy's claim; None if it has no such parts."""
     spec = entry.get("spec") if isinstance(entry, dict) else None
     if not isinstance(spec, dict) or not isinstance(entry.get("id"), str):
         return None

@@ -1,7 +1,7 @@
-"""Rules between the fields of a policy, and what may not be meant as it is written.
+"""Rules between the fields of a policy, and warnings about policies that may not be what their author intended.
 
-Those that are errors look at the raw JSON, because a model's own validators do not run once one of its fields has failed, and
-every error has to be reported at once.
+Rules that find errors work on raw JSON, because a model's own validators do not run if one of its fields has failed, and all
+errors must be reported at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_LOG_THRESHOLD = 10_000
 """Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
 
 MAX_COMBINATIONS = 10_000
-"""Most combinations of a selector's hosts, methods and routes, each of which is filed for itself."""
+"""Most combinations of a selector's hosts, methods and routes, each of which is indexed."""
 
 _SHOWN = 3
 ACTIONS = [action.value for action in Action if action is not Action.ALLOW]
@@ -35,7 +35,7 @@ _ORDER = ", ".join(ACTIONS)
 _THRESHOLD = "threshold_identical_requests"
 _LOWEST = 2
 _ANCHORS = ("pathExact", "pathPrefix", "pathPrefixes", "routes")
-"""Of these a selector needs at least one."""
+"""A selector needs at least one of these."""
 
 _ALWAYS_THERE = frozenset({IP_ADDRESS, f"{HEADER}:host"})
 
@@ -45,7 +45,7 @@ _OWNERS = {
     for key in owner.keys.model_fields
     if key not in LoopKeys.model_fields
 }
-"""The keys that mean something with some similarities only, and which those are."""
+"""The keys that only some similarities have, and these similarities."""
 
 _REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
 
@@ -95,7 +95,7 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
 
 
 def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Entries of a raw `bypass` that name nothing."""
+    """Find entries of a raw `bypass` without keys."""
     for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
         if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
             needed = f"needs at least one of {', '.join(Bypass.model_fields)}, but has {_list_keys(entry)}"
@@ -103,7 +103,7 @@ def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: 
 
 
 def _find_ramp_errors(spec: dict[str, Any]) -> Iterator[tuple[Place, str]]:
-    """A share of callers where none is acted on, or where nothing tells them apart."""
+    """Find a share of callers in a policy that acts on none, or cannot tell them apart."""
     percent, place = spec.get("enforce_percent"), ("enforce_percent",)
     if not isinstance(percent, int):
         return
@@ -129,13 +129,13 @@ def _list_limit_keys(spec: dict[str, Any]) -> list[str | dict[str, Any]]:
 
 
 def _list_keys(value: dict[str, Any]) -> str:
-    """The keys of an object that hold something, in words; the first of many are enough."""
+    """The keys of an object that are not empty, as text; only the first of many."""
     keys = [key for key in value if value[key] is not None and not is_annotation(key)][:_SHOWN]
     return f"only {' and '.join(keys)}" if keys else "nothing"
 
 
 def _find_name_errors(loops: list[Any]) -> Iterator[tuple[Place, str]]:
-    """Two detectors of one policy with one name, which would count as one."""
+    """Find two detectors of a policy with the same name, which would count as one."""
     first: dict[str, int] = {}
     for number, loop in enumerate(loops):
         if not isinstance(loop, dict):
@@ -170,7 +170,7 @@ def _find_loop_errors(loop: Any, place: Place) -> Iterator[tuple[Place, str]]:  
 
 
 def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
-    """Thresholds that can never be reached."""
+    """Find thresholds that can never be reached."""
     threshold = loop.get(_THRESHOLD)
     if (
         loop.get("window_type") == "sliding_log"
@@ -187,7 +187,7 @@ def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Simila
 
 
 def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
-    """Actions of `escalate` that are not stricter and later, each than the one before, or that can never be taken."""
+    """Find actions of `escalate` that are not stricter and later than the one before, or can never be taken."""
     action, escalate = loop.get("action", Action.REJECT.value), loop.get("escalate")
     first = _find_threshold(loop, kind)
     if not isinstance(escalate, dict) or action not in ACTIONS or first is None:
@@ -212,7 +212,7 @@ def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Simil
 def _find_raised_errors(
     loop: dict[str, Any], place: Place, kind: type[Similarity], name: str, more: int
 ) -> Iterator[tuple[Place, str]]:
-    """What is wrong with thresholds that an entry of `escalate` raises, those of `tools` by as much as the detector's own."""
+    """Find errors in thresholds that an entry of `escalate` raises, those of `tools` by as much as the detector's own."""
     tools = loop.get("tools")
     raised = loop | {_THRESHOLD: (_find_threshold(loop, kind) or 0) + more}
     if isinstance(tools, dict):
@@ -226,7 +226,7 @@ def _find_raised_errors(
 
 
 def _find_threshold(loop: dict[str, Any], kind: type[Similarity]) -> int | None:
-    """The first threshold of a raw loop_detection entry, None where it has none that is a number."""
+    """The first threshold of a raw loop_detection entry, None if it is not a number."""
     threshold = loop.get(_THRESHOLD)
     if threshold is None:
         return kind.default_threshold
@@ -242,7 +242,7 @@ def _raise_tool(entry: Any, more: int) -> Any:  # noqa: ANN401  # raw JSON
 def _find_similarity_errors(
     loop: dict[str, Any], place: Place, similarity: str, kind: type[Similarity]
 ) -> Iterator[tuple[Place, str]]:
-    """Keys that mean nothing with the similarity of this entry."""
+    """Find keys that the similarity of this entry does not have."""
     for key, owners in _OWNERS.items():
         if key in loop and similarity not in owners:
             yield (*place, key), f"{key} belongs to similarity {' or '.join(owners)}, not {similarity}"
@@ -273,7 +273,7 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """What chooses callers, where all of them are acted on."""
+    """Find keys that choose callers in a policy that acts on all."""
     if spec.mode == SHADOW or spec.enforce_percent is not None:
         return  # a policy in shadow may be prepared for what is to come
     for name in ("ramp_by", "ramp_seed"):
@@ -290,14 +290,14 @@ def _list_entries(policy: Policy) -> list[tuple[Place, LoopDetection]]:
 
 
 def _find_idle_detectors(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Detectors that say what they look for, and not whether they do."""
+    """Find detectors that do not set `enabled`."""
     for place, loop in _list_entries(policy):
         if loop.model_fields_set and "enabled" not in loop.model_fields_set:
             yield place, 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
 
 
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Detectors that steer where no request can be steered."""
+    """Find detectors that steer although no request can be steered."""
     for place, loop in _list_entries(policy):
         if not loop.enabled or not loop.steers:
             continue

@@ -1,4 +1,4 @@
-"""Which object of the bundle's models stands where, and what it is called."""
+"""The places of the bundle's models, and their names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
 
 
 def list_objects(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every object below a model, by what it is called: its place, or an entry of the list or mapping that holds it."""
+    """Every object below a model, by name: its place, or an entry of the list or mapping that holds it."""
     found = [
         (f"an entry of {name}" if held else f"{above}{name}", one)
         for name, field in model.model_fields.items()
@@ -32,7 +32,7 @@ def list_objects(model: type[BaseModel], above: str = "") -> Iterator[tuple[str,
 
 
 def _list_models(kind: Any) -> list[tuple[bool, type[BaseModel]]]:  # noqa: ANN401  # an annotation
-    """The models that a field may hold, and whether in a list or a mapping; one that may stand alone is told as that."""
+    """The models that a field may hold, and whether in a list or a mapping; not so if one may also stand alone."""
     alternatives = _list_alternatives(kind)
     alone = [(False, one) for one in alternatives if _is_model(one)]
     items = [item for one in alternatives if get_origin(one) in (list, dict) for item in _list_alternatives(get_args(one)[-1])]
@@ -40,7 +40,7 @@ def _list_models(kind: Any) -> list[tuple[bool, type[BaseModel]]]:  # noqa: ANN4
 
 
 def _step_down(kind: Any, step: str | int) -> Any:  # noqa: ANN401  # annotations
-    """What may stand one step below."""
+    """What is allowed one step below."""
     for one in _list_alternatives(kind):
         if _is_model(one) and step in one.model_fields:
             return one.model_fields[step].annotation
@@ -50,7 +50,7 @@ def _step_down(kind: Any, step: str | int) -> Any:  # noqa: ANN401  # annotation
 
 
 def _list_alternatives(kind: Any) -> list[Any]:  # noqa: ANN401  # annotations
-    """The members of a union, without what is said about them."""
+    """The members of a union, without annotations."""
     if get_origin(kind) is Annotated:
         return _list_alternatives(get_args(kind)[0])
     if get_origin(kind) in (list, dict, None):

@@ -1,4 +1,4 @@
-"""Changes of a JSON text that leave every other character as it was: white space, order, and how values are written."""
+"""Edits a JSON text and keeps every other character: white space, order, and the spelling of values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTE_ORDER_MARK = "\ufeff"
 
 
 class _Item(NamedTuple):
-    """Where a member of an object stands in the text, or an element of an array, which has no key.
+    """The position of an object's member, or of an array's element, in the text.
 
     Attributes:
         step: its key, or its number.
@@ -33,7 +33,7 @@ class _Item(NamedTuple):
 
 
 def replace_value(text: str, place: Place, value: object) -> str:
-    """The text with another value at a place; it is JSON, and the place is there."""
+    """The text with another value at a place, which must exist in it."""
     item, _ = _find_item(text, place)
     return text[: item.value] + json.dumps(value) + text[item.end :]
 
@@ -48,7 +48,7 @@ def insert_behind(text: str, place: Place, key: str, value: object) -> str:
 
 
 def remove_member(text: str, place: Place) -> str:
-    """The text without the member at a place, which is not the only one of its object."""
+    """The text without the member at a place, which must not be the only one of its object."""
     item, follower = _find_item(text, place)
     if follower is not None:
         return text[: item.start] + text[follower.start :]
@@ -57,7 +57,7 @@ def remove_member(text: str, place: Place) -> str:
 
 
 def _find_item(text: str, place: Place) -> tuple[_Item, _Item | None]:
-    """What stands at a place, and what stands behind it in the same object or array."""
+    """The value at a place, and the next one in the same object or array."""
     at = _skip(text, len(_BYTE_ORDER_MARK) if text.startswith(_BYTE_ORDER_MARK) else 0)
     for step in place[:-1]:
         at = next(item.value for item in _list_items(text, at) if item.step == step)
@@ -67,7 +67,7 @@ def _find_item(text: str, place: Place) -> tuple[_Item, _Item | None]:
 
 
 def _list_items(text: str, at: int) -> Iterator[_Item]:
-    """What the object or array has in it that starts here."""
+    """The members of the object or array that starts here."""
     named = text[at] == "{"
     number, lead = 0, at + 1
     start = _skip(text, lead)

@@ -1,4 +1,4 @@
-"""JSON as RFC 8259 has it, and not as Python's parser takes it: no NaN, and no key that stands twice goes unnoticed."""
+"""JSON by RFC 8259, stricter than Python's parser: no NaN, and repeated keys are reported."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from extproc.objects import Place
 
 
 class NotJsonError(ValueError):
-    """The bytes hold no JSON document that a policy file could be; the message says why."""
+    """The bytes are no JSON document for a policy file; the message says why."""
 
 
 class Decoded(NamedTuple):
-    """A document, and what most parsers drop in silence.
+    """A document, and its repeated keys, which most parsers ignore.
 
     Attributes:
         document: with the last value of a repeated key, as most parsers have it.
@@ -44,7 +44,7 @@ def write_pointer(place: Place) -> str:
 
 
 class _Repeating(dict[str, Any]):
-    """A JSON object in which a key stands twice; `repeated` names it."""
+    """A JSON object with a repeated key, `repeated`."""
 
     repeated: tuple[str, ...] = ()
 

@@ -75,7 +75,7 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, c
     if framed is None:
         framed = _frame(refusal, request, content, completes=lead.refusal.completes)
     headers = [
-        # Together these stop SDKs that would sleep and retry, and still tell everybody else when to come back.
+        # Together these stop SDKs that would sleep and retry, and still tell other clients when to retry.
         ("x-should-retry", "false"),
         ("X-Fairvisor-Reason", reason.value),
         ("x-loopguard-policy", lead.policy),

@@ -1,6 +1,6 @@
-"""What becomes of a request's body: tools that have no budget left go, and a note for the model comes.
+"""Edits a request's body: removes tools that have no budget left, and adds a note for the model.
 
-What cannot be done is counted, and the request goes on without it, unless its session may not have any of its tools.
+Edits that cannot be made are counted, and the request goes on without them, unless all of its tools had to be removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from extproc.request.patch import AMBIGUOUS
 
 OBSERVED: Final = "observed"
 NOTHING: Final = "no_body"
-"""Why a body cannot be changed: the request is only watched, or has none."""
+"""Reasons why a body cannot be edited: the request is only observed, or has none."""
 
 _INSPECT_LIMIT: Final = "inspect_limit"
 _NOTHING_DONE: Final = frozenset({OBSERVED, NOTHING})
@@ -48,10 +48,10 @@ class Original(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """What has become of it.
+    """The result of an edit.
 
     Attributes:
-        body: all of it; None where it is as it was.
+        body: the new body; None if it is unchanged.
         marks: headers that tell the upstream.
     """
 
@@ -70,10 +70,10 @@ class Changes:
         self._budget = budget
 
     def apply(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
-        """Change a request's body as its policies want it.
+        """Edit a request's body as its policies require.
 
         Returns:
-            the decision, which is another one where that cannot be done, and the body.
+            the decision, which changes if an edit cannot be made, and the body.
         """
         tenant = evaluation.find_tenant()
         if original.content is not None and not self._budget.allows(tenant, perf_counter()):
@@ -88,7 +88,7 @@ class Changes:
         return decision, changed
 
     def _narrow(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
-        """Take tools out of the request, or refuse it where that cannot be."""
+        """Remove tools from the request, or refuse it if that is impossible."""
         sessions = evaluation.enforcing.sessions
         narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
         strict = [session for session, narrowing in narrowed if narrowing.every]
@@ -107,7 +107,7 @@ class Changes:
     def _steer(
         self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed
     ) -> tuple[Decision, Changed]:
-        """Put a note into the request, or let it go on with a warning where it cannot have one."""
+        """Put a note into the request, or let it go on with a warning if that is impossible."""
         try:
             candidate = evaluation.find_candidate(outcome)
             body = changed.body if changed.body is not None else original.read(candidate.plan.steers)
@@ -120,7 +120,7 @@ class Changes:
             return decision.warn_instead(), changed
 
     def _find_reason(self, error: Exception) -> str:
-        """Why a body stays as it was; what is an error of ours is logged."""
+        """The reason why a body was not edited; internal errors are logged."""
         if isinstance(error, NotEdited):
             return error.reason
         self._reporter.report_failure("a body could not be changed, the decision stands", error)

@@ -1,4 +1,4 @@
-"""What an edit of a request's body starts from, and why there may be none."""
+"""The start of every edit of a request's body, and the reasons why one is impossible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from extproc.request.http import HttpRequest
 from extproc.request.patch import Patch
 
 SIGNED: Final = "signed_body"
-"""Of a body over which its client has made a signature: one of another body does not fit."""
+"""The reason for a body that its client has signed: the signature would not match an edited one."""
 
 _AWS: Final = b"AWS4-"
 _HMAC: Final = b"HMAC"
@@ -39,10 +39,10 @@ class NotEdited(Exception):  # says what becomes of the request
 
 
 def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, Patch]:
-    """A request's body to be changed: its byte order mark, which is no part of its JSON, and the rest.
+    """Open a request's body for an edit: its byte order mark, which is no part of its JSON, and the rest.
 
     Raises:
-        NotEdited: it is signed, compressed, no JSON, may be read in two ways, or is too much.
+        NotEdited: it is signed, compressed, no JSON, ambiguous, or too much.
     """
     if is_signed(request):
         raise NotEdited(SIGNED)
@@ -56,7 +56,7 @@ def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, P
 
 
 def is_signed(request: HttpRequest) -> bool:
-    """Whether a client has signed the body: then its receiver refuses any other."""
+    """Whether a client has signed the body, so that its receiver would refuse an edited one."""
     headers = request.headers
     if any(name in headers for name in _SIGNATURES):
         return True

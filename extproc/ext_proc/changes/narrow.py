@@ -1,8 +1,8 @@
-"""Narrowing: tools are taken out of those that a request declares, so that the model cannot call them.
+"""Narrowing: removes tools from a request's declarations, so that the model cannot call them.
 
-No other byte changes but the choice among the tools. Some APIs refuse a history with calls where no tool is declared: then the
-one that was called last stays, and the choice is that none is called. What servers of tools (MCP) offer is not declared one by
-one, and is left alone.
+Apart from the choice among the tools, no other byte changes. Some APIs refuse a history with calls if no tool is declared: then
+the tool that was called last stays, but the choice forbids calls. Tools of servers (MCP) are not declared one by one, and are
+left alone.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[str] | None) -> bytes:
-    """The request's body, in which some tools are not declared any more.
+    """Remove tools from a request's body.
 
     Args:
-        request: whose body it is.
-        body: all of it.
-        without: the tools, as they are declared or as their calls go by; None for all of them.
+        request: of the body.
+        body: complete.
+        without: the tools to remove, by their declared names or their names in calls; None for all of them.
 
     Raises:
-        NotEdited: it cannot be had.
+        NotEdited: this is impossible.
     """
     mark, patch = open_patch(request, body)
     try:
@@ -57,11 +57,11 @@ def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[s
 
 
 def _open_object(patch: Patch, value: Value) -> Fields:
-    """The members of what has to be an object.
+    """The members of a value that must be an object.
 
     Raises:
-        NotEdited: it is none.
-        NotCounted: a key stands there twice, or it is too much.
+        NotEdited: it is no object.
+        NotCounted: a key is repeated, or it is too much.
     """
     if not patch.is_object(value):
         raise NotEdited(AMBIGUOUS)
@@ -69,10 +69,10 @@ def _open_object(patch: Patch, value: Value) -> Fields:
 
 
 def _open_list(patch: Patch, value: Value) -> list[Value]:
-    """The elements of what has to be a list.
+    """The elements of a value that must be a list.
 
     Raises:
-        NotEdited: it is none.
+        NotEdited: it is no list.
         NotCounted: it is too much.
     """
     if not patch.is_list(value):

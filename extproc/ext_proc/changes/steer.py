@@ -1,6 +1,6 @@
-"""Steering: the request goes on with a note for the model, put behind the text of its newest results; no other byte changes.
+"""Steering: adds a note for the model behind the text of a request's newest results; no other byte changes.
 
-A body is changed where it can be done safely, and is left alone everywhere else.
+A body is edited only if this is certainly safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from extproc.request.quoting import quote_all
 _OUTLOOK: Final = "If this continues, requests will be refused."
 
 MAX_PLACES: Final = 16
-"""Of this many results at most the newest get the note."""
+"""Most results that get the note, from the newest on."""
 
 
 def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks: Callable[[bytes], Marks]) -> bytes:
@@ -49,7 +49,7 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks:
 
 
 def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:
-    """What the model is told about the outcome of a guard that steers: in the operator's words, or in our own."""
+    """The note about the outcome of a guard that steers, in the operator's words or in our own."""
     advice = outcome.subject.advise(outcome, request.method, request.path)
     repeat = outcome.repeat
     if guard.steer_note:

@@ -1,12 +1,12 @@
-"""What one session has used up, and what its limits say to that: pure, exact, with `now` as an argument in milliseconds.
+"""What a session has used, and how its limits judge that: pure, exact, with `now` as an argument in milliseconds.
 
-A ledger is kept for each session. A request of the session asks for a `Step`; a `Settlement` says later what became of it.
-Money is counted in nano-dollars, 1e-9 $.
+Each session has a ledger. A request of the session asks for a `Step`; a `Settlement` reports its outcome later. Money is
+counted in nano-dollars, 1e-9 $.
 
-Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same for all of
-them but for the order of bytes in numbers: a head, the identities of the newest requests, what is reserved for calls that are
-not settled, how often each tool was called, the tools' names, marks of the newest histories, and the newest tool calls. A fresh
-one takes 124 bytes. However long a session is, it takes 9 KB at most, and its tools' names.
+Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same in all stores
+except for the byte order of numbers: a head, the identities of the newest requests, reservations for calls that are not
+settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the newest tool calls. A fresh
+ledger takes 124 bytes, and that of any session 9 KB at most, plus its tools' names.
 
 Which calls of a history are new is found in one of these ways, the first that applies:
 
@@ -64,22 +64,22 @@ NO_ID: Final = bytes(6)
 """Of a call that its client names nothing."""
 
 MAX_RETRIES_PER_STEP: Final = 3
-"""This many repetitions of a request are no steps; the next one is, and has as many."""
+"""Number of repetitions of a request that are no steps; the next one is a step, with as many of its own."""
 
 OFFERS_TOOLS: Final = 1
 OFFERS_NONE: Final = 2
-"""What a request offers its model. In a session whose agent has tools, one without is a side request: a title, a router, a
-summary. It counts as a repetition of the newest step, so there are as many for each."""
+"""Whether a request offers tools. In a session whose agent has tools, a request without is a side request: a title, a router, a
+summary. It counts as a repetition of the newest step, so each step allows as many."""
 
 SUCCEEDED: Final = 0
 FAILED: Final = 1
 """A 5xx status, or none at all."""
 
 REFUSED: Final = 2
-"""Another guard of ours refused it: it was no step after all."""
+"""Another of our guards refused it, so it was no step."""
 
 WITHDRAWN: Final = 4
-"""Its client left before it went on: it was no step either, and nothing was refused."""
+"""Its client left before it went on, so it was no step, and no refusal."""
 
 
 class Limits:
@@ -90,7 +90,7 @@ class Limits:
         max_sessions: how many a tenant may begin within `idle_ms`; all further ones share one ledger.
         steps: requests that are let through.
         tool_calls: calls of tools, all in all.
-        narrows: too many tool calls refuse nothing by themselves, because the guard takes the tools away.
+        narrows: too many tool calls alone refuse nothing, because the guard removes the tools.
         cost: in nano-dollars.
         tools: the digest of a tool's name and how often it may be called, sorted.
         window: the number of newest tool calls among which equal ones are counted.
