@@ -22,8 +22,8 @@ _ENOUGH: Final = 4
 """Bytes at the start of a body that determine its encoding."""
 
 _MARKS: Final = 0x80
-"""A body is UTF-8 without a mark if its first byte is from 1 up to this and its second is not 0: byte order marks begin with 0 or
-a larger byte, and ASCII in UTF-16 or UTF-32 has a 0 in the first two."""
+"""A body is UTF-8 without a mark if its first byte is from 1 up to this and its second is not 0: byte order marks begin with 0
+or a larger byte, and ASCII in UTF-16 or UTF-32 has a 0 in the first two."""
 
 _ZSTD_WINDOW: Final = 2**23
 """Largest window that a decoder has to support (RFC 8878 section 3.1.1.1.2), in bytes."""
