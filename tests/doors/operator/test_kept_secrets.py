@@ -38,13 +38,18 @@ PAGES = [
     "/sessions",
     "/policies",
     "/readyz",
+    "/coverage",
     "/canary",
     "/canary/states",
     "/canary/samples",
     "/overrides",
 ]
 
+CHAINS = policy("chains", ANY, limit_keys=[CALLER], similarity="turns", action="warn", count_failed=False, session={}, **LABELS)
+CHAINS["spec"] |= {"session_limits": {"max_steps": 50}, "unnamed_limits": {"max_steps": 50}}
+
 POLICIES = bundle(
+    CHAINS,
     policy("plain", ANY, limit_keys=KEYS, action="warn", **LABELS),
     policy("new", ANY, mode="shadow", canary_of="plain", limit_keys=KEYS, threshold_identical_requests=2),
     policy("caller", ANY, limit_keys=[CALLER], action="warn", enforce_percent=50, ramp_by=["credential"], **LABELS),
@@ -73,6 +78,8 @@ def make_requests(secret: str) -> Iterator[tuple[str, dict[str, str]]]:
     for name in NAMES[1:]:
         yield CHAT, {name: secret}
         yield MESSAGES, {name: secret, "x-user-id": "ann"}
+    yield CHAT, dict.fromkeys(NAMES, secret)
+    yield f"{GEMINI}?key={secret}&alt=sse", {"x-api-key": secret, "authorization": f"Bearer {secret}"}
     yield f"{GEMINI}?key={secret}&alt=sse", {}
     yield f"/other?a=b&key={secret}", {}
 
@@ -151,6 +158,7 @@ def test_no_secret_is_anywhere(transport: str, capsys: pytest.CaptureFixture[str
             eventually(is_blocked, "the order at each replica")  # which ask for orders once a second
             for command in (["top", "--once"], ["top", "--json"], ["sessions"], ["overrides"]):
                 assert main([*command, *admin]) == 0
+            assert main(["doctor", *admin]) in (0, 1)
             eventually(lambda: events.exists() and b"loop.began" in events.read_bytes(), "events")
             eventually(lambda: made.envoy.output().count("loop_record") >= len(requests), "records in the access log")
             places = [("the commands", "".join(capsys.readouterr()).encode()), *look_around(made, events)]
