@@ -1,4 +1,4 @@
-"""What an action brought back, compared without what changes by itself; and whether it is an error.
+"""What an action brought back, compared without what changes by itself.
 
 Left out are timestamps, durations with a unit, UUIDs, hex of 8 digits or more, behind `id` of 5, numbers after `line`, `step`,
 `pid`, `port` and `id`, `:123` positions behind a name, and paths below /tmp. Anything else in a result is news: not all digits
@@ -23,9 +23,6 @@ _SPARE = 1_024
 _HEAD = 128
 _LONGEST = 64
 """No token that is left out is longer, as far as it depends on what is behind it."""
-
-_SAID_WITHIN = 3_000
-"""An error is said to be one early, in characters."""
 
 _GONE = "#"
 _UNIT = r"(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)"
@@ -91,51 +88,6 @@ _MOST_SHAPES = 4_096
 _MOST_STAYS = 16
 """This many shapes of lines are in a generation of those that are known, none of which falls into more parts. They take 3 KB
 each at most, and 25 MB in all under attack."""
-
-_ERRORS = (
-    "error",
-    "exception",
-    "traceback",
-    "not found",
-    "no such",
-    "failed",
-    "failure",
-    "invalid",
-    "cannot",
-    "can't",
-    "denied",
-)
-# Each alternative starts with a character of a small set, as above: nothing of the kind, a field for errors that is empty, and
-# words that only begin alike.
-_NO_ERRORS = re.compile(
-    r"""
-    [n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?:\ any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b
-    | [efi](?:(?<=e)(?:rror|xception)|(?<=f)ail(?:ed|ure)|(?<=i)nvalid)\w{0,16}+(?:
-        \\?["']?\s{0,8}+[:=]\s{0,8}+(?:
-            0++(?![.]?\w)
-          | (?:null|none|nil|undefined|false|\[\s{0,8}+\]|\{\s{0,8}+\}|\\?"\\?"|'')
-            (?=[ \t]*+(?:[]},;)<|"']|\n|$|\w{1,32}+["']?[:=]))
-        )
-      | \s?/>
-      | >\s{0,8}+</\w{1,32}+
-      )
-    | [ei](?:(?<=e)xceptional|(?<=i)nvalidat(?:e|ing|ion))
-    """,
-    re.VERBOSE,
-)
-_USAGE = re.compile(r"^\W{0,8}usage:", re.MULTILINE)
-_RETURN_WORDS = ("exit", "return", "status", "non")
-# A status of success is HTTP's, and who has returned 5 rows has not failed.
-_SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?!\w)"
-_RETURN_CODE = re.compile(
-    rf"""
-      exit[ _-]?(?:code|status|value)?(?:ed)?\W{{1,4}}(?:with\ )?(?:code\ )?-?[1-9]
-    | (?:return[ _-]?(?:code|status|value)|status(?:[ _-]?(?:code|value))?)\W{{1,4}}-?(?!{_SUCCESS})[1-9]
-    | return(?:ed\ |\W{{1,4}})(?:with\ )?(?:code\ -?[1-9]|-?(?!{_SUCCESS})[1-9][0-9]*+(?![.,][0-9]|\ [a-z]))
-    | non-?zero
-    """,
-    re.VERBOSE,
-)
 
 _Take: TypeAlias = Callable[[str], Iterable[str]] | Literal[False]
 """Takes the parts between what changes by itself out of a line; False where nothing does."""
@@ -214,28 +166,3 @@ def may_be_equal(one: str, other: str) -> bool:
     """False where the beginnings alone show that two results differ, however they are normalised; see `normalize_head`."""
     certain = min(len(one), len(other)) - _LONGEST
     return certain <= 0 or one[:certain] == other[:certain]
-
-
-def is_error(text: str) -> bool:
-    """Whether a result says early that something went wrong."""
-    said = text[:_SAID_WITHIN].lower()
-    if _tells_failure(said):
-        return True
-    if "usage:" in said and _USAGE.search(said):
-        return True
-    return _names_error(said) and _names_error(_NO_ERRORS.sub("", said))  # which takes long, and adds nothing
-
-
-def _tells_failure(said: str) -> bool:
-    """Whether a return code is there that is not zero."""
-    for word in _RETURN_WORDS:  # looked for one by one: where a pattern may start with any, it looks for none of them fast
-        place = said.find(word)
-        while place >= 0:
-            if _RETURN_CODE.match(said, place):
-                return True
-            place = said.find(word, place + 1)
-    return False
-
-
-def _names_error(said: str) -> bool:
-    return any(word in said for word in _ERRORS)
