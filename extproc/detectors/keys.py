@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from extproc.detectors.actions import THOUGHTS
+from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.tools import Limit, ToolLimits
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD, NO_ITEMS, JsonObject, Pointer
 

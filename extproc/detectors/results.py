@@ -1,8 +1,9 @@
 """What an action brought back, compared without what changes by itself.
 
 Left out are times of day with their dates, Unix times, durations with a unit, UUIDs, hex of 8 digits or more, numbers after
-`line`, `step`, `pid` and `port`, `:123` positions behind the name of a file, and paths below /tmp. Anything else in a result is
-news: `3 failed` is not `4 failed`, and records that differ in an id or a date are different ones.
+`line`, `step`, `pid` and `port`, `:123` positions behind the name of a file, paths below /tmp, rates of transfer, ids of the
+request itself, what a progress bar has overwritten, and the order of Python's sets. Anything else in a result is news: `3
+failed` is not `4 failed`, `45 %` is not `46 %`, and records that differ in an id or a date are different ones.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ _VOLATILE = re.compile(
         | (?<=[A-Za-z]:.)(?:{_IN_FILE})[0-9]*+(?::[0-9]++)*+(?![0-9A-Za-z%]|[.][0-9])       # a position in a file
         | [0-9]*+(?=\ ?[a-zA-Z\u00b5:./-])(?:
             (?:\.[0-9]++)?+\ ?{_UNIT}(?:\ ?[0-9]++(?:\.[0-9]++)?+\ ?{_UNIT})*+(?![0-9A-Za-z])   # a duration
+          | (?:\.[0-9]++)?+\ ?(?:[kKMGT]?i?[bB]|it)/s(?:ec)?(?![0-9A-Za-z])                      # how fast something moves
           | :{_CLOCK}(?:\ ?[AaPp][Mm]\b)?+                                                      # a time of day
           | [-/][0-9]{{2}}[-/][0-9]{{2}}[T\ _][0-9]{{2}}:{_CLOCK}(?:Z|\ ?[+-][0-9]{{2}}:?[0-9]{{2}})?+    # with its date
           | /(?:[0-9]{{1,2}}|[A-Z][a-z]{{2}})/[0-9]{{4}}[:\ ][0-9]{{2}}:{_CLOCK}                  # the same in other orders
@@ -98,6 +100,22 @@ _MOST_STAYS = 16
 """This many shapes of lines are in a generation of those that are known, none of which falls into more parts. They take 3 KB
 each at most, and 25 MB in all under attack."""
 
+# Names of this request or call, by a prefix or by what stands before; ids of records are content.
+_OF_THE_CALL = re.compile(
+    r"""
+    ((?<![A-Za-z0-9])(?:req|request|trace|call|toolu)_)(?=[A-Za-z]{0,24}[0-9])[A-Za-z0-9]{8,}+(?![_-])
+    | ((?<![A-Za-z])(?:(?:[rR]equest|[tT]race|[cC]orrelation)[ _-]?[iI][dD]|[nN]once)["']?\ ?[:=]\ ?["']?)
+      (?=[A-Za-z_-]{0,24}[0-9])[A-Za-z0-9_-]{6,}+
+    """,
+    re.VERBOSE,
+)
+_OVERWRITTEN = re.compile(r"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)
+"""What a terminal shows no more: a bar that was drawn again."""
+
+_SET_OPENS: Final = "{'"
+_SET = re.compile(r"\{'[^'{}\n]*+'(?:,\ '[^'{}\n]*+')++\}")
+"""A set of strings as Python writes it, in another order each time."""
+
 _Take: TypeAlias = Callable[[str], Iterable[str]] | bool
 """Takes the parts between what changes by itself out of a line; False where none does, True where shapes do not tell."""
 
@@ -120,6 +138,12 @@ def normalize(text: str) -> str:
 
 
 def _normalize(text: str) -> str:
+    if "\r" in text:
+        text = _OVERWRITTEN.sub("", text)
+    if "eq" in text or "race" in text or "call" in text or "orrelation" in text or "once" in text:
+        text = _OF_THE_CALL.sub(rf"\1\2{_GONE}", text)
+    if _SET_OPENS in text:
+        text = _SET.sub(_sort_set, text)
     if "\\" in text:  # JSON in a string: what it escapes must not stand before a word
         text = text.replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
     shapes = text.encode("latin-1", "replace").translate(_DIGITS)
@@ -141,6 +165,10 @@ def _normalize(text: str) -> str:
     return "\n".join(lines)
 
 
+def _sort_set(found: re.Match[str]) -> str:
+    return "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}"
+
+
 def _may_change(shape: bytes) -> bool:
     """Whether anything may change by itself in lines of such shapes; False is certain."""
     units = shape.translate(_UNITS).decode("latin-1")  # Python looks for bytes in bytes by way of an exception
@@ -148,6 +176,8 @@ def _may_change(shape: bytes) -> bool:
         if "0u" in units or "0 u" in units or ":0" in units or "0-" in units or "0D" in units:
             return True
         if "D" in units and " 0" in units:
+            return True
+        if "B-u" in units or "b-u" in units or "t-u" in units:
             return True
     words = shape.translate(_WORDS).decode("latin-1")
     if "k i0 " in words or "k_i0 " in words:
@@ -176,7 +206,12 @@ def _find_what_stays(shape: bytes) -> _Take:
 
 def normalize_head(text: str) -> str:
     """The beginning of a long result without what changes by itself; empty where it is short."""
-    return _normalize(text[:_HEAD]) if len(text) > _HEAD else ""
+    if len(text) <= _HEAD:
+        return ""
+    head = text[:_HEAD]
+    if "\r" in text or _SET_OPENS in head:  # which change in a way that a beginning does not show
+        head = head[: head.find(_SET_OPENS)] if _SET_OPENS in head and "\r" not in text else ""
+    return _normalize(head)
 
 
 def may_be_equal(one: str, other: str) -> bool:

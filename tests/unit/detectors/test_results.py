@@ -37,6 +37,16 @@ GONE = {
     "a position": ("a.py:12:5: error", "a.py:120: error"),
     "a position in a makefile": ("Makefile:12: error", "Makefile:7: error"),
     "a temporary path": ("see /tmp/abc/d.txt for", "see /tmp/x-1 for"),
+    "a rate of transfer": ("at 1.2 MB/s so far", "at 870 kB/s so far"),
+    "a rate of a bar": ("100%|##| 8/8 [12.31it/s]", "100%|##| 8/8 [9.2it/s]"),
+    "what is left to wait": ("45 % ETA 0:03:10", "45 % ETA 0:00:07"),
+    "a bar that was drawn again": ("get\n10%\r40%\rdone", "get\n30%\rdone"),
+    "a request's own id": ("failed (req_8fKs92mXa01)", "failed (req_Zx81kQp3Tt)"),
+    "a request's id in JSON": ('{"request_id": "aB3dE9xY", "n": 1}', '{"request_id": "Zz91xxYt-0", "n": 1}'),
+    "a request's id in a header": ("x-request-id: aB3dE9xY", "x-request-id: 0b3dE9xY"),
+    "a trace's id": ("traceId=4bf92f3577b34da6x", "traceId=9bf92f3577b34da6y"),
+    "a nonce": ("nonce: 8fKs92", "nonce: Zx81kQ"),
+    "a set": ("{'b', 'a', 'c'}", "{'c', 'a', 'b'}"),
     "a temporary path elsewhere": ("file:///var/tmp/a", "file:///var/tmp/b"),
 }
 
@@ -67,6 +77,19 @@ STAYS = [
     ("Sun, 22 Nov 2026", "Mon, 23 Nov 2026"),
     ("[22/Nov/2026]", "[23/Nov/2026]"),
     ("-rw-r--r-- 1 root 4096 Nov 22  2025 a.py", "-rw-r--r-- 1 root 4096 Nov 23  2025 a.py"),
+    ("customer cus_N3k2LLa91x", "customer cus_Zz1kkLLa1x"),
+    ("order aB3dE9xY81", "order Zz91xxYt81"),
+    ("call_center2024_a", "call_center2024_b"),
+    ("request_handler_1", "request_handler_2"),
+    ("request_id: 12", "request_id: 13"),
+    ("120 req/s", "95 req/s"),
+    ("45 % at 3 MB/s", "46 % at 3 MB/s"),
+    ("3 MB", "4 MB"),
+    ("['b', 'a']", "['a', 'b']"),
+    ("{'b', 'a'}", "{'b', 'c'}"),
+    ("{'b': 'a', 'c': 'd'}", "{'b': 'd', 'c': 'a'}"),
+    ("a\r\nb", "c\r\nb"),
+    ("10%\rdone", "10%\rfailed"),
     ("3 failed", "4 failed"),
     ("10 %", "20 %"),
     ("50%", "60%"),
@@ -185,6 +208,7 @@ def test_a_quick_look_takes_long_results_that_are_equal(start: str, data: st.Dat
 
 
 _HOSTILE = [
+    *("\r", "a\ra", "{'", "{'a', 'b', ", "', '", "req_", "req_a1", "request_id: ", "nonce=", "1 M", "1it/"),
     *(":1", "a:1", "1s", "1:", "1 s", "1.", "1m", "1/1/", "'1", "12:30", "line ", "line 1", "ab", "0x", "-", "M"),
     *("/tmp/", "aaaaaaaa-", "11111111-1111-1111-", "2026-11-22 ", "1 1s ", "Nov 1 ", "Sun, 1 Nov "),  # noqa: S108  # no file
 ]
