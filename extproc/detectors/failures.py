@@ -32,17 +32,21 @@ _LONGEST_LINE = 400
 """Characters of a line or a message that are read."""
 
 # One of these is in every failure: a look for them is all that most results take.
-_STEMS = ("err", "fail", "excep", "fatal", "panic", "fault", "killed", "abort", "traceback", "not ", "n't", "cannot", "no ",
-          "invalid", "unable", "unknown", "unre", "unexp", "unter", "unmat", "undef", "unav", "unauth", "timed o", "timeo",
-          "denied", "refused", "rejected", "forbid", "limit", "too many", "overl", "exceeded", "missing", "must ", "already ",
-          "required", "problem", "locked", "busy", "try again", "gateway", "***", "exit", "return", "status", "usage:", "false",
-          "non")  # fmt: skip  # one list
+_STEMS = (
+    "err", "fail", "excep", "fatal", "panic", "fault", "killed", "abort", "traceback", "not ", "n't", "cannot", "no ",
+    "invalid", "unable", "unknown", "unre", "unexp", "incor", "unter", "unmat", "undef", "unav", "unauth", "timed o",
+    "timeo", "denied", "refused", "rejected", "forbid", "limit", "too many", "overl", "exceeded", "missing", "must ",
+    "already ", "required", "problem", "locked", "busy", "try again", "gateway", "***", "exit", "return", "status",
+    "usage:", "false", "non",
+)  # fmt: skip  # one list
 
 # Nothing of the kind, and fields for failures that are empty. Each alternative starts with a character of a small set, which
 # the engine finds fast.
 _NO_FAILURE = re.compile(
     r"""
-    [n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?:\ any)?)\s+(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b
+    [n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?:\ any)?)\s+(?:of\ [0-9]+\s+)?(?:\w+\s+)?(?:
+        errors?|exceptions?|failed|failures?
+      )\b
     | [efi](?:(?<=e)(?:rror|xception)|(?<=f)ail(?:ed|ure)|(?<=i)nvalid)\w{0,16}+(?:
         ["']?\s{0,8}+[:=]\s{0,8}+(?:
             0++(?![.]?\w)
@@ -85,8 +89,12 @@ _FIELD = re.compile(
 _RECORDS = ("{", "[", '"{', "'{")
 _WELL = re.compile(r"""["'](?:success|ok)["']\s{0,8}+:\s{0,8}+true""")
 _MESSAGE = re.compile(
-    rf"""["'](?:message|msg|details?|reason|text|output|stderr|stdout|content|result)["']\s{{0,8}}+[:=]\s{{0,8}}+["']([^\n]{{1,{_LONGEST_LINE}}})"""
-    rf"""|\btext=["']([^\n]{{1,{_LONGEST_LINE}}})"""
+    rf"""
+    (?:["'](?:message|msg|details?|output|stderr|stdout|content|result)["']\s{{0,8}}+[:=]|["']type["']:\s?["']text["'],\s?["']text["']:)
+    \s{{0,8}}+["']([^\n]{{1,{_LONGEST_LINE}}})
+    | \btext=["']([^\n]{{1,{_LONGEST_LINE}}})
+    """,
+    re.VERBOSE,
 )
 
 # What stands before the words of a line: a time, tags, brackets, bullets; but no signs of a difference, a table or a heading.
@@ -104,6 +112,7 @@ _BEGINS = re.compile(
         )
       | an?\ (?:\w{{1,32}}\ )?(?:error|exception)\ (?:occurred|has)
       | \w{{1,16}}\ err!
+      | err_\w{{1,64}}\ | \w{{1,64}}(?:error|exception)\)
       | traceback\ \(most
       | fail(?:ed|ure)?(?=[\s:!.]|$)
       | (?:http\ |status\ )?[45][0-9]{{2}}\ (?:[a-z]+\ )?(?:
@@ -146,7 +155,7 @@ _COMPLAINS = re.compile(
       | timed\ out | timeout(?=\ (?:of|exceeded|expired|after|error|while|waiting)|$)
       | denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable|overloaded|exceeded
       | rate[ -]limit(?:ed|s)?|too\ many\ requests
-      | invalid|unknown\ \w+|unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined|missing|required
+      | invalid|unknown\ \w+|unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined|incorrect|missing|required
       | must\ (?:be|contain|not|have) | is\ (?:locked|busy)
       | already\ (?:exists|in\ use|allocated|taken|booked) | syntax\ error | try\ again
       | error(?=[.!]?$) | (?:error|problem)(?=:(?!\s*[0-9.]+\s*%?$))
@@ -163,7 +172,7 @@ _QUOTES = re.compile(
     r"""
     \s*(?:
         [0-9]+(?:\u2192|\t|[:.|]\ ) | [+|\#] | -(?!\w+:\ ) | [0-9a-f]{7,40}\ | (?:\w+\ )?warn(?:ing)?\b
-      | (?:def|class|import|from|raise|return|throw|if|else|export|const|let|var|func|fn|package|public|private)\s
+      | (?:def|class|import|from|raise|return|throw|if|else|export|const|let|var|func|fn|package|pub|public|private|impl|try)\s
     )
     | [^\s:]{1,256}:[0-9]{1,7}[:-]
     | .*(?:[{;]\s*$|=>|\)\s*:\s*$)
@@ -185,7 +194,8 @@ _TRANSIENT = re.compile(
 )
 _MISSING = re.compile(
     r"""
-      (?:_|\b)not[ _]?found\b | \bno\ such\b | \bnosuch\w | (?:does|did)(?:n't|\ not)\ (?:exist|match) | \benoent\b
+      (?:_|\b)not[ _](?:be\ )?found\b|notfound\b | \bno\ such\b | \bnosuch\w | \benoent\b
+    | (?:does|did)(?:n't|\ not)\ (?:exist|match)
     | (?<![\w.:-])e?404\b(?![.]) | (?:unable\ to|could\ not|cannot)\ (?:locate|find)\b | could\ not\ resolve\ to
     """,
     re.VERBOSE,

@@ -1,4 +1,7 @@
-"""Results of the tools that agents use, each with its kind of failure: written by hand before the rule for failures was.
+"""Results of the tools that agents use, each with its kind of failure.
+
+They were written by hand before the rule for failures was read; the last 63, from `swift` on, when it first stood. Of what it
+called errors among those, 81 % were errors, and it found 79 % of them. What both showed was then mended.
 
 In `tool_results.txt`, a line `%%% kind tool` stands before each result: `none`, `fatal`, `transient` or `missing`, as
 `extproc.detectors.failures` explains them. What only shows failures of others (sources, logs, lists) is `none`.

@@ -98,21 +98,21 @@ def test_an_error_says_so_early(text: str, error: bool) -> None:
 
 
 def test_results_of_tools_are_told_apart() -> None:
-    """Of 300 results and more, at most 3 in 100 that are called errors are none, and at most 3 in 100 errors are missed."""
+    """Of 400 results and more, at most 4 in 100 that are called errors are none, and at most 4 in 100 errors are missed."""
     right = sum(1 for kind, text in TOOL_RESULTS if kind != NO_FAILURE and is_error(text))
     said = sum(1 for _, text in TOOL_RESULTS if is_error(text))
     errors = sum(1 for kind, _ in TOOL_RESULTS if kind != NO_FAILURE)
 
-    assert len(TOOL_RESULTS) >= 300
-    assert right / said >= 0.97
-    assert right / errors >= 0.97
+    assert len(TOOL_RESULTS) >= 400
+    assert right / said >= 0.96
+    assert right / errors >= 0.96
 
 
 def test_what_passes_and_what_is_not_there_are_told_from_what_stays() -> None:
-    """Of the errors that are found, the kind of at most 3 in 100 is wrong."""
+    """Of the errors that are found, the kind of at most 4 in 100 is wrong."""
     found = [(kind, read_failure(text)) for kind, text in TOOL_RESULTS if kind != NO_FAILURE and is_error(text)]
 
-    assert sum(1 for kind, read in found if kind == read) / len(found) >= 0.97
+    assert sum(1 for kind, read in found if kind == read) / len(found) >= 0.96
 
 
 @pytest.mark.parametrize(
