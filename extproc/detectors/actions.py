@@ -15,53 +15,11 @@ from typing import Final, NamedTuple
 from extproc.apis.contents import read_arguments, unpack
 from extproc.apis.messages import CALL, TEXT, Part
 from extproc.bounded import Memo
+from extproc.detectors.arguments import is_for_thinking, reduce_arguments, tidy_command
 from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
-
-THOUGHTS = frozenset(
-    {
-        "analysis",
-        "current_state",
-        "evaluation_previous_goal",
-        "explanation",
-        "justification",
-        "memory",
-        "next_goal",
-        "plan",
-        "rationale",
-        "reasoning",
-        "reflection",
-        "state_analysis",
-        "task_progress",
-        "thinking",
-        "thought",
-        "thoughts",
-        "toolAction",
-        "toolSummary",
-    }
-)
-"""Arguments in which agents think aloud; `ignore_arguments` replaces them."""
-
-_COMMANDS = frozenset({"cmd", "command"})
-_REMARKS = frozenset(
-    {
-        "description",
-        "goal",
-        "max_output_tokens",
-        "requires_approval",
-        "summary",
-        "timeout",
-        "timeout_ms",
-        "timeout_seconds",
-        "yield_time_ms",
-    }
-)
-"""Beside a shell's command these say what it is for, and how long or for how much of it the agent waits."""
 
 MAX_NAME = 256
 """So much of a tool's or command's name is matched and shown, in characters."""
-
-_THINKERS = ("think", "thought", "reason", "reflect", "plan", "memor", "note", "expla", "analy")
-"""A tool with such a name that takes nothing but thoughts is called for them."""
 
 _ACTION_KEYS = ("action", "actions", "command", "commands", "tool", "tools", "tool_name", "tool_call", "tool_calls", "function",
                 "function_call", "next_action", "code", "cmd", "operation")  # fmt: skip  # one list
@@ -100,6 +58,8 @@ _MARKED_WITHIN = 4_096
 """A mark is looked for in so much of an action, in bytes."""
 
 _FENCE = "```"
+_COMMENTED = frozenset({"bash", "console", "py", "python", "sh", "shell", "zsh"})
+"""Languages whose comments start with a `#`."""
 _FENCES = re.compile("`{3,}")
 _SEPARATOR = b"\xff"  # never in UTF-8
 _JSON, _CODE, _TAGS, _LINE, _TEXT = b"json", b"code", b"tags", b"line", b"text"
@@ -154,7 +114,8 @@ def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
         return AssistantAction((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, one)
     spelled = [spell_call(call, ignored) for call in calls]
     unique = {call: place for place, call in enumerate(sorted(set(spelled)))}
-    names = dict.fromkeys([name for _, name in sorted(zip(spelled, [call.name[:MAX_NAME] for call in calls], strict=True))])
+    ranked = sorted([(is_for_thinking(call.name), one, call.name[:MAX_NAME]) for one, call in zip(spelled, calls, strict=True)])
+    names = dict.fromkeys([name for _, _, name in ranked])
     places = {call.id or number_id(number): unique[spelled[number]] for number, call in enumerate(calls)}
     return AssistantAction(tuple(names), _SEPARATOR.join(unique), places, spelled[0])
 
@@ -186,30 +147,8 @@ def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
     """A call in one spelling: its tool, and its arguments without thoughts."""
     value = read_arguments(call.value)
     if isinstance(value, dict):
-        if not value.keys().isdisjoint(ignored):
-            value = _without_thoughts(value, call.name, ignored)
-        value = _without_remarks(value)
+        value = dict(reduce_arguments(value, call.name, ignored))
     return call.name.encode() + _SEPARATOR + write_canonical(value)
-
-
-def _without_thoughts(value: dict[str, Json], name: str, ignored: frozenset[str]) -> dict[str, Json]:
-    left = {key: item for key, item in value.items() if key not in ignored}
-    if not left:
-        lower = name.lower()
-        if any(word in lower for word in _THINKERS):
-            return value
-    return left
-
-
-def _without_remarks(value: dict[str, Json]) -> dict[str, Json]:
-    if value.keys().isdisjoint(_REMARKS) or not any(_is_shell(value.get(key)) for key in _COMMANDS):
-        return value
-    return {key: item for key, item in value.items() if key not in _REMARKS}
-
-
-def _is_shell(command: Json) -> bool:
-    """Whether a command has arguments; one word may be what a tool is to do with its other arguments, such as `create`."""
-    return isinstance(command, list) or (isinstance(command, str) and len(command.split(maxsplit=1)) > 1)
 
 
 def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
@@ -245,7 +184,7 @@ def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None
     fence = _last_fence(text) if _FENCE in text else None
     tags = _tags(text) if "</" in text or "<" in text else []
     if fence is not None and not any(start < fence[0] and fence[1] < end for _, start, end in tags):
-        return _read_code(text[fence[0] : fence[1]], ignored)
+        return _read_code(text[fence[0] : fence[1]], _language(text, fence[0]), ignored)
     if fence is None and "{" in text and '"' in text:
         found = _read_objects(text, ignored)
         if found is not None:
@@ -256,14 +195,15 @@ def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None
     return _read_react(text, line) if line is not None else None
 
 
-def _read_code(code: str, ignored: frozenset[str]) -> tuple[str, bytes]:
-    """What stands in a code block; JSON goes without its thoughts."""
+def _read_code(code: str, language: str, ignored: frozenset[str]) -> tuple[str, bytes]:
+    """What stands in a code block; JSON goes without its thoughts, and commands go without comments."""
     code = code.strip()
     if code.startswith("{") and code.endswith("}"):
         value = _whole_json(code)
         if value is not None:
             return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(_action_in(value, ignored))
-    return _first_word(code), _CODE + _SEPARATOR + code.encode()
+    spelled = tidy_command(code) if language in _COMMENTED else code
+    return _first_word(code), _CODE + _SEPARATOR + spelled.encode()
 
 
 def _last_fence(text: str) -> tuple[int, int] | None:
@@ -306,6 +246,11 @@ def _behind_info(text: str, start: int, end: int) -> int:
     return line if line >= 0 and len(text[start:line].split()) <= 1 else start
 
 
+def _language(text: str, start: int) -> str:
+    """What is said of the code block whose content starts there."""
+    return text[max(0, start - MAX_NAME) : start].rpartition(_FENCE)[2].strip().lower()
+
+
 def _whole_json(text: str) -> dict[str, Json] | None:
     """The object that a text is as a whole."""
     try:
@@ -345,10 +290,16 @@ def _acts(value: dict[str, Json]) -> bool:
 
 def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
     """An object without its thoughts; an action that is an object or a list says all, but for arguments that have a key."""
+    name = _name_of(value, ignored)
     acting = {key for key in _ACTION_KEYS if isinstance(value.get(key), dict | list)}
     if acting:
         return {key: item for key, item in value.items() if key in acting or key in _ARGUMENT_KEYS}
-    return _without_remarks({key: item for key, item in value.items() if key not in ignored} or value)
+    left: dict[str, Json] = {key: item for key, item in value.items() if key not in ignored} or value
+    for key in left.keys() & _ARGUMENT_KEYS:
+        given = left[key]
+        if isinstance(given, dict):
+            left = {**left, key: dict(reduce_arguments(given, name, ignored))}
+    return dict(reduce_arguments(left, name, ignored))
 
 
 def _name_of(value: dict[str, Json], ignored: frozenset[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from extproc.detectors.actions import THOUGHTS
+from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.tools import Limit, ToolLimits
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD, NO_ITEMS, JsonObject, Pointer
 
@@ -143,7 +143,7 @@ class TurnsKeys(HistoryKeys):
     """Of `turns`.
 
     Attributes:
-        normalize_results: with `turns`: `false` compares results byte for byte, including timestamps, durations and ids.
+        normalize_results: with `turns`: `false` compares results byte for byte, including times and durations.
         ignore_arguments: with `turns`: names of arguments that hold thoughts, which are not compared.
     """
 

@@ -5,7 +5,8 @@ results of tools, observations, what the user says. Two turns are equal when bot
 part of a loop when
 
 - REPEAT: it stands t times among the last 2t + 4 turns, and at most t - 2 turns between the first and the last of these t are
-  new (not seen before among the last 32 turns): who edits and runs the same tests again has new turns in between;
+  new (not seen before among the last 32 turns, and more than thoughts): who edits and runs the same tests again has new turns
+  in between;
 - CYCLE: the last turns are a cycle of 2 to `max_cycle` different turns that came round t times, from length 5 on max(2, t - 1);
 - ERROR: the last 2t results are the same error, whatever was done.
 
@@ -23,7 +24,7 @@ from itertools import islice
 
 from extproc.apis import open_conversation
 from extproc.decision import Repeat
-from extproc.detectors.actions import THOUGHTS
+from extproc.detectors.arguments import THOUGHTS, is_for_thinking
 from extproc.detectors.tools import Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
     AnyTurn,
@@ -190,7 +191,7 @@ class TurnRule:
         if len(places) + 1 < limit.threshold:
             return None
         first = places[limit.threshold - 2]
-        new = [place for place in range(1, first) if place not in places and not self._is_seen(history, place)]
+        new = [place for place in range(1, first) if place not in places and not self._is_no_news(history, place)]
         if len(new) > limit.threshold - 2:
             return None
         turns = len(history.newest(window))
@@ -198,10 +199,12 @@ class TurnRule:
             newest.names, len(places) + 1, turns, limit.threshold, True, limit.reason, REPEAT if newest.known else RESULT
         )
 
-    def _is_seen(self, history: History, place: int) -> bool:
-        """Whether the turn at a place stands further back as well."""
+    def _is_no_news(self, history: History, place: int) -> bool:
+        """Whether the turn at a place stands further back as well, or only thinks."""
         turns = history.newest(MAX_TURNS)
         turn = turns[place]
+        if turn.names and all(is_for_thinking(name) for name in turn.names):
+            return True
         return turn.known and any(self._same(turn, older) for older in turns[place + 1 :])
 
     def _cycle(self, history: History, again: Sequence[int]) -> Repeat | None:

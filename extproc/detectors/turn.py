@@ -16,7 +16,8 @@ from extproc.apis.conversation import ASSISTANT, Conversation
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
-from extproc.detectors.results import MAX_NORMALIZED, is_error, may_be_equal, normalize, normalize_head
+from extproc.detectors.failures import is_error
+from extproc.detectors.results import MAX_NORMALIZED, may_be_equal, normalize, normalize_head
 from extproc.request.document import ABSENT, Document, write_canonical
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.detectors.actions import THOUGHTS, read_text_action
+from extproc.detectors.actions import read_text_action
+from extproc.detectors.arguments import THOUGHTS
 
 _LIST = "ls -la src"
 

@@ -78,7 +78,7 @@ def dressed(result: str, number: int) -> str:
     return f"[{clock}] {result} (line {number}, took {number}.5 ms, pid={number}) in /tmp/run-{number}/x at a.py:{number}"
 
 
-_RESULTS = st.sampled_from(["ok", "3 failed", "an error", ""])
+_RESULTS = st.sampled_from(["ok", "3 failed", "error: no", ""])
 _MEANINGS = st.tuples(st.sampled_from(["view", "edit", "run", "poll"]), _RESULTS)
 _HISTORIES = st.builds(
     lambda before, again, times, after: [*before, *again * times, *after],
@@ -107,7 +107,7 @@ def test_every_conversation_gets_the_verdict_of_the_oracle(
 def _made_up(dice: random.Random) -> list[Meaning]:
     """An agent's day: some work, most of it new, and perhaps a loop at its end."""
     work = [(f"edit{dice.randrange(40)}", dice.choice(["ok", "error: no", ""])) for _ in range(dice.randrange(20))]
-    round_ = [(f"do{number}", dice.choice(["same", "same error", ""])) for number in range(dice.choice([1, 1, 1, 2, 3, 5, 9]))]
+    round_ = [(f"do{number}", dice.choice(["same", "error: same", ""])) for number in range(dice.choice([1, 1, 1, 2, 3, 5, 9]))]
     loop = round_ * dice.randrange(1, 5)
     for _ in range(dice.choice([0, 0, 1, 2])):
         loop.insert(dice.randrange(len(loop)), (f"edit{dice.randrange(99)}", "ok"))
@@ -215,11 +215,11 @@ _VOLATILE = (
         "{0[0]}{0[1]}".format
     ),
     st.floats(0, 1e4).map("{:.2f}s".format),
-    st.binary(min_size=4, max_size=32).map(bytes.hex),
-    st.integers(10**7, 10**13).map(str),
+    st.binary(min_size=4, max_size=32).map(bytes.hex).filter(lambda text: not text.isdecimal()),
+    st.integers(1_500_000_000, 1_999_999_999).map(str),
 )
 _PATHS = st.from_regex(r"/tmp/[a-z0-9_.-]{1,12}(/[a-z0-9]{1,8})?", fullmatch=True)  # noqa: S108  # never opened
-_NUMBERED = ["line {}", "Line: {}", "Step {}/20", "pid={}", "port: {}", '"id": {}', "x/a.py:{}"]
+_NUMBERED = ["line {}", "Line: {}", "Step {}/20", "pid={}", "port: {}", "x/a.py:{}"]
 
 
 @given(st.data(), st.sampled_from(sorted(WRITERS)))
@@ -274,14 +274,14 @@ def test_what_is_said_about_a_command_does_not_matter(key: str) -> None:
     """The description or timeout of a command may be worded anew; in a call without a command they may be all that it does."""
 
     def call(**arguments: object) -> list[Did]:
-        return [Did((("f", {**arguments, key: f"word {n}"}),), ("nothing",)) for n in range(3)]
+        return [Did((("create", {**arguments, key: f"word {n}"}),), ("nothing",)) for n in range(3)]
 
     for write in SHAPES.values():
         assert verdict(write(call(command="make test"))) is not None
         assert verdict(write(call(cmd=["make", "test"]))) is not None
         assert verdict(write(call(path="a.py"))) is None
         assert verdict(write(call(command="create"))) is None
-    assert verdict(as_chat([Did((("f", {"command": f"make {n}", key: "test"}),), ("nothing",)) for n in range(3)])) is None
+    assert verdict(as_chat([Did((("create", {"command": f"make {n}", key: "test"}),), ("nothing",)) for n in range(3)])) is None
 
 
 def test_a_tool_for_thinking_is_called_for_its_thoughts() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.detectors import actions, chain, results, turn
-from extproc.detectors.actions import THOUGHTS, read_text_action
+from extproc.detectors.actions import read_text_action
+from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.results import MAX_NORMALIZED, normalize
 from extproc.detectors.turns import Turns
 from extproc.policy.bundle import LoopDetection

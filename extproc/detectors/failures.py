@@ -1,0 +1,284 @@
+"""Whether what an action brought back says that it failed, and how.
+
+Results hold much that only mentions errors: sources, logs, listings, pages, lists of commits. So words alone decide nothing.
+A result says that it failed by
+
+- a field or a code: `"isError": true`, `"success": false`, an exit code that is not zero, a status of HTTP from 400 on;
+- a line that begins as messages of errors do: `error:`, `fatal:`, `ValueError:`, `FAILED`, `a.c:9:5: ...`, `3 failed`;
+- a complaint (`not found`, `cannot`, `timed out`, ...) behind the name of a program, in the first or last line, or in a
+  field for messages. Source code complains of nothing.
+
+The worst case is `_SAID_WITHIN` characters of beginnings of such lines: each pattern has bounds, and sees each line once.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal, TypeAlias
+
+Failure: TypeAlias = Literal["", "fatal", "transient", "missing"]
+
+NO_FAILURE: Final = ""
+FATAL: Final = "fatal"
+TRANSIENT: Final = "transient"
+"""It may go away by itself: refused or reset connections, timeouts, rate limits, statuses 429, 502, 503 and 504."""
+MISSING: Final = "missing"
+"""What was looked for is not there, which is often an answer; a tool or a command that is not there is FATAL."""
+
+_SAID_WITHIN = 3_000
+"""A failure is told early, in characters."""
+
+_LONGEST_LINE = 400
+"""Characters of a line or a message that are read."""
+
+# One of these is in every failure: a look for them is all that most results take.
+_STEMS = (
+    "err", "fail", "excep", "fatal", "panic", "fault", "killed", "abort", "traceback", "not ", "n't", "cannot", "no ",
+    "invalid", "unable", "unknown", "unre", "unexp", "incor", "unter", "unmat", "undef", "unav", "unauth", "timed o",
+    "timeo", "denied", "refused", "rejected", "forbid", "limit", "too many", "overl", "exceeded", "missing", "must ",
+    "already ", "required", "problem", "locked", "busy", "try again", "gateway", "***", "exit", "return", "status",
+    "usage:", "false", "non",
+)  # fmt: skip  # one list
+
+# Nothing of the kind, and fields for failures that are empty. Each alternative starts with a character of a small set, which
+# the engine finds fast.
+_NO_FAILURE = re.compile(
+    r"""
+    [n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?:\ any)?)\s+(?:of\ [0-9]+\s+)?(?:\w+\s+)?(?:
+        errors?|exceptions?|failed|failures?
+      )\b
+    | [efi](?:(?<=e)(?:rror|xception)|(?<=f)ail(?:ed|ure)|(?<=i)nvalid)\w{0,16}+(?:
+        ["']?\s{0,8}+[:=]\s{0,8}+(?:
+            0++(?![.]?\w)
+          | (?:null|none|nil|undefined|false|\[\s{0,8}+\]|\{\s{0,8}+\}|""|'')
+            (?=[ \t]*+(?:[]},;)<|"'\\]|\n|$|\w{1,32}+["']?[:=]))
+        )
+      | \s?/>
+      | >\s{0,8}+</\w{1,32}+
+      )
+    | i(?=s_?error\w)(?:is_?error)["']?\s{0,8}+[:=]\s{0,8}+false
+    """,
+    re.VERBOSE,
+)
+
+_SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?!\w)"
+_GAP = r"[^\w(]{1,4}"
+_CODE_WORDS = ("exit", "return", "status", "non")
+_CODE = re.compile(
+    rf"""
+      exit[ _-]?(?:code|status|value){_GAP}-?[1-9]
+    | exit(?:ed)?(?:\ with(?:\ (?:exit\ )?(?:code|status))?\ |[:=]\ ?)-?[1-9]
+    | (?:return[ _-]?(?:code|status|value)|status(?:[ _-]?(?:code|value))?){_GAP}-?(?!{_SUCCESS})[1-9]
+    | returned\ (?:with\ )?(?:code\ -?[1-9]|-?(?!{_SUCCESS})[1-9][0-9]*+(?![.,][0-9]|\ [a-z]))
+    | non-?zero\ (?:exit|return|status|code)
+    """,
+    re.VERBOSE,
+)
+
+_FIELD = re.compile(
+    r"""
+      is_?error["']?\s{0,8}+[:=]\s{0,8}+true
+    | ["'](?:success|succeeded|ok)["']\s{0,8}+:\s{0,8}+false
+    | ["'](?:status|type)["']\s{0,8}+:\s{0,8}+["'](?:error|fail)
+    | ["'](?:errors?|exceptions?|error_?(?:message|code|type))["']\s{0,8}+:\s{0,8}+["'{[tTd1-9-]
+    | ["'](?:failed|failures?|errors)["']\s{0,8}+:\s{0,8}+[1-9]
+    | <\w{0,32}error>(?!\s{0,8}+</)
+    """,
+    re.VERBOSE,
+)
+_RECORDS = ("{", "[", '"{', "'{")
+_WELL = re.compile(r"""["'](?:success|ok)["']\s{0,8}+:\s{0,8}+true""")
+_MESSAGE = re.compile(
+    rf"""
+    (?:["'](?:message|msg|details?|output|stderr|stdout|content|result)["']\s{{0,8}}+[:=]|["']type["']:\s?["']text["'],\s?["']text["']:)
+    \s{{0,8}}+["']([^\n]{{1,{_LONGEST_LINE}}})
+    | \btext=["']([^\n]{{1,{_LONGEST_LINE}}})
+    """,
+    re.VERBOSE,
+)
+
+# What stands before the words of a line: a time, tags, brackets, bullets; but no signs of a difference, a table or a heading.
+_LABEL = r"(?:(?:observation|output|result|response|std(?:out|err))s?:\ {1,8})?+"
+_TIME = r"(?:\W?[0-9]{4}-[0-9]{2}-[0-9]{2}[t\ ][0-9:.,]{5,18}z?\W)?+"
+_BEFORE = rf"{_LABEL}{_TIME}(?:<[^<>\n]{{1,64}}>|[^\w<+|\#`\n-]){{0,16}}+"
+_BEGINS = re.compile(
+    rf"""
+    {_BEFORE}(?:
+        (?:[a-z0-9.$]{{0,64}}(?:error|exception)|fatal|panic|e)(?:\[\w{{1,16}}\])?:(?!\s*[0-9.]+\s*%?$)
+      | (?:[\w.-]{{1,32}}\ ){{0,3}}(?:parse|syntax|runtime|internal|fatal|validation|unhandled|uncaught)\ (?:error|exception)
+      | (?:[\w.-]{{1,32}}\ )?(?:error|exception)(?:
+            [\])!]
+          | \ (?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response|(?:execut|process|runn|call|pars|load)ing)
+        )
+      | an?\ (?:\w{{1,32}}\ )?(?:error|exception)\ (?:occurred|has)
+      | \w{{1,16}}\ err!
+      | err_\w{{1,64}}\ | \w{{1,64}}(?:error|exception)\)
+      | traceback\ \(most
+      | fail(?:ed|ure)?(?=[\s:!.]|$)
+      | (?:http\ |status\ )?[45][0-9]{{2}}\ (?:[a-z]+\ )?(?:
+            not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
+        )
+      | http/[0-9.]{{1,3}}\ [45]
+      | build\ fail
+      | [\w:]{{1,64}}\ {{1,2}}error\ [ ]
+      | segmentation\ fault|killed$|aborted$
+      | [^\s:]{{1,256}}:[0-9]{{1,7}}:[0-9]{{1,7}}:\ (?!warning|note|info|remark|hint|help)
+      | [^\s:(]{{1,256}}(?:\([0-9,]{{1,16}}\)|:[0-9]{{1,7}}):\ (?:fatal\ )?error
+      | [0-9]{{1,7}}:[0-9]{{1,7}}\ {{1,4}}error
+    )
+    | ---\ fail
+    | \#\ fail\ [1-9]
+    """,
+    re.VERBOSE,
+)
+# Each alternative starts with a character of a small set, as above.
+_WITHIN = re.compile(
+    r"""
+      [1-9](?<![\w:.].)(?:[0-9]{0,8}+\ (?:errors|failed|failures|failing|problems)|(?<=1)\ (?:error|failure|problem))(?![\w/.-])
+    | [:=](?<=(?:ailed|rrors|error|lures|ilure).)\ ?[1-9](?![0-9]*[.])
+    | \*\*\*
+    | \((?:[\w.]{1,64})?error\)$
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+_COMPLAINS = re.compile(
+    r"""
+    (?<![\w/.-])(?:
+        not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported|respond|installed|implemented)
+      | no\ (?:such|space|rule|matching|replacement)
+      | (?:does|do|did|was|were|is|are|has|have|would)(?:n't|\ not)\ (?:
+            exist|have|look|appear|respond|an?|in|be|valid|\w{3,16}\ to
+        )
+      | (?:wasn't|isn't|is\ not|was\ not)\ (?:an?\ )?(?:\w{1,16}\ )?valid
+      | (?:cannot|could\ not|couldn't|can't)\ (?:be|connect|find|open|read|parse|access|resolve|load)(?!\ any)
+      | (?:unable|failed)\ to | fail(?:ed|ure)(?=[:;.!]|\W{0,3}$)
+      | timed\ out | timeout(?=\ (?:of|exceeded|expired|after|error|while|waiting)|$)
+      | denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable|overloaded|exceeded
+      | rate[ -]limit(?:ed|s)?|too\ many\ requests
+      | invalid|unknown\ \w+|unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined|incorrect|missing|required
+      | must\ (?:be|contain|not|have) | is\ (?:locked|busy)
+      | already\ (?:exists|in\ use|allocated|taken|booked) | syntax\ error | try\ again
+      | error(?=[.!]?$) | (?:error|problem)(?=:(?!\s*[0-9.]+\s*%?$))
+    )(?![\w/-]|\.\w)
+    | \b(?:net::err_|errno\b|econn|enoent|eacces|eperm|eaddrinuse)
+    | (?:^\W{0,8}|:\ |\ and\ )(?:cannot|can't|could(?:\ not|n't))\b(?!\ find\ any)
+    """,
+    re.VERBOSE,
+)
+# Behind which a line says who complains; `name:12:` is where something was found instead.
+_PROGRAM = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
+_USAGE = re.compile(r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)", re.MULTILINE)
+_QUOTES = re.compile(
+    r"""
+    \s*(?:
+        [0-9]+(?:\u2192|\t|[:.|]\ ) | [+|\#] | -(?!\w+:\ ) | [0-9a-f]{7,40}\ | (?:\w+\ )?warn(?:ing)?\b
+      | (?:def|class|import|from|raise|return|throw|if|else|export|const|let|var|func|fn|package|pub|public|private|impl|try)\s
+    )
+    | [^\s:]{1,256}:[0-9]{1,7}[:-]
+    | .*(?:[{;]\s*$|=>|\)\s*:\s*$)
+    """,
+    re.VERBOSE,
+)
+"""A line of a source, a listing, a page, a difference; or a warning."""
+
+_TRANSIENT = re.compile(
+    r"""
+      (?:_|\b)connection[ _](?:was\ )?(?:refused|reset|aborted|closed|error|timed) | \beconn(?:refused|reset|aborted)
+    | \b(?:was\ refused|fetch\ failed|(?:failed|unable)\ to\ connect|(?:cannot|could\ not|couldn't)\ connect)\b
+    | timed[ -]?out\b | timeout(?=\W*$|:|\ (?:of|exceeded|expired|after|error|while|waiting)|\ [0-9]) | deadline\ ?exceeded
+    | \bnot\ respond | (?:^\W{0,8}|>|http\S{0,4}\ |(?:status|code|error)\W{1,3})(?:429|50[234])\b
+    | \btoo\ many\ requests | \brate[ _-]?limit | \bthrottl
+    | \brate\ exceeded | throughput | \bunavailable\b | \btemporar(?:y|ily)\b | overloaded | \btry\ again\b | \bis\ locked\b
+    """,
+    re.VERBOSE,
+)
+_MISSING = re.compile(
+    r"""
+      (?:_|\b)not[ _](?:be\ )?found\b|notfound\b | \bno\ such\b | \bnosuch\w | \benoent\b
+    | (?:does|did)(?:n't|\ not)\ (?:exist|match)
+    | (?<![\w.:-])e?404\b(?![.]) | (?:unable\ to|could\ not|cannot)\ (?:locate|find)\b | could\ not\ resolve\ to
+    """,
+    re.VERBOSE,
+)
+_TOOL = r"(?:tool|command|method|function|module|script)"
+_NO_TOOL = re.compile(
+    rf"""
+      \b{_TOOL}:?\ (?:\S{{1,64}}\ )?(?:not\ found|does) | \b(?:find|such|missing|no)\ {_TOOL}\b
+    | ^(?:\S{{0,16}}/|-)?[a-z]{{0,4}}sh:[ ]
+    """,
+    re.VERBOSE,
+)
+
+
+def is_error(text: str) -> bool:
+    """Whether a result says early that something went wrong."""
+    return read_failure(text) != NO_FAILURE
+
+
+def read_failure(text: str, *, failed: bool = False) -> Failure:
+    """How an action failed, by what it brought back; `failed`: its API says that it did.
+
+    >>> read_failure("cat: a.txt: No such file or directory"), read_failure("3 passed, 0 failed")
+    ('missing', '')
+    """
+    said = text[:_SAID_WITHIN].lower()
+    if not failed and not _may_fail(said):
+        return NO_FAILURE
+    if "\\" in said:  # JSON in a string, or a string as Python writes it
+        said = said.replace("\\n", "\n").replace('\\"', '"')
+    said = _NO_FAILURE.sub("", said)
+    line = _find_line(said)
+    if line:
+        return _tell_kind(line)
+    return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said) else NO_FAILURE
+
+
+def _may_fail(said: str) -> bool:
+    for stem in _STEMS:  # noqa: SIM110  # a generator is read to its end
+        if stem in said:
+            return True
+    return False
+
+
+def _find_line(said: str) -> str:
+    """The line or the message that says that something failed; empty where none does."""
+    lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n") if line and not line.isspace()]
+    ends = [line for line in (lines[0], lines[-1]) if not line.startswith(_RECORDS)] if lines else []
+    messages: list[str] = []
+    if "text=" in said or any(line.startswith(_RECORDS) for line in lines):
+        messages = [] if _WELL.search(said) else [one or other for one, other in _MESSAGE.findall(said)]
+    for line in messages + lines:
+        if _BEGINS.match(line):
+            return line
+    found = _WITHIN.search(said)
+    if found is not None:
+        return said[found.start() : found.start() + _LONGEST_LINE]
+    for line in messages + ends:
+        if _COMPLAINS.search(line) and not _QUOTES.match(line):
+            return line
+    for line in lines:
+        program = _PROGRAM.match(line)
+        if program is not None and not _QUOTES.match(line) and _COMPLAINS.search(line, program.end()):
+            return line
+    return ""
+
+
+def _is_marked(said: str) -> bool:
+    """Whether a field or a code says that it failed."""
+    if _FIELD.search(said) or ("usage:" in said and _USAGE.search(said)):
+        return True
+    for word in _CODE_WORDS:  # looked for one by one: where a pattern may start with any, it looks for none of them fast
+        place = said.find(word)
+        while place >= 0:
+            if _CODE.match(said, place):
+                return True
+            place = said.find(word, place + 1)
+    return False
+
+
+def _tell_kind(line: str) -> Failure:
+    if _TRANSIENT.search(line):
+        return TRANSIENT
+    if _MISSING.search(line) and not _NO_TOOL.search(line):
+        return MISSING
+    return FATAL

@@ -1,0 +1,46 @@
+"""What hides a loop from `turns`, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.evasion import find_first
+from tests.support.evasions import EVASIONS, TURNS
+from tests.support.turn_writers import Did
+
+_PAGE = Path(__file__).parents[3] / "docs" / "detectors.md"
+
+
+def test_the_page_lists_what_still_hides_a_loop() -> None:
+    """What the benchmark finds to hide one, in its words and order."""
+    hides = [name for name, write in EVASIONS.items() if not find_first([write(number) for number in range(TURNS)], 3)]
+
+    assert "What still does" in _PAGE.read_text()
+    listed = _PAGE.read_text().partition("What still does")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert listed.splitlines() == [f"- {name}" for name in hides]
+
+
+def _think(number: int, tool: str = "think") -> Did:
+    return Did(((tool, {"thought": f"no. {number}"}),), ("ok",))
+
+
+def _look(result: str, tool: str = "read_file") -> Did:
+    return Did(((tool, {"path": "a"}),), (result,))
+
+
+@pytest.mark.parametrize(
+    ("turns", "loops"),
+    [
+        ([turn for n in range(3) for turn in (_think(n), _look("same"))], True),
+        ([turn for n in range(3) for turn in (_think(n), _think(n + 9), _look("same"))], True),
+        ([turn for n in range(3) for turn in (_think(n), _look(f"news no. {n}"))], False),
+        ([turn for n in range(3) for turn in (_think(n, "create_note"), _look("same"))], False),
+        ([_think(n) for n in range(6)], False),
+        ([_think(0)] * 3, True),
+    ],
+)
+def test_thinking_between_equal_turns_is_no_news(turns: list[Did], *, loops: bool) -> None:
+    """Thoughts hide no loop, make none of turns that differ, and are one if they are equal; what is recorded is news."""
+    assert bool(find_first(turns, 3)) is loops
