@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeAlias
@@ -85,7 +86,7 @@ def find_note(body: bytes) -> str:
     return str(json.loads(b'"%b"' % found[0])) if found else ""
 
 
-def find_user(headers: Mapping[str, str]) -> str:
+def find_user(headers: Message) -> str:
     """Who asks."""
     names = (USER, "authorization", "x-api-key", "x-goog-api-key")
     found = _KEY.match(next((headers[name] for name in names if headers.get(name)), ""))

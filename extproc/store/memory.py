@@ -131,7 +131,7 @@ class MemoryStore:
             entry, count = log(entry if isinstance(entry, bytearray) else None, hit, now)
         else:
             state, count = tally(_read_tally(entry) if isinstance(entry, bytes) else None, hit, now)
-            entry = _pack_tally(state)
+            entry = _TALLY.pack(state[2], state[3], state[1], min(state[0], _MAX_COUNT))
         self._put(hit.key, hit.cooldown_ms if count.cooldown_ms and hit.cooldown_ms > window else window, entry, now)
         return count
 
@@ -146,7 +146,8 @@ class MemoryStore:
                 take_from_log(entry)
                 self._bytes += len(entry) - before
             elif entry is not None:
-                entries[asked.key] = _pack_tally(take_from_tally(_read_tally(entry)))
+                count, first, last, cooling_until = take_from_tally(_read_tally(entry))
+                entries[asked.key] = _TALLY.pack(last, cooling_until, first, count)
         return UNCOUNTED
 
     def _step(self, asked: Step, now: int) -> Standing:
@@ -303,11 +304,6 @@ class MemoryStore:
                 return
             position = (position + 1) % len(self._shards)
             shard = self._shards[position]
-
-
-def _pack_tally(state: Tally) -> bytes:
-    count, first, last, cooling_until = state
-    return _TALLY.pack(last, cooling_until, first, min(count, _MAX_COUNT))
 
 
 def _read_tally(entry: bytes) -> Tally:
