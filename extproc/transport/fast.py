@@ -111,7 +111,6 @@ class _Peer(asyncio.Protocol):
 
     @property
     def calls(self) -> int:
-        """Calls that are not over."""
         return len(self._grpc.calls)
 
     @property
@@ -120,7 +119,6 @@ class _Peer(asyncio.Protocol):
         return any(call.method != _LOG_ACCESS for call in self._grpc.calls.values())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A peer connected."""
         self._transport = cast("asyncio.Transport", transport)  # what a stream server hands out, uvloop's own class included
         keep_alive(transport.get_extra_info("socket"))
         self._server.peers.add(self)
@@ -201,7 +199,6 @@ class _Peer(asyncio.Protocol):
             self._transport.close()
 
     def close(self) -> None:
-        """Hang up."""
         self._transport.close()
 
     def _check_hello(self) -> None:
@@ -310,7 +307,6 @@ class _Peer(asyncio.Protocol):
         self._drop(call.number)
 
     def _end(self, call: Call) -> None:
-        """End a call with OK."""
         if call.method == _LOG_ACCESS:
             self._grpc.answer(call, _LOGGED)
         else:
