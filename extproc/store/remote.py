@@ -45,7 +45,6 @@ class _JoinedAnswers(Pending):
         self._lost: StoreError | None = None
 
     def add(self, positions: list[int], part: Pending) -> None:
-        """Wait for some of the answers."""
         self._away += 1
         self._parts.append(part)
         part.then(partial(self._take, positions, part))
@@ -185,7 +184,6 @@ class RemoteStore:
         return shard
 
     def _find(self, key: str) -> Shard:
-        """The shard that has a key."""
         return self._list_shards()[find_part(key, len(self._layout.tags))]
 
     def _check_side(self, subject: str) -> None:
@@ -193,7 +191,6 @@ class RemoteStore:
         self._list_shards()[self._side_connections.find_part(subject)].check_open()
 
     def _list_shards(self) -> list[Shard]:
-        """The shard of each part."""
         if self._layout.changes != self._seen:
             self._assign()
         return self._by_part

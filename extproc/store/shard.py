@@ -278,7 +278,6 @@ class Shard:
         self._recover()
 
     def _recover(self) -> None:
-        """Close the breaker."""
         self.trouble = None
         _LOG.info(f"{self._what} available again", extra=make_extra(shard=self.name))
 

@@ -1,10 +1,10 @@
 """The lean transport: sockets and tasks around `grpc.Connection`, serving ext_proc, Envoy's access log and grpc.health.v1.
 
-What arrives in one read is answered in one write, so the cost of the sockets falls as load rises. A message needs a task only
-if its answer waits for a store, or for the delay of a throttled request.
+What arrives in one read is answered in one write, so the cost of the sockets falls as load rises. A message that the service
+answers at once never becomes a task; one does only to wait for a store or for a throttled request's time.
 
-Connections take turns. After a bounded amount of work, or a large read, a connection reads no more until the event loop has run
-once, so that it does not delay the others.
+Every connection has its turn. After a bounded amount of work, or a large read, it reads no more until the event loop has been
+around once, so that no connection keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from extproc.transport.tls import Certificates
 _LOG = logging.getLogger("loopguard")
 
 _LARGE_READ: Final = 65_536
-"""uvloop continues to read while its buffer of 256,000 bytes is full, up to 32 times. After such a read, others are next."""
+"""uvloop reads on while its buffer of 256,000 bytes comes full, up to 32 times: after a large read others come first."""
 
 _MAX_WATCHES: Final = 100
 """Health watches of one connection; Envoy has none."""
 
 _LINES_PER_SECOND: Final = 5
 _GOODBYE_SECONDS: Final = 0.5
-"""How long a peer has to read our last frames."""
+"""How long a peer has to read our last words."""
 
 _POLL_SECONDS: Final = 0.02
 
 _RETIRED_SECONDS: Final = 1.0
-"""How long a peer that was asked to leave may stay, and how long streams that it opens meanwhile may last."""
+"""How long a peer that was asked to leave may take to do so by itself, and every stream that it opens meanwhile."""
 
 _RETIRED_AT_ONCE: Final = 100
-"""Ask this fraction of all connections to leave at once, because finding idle ones takes a look at each."""
+"""One part of this many of all connections: finding them costs a look at each."""
 
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
@@ -67,15 +67,15 @@ _METHODS: Final = {_PROCESS: False, _LOG_ACCESS: False, _CHECK: True, _WATCH: Tr
 _LOGGED: Final = StreamAccessLogsResponse().SerializeToString()
 
 _ENTRY_WORK: Final = 4
-"""Cost of an access log entry, in frames; see `Limits.work`."""
+"""What an entry of an access log costs of a turn, in frames."""
 
 
 class _Serving(Listener):
-    """The work for one call: an ext_proc stream, and an answer that takes time; or a health watch.
+    """What is done for one call: an ext_proc stream, and the answer under way if that takes time; or a health watch.
 
     Attributes:
         stream: None for a watch.
-        task: what the answer waits for, or the watch itself; cancelled if the call ends first.
+        task: what the answer waits for, or the watch itself; cancelled where the call ends before it does.
     """
 
     __slots__ = ("call", "peer", "stream", "task")
@@ -111,16 +111,14 @@ class _Peer(asyncio.Protocol):
 
     @property
     def calls(self) -> int:
-        """Calls that are not over."""
         return len(self._grpc.calls)
 
     @property
     def decides(self) -> bool:
-        """Some calls will end by themselves; access logs last as long as the connection."""
+        """Some of them will end by themselves; access logs go on as long as the connection does."""
         return any(call.method != _LOG_ACCESS for call in self._grpc.calls.values())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A peer connected."""
         self._transport = cast("asyncio.Transport", transport)  # what a stream server hands out, uvloop's own class included
         keep_alive(transport.get_extra_info("socket"))
         self._server.peers.add(self)
@@ -136,7 +134,7 @@ class _Peer(asyncio.Protocol):
         self._drop_all()
 
     def pause_writing(self) -> None:
-        """The peer reads too slowly: stop reading from it."""
+        """The peer reads slower than it asks: let it wait."""
         self._stalled = True
         self._transport.pause_reading()
 
@@ -180,7 +178,7 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def release(self) -> None:
-        """End every call with OK, so that Envoy lets its request go on; with an error if that would lose a body."""
+        """End every call with OK, which makes Envoy go on with its request; where that would lose a body, with an error."""
         for call in list(self._grpc.calls.values()):
             serving = self._serving.get(call.number)
             if serving is not None and serving.stream is not None and serving.stream.carries:
@@ -190,7 +188,7 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def retire(self) -> None:
-        """Ask an idle peer to leave, and close the connection after some time; streams that it opens meanwhile are served."""
+        """Ask an idle peer to leave, and hang up once it has had time to; streams that it opens meanwhile are served."""
         self._server.retiring.add(self)
         self.shut()
         self._loop.call_later(_RETIRED_SECONDS, self._part)
@@ -201,7 +199,6 @@ class _Peer(asyncio.Protocol):
             self._transport.close()
 
     def close(self) -> None:
-        """Close the connection."""
         self._transport.close()
 
     def _check_hello(self) -> None:
@@ -209,7 +206,7 @@ class _Peer(asyncio.Protocol):
             self._transport.close()
 
     def _schedule(self) -> None:
-        """Begin a turn once the event loop has run; everything that becomes ready until then shares it."""
+        """Begin a turn once the event loop has been around; one for everything that becomes ready until then."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._go_on)
@@ -226,7 +223,7 @@ class _Peer(asyncio.Protocol):
             self._leave(self._grpc.error)
 
     def _leave(self, error: ProtocolError) -> None:
-        """Close the connection of a peer that broke the protocol, but give it time to read why."""
+        """Hang up on a peer that broke the protocol, once it can have read why: closing now would drop our last words."""
         self._leaving = True
         self._server.log_error(error)
         self._grpc.close()
@@ -305,19 +302,18 @@ class _Peer(asyncio.Protocol):
             self._grpc.send(call, reply.answer)
 
     def _finish(self, call: Call, status: int, message: str = "") -> None:
-        """End a call with a status, and the work for it."""
+        """End a call with a status, and what is done for it."""
         self._grpc.finish(call, status, message)
         self._drop(call.number)
 
     def _end(self, call: Call) -> None:
-        """End a call with OK."""
         if call.method == _LOG_ACCESS:
             self._grpc.answer(call, _LOGGED)
         else:
             self._finish(call, grpc.OK)
 
     def _give_up(self, call: Call) -> None:
-        """Stop waiting for the body: ending with OK makes Envoy let the request go on."""
+        """The body is not waited for any more: ending with OK makes Envoy go on with the request."""
         self._finish(call, grpc.OK)
         self._schedule()
 
@@ -369,7 +365,7 @@ def parse_check(message: bytes) -> HealthCheckRequest:
 
 
 class FastServer:
-    """The same server as `grpcio.GrpcServer`, without grpcio.
+    """The same door as `grpcio.GrpcServer`, without grpcio.
 
     Attributes:
         cache: of header fields, for all connections.
@@ -407,7 +403,7 @@ class FastServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
     def _make_room(self) -> bool:
-        """Whether there may be one more connection; at the limit, those that have been idle longest are asked to leave."""
+        """Whether there may be one more connection; past the bound those that have been idle longest are asked to leave."""
         most = self.service.settings.max_connections
         if len(self.peers) < most:
             return True
@@ -419,7 +415,7 @@ class FastServer:
         return len(self.peers) < most + share
 
     async def stop(self, grace: float) -> None:
-        """Accept no more calls, give those in flight `grace` seconds, then end them so that their requests go on."""
+        """Take no more calls, give those in flight `grace` seconds, then end them so that their requests go on."""
         self._acceptor.close()
         for peer in list(self.peers):
             peer.shut()
@@ -432,7 +428,7 @@ class FastServer:
             peer.close()
 
     def log_error(self, error: ProtocolError) -> None:
-        """Log a connection that broke the protocol, at a limited rate."""
+        """One line for a connection that broke the protocol, unless there are too many of them."""
         suppressed = self._errors.admit(asyncio.get_running_loop().time())
         if suppressed is not None:
             extra = make_extra(error=str(error), code=error.code, suppressed=suppressed or None)

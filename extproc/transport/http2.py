@@ -366,7 +366,6 @@ class Connection:
         return self._preface
 
     def _handle(self, kind: int, flags: int, number: int, payload: bytes) -> Event | None:
-        """One frame."""
         if self._block_stream and (kind != CONTINUATION or number != self._block_stream):
             raise ProtocolError("a header block was interrupted", code=PROTOCOL_ERROR)
         if not self.settled and kind != SETTINGS:

@@ -156,7 +156,6 @@ def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
 
 
 def _show_known(candidate: Candidate) -> _Rows:
-    """What stands beside the caller's hash."""
     known = find_known(candidate)
     rows = [("credential", credential) for credential in known.credentials] + [("alias", known.alias)] * bool(known.alias)
     return rows + [("label", f"{name}: {value}") for name, value in known.labels]

@@ -47,7 +47,6 @@ class _Policy:
 
     @property
     def loops(self) -> int:
-        """Requests that were part of a loop."""
         return self.actions.total() - self.actions[Action.ALLOW]
 
 
@@ -63,7 +62,6 @@ class _Offender:
         self.example: LogPlace | None = None
 
     def add(self, entry: LogEntry, outcome: Outcome, request: HttpRequest) -> None:
-        """One more request of the loop."""
         self.count += 1
         self.actions[outcome.action] += 1
         self.highest = max(self.highest, outcome.count)

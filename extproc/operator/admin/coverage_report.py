@@ -200,7 +200,6 @@ def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
 
 
 def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
-    """A finding for each policy, route and reason."""
     live = any(row.recent for row in document.rows)  # then what is over is no finding any more
     requests: dict[tuple[str, str], int] = {}
     for row in document.rows:

@@ -193,7 +193,6 @@ class Pairs:
         )
 
     def _list_counts(self, names: Sequence[str]) -> list[Counts]:
-        """The counts of these names, of every pair."""
         return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
 
     def compare(self, evaluation: Evaluation, decision: Decision, *, refused: bool) -> None:

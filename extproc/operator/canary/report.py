@@ -24,7 +24,6 @@ def describe_canaries(states: Iterable[State], rules: Rules) -> list[dict[str, A
 
 
 def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
-    """All there is to say about one pair."""
     state = merge_states(states)
     counts, compared = state.counts, state.compared
     went_on = compared - counts["refused"]

@@ -127,7 +127,6 @@ class _Knot:
         self.entries = entries
 
     def pack(self) -> bytes:
-        """As a value of the store's."""
         head = _HEAD.pack(
             _VERSION,
             self.flags,
@@ -145,7 +144,6 @@ class _Knot:
         return head + self.names + self.entries
 
     def add(self) -> None:
-        """One more stands here."""
         self.runs = min(self.runs + 1, _MAX_RUNS)
 
     def give(self, name: bytes) -> None:

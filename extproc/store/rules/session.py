@@ -671,14 +671,12 @@ class Ledger:
         return recent.count(newest)
 
     def _block(self, limits: Limits) -> None:
-        """One more request was refused."""
         self.blocks = min(self.blocks + 1, _MAX)
         self.consecutive_blocks = min(self.consecutive_blocks + 1, _MAX)
         if not self.killed and 0 <= limits.blocks <= self.consecutive_blocks:
             self.killed = 1
 
     def _let_through(self, asked: Step, identity: bytes, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
-        """One more request was not."""
         limits = asked.limits
         if retry:
             self.identities[identity] += 1
@@ -749,7 +747,6 @@ class Ledger:
         shared: bool,  # noqa: FBT001  # a field
         retry: bool,  # noqa: FBT001  # a field
     ) -> Standing:
-        """How the session stands."""
         return Standing(
             limit, used, allowed, tool, self.steps, self.tool_calls, self.blocks, self.consecutive_blocks,
             self.consecutive_errors, self.cost, self.estimated, self.reserved, self.killed, max(0, now - self.began), shared,
