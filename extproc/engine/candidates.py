@@ -620,7 +620,7 @@ class SessionCandidate(Candidate):
         )
 
     def _identify(self, body: RequestBody, keys: SessionKeys) -> bytes:
-        """By what a request that is sent again is known; ids and results of a history that shows all of its turns say nothing."""
+        """By what a request that is sent again is known: its bytes, or its place if it shows all of its turns."""
         if self._unknown:
             return self.call[:_IDENTITY]
         place = self._place

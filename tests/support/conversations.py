@@ -147,7 +147,7 @@ class Run:
 
 def ask_title(run: Run, count: int) -> bytes:
     """What a thread is called, asked beside its first requests."""
-    return _dump(WRITERS[run.api]([]) | {"temperature": count}) if count < 2 else ask_router(run, count)  # noqa: PLR2004
+    return _dump(WRITERS[run.api]([]) | {"temperature": count}) if count < 2 else ask_router(run, count)
 
 
 def ask_router(run: Run, count: int) -> bytes:
@@ -304,7 +304,7 @@ def make_few(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
 
 
 def make_twins(count: int, api: str, habit: Habit, random: Random) -> list[Run]:
-    """Runs whose agents say the same to the byte to the end: what comes back is the same for the first, and news for the others."""
+    """Runs whose agents say the same to the byte to the end, and the same comes back to the first alone."""
     begun = word(work(random, 3), random)
     asked = [Did((("status", {"job": 7}),), (), thought=f"thought {random.randrange(10**9)}") for _ in range(8)]
     runs = []

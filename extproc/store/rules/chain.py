@@ -2,13 +2,13 @@
 
 A request shows a number of assistant messages. It stands at the node of all of them, and its parent is the node of all but the
 newest. A node has the entries of its whole way, copied from its parent: conversations that part share what they have in common
-and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on. Where other
-results came back to them, the node has an empty entry in place of each of these.
+and nothing else. Those that are equal so far stand at one node, which counts them; each child takes one of them on. Results are
+no part of a node: where others came back to one of them, the node has an empty entry in place of these.
 
 Where names are asked for, a conversation has one. A request without history gets a fresh name, which waits at its node. A child
-takes the oldest name that waits at its parent, or else at its link, on to its own node. Where none waits there, an equal request
-is a retry, of which the names that wait at its node have theirs in turn; any other begins a conversation, with a fresh name.
-Where several conversations end alike, and nothing else is known, there is no name.
+takes the oldest name that waits at its parent, or else at its link, on to its own node. Where none waits there, an equal
+request is a retry, and each of the names at its node has one in turn; any other begins a conversation, with a fresh name. Where
+several conversations end alike, and nothing else is known, there is no name.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
 
 
 def _is_again(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
-    """Whether a request that stands already is sent again; else another conversation, equal to the first so far, comes there."""
+    """Whether a request is sent again; else another conversation, with the same messages so far, comes to the node."""
     if base is None or base.runs == 0:
         return True
     return node.retries < MAX_RETRIES and _leave_common(node.entries, _add(base.entries, entry)) == node.entries

@@ -104,7 +104,7 @@ def test_runs_that_say_the_same_never_mix(habit: str, make: Callable[[int, str, 
 def test_what_only_others_have_seen_is_held_against_no_run(
     habit: str, make: Callable[[int, str, Habit, Random], list[Run]]
 ) -> None:
-    """Where older results are cleared, and nothing else tells the runs apart, some loops are missed, and nothing is refused wrongly."""
+    """Where older results are cleared and nothing tells the runs apart, loops are missed, and nothing is refused wrongly."""
     for seed in range(30):
         random = Random(seed)
         runs = make(4, "chat", HABITS[habit], random)
@@ -115,7 +115,7 @@ def test_what_only_others_have_seen_is_held_against_no_run(
 @pytest.mark.parametrize("length", range(1, 6))
 @pytest.mark.parametrize("opening", [True, False])
 @pytest.mark.parametrize("messages", range(2, 9))
-def test_a_window_of_messages_hides_no_exact_loop(messages: int, opening: bool, length: int) -> None:  # noqa: FBT001  # a case
+def test_a_window_of_messages_hides_no_exact_loop(messages: int, opening: bool, length: int) -> None:
     """However few the client keeps, and whichever comes first of them; the loop is refused in the end, and stays so."""
     random = Random(messages)
     (loop, *_) = make_twins(1, "chat", Habit(messages=messages, opening=opening), random)
