@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -18,15 +19,16 @@ MOST = 5
 
 def list_wrong(runs: list[Run], order: str, random: Random, limit: str) -> list[tuple[int, int, bool]]:
     """The requests that are refused too early, or pass too late: the run, its turns, and whether it was refused."""
-    service = make_service(limited(**{limit: MOST}))
+    limits: dict[str, Any] = {limit: MOST}
+    service = make_service(limited(**limits))
     wrong = []
 
     async def main() -> None:
         for sent in interleave(runs, order, random):
             data = json.dumps({**json.loads(sent.data), "tools": [TOOL]}).encode()
             refused = await judge(service, data, x_team="t")
-            if refused != (sent.count >= (MOST if limit == "max_steps" else MOST + 1)):
-                wrong.append((runs.index(sent.run), sent.count, refused))
+            if refused != (sent.done >= (MOST if limit == "max_steps" else MOST + 1)):
+                wrong.append((runs.index(sent.run), sent.done, refused))
 
     asyncio.run(main())
     assert sample(service, "session_unnamed_total", policy="agents", mode="enforce") == 0
