@@ -29,7 +29,6 @@ from tests.support.conversations import (
 from tests.support.service import make_service, sample
 from tests.support.sessions import agents
 
-
 SILENT = ("gemini", "ollama")
 """APIs in which the agents of these tests only call tools."""
 
@@ -69,6 +68,8 @@ def test_every_loop_is_found_and_no_other(api: str, habit: str) -> None:
 
     verdicts = send_all(make_service(agents(session=None)), runs, pick_order(api, habit), random)
 
+    if api in SILENT and not kept.opening and kept.retries:
+        pytest.xfail("windows without words, without the task and sent again: nothing tells an innocent run from a loop")
     if api in SILENT and kept.turns:  # with a name for each as well: in a window, calls without a word are soon alike
         assert [run for run in verdicts.refused if not run.loops] == []
     else:
