@@ -6,7 +6,7 @@ operator, none of which a client chooses. A request that all its policies count 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import time
 from typing import Final, TypeAlias
 
@@ -45,8 +45,15 @@ def _name(reason: str) -> _Key:
 class Coverage:
     """Counts requests that some policy matches, those that none does, and what is left out; the event loop alone writes."""
 
-    def __init__(self, decisions: Decisions, now: float) -> None:
-        """Start empty at `now`, in seconds since 1970; `decisions` has what policies count."""
+    def __init__(self, decisions: Decisions, now: float, count_lost: Callable[[], Mapping[str, int]] = dict) -> None:
+        """Start empty.
+
+        Args:
+            decisions: what policies count, which is kept elsewhere.
+            now: in seconds since 1970.
+            count_lost: what stores had no room for, by what a row may be about.
+        """
+        self._count_lost = count_lost
         self.requests = 0
         self.unmatched = 0
         self._decisions = decisions
@@ -123,6 +130,7 @@ class Coverage:
         for (policy, mode, _), number in self._decisions.copy().items():
             key = (policy, mode, "", "", COUNTED)
             counts[key] = counts.get(key, 0) + number
+        counts.update({_name(reason): number for reason, number in self._count_lost().items()})
         counts[_name(REQUESTS)] = self.requests
         counts[_name(UNMATCHED)] = self.unmatched
         return counts

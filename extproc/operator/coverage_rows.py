@@ -20,6 +20,8 @@ PARTLY: Final = "partly guarded"
 UNGUARDED: Final = "not guarded"
 EXEMPT: Final = "exempt"
 SHARED: Final = "shared caller"
+DROPPED: Final = "turns dropped"
+EVICTED: Final = "entries evicted"
 """Beside the reasons of `uncounted_total`, what a row may be about."""
 
 

@@ -18,6 +18,7 @@ from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.coverage import Coverage
+from extproc.operator.coverage_rows import DROPPED, EVICTED
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
@@ -53,15 +54,20 @@ class Reporter:
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         self.loops = LoopTable()
         self.sessions = SessionTable()
-        self.coverage = Coverage(metrics.decisions, time())
         self.show_callers = show_callers
         self._metrics = metrics
+        self.coverage = Coverage(metrics.decisions, time(), self._count_lost)
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
         self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)
         self._failures = RateLimit(_LINES_PER_SECOND)
         self._missing = RateLimit(_LINES_PER_SECOND)
         self._stopped: dict[str, Reminder] = {}  # by place in a policy file, or by override
         self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
+
+    def _count_lost(self) -> dict[str, int]:
+        """What there was no room for."""
+        metrics = self._metrics
+        return {DROPPED: int(metrics.chains_dropped._value.get()), EVICTED: int(metrics.store_evictions._value.get())}  # noqa: SLF001  # as fast as a number
 
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
         """One decided request."""

@@ -73,13 +73,13 @@ class Sent(NamedTuple):
 
     Attributes:
         run: which.
-        count: this many turns have been made.
+        done: this many turns have been made.
         data: the body.
         aside: it is no turn, but what a program asks beside.
     """
 
     run: Run
-    count: int
+    done: int
     data: bytes
     aside: bool = False
 
@@ -347,8 +347,8 @@ class Verdicts:
         """Know one more."""
         if not refused:
             return
-        self.refused.setdefault(sent.run, sent.count)
-        if sent.aside or not shows_loop(sent.run.show_all(sent.count)):
+        self.refused.setdefault(sent.run, sent.done)
+        if sent.aside or not shows_loop(sent.run.show_all(sent.done)):
             self.wrong.append(sent)
 
 
@@ -358,7 +358,7 @@ def shows_loop(data: bytes) -> bool:
     return found is not None and found.looping
 
 
-async def judge(service: Service, data: bytes, **named: str) -> bool:
+async def judge(service: Service, data: bytes, **named: Any) -> bool:  # noqa: ANN401  # of `headers`
     """Whether a request is refused."""
     stream = Stream(service)
     try:

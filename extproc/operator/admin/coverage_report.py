@@ -17,6 +17,8 @@ from extproc.operator.board import Board, View
 from extproc.operator.coverage import BY_DESIGN
 from extproc.operator.coverage_rows import (
     COUNTED,
+    DROPPED,
+    EVICTED,
     EXEMPT,
     PARTLY,
     REQUESTS,
@@ -99,7 +101,7 @@ class CoveragePages:
 def make_report(view: View[CoverageDocument], state: ServerState, places: Places, now: float) -> dict[str, Any]:
     """The JSON of `/coverage`."""
     document = view.document
-    findings = [*_find_state(document, state), *_find_reasons(document, places)]
+    findings = [*_find_state(document, state), *_find_losses(document), *_find_reasons(document, places)]
     return {
         **describe_view(view, now),
         **describe_coverage(document, state),
@@ -284,6 +286,21 @@ def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str
     if state.unenforced:
         text = f"{state.unenforced} parts of policies are not enforced (--allow-unenforced)"
         found.append(_describe(PROBLEM, "unenforced", text, "`loopguard validate` names them"))
+    return found
+
+
+def _find_losses(document: CoverageDocument) -> list[dict[str, Any]]:
+    """What stores had no room for recently."""
+    found = []
+    lost = {row.reason: row.recent for row in document.rows if not row.policy}
+    if number := lost.get(DROPPED, 0):
+        text = f"{number:,} turns were not kept: their callers begin more conversations than the store keeps of one caller"
+        change = "name the conversations with a header (`session.keys`), or tell the callers apart (`limit_keys`)"
+        found.append(_describe(PROBLEM, "chains_dropped", text, change))
+    if number := lost.get(EVICTED, 0):
+        text = f"the memory store was full, and dropped {number:,} entries that still counted"
+        change = "`serve --store memory://?max_entries=N` with a larger number, or `serve --store redis://HOST:6379`"
+        found.append(_describe(PROBLEM, "evicted", text, change))
     return found
 
 

@@ -138,6 +138,22 @@ def test_what_is_over_is_no_finding() -> None:
     assert make_report(view, STATE, {}, time.time())["findings"] == []
 
 
+def test_what_there_is_no_room_for_is_a_problem() -> None:
+    """Turns of callers with too many conversations, and entries that a full store in memory has dropped."""
+    service = make_service(policy("p", ANY, **BY_USER))
+    ask(service, "ann")
+    service.metrics.chains_dropped.inc(3)
+    service.metrics.store_evictions.inc(5)
+
+    view = View(service.reporter.coverage.make_document(shows_callers=False), "a", ["a"], "")
+    dropped, evicted = make_report(view, STATE, {}, time.time())["findings"]
+
+    assert (dropped["level"], dropped["reason"]) == ("problem", "chains_dropped")
+    assert dropped["text"].startswith("3 turns were not kept")
+    assert (evicted["level"], evicted["reason"]) == ("problem", "evicted")
+    assert "dropped 5 entries" in evicted["text"]
+
+
 def test_every_documented_reason_has_a_repair() -> None:
     """The list in docs/operations.md and the repairs name the same reasons."""
     from tests.support import ROOT  # for this one
