@@ -236,12 +236,11 @@ def test_a_stalled_data_path_is_told(tmp_path: Path) -> None:
     write_policies(tmp_path, bundle(policy("p", {"pathExact": "/a"})))
     loopguard = Loopguard(tmp_path, preamble=_STALLING)
     try:
-        before = loopguard.get("/healthz")[0]
+        eventually(lambda: loopguard.get("/healthz")[0] == HTTPStatus.OK, "health")  # on a busy machine, it may stand still
         loopguard.signal(signal.SIGHUP)
         told = eventually(lambda: _read_unhealthy(loopguard), "the stall")
     finally:
         loopguard.signal(signal.SIGKILL)
         loopguard.stop()
 
-    assert before == 200
     assert told["status"] == "stalled"

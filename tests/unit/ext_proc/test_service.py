@@ -27,6 +27,7 @@ from extproc.request.fingerprint import hash_tenant, write_crc32
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.examples import examples
+from tests.support.harness import PATIENCE
 from tests.support.messages import MODES, body, headers
 from tests.support.service import (
     FailingStore,
@@ -219,7 +220,7 @@ def test_a_hold_ends_early_when_the_server_stops() -> None:
         await waiting
         await holds.wait(3_600_000)
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 @pytest.mark.parametrize(
