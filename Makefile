@@ -52,9 +52,9 @@ demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, sto
 
 # tests/conftest.py says which tests run on what.
 test-quick: .venv/test.stamp ## unit tests on the sources but those that take long: below a minute
-	@$(BIN)/python -m pytest $(WORKERS) --build sources -m 'not deep' tests/unit
+	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile quick -m 'not deep' tests/unit
 
-test: ## all tests: units on the sources and on the compiled wheel, and there what goes through a door, with the real Envoy 1.40
+test: ## all tests, each once: what is compiled, and what goes through a door, on the wheel, with the real Envoy 1.40
 	@$(MAKE) --no-print-directory --jobs 2 test-sources $(COMPILED)/test.stamp
 	@case $$(echo .venv/wheel/*.whl) in \
 	*-none-any.whl) \
@@ -67,7 +67,7 @@ test-pure: .venv/test.stamp ## all tests on the sources
 	@$(BIN)/python -m pytest $(WORKERS)
 
 test-sources: .venv/test.stamp
-	@echo "on the sources: unit tests, the project's own, and a look through both doors ..."
+	@echo "on the sources: units of what is not compiled, the project's own tests, and a look through both doors ..."
 	@$(BIN)/python -m pytest $(WORKERS) --build sources
 
 test-rest: .venv/test.stamp

@@ -20,8 +20,7 @@ from tests.support.command import GOOD, written
 
 # These machines are noisy: how long an example takes says nothing about the code.
 settings.register_profile("loopguard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# What is tried at length compiled is tried with a few examples on the sources.
-settings.register_profile("again", settings.get_profile("loopguard"), max_examples=10)
+settings.register_profile("quick", settings.get_profile("loopguard"), max_examples=10)
 settings.load_profile("loopguard")
 
 limit_integers()  # as the command does
@@ -51,12 +50,12 @@ def find_compiled() -> set[str]:
 def find_builds(path: Path) -> set[str]:
     """What `make test` runs a module on, by its folder; `make test-pure` runs all of them on the sources.
 
-    What goes through a door runs on the compiled wheel, a unit of a room that is compiled on both, all else on the sources.
+    What goes through a door runs on the compiled wheel, and so do the units of compiled rooms; all else runs on the sources.
     """
     kind, room, *_ = path.relative_to(TESTS).parts
     match kind:
         case "unit":
-            return {"sources", "compiled"} if room in find_compiled() else {"sources"}
+            return {"compiled"} if room in find_compiled() else {"sources"}
         case "project":
             return {"sources"}
         case _:
@@ -71,14 +70,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
-    """Choose the number of examples before a module is imported: properties take it then."""
-    again = parent.config.getoption("--build") == "sources" and "compiled" in find_builds(module_path)
-    settings.load_profile("again" if again else "loopguard")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Keep what runs on a build; a test that is marked by itself knows better than its folder, and a deep one runs once."""
+    """Keep what runs on a build; the mark of a test takes precedence over its folder."""
     build = config.getoption("--build")
     if not build:
         return
@@ -87,8 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         builds = {"sources", "compiled"} & marks or find_builds(item.path)
-        again = "deep" in marks and build == "sources" and "compiled" in builds
-        (kept if build in builds and not again else left).append(item)
+        (kept if build in builds else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
 

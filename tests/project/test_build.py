@@ -21,6 +21,8 @@ from tests.support import ROOT
 from tests.support.harness import Process
 from tests.support.image import compile_only
 
+pytestmark = pytest.mark.deep
+
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HOT = ("ext_proc/stream", "engine/engine", "request/fingerprint", "store/memory", "store/rules/windows", "transport/http2")
 

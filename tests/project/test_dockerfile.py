@@ -31,6 +31,8 @@ from tests.support.image import (
     left_out,
 )
 
+pytestmark = pytest.mark.deep
+
 PINS = ROOT / "requirements.txt"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

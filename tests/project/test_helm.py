@@ -59,6 +59,10 @@ def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
     return {"additionalProperties": False, **made} if "properties" in made and made.get("type") == "object" else made
 
 
+# It reads megabytes of schemas for each object.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
+
+
 @cache
 def find_validators() -> dict[str, jsonschema.Draft202012Validator]:
     """What validates objects of kinds that are not Kubernetes' own."""

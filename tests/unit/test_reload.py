@@ -133,6 +133,7 @@ def count_models() -> int:
     return sum(isinstance(thing, JsonObject) for thing in gc.get_objects())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("file", FILES, ids=["bundle", "policy", "list"])
 def test_of_policy_files_only_what_runs_is_kept(place: Place, file: object) -> None:
     """Once they are compiled nothing holds the policies as they were read, and once they are replaced nothing the old ones."""

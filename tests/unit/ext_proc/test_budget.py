@@ -103,6 +103,7 @@ def test_time_is_shared_fairly_and_none_is_lost(seed: int) -> None:
     assert all(got[name] >= 0.9 * fair for name in greedy)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("wanted", [1.0, 10.0, 100.0])
 def test_who_keeps_to_its_share_misses_nothing_in_a_flood(wanted: float) -> None:
     """However much one caller sends, the bodies of known and of new callers are inspected."""

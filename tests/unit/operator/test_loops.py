@@ -128,6 +128,7 @@ def test_one_tenants_storm_does_not_push_out_another() -> None:
     assert len(list_loops(service)) == MAX_TENANT_ROWS + 1
 
 
+@pytest.mark.deep
 def test_a_thousand_tenants_at_once_fill_the_table_and_no_more() -> None:
     """Beyond the bound the table does not grow."""
     service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))

@@ -49,6 +49,7 @@ def test_no_caller_takes_the_name_of_another_s_sessions() -> None:
     assert sample(service, "session_changing_total", policy="agents", key=KEY) == 1
 
 
+@pytest.mark.deep
 def test_many_conversations_with_a_name_each_stay_what_they_are() -> None:
     """Also if all are equal to the byte, as those of best-of-n, and go on side by side."""
     service = make_service(limited(max_steps=100))

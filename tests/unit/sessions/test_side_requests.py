@@ -82,6 +82,7 @@ def test_a_loop_does_not_hide_as_side_requests() -> None:
     assert found == [200] * 20 + [429] * 21
 
 
+@pytest.mark.deep
 def test_whatever_the_order_steps_stay_exact() -> None:
     """Against a count of the requests with tools: with at most three side requests behind each, these alone are steps."""
     for seed in range(60):
