@@ -98,14 +98,15 @@ class _Left:
 _LEFT: Final = _Left()
 
 
-def walk(count: int) -> None:
-    """Go on by this many messages or parts of messages.
+def walk(count: int, fractions: int = 0) -> None:
+    """Go on by this many messages or parts of messages, of which those that are known have held numbers with fractions.
 
     Raises:
         NotCounted: there were too many.
     """
     _LEFT.steps -= count
-    if _LEFT.steps < 0:
+    _LEFT.in_parts -= fractions
+    if _LEFT.steps < 0 or _LEFT.in_parts < 0:
         raise NotCounted("inspect_limit")
 
 
