@@ -216,6 +216,11 @@ def may_be_equal(one: str, other: str) -> bool:
     return certain <= 0 or one[:certain] == other[:certain]
 
 
+def differ_in_lines(one: str, other: str) -> bool:
+    """True where the numbers of lines alone show it: no line end changes by itself, but one may be escaped."""
+    return one.count("\n") != other.count("\n") and "\\" not in one and "\\" not in other
+
+
 def is_error(text: str) -> bool:
     """Whether a result says early that something went wrong."""
     said = text[:_SAID_WITHIN].lower()
