@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.trace import REQUESTS, trace
 
-BUDGET = {"exact": (15, 90), "turns": (35, 230), "session": (35, 236)}
+BUDGET = {"exact": (15, 90), "turns": (35, 230), "session": (35, 234)}
 """Modules and functions at most, by request."""
 
 
