@@ -46,7 +46,7 @@ _SUFFIX: Final = b"suffix"
 _encode: Final = json.Encoder().encode
 
 
-class ShownCall:
+class CountedCall:
     """One call, as far as nothing else in the history matters; never changed.
 
     Attributes:
@@ -84,7 +84,7 @@ class ShownMessage(NamedTuple):
     """
 
     hash: bytes
-    calls: list[ShownCall]
+    calls: list[CountedCall]
     steps: int = 0
     fractions: int = 0
 
@@ -213,14 +213,14 @@ def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the s
     steps, fractions = count_left()
     walk(1)
     spelled: list[bytes] = []
-    calls: list[ShownCall] = []
+    calls: list[CountedCall] = []
     for part in shape.read(value):
         if part.kind == TEXT:
             spelled.append(spell(part))
         elif part.kind == CALL:
             call = spell(part)
             spelled.append(call)
-            calls.append(ShownCall(part, call))
+            calls.append(CountedCall(part, call))
     hashed = digest(_SEPARATOR.join([part for part in spelled if part]), _ID)
     steps_left, fractions_left = count_left()
     shown = ShownMessage(hashed, calls, steps - steps_left, fractions - fractions_left)

@@ -23,7 +23,7 @@ from extproc.detectors.chain import (
     OTHERS,
     PAIR_DIGEST,
     TOOL_DIGEST,
-    ShownCall,
+    CountedCall,
     ShownMessage,
     read_transcript,
     spell,
@@ -101,7 +101,7 @@ def _read_kept(conversation: Conversation) -> list[ShownMessage]:
     parts = [part for _, value in conversation.list_spoken() for part in _read_parts(shape, value)]
     called = {part.id for part in parts if part.kind == CALL}
     alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
-    return [ShownMessage(b"", [ShownCall(part, spell(part)) for part in alone])]
+    return [ShownMessage(b"", [CountedCall(part, spell(part)) for part in alone])]
 
 
 def find_called(patch: Patch, names: Collection[str]) -> str | None:
