@@ -45,6 +45,9 @@ _TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
 _KEPT_TOOLS: Final = ("cachedContent", "cached_content")
 """Keys of lists of tools, and keys that refer to something on the server that may have tools."""
 
+_NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
+"""Where bodies name a session; see `session_limits`."""
+
 _LONGEST_NOTHING: Final = 8
 
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
@@ -156,15 +159,15 @@ class Conversation:
         shape: how they are written.
         model: empty if the request names none.
         before: the part of the conversation that is not in the messages.
-        decoded: the whole body was decoded, because something in it has an unexpected type.
+        transcript: what `read_transcript` makes of it, or the exception.
     """
 
-    __slots__ = ("_body", "_messages", "before", "decoded", "model", "shape")
+    __slots__ = ("_body", "_messages", "before", "model", "shape", "transcript")
 
-    def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, *, decoded: bool) -> None:  # noqa: ANN401  # of all keys
-        """Take messages as structs of the shape, or as plain values if the whole body was decoded."""
+    def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str) -> None:  # noqa: ANN401  # of all keys
+        """Take messages as structs of the shape's, or as values where the whole body was decoded."""
         self._body = body
-        self.decoded = decoded
+        self.transcript: Any = None
         self.shape = shape
         self.model = model
         self.before: Before = shape.look_back(body)
@@ -185,6 +188,11 @@ class Conversation:
         if self.before.after:  # a server that keeps the history may keep the tools
             return ""
         return "" if any(_holds(getattr(self._body, key)) for key in _KEPT_TOOLS) else NO_TOOLS
+
+    def find_field(self, key: str) -> Raw | None:
+        """A key of the body as it stands there, ABSENT where it does not; None for one that is passed over."""
+        found = getattr(self._body, key, None)
+        return found if type(found) is Raw else None
 
     def read_backwards(self) -> Iterator[Message]:
         """The messages from the newest to the oldest, without thoughts.
@@ -213,51 +221,20 @@ class Conversation:
                     return words
         return ""
 
-    def list_values(self, speaker: str = "", start: int = 0) -> list[Any]:
-        """The messages of one speaker, or of all, as structs of the shape, the oldest first; calls are separate.
-
-        Args:
-            speaker: whose; empty for all.
-            start: at which message to begin.
+    def list_spoken(self) -> list[tuple[str, Any]]:
+        """Speakers and their messages, the oldest first and without thoughts, as structs of the shape; calls are separate.
 
         Raises:
             NotCounted: there are too many messages.
         """
         self._check_count()
         name_speaker, found = self.shape.name_speaker, []
-        for place in range(start, len(self._messages)):
-            value = self._open_message(place)
-            by = name_speaker(value)
-            if by and (not speaker or by == speaker):
-                found.append(value)
-        return found
-
-    def list_turns(self, first: str, speaker: str) -> tuple[Any, list[list[Any]]]:
-        """The first message of one speaker, None for none, and the turns of another, the oldest first, as structs of the shape.
-
-        Adjacent messages of that speaker are one turn.
-
-        Raises:
-            NotCounted: there are too many messages.
-        """
-        self._check_count()
-        name_speaker, opening = self.shape.name_speaker, None
-        turns: list[list[Any]] = []
-        goes_on = False
         for place in range(len(self._messages)):
             value = self._open_message(place)
-            by = name_speaker(value)
-            if by == speaker:
-                if goes_on:
-                    turns[-1].append(value)
-                else:
-                    turns.append([value])
-                goes_on = True
-            elif by:
-                goes_on = False
-                if opening is None and by == first:
-                    opening = value
-        return opening, turns
+            speaker = name_speaker(value)
+            if speaker:
+                found.append((speaker, value))
+        return found
 
     def is_prefilled(self) -> bool:
         """Whether the newest message is the assistant's, so the model has to continue it.
@@ -398,7 +375,7 @@ class Shapes:
             path = shape.path
             messages = shape.take(getattr(body, path[0]) if value is body and len(path) == 1 else _follow(value, path))
             if messages:
-                return Conversation(shape, messages, body, body.model or "", decoded=value is not body)
+                return Conversation(shape, messages, body, body.model or "")
         raise NotCounted("no_messages")
 
     def _fill_body(self, value: Json) -> Json:
@@ -445,7 +422,7 @@ def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
         for field in fields(shape.body):
             optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
             keys.setdefault(field.name, optional)
-    for key in (*_TOOL_KEYS, *_KEPT_TOOLS):
+    for key in (*_TOOL_KEYS, *_KEPT_TOOLS, *_NAMING_KEYS):
         keys.setdefault(key, (Raw, ABSENT))
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
 

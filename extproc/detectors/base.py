@@ -26,7 +26,7 @@ class Memory(Protocol):
 
     Attributes:
         entry: of the conversation's ring; empty where the request brings nothing, and begins a conversation.
-        identity: digest of 8 bytes; a request that is sent again has the same.
+        identity: digest of 8 bytes; a request that is sent again has the same; empty where the session has no name.
         place: where it stands in the conversation that it shows, None where that is not known.
         waits: its verdict waits for what earlier ones have left.
     """

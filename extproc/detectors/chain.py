@@ -1,24 +1,33 @@
-"""The place of a request in its conversation, by what it shows: what the user said first, and all that the assistant did since.
+"""What a request shows of its conversation: the calls that session limits count, and the conversation's place in the chain.
 
-An assistant message counts with its text and its calls. Ids, thoughts and results say nothing here: clients make ids anew, and
-cut thoughts and results out of older messages. Messages that the assistant sends one after the other are one.
+That place is what the user said first, and all that the assistant did since. An assistant message counts with its text and its
+calls. Ids, thoughts and results say nothing here: clients make ids anew, and cut thoughts and results out of older messages.
+Messages that the assistant sends one after the other are one.
+
+A client sends its history again with each request, longer by a turn. So a message is known again by its bytes, and read once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from zlib import crc32
 
 from msgspec import json
 
 from extproc.apis import open_conversation
 from extproc.apis.contents import read_arguments, unpack
 from extproc.apis.conversation import ASSISTANT, USER, Conversation, Shape
-from extproc.apis.messages import CALL, TEXT, Part
+from extproc.apis.messages import CALL, RESULT, TEXT, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import cut_thinking
-from extproc.request.document import Document, NotCounted, start_looking, write_canonical
+from extproc.detectors.turn import digest
+from extproc.request.document import Document, NotCounted, count_left, start_looking, walk, write_canonical
+
+CALL_DIGEST: Final = 6
+TOOL_DIGEST: Final = 4
+PAIR_DIGEST: Final = 4
+"""Lengths in a call's record: digests of the call, of its tool's name, and of tool and arguments."""
 
 _ID: Final = 16
 _MOST_SHOWN: Final = 2_000
@@ -26,43 +35,202 @@ _MOST_SHOWN: Final = 2_000
 
 _MOST_KNOWN: Final = 8_192
 _LONGEST_KEY: Final = 512
-"""This many messages are in a generation of those whose hashes are known, longer ones by a hash: in 12 MB under attack."""
+_MOST_CALLS: Final = 8
+_LONGEST_NAMES: Final = 256
+"""This many messages are in a generation of those that are known, by themselves or, if they are longer, by a hash. None has
+more calls, or longer names of tools. They take 0.7 KB each, and 60 MB in all under attack."""
 
+_NO_CALL: Final = bytes(CALL_DIGEST)
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _SUFFIX: Final = b"suffix"
 _encode: Final = json.Encoder().encode
 
-_KNOWN: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
-"""Hashes of messages, by those of their bytes: a history comes again with each request."""
+
+class CountedCall:
+    """One call, as far as nothing else in the history matters; never changed.
+
+    Attributes:
+        tool: its name.
+        tool_digest: of that.
+        named: digest of id, tool and arguments, which tell it from all but its equals; empty where it has no id.
+        first: its record where no equal one stands before it.
+        pair: digest of tool and arguments, a number.
+    """
+
+    __slots__ = ("first", "named", "pair", "tool", "tool_digest")
+
+    def __init__(self, part: Part, spelled: bytes) -> None:
+        """Take what `spell` has made of it."""
+        self.tool = part.name
+        self.tool_digest = digest(part.name.encode("utf-8", "surrogateescape"), TOOL_DIGEST)
+        self.named = digest(part.id.encode() + _SEPARATOR + spelled, _ID) if part.id else b""
+        self.pair = crc32(spelled)
+        self.first = self.write(1)
+
+    def write(self, number: int) -> bytes:
+        """The record of the one that has this many equals up to itself."""
+        name = digest(b"%b%d" % (self.named, number), CALL_DIGEST) if self.named else _NO_CALL
+        return name + self.tool_digest + self.pair.to_bytes(PAIR_DIGEST)
+
+
+class ShownMessage(NamedTuple):
+    """What one message shows.
+
+    Attributes:
+        hash: of what it says and calls, 16 bytes.
+        calls: in order.
+        steps: that it takes of those which a look into a body may take; see `walk`.
+        fractions: the same of numbers in parts.
+    """
+
+    hash: bytes
+    calls: list[CountedCall]
+    steps: int = 0
+    fractions: int = 0
+
+
+OTHERS: Final = ShownMessage(b"", [])
+"""A message that is not the assistant's."""
+
+_KNOWN: Final[Memo[bytes, ShownMessage]] = Memo(_MOST_KNOWN)
 
 
 class ChainPlace:
-    """Where a request stands; each but `depth` a hash of 16 bytes, empty where there is none.
+    """Where a request stands; each but `depth` a hash of 16 bytes, empty where there is none; never changed.
 
     Attributes:
         node: all that it shows.
         parent: the same without the newest assistant message.
         own: its last two assistant messages.
         before: the last two of its parent.
-        first: what the user said first.
         depth: the number of assistant messages.
     """
 
-    __slots__ = ("before", "depth", "first", "node", "own", "parent")
+    __slots__ = ("before", "depth", "node", "own", "parent")
 
     def __init__(self, first_words: bytes, shown: Sequence[bytes]) -> None:
         """Take the hashes of what the user said first, and of the assistant's messages, the oldest first."""
-        self.first = first_words
         self.depth = count = len(shown)
         way = first_words + b"".join(shown)
-        self.node = _hash(way)
-        self.parent = _hash(way[:-_ID]) if count else b""
-        self.own = _hash(_SUFFIX + way[-2 * _ID :]) if count > 1 else b""
-        self.before = _hash(_SUFFIX + way[-3 * _ID : -_ID]) if count > 2 else b""  # noqa: PLR2004  # two and the newest
+        self.node = digest(way, _ID)
+        self.parent = digest(way[:-_ID], _ID) if count else b""
+        self.own = digest(_SUFFIX + way[-2 * _ID :], _ID) if count > 1 else b""
+        self.before = digest(_SUFFIX + way[-3 * _ID : -_ID], _ID) if count > 2 else b""  # noqa: PLR2004  # two and the newest
 
     def identify(self, kind: int) -> bytes:
         """8 bytes that tell the request, which is of one of 256 kinds, from others of its conversation."""
         return bytes((kind,)) + self.node[9:]
+
+
+class Transcript(NamedTuple):
+    """What a conversation shows.
+
+    Attributes:
+        opening: hash of what the user said first, empty where that is nothing; None where it cannot be read.
+        messages: what each shows, the oldest first, OTHERS in place of those of others.
+        turns: hashes of what the assistant said; messages of its own that stand side by side are one turn.
+        places: what `find_place` has found: for all turns, and for all but a newest one that is prefilled.
+    """
+
+    opening: bytes | None
+    messages: list[ShownMessage]
+    turns: list[bytes]
+    places: list[ChainPlace | None]
+
+
+def read_transcript(conversation: Conversation) -> Transcript:
+    """What a conversation shows; everybody who asks shares it, and has all of the bounds left.
+
+    Raises:
+        NotCounted: a message cannot be read, or they are too much.
+    """
+    found: Transcript | NotCounted | None = conversation.transcript
+    start_looking()
+    if found is None:
+        try:
+            found = _read(conversation)
+        except NotCounted as failure:
+            found = failure.renew()
+        conversation.transcript = found
+        start_looking()
+    if isinstance(found, NotCounted):
+        raise found.renew()
+    return found
+
+
+def spell(part: Part) -> bytes:
+    """A text, or a call with tool and arguments, in one spelling; a result's call is unknown, and equal to no others.
+
+    Raises:
+        NotCounted: it cannot be read.
+    """
+    if part.kind == CALL:
+        return part.name.encode() + _SEPARATOR + write_canonical(read_arguments(part.value))
+    if part.kind == RESULT:
+        return _SEPARATOR + _SEPARATOR + part.id.encode()
+    value = unpack(part.value)
+    return cut_thinking(value).strip().encode() if isinstance(value, str) else write_canonical(value)
+
+
+def digest_tool(name: str) -> bytes:
+    """4 bytes that tell a tool from others, as records have it."""
+    return digest(name.encode("utf-8", "surrogateescape"), TOOL_DIGEST)
+
+
+def _read(conversation: Conversation) -> Transcript:
+    shape, first = conversation.shape, None
+    messages: list[ShownMessage] = []
+    turns: list[list[bytes]] = []
+    goes_on = False
+    for speaker, value in conversation.list_spoken():
+        if speaker != ASSISTANT:
+            if first is None and speaker == USER:
+                first = value
+            messages.append(OTHERS)
+            goes_on = False
+            continue
+        message = _look(shape, value)
+        messages.append(message)
+        if goes_on:
+            turns[-1].append(message.hash)
+        else:
+            turns.append([message.hash])
+        goes_on = True
+    start_looking()  # with bounds of its own, so that no call is hidden by it
+    try:
+        opening = _look(shape, first).hash if first is not None else b""
+    except NotCounted:
+        opening = None
+    joined = [turn[0] if len(turn) == 1 else digest(b"".join(turn), _ID) for turn in turns]
+    return Transcript(opening, messages, joined, [None, None])
+
+
+def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the shape's
+    """What a message shows. One that was read recently is known, and takes as much of the bounds as if it was read."""
+    key = _encode(value)  # which spells all of its keys, and so no message of another shape
+    if len(key) > _LONGEST_KEY:
+        key = digest(key, _ID)
+    shown = _KNOWN.get(key)
+    if shown is not None:
+        walk(shown.steps, shown.fractions)
+        return shown
+    steps, fractions = count_left()
+    walk(1)
+    spelled: list[bytes] = []
+    calls: list[CountedCall] = []
+    for part in shape.read(value):
+        if part.kind == TEXT:
+            spelled.append(spell(part))
+        elif part.kind == CALL:
+            call = spell(part)
+            spelled.append(call)
+            calls.append(CountedCall(part, call))
+    hashed = digest(_SEPARATOR.join([part for part in spelled if part]), _ID)
+    steps_left, fractions_left = count_left()
+    shown = ShownMessage(hashed, calls, steps - steps_left, fractions - fractions_left)
+    if len(calls) <= _MOST_CALLS and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES:
+        _KNOWN.put(key, shown)
+    return shown
 
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:
@@ -72,19 +240,18 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
         conversation: that it shows.
         prefilled: the newest message is how the model is to begin its answer.
     """
-    shape = conversation.shape
     try:
-        first, turns = conversation.list_turns(USER, ASSISTANT)
-        if prefilled:
-            turns.pop()
-        if len(turns) > _MOST_SHOWN:
-            return None
-        words = _hash_message(shape, first, b"user") if first is not None else b""
-        return ChainPlace(words, [_hash_turn(shape, turn) for turn in turns])
+        shown = read_transcript(conversation)
     except NotCounted:
         return None
-    finally:
-        start_looking()  # as it is where all of them were known
+    known = shown.places[prefilled]
+    if known is not None:
+        return known
+    turns = shown.turns[:-1] if prefilled else shown.turns
+    if shown.opening is None or len(turns) > _MOST_SHOWN:
+        return None
+    place = shown.places[prefilled] = ChainPlace(shown.opening, turns)
+    return place
 
 
 def read_place(document: Document) -> ChainPlace | None:
@@ -94,38 +261,3 @@ def read_place(document: Document) -> ChainPlace | None:
         return None if conversation.elsewhere else find_place(conversation, prefilled=conversation.is_prefilled())
     except NotCounted:
         return None
-
-
-def _hash_turn(shape: Shape, messages: Sequence[Any]) -> bytes:
-    if len(messages) == 1:
-        return _hash_message(shape, messages[0], b"")
-    return _hash(b"".join([_hash_message(shape, message, b"") for message in messages]))
-
-
-def _hash_message(shape: Shape, message: Any, speaker: bytes) -> bytes:  # noqa: ANN401  # of the shape's
-    """What a message says and calls.
-
-    Raises:
-        NotCounted: it cannot be read, or is too much.
-    """
-    raw = _encode(message) + speaker
-    if len(raw) > _LONGEST_KEY:
-        raw = _hash(raw)
-    found = _KNOWN.get(raw)
-    if found is None:
-        start_looking()  # with bounds of its own, so that it does not depend on what was seen before
-        spelled = [_spell(part) for part in shape.read(message) if part.kind in (TEXT, CALL)]
-        found = _hash(_SEPARATOR.join([part for part in spelled if part]))
-        _KNOWN.put(raw, found)
-    return found
-
-
-def _spell(part: Part) -> bytes:
-    if part.kind == CALL:
-        return part.name.encode() + _SEPARATOR + write_canonical(read_arguments(part.value))
-    value = unpack(part.value)
-    return cut_thinking(value).strip().encode() if isinstance(value, str) else write_canonical(value)
-
-
-def _hash(data: bytes) -> bytes:
-    return blake2b(data, digest_size=_ID).digest()

@@ -32,6 +32,8 @@ from extproc.detectors.turn import (
     decode_turn,
     digest,
     encode_turn,
+    get_normalized,
+    get_raw,
     leave_out_last,
     read_turns,
     same_action,
@@ -55,9 +57,13 @@ class History:
     Attributes:
         elsewhere: the server keeps what was before them.
         after: what the request goes on from there; empty where nothing says so.
+        again: places of turns that equal the newest one, among those that were `compared` with it.
+        compared: this many turns.
     """
 
     def __init__(self, source: Iterator[AnyTurn], *, elsewhere: bool = False, after: bytes = b"") -> None:
+        self.again: list[int] = []
+        self.compared = 1
         self._source = islice(source, MAX_TURNS)
         self._taken: list[AnyTurn] = []
         self.elsewhere = elsewhere
@@ -85,25 +91,35 @@ class KeptTurn:
         newest: that turn.
         place: of it among those that the request shows.
         entry: the same for the ring.
-        identity: digest of 8 bytes; a request that is sent again, or to another model, brings the same.
+        identity: digest of 8 bytes; a request that is sent again, or to another model, brings the same; empty where the session
+            has no name.
         complete: the request shows all the turns that are looked at.
     """
 
     __slots__ = ("_before", "complete", "entry", "identity", "newest", "place")
 
-    def __init__(self, history: History, place: int, newest: Turn) -> None:
+    def __init__(self, history: History, place: int, newest: Turn, *, named: bool) -> None:
         """Take what is needed of the history, and let go of the request."""
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
         self.newest = newest.reduce()
         self.place = place
         self.entry = encode_turn(self.newest)
-        self.identity = digest(b"%b %d %b %b" % (history.after, shown, newest.identify(), self.entry))
+        self.identity = b""
+        if named:
+            self.identity = digest(b"%b %d %b %b" % (history.after, shown, newest.identify(), self.entry))
         self.complete = place + shown == MAX_TURNS
         self._before = before.action_hash if before is not None else None
 
-    def extend(self, entries: Sequence[bytes], *, followed: bool = False) -> History:
-        """The turns up to this one, as far as a ring's entries have them; see `Memory.recall`."""
+    def extend(self, entries: Sequence[bytes], *, followed: bool = False) -> History | None:
+        """The turns up to this one, as far as a ring's entries have them; see `Memory.recall`.
+
+        None if no other entry has the same result, because then there is no loop.
+        """
+        raw, normalized = self.newest.raw, self.newest.normalized
+        same = sum([get_raw(entry) == raw or get_normalized(entry) == normalized for entry in entries])
+        if same <= (self.entry in entries):
+            return None
         past = list(entries[-MAX_TURNS:][::-1])
         if self.entry in past:
             del past[: past.index(self.entry) + 1]
@@ -169,7 +185,11 @@ class TurnRule:
             return None
         limit = self._limits.of(newest.names)
         looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
-        again = [place for place in range(1, len(looked_at)) if self._same(newest, looked_at[place])]
+        for place in range(history.compared, len(looked_at)):  # rules of one detector differ in thresholds alone
+            if self._same(newest, looked_at[place]):
+                history.again.append(place)
+            history.compared = place + 1
+        again = [place for place in history.again if place < len(looked_at)]
         if again:
             found = self._cycle(history, again) or self._repeat(history, newest, limit, again)
             if found is not None:
@@ -263,15 +283,15 @@ class TurnRule:
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
 
 
-def keep_newest(history: History) -> KeptTurn | None:
-    """What is kept of a request for its session; None where it brings no turn."""
+def keep_newest(history: History, *, named: bool) -> KeptTurn | None:
+    """What is kept of a request for its session, which may have a name; None where it brings no turn."""
     place = 0
     if _only_speaks(history.at(0)):
         if not _is_prefill(history):
             return None
         place = 1
     turn = history.at(place)
-    return KeptTurn(history, place, turn) if isinstance(turn, Turn) and not _only_speaks(turn) else None
+    return KeptTurn(history, place, turn, named=named) if isinstance(turn, Turn) and not _only_speaks(turn) else None
 
 
 def _only_speaks(turn: AnyTurn | None) -> bool:

@@ -218,3 +218,8 @@ def may_be_equal(one: str, other: str) -> bool:
     """False where the beginnings alone show that two results differ, however they are normalised; see `normalize_head`."""
     certain = min(len(one), len(other)) - _LONGEST
     return certain <= 0 or one[:certain] == other[:certain]
+
+
+def differ_in_lines(one: str, other: str) -> bool:
+    """True if the numbers of lines alone show it: no line end changes by itself, but one may be escaped."""
+    return one.count("\n") != other.count("\n") and "\\" not in one and "\\" not in other

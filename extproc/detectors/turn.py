@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import blake2b
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from msgspec import json
@@ -17,7 +18,7 @@ from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
 from extproc.detectors.failures import is_error
-from extproc.detectors.results import MAX_NORMALIZED, may_be_equal, normalize, normalize_head
+from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
 from extproc.request.document import ABSENT, Document, write_canonical
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
@@ -47,6 +48,10 @@ MAX_ENTRY = 64
 
 _KNOWN, _RETURNED, _ERROR = 1, 2, 4
 _ENTRY_NAME = MAX_ENTRY - 1 - 3 * _DIGEST
+get_raw: Final = itemgetter(slice(1 + _DIGEST, 1 + 2 * _DIGEST))
+get_normalized: Final = itemgetter(slice(1 + 2 * _DIGEST, 1 + 3 * _DIGEST))
+"""Hashes of the result in an entry."""
+
 
 _NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
 """Digests of results without what changes by itself, by those of the results: who polls sends them again and again."""
@@ -176,7 +181,7 @@ class Turn:
     def normal(self) -> str:
         """All of it without what changes by itself."""
         if self._normal is None:
-            self._normal = normalize(self.result) if self._may_normalize() else self.result
+            self._normal = normalize(self.result) if self.may_normalize() else self.result
         return self._normal
 
     @property
@@ -184,14 +189,14 @@ class Turn:
         """16 bytes that tell that from others. Those of results that were compared recently are known."""
         if self._normal_id is None:
             text_id = digest(self.result.encode(), _ID)
-            found = _NORMAL.get(text_id) if self._may_normalize() else text_id
+            found = _NORMAL.get(text_id) if self.may_normalize() else text_id
             if found is None:
                 found = digest(self.normal.encode(), _ID)
                 _NORMAL.put(text_id, found)
             self._normal_id = found
         return self._normal_id
 
-    def _may_normalize(self) -> bool:
+    def may_normalize(self) -> bool:
         """Whether the bound leaves room for it, of which it takes its part, whether it is known or not."""
         if self._normalizes is None:
             self._reading.left -= min(len(self.result), MAX_NORMALIZED)
@@ -354,7 +359,11 @@ def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
     if isinstance(one, Turn) and isinstance(other, Turn):
         if one.result == other.result:
             return True
-        return normalized and may_be_equal(one.head, other.head) and one.normal_id == other.normal_id
+        if not normalized or not may_be_equal(one.head, other.head):
+            return False
+        if one.may_normalize() and other.may_normalize() and differ_in_lines(one.result, other.result):
+            return False
+        return one.normal_id == other.normal_id
     one, other = one.reduce(), other.reduce()
     return one.raw == other.raw or (normalized and one.normalized == other.normalized)
 

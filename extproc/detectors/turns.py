@@ -75,7 +75,7 @@ class Turns(HistorySimilarity):
         if history.elsewhere and not (named and history.after):  # a plain prompt has all in words
             return *self.compare(document), None
         found = self.find_loop(history)
-        kept = keep_newest(history)
+        kept = keep_newest(history, named=named)
         place = (
             None
             if history.elsewhere
@@ -170,8 +170,9 @@ class TurnMemory:
 
     def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
         """See `Memory`."""
-        found = self._found
-        recalled = self._turns.find_loop(self._kept.extend(entries, followed=followed)) if self._kept is not None else None
+        found, kept = self._found, self._kept
+        history = kept.extend(entries, followed=followed) if kept is not None else None
+        recalled = self._turns.find_loop(history) if history is not None else None
         if recalled is None or (found is not None and found.looping and found.step > recalled.step):
             return found
         return recalled

@@ -21,7 +21,7 @@ from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.request.http import HttpRequest, cut_text
-from extproc.sessions.histories import read_known_calls
+from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
@@ -581,7 +581,7 @@ class SessionCandidate(Candidate):
         if place is None:
             self._name_session(name)
         if document is not None:
-            self._read_calls(document, self.limiter.name_histories(self.tenant, name, place))
+            self._read_calls(document)
         self.call = _CALLS.name()
         self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, 0)
@@ -715,10 +715,10 @@ class SessionCandidate(Candidate):
             self.unreadable = why.reason
             return None
 
-    def _read_calls(self, document: Document, ledger: str) -> None:
+    def _read_calls(self, document: Document) -> None:
         """Look for calls."""
         try:
-            self.calls = read_known_calls(document, ledger)
+            self.calls = read_tool_calls(document)
         except NotCounted as why:
             hides = document.may_be_json() if isinstance(why, NotJson) else why.reason not in _NO_HISTORY
             self.unreadable = why.reason if hides else ""

@@ -98,14 +98,15 @@ class _Left:
 _LEFT: Final = _Left()
 
 
-def walk(count: int) -> None:
-    """Count this many messages, or parts of messages, as read.
+def walk(count: int, fractions: int = 0) -> None:
+    """Count this many messages, or parts of messages, as read; known ones have held `fractions` numbers with fractions.
 
     Raises:
         NotCounted: there were too many.
     """
     _LEFT.steps -= count
-    if _LEFT.steps < 0:
+    _LEFT.in_parts -= fractions
+    if _LEFT.steps < 0 or _LEFT.in_parts < 0:
         raise NotCounted("inspect_limit")
 
 

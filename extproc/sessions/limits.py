@@ -10,10 +10,10 @@ from msgspec import json
 
 from extproc.bounded import Memo
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
-from extproc.detectors.chain import ChainPlace
+from extproc.detectors.chain import ChainPlace, digest_tool
 from extproc.request.fingerprint import sum_up
 from extproc.request.quoting import quote
-from extproc.sessions.history import RECORD, CallHistory, digest_tool
+from extproc.sessions.history import RECORD, CallHistory
 from extproc.sessions.names import Chains, SessionNames
 from extproc.sessions.rates import Rates, TokenPrice
 from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits, UnnamedLimits
@@ -306,10 +306,6 @@ class SessionGuard:
             keys = SessionKeys(ledger, f"{self._tenants}{begun}:{tenant}", shared, sum_up(session))
             _KEYS.put(place, keys)
         return keys
-
-    def name_histories(self, tenant: str, session: str, place: ChainPlace | None) -> str:
-        """By which a session's histories are known again before the store has told what it is called."""
-        return f"{self._key}{session if place is None else place.first.hex()}:{tenant}"
 
     def make_link(self, scope: str, tenant: str, place: ChainPlace, fresh: bytes) -> ChainLink:
         """What the store is asked about the conversation that a request shows; `fresh` is its name if it begins there."""

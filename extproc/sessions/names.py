@@ -7,17 +7,20 @@ other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Final, cast
 
 from msgspec import DecodeError, Raw, ValidationError, defstruct, json
 
+from extproc.apis import open_conversation
+from extproc.apis.conversation import Conversation
 from extproc.bounded import Memo
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace
 from extproc.detectors.loops import MAX_TURNS
-from extproc.request.document import Document, NotCounted, decode_json, find, split_pointer
+from extproc.request.document import ABSENT, Document, NotCounted, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION
@@ -116,9 +119,9 @@ class SessionNames:
             key, found = self._places[len(values) - 1][0], values[-1]
             return _KNOWN.get((key, found)) or hash_session(key, found)
         fields: _Fields | None = None
-        for place, value in enumerate(values):
+        for place in range(self._in_head, len(values)):  # up to there the request has none
             key, pointer = self._places[place]
-            found = value
+            found = values[place]
             if pointer:
                 fields = _Fields(document) if fields is None else fields
                 found = fields.find(pointer)
@@ -234,17 +237,21 @@ class _Fields:
 
     def __init__(self, document: Document | None) -> None:
         self._document = document
+        self._conversation: Conversation | None = None
+        if document is not None:
+            with suppress(NotCounted):
+                self._conversation = open_conversation(document)
         self._fields: dict[str, Raw] | None = None
 
     def find(self, pointer: Sequence[str]) -> str:
         """The scalar that a pointer leads to, as text; empty where there is none."""
-        if self._fields is None:
-            self._fields = _decode_fields(self._document)
-        value = self._fields.get(pointer[0])
+        value = self._conversation.find_field(pointer[0]) if self._conversation is not None else None
         if value is None:
-            return ""
+            if self._fields is None:
+                self._fields = _decode_fields(self._document)
+            value = self._fields.get(pointer[0], ABSENT)
         try:
-            return find(decode_json(value), pointer[1:])
+            return find(decode_json(value), pointer[1:]) if value is not ABSENT else ""
         except NotCounted:
             return ""
 

@@ -13,9 +13,10 @@ from typing import NamedTuple
 from urllib.request import urlopen
 
 from tests.bench import go_build, samples
+from tests.bench.agents import make_agents, take_turns
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
-from tests.bench.load import load
+from tests.bench.load import load, write_chats, write_request
 from tests.bench.processes import apart, command_module, free_port, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import process_cpu, ratio, spread
@@ -28,6 +29,7 @@ _CONNECTIONS = 16
 _SMALL, _LARGE = 1024, 1_000_000
 _LIMIT_LARGE = 1.2
 _WARM_UP = 500
+_LIMIT_AGENTS = 1.2
 _CHANGING = {"x-request-id": "%REQ(x-request-id)%"}
 """A header of the gRPC stream that no two requests share, as tracing has one (traceparent)."""
 
@@ -40,6 +42,9 @@ _SERVERS = {
     "grpcio": "guard, pure Python, on --transport grpcio",
 }
 """By listener; all take part in every round, as far as they are there."""
+
+_AGENTS = "agents"
+"""The listener of a guard that knows agents by their keys and by what they show; see `samples.agents`."""
 
 
 class _Comparison(NamedTuple):
@@ -90,16 +95,20 @@ class _Lab:
 
     @property
     def names(self) -> Sequence[str]:
-        """Listeners that work."""
-        return list(self._listeners)
+        """Listeners that work, but for that of agents."""
+        return [name for name in self._listeners if name != _AGENTS]
 
     def load(self, name: str, requests: int, length: int) -> _Cost:
         """Send requests that were never sent before to one listener, and see what they cost."""
+        self._sent += requests
+        return self.send(name, write_chats(self._sent - requests, requests, length), requests)
+
+    def send(self, name: str, sent: Iterator[bytes], requests: int) -> _Cost:
+        """The same for requests that are made by the caller, of that number."""
         port, server, _ = self._listeners[name]
         before = self._clocks(server)
-        seconds = asyncio.run(load(port, _CONNECTIONS, requests, length, self._sent))
+        seconds = asyncio.run(load(port, _CONNECTIONS, sent, requests))
         used, envoy = (after - start for after, start in zip(self._clocks(server), before, strict=True))
-        self._sent += requests
         if server is not None:
             self._guarded[server] += requests
         return _Cost(used / requests * 1e6, envoy / requests * 1e6, requests / seconds)
@@ -123,9 +132,11 @@ def _lab(directory: Path) -> Iterator[_Lab]:
     """Start everything; stop everything."""
     policy = directory / "policy.json"
     policy.write_bytes(samples.bundle([samples.policy(window_seconds=3600)]))
-    ports = {name: free_port() for name in _SERVERS if name != "changing"}
-    admins = {name: free_port() for name in ("guard", "pure", "grpcio")}
-    commands, missing = _commands(policy, ports, admins)
+    agents = directory / "agents.json"
+    agents.write_bytes(samples.bundle([samples.agents()]))
+    ports = {name: free_port() for name in (*_SERVERS, _AGENTS) if name != "changing"}
+    admins = {name: free_port() for name in ("guard", "pure", "grpcio", _AGENTS)}
+    commands, missing = _commands(policy, agents, ports, admins)
     listeners = {"without": Listener(free_port()), **{name: Listener(free_port(), name) for name in commands}}
     if "guard" in commands:
         listeners["changing"] = Listener(free_port(), "guard", _CHANGING)
@@ -139,11 +150,14 @@ def _lab(directory: Path) -> Iterator[_Lab]:
         yield _Lab(proxy, listeners, pids, {name: admins[name] for name in admins if name in pids}, missing)
 
 
-def _commands(policy: Path, ports: Mapping[str, int], admins: Mapping[str, int]) -> tuple[dict[str, list[str]], dict[str, str]]:
+def _commands(
+    policy: Path, agents: Path, ports: Mapping[str, int], admins: Mapping[str, int]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
     """What runs each server, and why some cannot run."""
 
     def guard(name: str, build: Path, *flags: str) -> list[str]:
-        return serve(build, policy, ports[name], "--admin", f"127.0.0.1:{admins[name]}", *flags)
+        file = agents if name == _AGENTS else policy
+        return serve(build, file, ports[name], "--admin", f"127.0.0.1:{admins[name]}", *flags)
 
     commands = {
         "null": command_module("tests.bench.null_server", str(ports["null"])),
@@ -157,9 +171,10 @@ def _commands(policy: Path, ports: Mapping[str, int], admins: Mapping[str, int])
         missing["go"] = str(error)
     compiled = find_compiled()
     if compiled is None:
-        missing["guard"] = missing["changing"] = explain_missing()
+        missing["guard"] = missing["changing"] = missing[_AGENTS] = explain_missing()
     else:
         commands["guard"] = guard("guard", compiled)
+        commands[_AGENTS] = guard(_AGENTS, compiled)
     return commands, missing
 
 
@@ -173,8 +188,9 @@ def run(*, quick: bool) -> list[Row]:
         small = _rounds(lab, lab.names, rounds, 1000 if quick else 3000, _SMALL)
         guard = "pure" if "guard" in lab.missing else "guard"
         large = _rounds(lab, ("null", guard), rounds, 100 if quick else 300, _LARGE)
+        agents = _agent_rows(lab, rounds, 10 if quick else 40)
         lab.check_guards()
-    return [*_small_rows(small, lab.missing), *_large_rows(large["null"], large[guard], _SERVERS[guard])]
+    return [*_small_rows(small, lab.missing), *agents, *_large_rows(large["null"], large[guard], _SERVERS[guard])]
 
 
 def _rounds(lab: _Lab, names: Sequence[str], rounds: int, requests: int, length: int) -> dict[str, list[_Cost]]:
@@ -185,6 +201,24 @@ def _rounds(lab: _Lab, names: Sequence[str], rounds: int, requests: int, length:
         for name in names:
             found[name].append(lab.load(name, requests, length))
     return found
+
+
+def _agent_rows(lab: _Lab, rounds: int, count: int) -> list[Row]:
+    """What this many agents cost whose histories grow, each round other ones, compared with handing over the same bodies."""
+    name = "agents, 39 KB on average: turns and session limits vs. grpc-go"
+    if why := lab.missing.get(_AGENTS) or lab.missing.get("go"):
+        return [Row(name, None, "x", _LIMIT_AGENTS, why)]
+    found: dict[str, list[float]] = {"go": [], _AGENTS: []}
+    for number in range(rounds + 1):
+        progress("envoy: agents", number, rounds)
+        agents = make_agents(count, number * count)
+        requests = [write_request(agent.number, body, agent.path) for agent, body in take_turns(agents)]
+        costs = {server: lab.send(server, iter(requests), len(requests)).server for server in found}
+        for server, cost in costs.items() if number else ():  # the first round is to warm up
+            found[server].append(cost)
+    figure = ratio(found, _AGENTS, "go")
+    note = f"goal 1.0; {median(found[_AGENTS]):.0f} us vs. {median(found['go']):.0f} us; {spread(found, _AGENTS, 'go')}"
+    return [Row(name, figure, "x", _LIMIT_AGENTS, note)]
 
 
 def _small_rows(found: Mapping[str, Sequence[_Cost]], missing: Mapping[str, str]) -> list[Row]:

@@ -1,7 +1,4 @@
-"""A small HTTP/1.1 load generator: a fixed number of POSTs over keep-alive connections, one in flight on each.
-
-Every request is another one: the header that a policy tells callers apart by, and a number in the body.
-"""
+"""A small HTTP/1.1 load generator: POSTs over keep-alive connections, one in flight on each."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from time import perf_counter
 from tests.bench import samples
 
 _TENANTS = 1_000
+_KEYS = 8
 _TIMEOUT = 120
 
 
 class Client(asyncio.Protocol):
     """One connection, which takes its requests from an iterator that all connections share."""
 
-    def __init__(self, numbers: Iterator[int], length: int, statuses: Counter[str]) -> None:
+    def __init__(self, requests: Iterator[bytes], statuses: Counter[str]) -> None:
         """Nothing is sent until connected; `statuses` is counted into."""
-        self._numbers = numbers
-        self._length = length
+        self._requests = requests
         self._statuses = statuses
         self._received = b""
         self._transport: asyncio.WriteTransport | None = None
@@ -52,22 +49,32 @@ class Client(asyncio.Protocol):
 
     def _send(self) -> None:
         assert self._transport is not None
-        number = next(self._numbers, None)
-        if number is None:
+        request = next(self._requests, None)
+        if request is None:
             self._transport.close()
             return
-        self._transport.write(request(number, self._length))
+        self._transport.write(request)
+
+
+def write_request(number: int, body: bytes, path: str = samples.PATH) -> bytes:
+    """A request of the caller, or the conversation, of that number."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
+        "accept: application/json\r\naccept-encoding: gzip, deflate\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer sk-{number % _KEYS:016}\r\nx-user-id: user-{number % _TENANTS}\r\n"
+        f"x-stainless-lang: python\r\nx-stainless-retry-count: 0\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 def request(number: int, length: int) -> bytes:
-    """The request of that number."""
-    head = (
-        f"POST {samples.PATH} HTTP/1.1\r\nhost: {samples.HOST}\r\nuser-agent: OpenAI/Python 3.54.0\r\n"
-        "accept: application/json\r\naccept-encoding: gzip, deflate\r\ncontent-type: application/json\r\n"
-        f"authorization: Bearer sk-0123456789abcdef\r\nx-user-id: user-{number % _TENANTS}\r\n"
-        f"x-stainless-lang: python\r\nx-stainless-retry-count: 0\r\ncontent-length: {length}\r\n\r\n"
-    )
-    return head.encode() + samples.chat_body(number, length)
+    """The chat of that number; sent twice, it is the same request."""
+    return write_request(number, samples.chat_body(number, length))
+
+
+def write_chats(first: int, count: int, length: int = 1024) -> Iterator[bytes]:
+    """Chats with numbers from `first` on."""
+    return (request(number, length) for number in range(first, first + count))
 
 
 def content_length(head: bytes) -> int:
@@ -76,19 +83,16 @@ def content_length(head: bytes) -> int:
     return int(rest.partition(b"\r\n")[0] or 0)
 
 
-async def load(port: int, connections: int, requests: int, length: int, first: int) -> float:
-    """Seconds for so many requests, that many in flight, to be answered; raises RuntimeError if one was not answered 200.
-
-    Requests are numbered from `first` on; one that is sent twice is the same request. `length` is each body's, in bytes.
-    """
+async def load(port: int, connections: int, requests: Iterator[bytes], count: int) -> float:
+    """Seconds for `count` requests, that many in flight, to be answered; raises RuntimeError if one was not answered 200."""
     loop = asyncio.get_running_loop()
-    numbers, statuses = iter(range(first, first + requests)), Counter[str]()
-    clients = [Client(numbers, length, statuses) for _ in range(connections)]
+    statuses = Counter[str]()
+    clients = [Client(requests, statuses) for _ in range(connections)]
     started = perf_counter()
     async with asyncio.timeout(_TIMEOUT):
         for client in clients:
             await loop.create_connection(lambda client=client: client, "127.0.0.1", port)  # type: ignore[misc]
         await asyncio.gather(*(client.done for client in clients))
-    if statuses != {"200": requests}:
-        raise RuntimeError(f"{requests} requests were answered {dict(statuses)}")
+    if statuses != {"200": count}:
+        raise RuntimeError(f"{count} requests were answered {dict(statuses)}")
     return perf_counter() - started

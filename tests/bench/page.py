@@ -17,7 +17,7 @@ from extproc.operator.admin.loop_page import REFRESH_SECONDS
 from tests.bench import samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
-from tests.bench.load import load
+from tests.bench.load import load, write_chats
 from tests.bench.paced import Meanwhile, run_paced
 from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
@@ -99,7 +99,7 @@ def _guarding(directory: Path) -> Iterator[_Guard]:
         apart([pid], [proxy]),
     ):
         for _ in range(_REPEATS):
-            asyncio.run(load(listener.port, 1, _LOOPS, 1024, 0))
+            asyncio.run(load(listener.port, 1, write_chats(0, _LOOPS), _LOOPS))
         guard = _Guard(pid, listener.port, admin)
         guard.look()  # which reads the template
         yield guard

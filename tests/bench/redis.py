@@ -27,7 +27,7 @@ from extproc.store.rules.windows import Hit
 from tests.bench import samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
-from tests.bench.load import load
+from tests.bench.load import load, write_chats
 from tests.bench.paced import Meanwhile, run_paced
 from tests.bench.processes import apart, free_port, running
 from tests.bench.report import Row, progress
@@ -220,7 +220,7 @@ def _behind_envoy(*, quick: bool) -> list[Row]:
 
         def cpu(name: str, count: int = requests) -> float:
             before = process_cpu(lab.pids[name])
-            asyncio.run(load(lab.ports[name], _CONNECTIONS, count, 1024, next(sent)))
+            asyncio.run(load(lab.ports[name], _CONNECTIONS, write_chats(next(sent), count), count))
             return (process_cpu(lab.pids[name]) - before) / count * 1e6
 
         for name in lab.ports:

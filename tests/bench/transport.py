@@ -15,7 +15,7 @@ from statistics import median
 from tests.bench import replay, samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy
-from tests.bench.load import load
+from tests.bench.load import load, write_chats
 from tests.bench.processes import free_port, running
 from tests.bench.report import Row, progress
 from tests.bench.timing import at_one_clock, difference, interleaved, ratio
@@ -88,7 +88,8 @@ def _record(directory: Path, policy: Path, requests: int) -> dict[str, Path]:
         running_envoy(directory, listeners, between),
     ):
         for number, (name, listener) in enumerate(listeners.items()):
-            said = asyncio.run(_listen(between[name], guard, load(listener.port, 1, requests, 1024, number * requests)))
+            sending = load(listener.port, 1, write_chats(number * requests, requests), requests)
+            said = asyncio.run(_listen(between[name], guard, sending))
             files[name] = directory / name
             files[name].write_bytes(b"\n".join(map(b64encode, said)))
     return files

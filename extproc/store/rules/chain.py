@@ -357,8 +357,14 @@ def _read(read: Read, key: str, now: int) -> _Knot | None:
 
 def _add(entries: bytes, entry: bytes) -> bytes:
     """The newest of these, and one more."""
-    kept = split_records(entries, 0)[1 - MAX_ENTRIES :]
-    return b"".join([*kept, bytes((len(entry),)), entry])
+    count = at = 0
+    while at < len(entries):
+        at += 1 + entries[at]
+        count += 1
+    start = 0
+    for _ in range(MAX_ENTRIES - 1, count):
+        start += 1 + entries[start]
+    return entries[start:] + bytes((len(entry),)) + entry
 
 
 def split_entries(joined: bytes) -> list[bytes]:

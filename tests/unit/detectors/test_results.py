@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.detectors.results import _VOLATILE, MAX_NORMALIZED, may_be_equal, normalize, normalize_head
+from extproc.detectors.results import _VOLATILE, MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
 
 GONE = {
     "an ISO timestamp": ("at 2026-11-22T06:14:14.123Z", "at 2025-01-02 23:59:59,1+02:00"),
@@ -184,6 +184,15 @@ def test_a_look_at_each_line_finds_what_the_pattern_finds(text: str, times: int)
 def test_a_line_that_is_not_ascii_is_read_for_itself() -> None:
     """A letter that no shape can express is not mistaken for another character."""
     assert normalize("see /tmp/\u65e5x end\nsee /tmp/?x end") == "see # end\nsee /tmp/?x end"
+
+
+@given(st.lists(_PIECES | _MORE | _ODD, max_size=60).map("".join), st.lists(_PIECES, max_size=60).map("".join))
+def test_results_of_other_lengths_in_lines_differ_however_they_are_normalised(one: str, other: str) -> None:
+    """No line end changes by itself."""
+    if differ_in_lines(one, other):
+        assert normalize(one) != normalize(other)
+    if "\\" not in one:
+        assert normalize(one).count("\n") == one.count("\n")
 
 
 @given(st.lists(_PIECES, max_size=80).map("".join), st.lists(_PIECES, max_size=80).map("".join))

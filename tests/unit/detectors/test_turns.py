@@ -662,10 +662,11 @@ def test_a_hostile_body_has_a_verdict_or_a_reason(name: str, threshold: int) -> 
     try:
         history = rule.read(Document(HOSTILE[name][0]()))
         rule.find_loop(history)
-        kept = keep_newest(history)
+        kept = keep_newest(history, named=True)
         entries = [encode_turn(turn) for turn in history.newest(32)]
-        if kept is not None:
-            rule.find_loop(kept.extend(entries))
+        recalled = kept.extend(entries) if kept is not None else None
+        if recalled is not None:
+            rule.find_loop(recalled)
     except NotCounted as why:
         assert why.reason in {"not_json", "inspect_limit", "no_messages"}  # noqa: PT017  # either is right
     else:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.apis import open_conversation
+from extproc.detectors import chain
+from extproc.detectors.chain import digest_tool, find_place
 from extproc.request.document import Document, NotCounted
-from extproc.sessions import history
-from extproc.sessions.history import RECORD, digest_tool, read_tool_calls
+from extproc.sessions.history import RECORD, read_tool_calls
 from tests.support.examples import examples
 from tests.support.model_requests import BODIES, HOSTILE, REQUESTS, spelled
 from tests.support.turn_writers import SHAPES, Did
@@ -45,8 +48,8 @@ def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
 
 def forget() -> None:
     """Have no message known."""
-    history._KNOWN._young.clear()
-    history._KNOWN._old.clear()
+    chain._KNOWN._young.clear()
+    chain._KNOWN._old.clear()
 
 
 @every_shape
@@ -238,7 +241,7 @@ def test_what_takes_much_room_is_not_remembered(tool: str, count: int, known: in
     found = [len(read_tool_calls(Document(body)).records) for _ in range(2)]
 
     assert found == [count * RECORD] * 2
-    assert len(history._KNOWN) == known
+    assert len(chain._KNOWN) == known
 
 
 @pytest.mark.parametrize("arguments", [{"a": "x" * 600_000}, "x" * 600_000], ids=["object", "text"])
@@ -273,3 +276,27 @@ def test_nearly_right_bodies_are_read_or_not_counted(value: dict[str, Any]) -> N
     named = [record for record in records if record[:6] != bytes(6)]
     assert len(set(named)) == len(named)
     assert {record[6:10] for record in records} <= {digest for digest, _ in found.tools} | {digest_tool("")}
+
+
+@pytest.mark.parametrize(("calls", "refused"), [(2, False), (3, True)])
+def test_bounds_hold_for_messages_that_are_known(calls: int, refused: bool) -> None:
+    """Numbers with fractions are bounded in all messages together, whether those were read before or not."""
+    given = {"n": [number + 0.5 for number in range(4_000)]}
+    body = json.dumps(SHAPES["chat"](number([[("read", {**given, "at": at})] for at in range(calls)]))).encode()
+    forget()
+
+    for _ in range(2):
+        found = open_conversation(Document(body))
+        assert (find_place(found, prefilled=False) is None) is refused
+        with pytest.raises(NotCounted, match="inspect_limit") if refused else nullcontext():
+            read_tool_calls(Document(body))
+
+
+def test_no_call_is_hidden_by_what_the_user_says_first() -> None:
+    """If that cannot be read, the conversation has no place in the chain, and its calls count all the same."""
+    value = SHAPES["chat"](number([[("read", {})]]))
+    value["messages"].insert(0, {"role": "user", "content": [{"type": "text", "text": "x"}] * 5_001})
+    document = Document(json.dumps(value).encode())
+
+    assert find_place(open_conversation(document), prefilled=False) is None
+    assert len(read_tool_calls(document).records) == RECORD
