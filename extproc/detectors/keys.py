@@ -143,7 +143,7 @@ class TurnsKeys(HistoryKeys):
     """Of `turns`.
 
     Attributes:
-        normalize_results: with `turns`: `false` compares results byte for byte, including timestamps, durations and ids.
+        normalize_results: with `turns`: `false` compares results byte for byte, including times and durations.
         ignore_arguments: with `turns`: names of arguments that hold thoughts, which are not compared.
     """
 

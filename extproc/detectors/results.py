@@ -1,8 +1,8 @@
 """What an action brought back, compared without what changes by itself; and whether it is an error.
 
-Left out are timestamps, durations with a unit, UUIDs, hex of 8 digits or more, behind `id` of 5, numbers after `line`, `step`,
-`pid`, `port` and `id`, `:123` positions behind a name, and paths below /tmp. Anything else in a result is news: not all digits
-are left out, since `3 failed` is not `4 failed`.
+Left out are times of day with their dates, Unix times, durations with a unit, UUIDs, hex of 8 digits or more, numbers after
+`line`, `step`, `pid` and `port`, `:123` positions behind the name of a file, and paths below /tmp. Anything else in a result is
+news: `3 failed` is not `4 failed`, and records that differ in an id or a date are different ones.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 from extproc.bounded import Memo
 
@@ -30,18 +30,23 @@ _SAID_WITHIN = 3_000
 _GONE = "#"
 _UNIT = r"(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)"
 _SEPARATOR = r"[ \t\"':=\#(\[]"
-_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*+"
+_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}+"
 _CLOCK = r"[0-9]{2}(?::[0-9]{2})?+(?:[.,][0-9]++)?+"
 
 
-def _after(words: str, digit: str = "[0-9]") -> str:
+def _after(words: str) -> str:
     """The digit at hand is the first behind one of the words, all of one length, and one to four separators."""
     return "|".join(
         [
-            rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}{digit})(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}{digit})"
+            rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}[0-9])(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}[0-9])"
             for number in (1, 2, 3, 4)
         ]
     )
+
+
+_NO_ID = "".join([rf"(?<![iI][dD]{_SEPARATOR}{{{number}}}.)" for number in (1, 2, 3, 4)])
+_CHUNK = "|".join([rf"(?<=[cC]hunk[\ _][iI][dD]{_SEPARATOR}{{{number}}}.)" for number in (1, 2, 3, 4)])
+_IN_FILE = "|".join([*[rf"(?<=\.[A-Za-z]{{{length}}}:.)" for length in (1, 2, 3, 4, 5)], "(?<=akefile:.)", "(?<=ocalhost:.)"])
 
 
 # One pass, in linear time: what has been matched is never given back (possessive quantifiers), and every match starts with a
@@ -51,27 +56,27 @@ _VOLATILE = re.compile(
     [0-9a-fA-F/JMNOSTW](?<![0-9A-Za-z].)(?:
       (?<=/)(?<![0-9A-Za-z_.-]/)(?:private/|var/)?+tmp/[^\s"'`<>:;,()\[\]{{}}|*?]++             # a path below /tmp
     | (?<=[A-Z])(?:
-        (?:un|on|ue|ed|hu|ri|at)[a-z]*+,?\ (?:{_MONTH}\ {{1,2}}[0-9]{{1,2}}|[0-9]{{1,2}}\ {_MONTH})
-      | (?:an|eb|ar|pr|ay|un|ul|ug|ep|ct|ov|ec)[a-z]*+\ {{1,2}}[0-9]{{1,2}}
-      )(?![0-9])(?:,?\ [0-9]{{4}}(?![0-9:]))?+                                                 # a date in words
-        (?:,?\ [0-9]{{2}}:{_CLOCK}(?:\ [A-Z]{{3,4}}\b)?+(?:\ [0-9]{{4}}\b)?+)?+
+        (?:un|on|ue|ed|hu|ri|at)[a-z]{{0,6}}+,?\ (?:{_MONTH}\ {{1,2}}[0-9]{{1,2}}|[0-9]{{1,2}}\ {_MONTH})
+      | (?:an|eb|ar|pr|ay|un|ul|ug|ep|ct|ov|ec)[a-z]{{0,6}}+\ {{1,2}}[0-9]{{1,2}}
+      )(?![0-9])(?:,?\ [0-9]{{4}}(?![0-9:]))?+                                                 # a time with its date in words
+        ,?\ [0-9]{{2}}:{_CLOCK}(?:\ [A-Z]{{3,4}}\b)?+(?:\ [0-9]{{4}}\b)?+
     | (?<![/JMNOSTW])(?:
-        [0-9a-fA-F]{{7,}}+(?:(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}})?+(?![0-9A-Za-z])     # hex, a UUID
-      | (?<={_SEPARATOR}.)(?:{_after("[iI][dD]", "[0-9a-fA-F]")})                              # an id in hex
-        (?:(?<=[0-9])|(?=[a-fA-F]*+[0-9]))[0-9a-fA-F]{{4,}}+(?![0-9A-Za-z])
+        [0-9a-fA-F]{{7}}(?:-[0-9a-fA-F]{{4}}){{3}}-[0-9a-fA-F]{{12}}(?![0-9A-Za-z])             # a UUID
+      | (?:(?<=[a-fA-F])|(?=[0-9]*+[a-fA-F]))[0-9a-fA-F]{{7,}}+(?![0-9A-Za-z])                  # hex
+      | (?<={_SEPARATOR}.)(?:{_CHUNK})[0-9a-fA-F]{{4,}}+(?![0-9A-Za-z])                         # Codex's name of an output
       | (?<=[0-9])(?:
-          (?<=[A-Za-z \t"':=\#(\[]{_SEPARATOR}.)(?:{_after("[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]")}
-            |{_after("[pP][iI][dD]")}|{_after("[iI][dD]")})[0-9]*+(?![.][0-9])                  # a line, step, port, pid, id
-        | (?<=[A-Za-z_]:.)[0-9]*+(?::[0-9]++)*+(?![0-9A-Za-z%]|[.][0-9])                        # a position behind a name
+          (?<=1)(?<!\..){_NO_ID}[5-9][0-9]{{8}}(?:[0-9]{{3}}){{0,3}}+(?:\.[0-9]{{1,9}}+)?+(?![0-9A-Za-z])   # a Unix time
+        | (?<=[A-Za-z \t"':=\#(\[]{_SEPARATOR}.)(?:{_after("[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]")}
+            |{_after("[pP][iI][dD]")})[0-9]*+(?![.][0-9])                                       # a line, step, port or pid
+        | (?<=[A-Za-z]:.)(?:{_IN_FILE})[0-9]*+(?::[0-9]++)*+(?![0-9A-Za-z%]|[.][0-9])       # a position in a file
         | [0-9]*+(?=\ ?[a-zA-Z\u00b5:./-])(?:
             (?:\.[0-9]++)?+\ ?{_UNIT}(?:\ ?[0-9]++(?:\.[0-9]++)?+\ ?{_UNIT})*+(?![0-9A-Za-z])   # a duration
           | :{_CLOCK}(?:\ ?[AaPp][Mm]\b)?+                                                      # a time of day
-          | [-/][0-9]{{2}}[-/][0-9]{{2}}(?![0-9])
-            (?:[T\ _][0-9]{{2}}:{_CLOCK}(?:Z|\ ?[+-][0-9]{{2}}:?[0-9]{{2}})?+)?+                # a date, and its time
-          | /(?:[0-9]{{1,2}}|[A-Z][a-z]{{2}})/[0-9]{{4}}(?::[0-9]{{2}}:{_CLOCK})?+              # the same in other orders
-          | \ {_MONTH}\ [0-9]{{4}}(?:,?\ [0-9]{{2}}:{_CLOCK})?+
+          | [-/][0-9]{{2}}[-/][0-9]{{2}}[T\ _][0-9]{{2}}:{_CLOCK}(?:Z|\ ?[+-][0-9]{{2}}:?[0-9]{{2}})?+    # with its date
+          | /(?:[0-9]{{1,2}}|[A-Z][a-z]{{2}})/[0-9]{{4}}[:\ ][0-9]{{2}}:{_CLOCK}                  # the same in other orders
+          | \ {_MONTH}\ [0-9]{{4}},?\ [0-9]{{2}}:{_CLOCK}
           | T[0-9]{{6}}Z?+
-          | x[0-9a-fA-F]{{8,}}+(?![0-9A-Za-z])
+          | x[0-9a-fA-F]{{8,}}+(?![0-9A-Za-z])                                                  # an address
           )
         )
       )
@@ -80,11 +85,15 @@ _VOLATILE = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
-# Which digit it is makes no difference to all that, so that lines of one shape change in the same places. And most lines hold
-# nothing that changes by itself, as a look for a few characters in two views of them tells: that takes a fifth of the time.
+# Which digit it is makes no difference to all that, but for Unix times, so that lines of one shape change in the same places.
+# And most lines hold nothing that changes by itself, as a look for a few characters in two views of them tells: that takes a
+# fifth of the time.
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _UNITS = bytes.maketrans(b"dhmnsu\xb5ADFJMNOSTW/x", b"uuuuuuuDDDDDDDDDD--")
 _WORDS = bytes.maketrans(b"abcdefABCDEFILNOPRST\t\"':=#([", b"000000000000ilnoprst        ")
+
+_UNIX_TIME = b"0000000000"
+"""The shape of a number that may be one, in seconds or a part of a second."""
 
 _LONGEST_SHAPE = 512
 _MOST_SHAPES = 4_096
@@ -137,8 +146,8 @@ _RETURN_CODE = re.compile(
     re.VERBOSE,
 )
 
-_Take: TypeAlias = Callable[[str], Iterable[str]] | Literal[False]
-"""Takes the parts between what changes by itself out of a line; False where nothing does."""
+_Take: TypeAlias = Callable[[str], Iterable[str]] | bool
+"""Takes the parts between what changes by itself out of a line; False where none does, True where shapes do not tell."""
 
 _KNOWN: Final[Memo[bytes, _Take]] = Memo(_MOST_SHAPES)
 """What stays of lines, by their shapes: tools write the same lines again and again, with other numbers."""
@@ -173,7 +182,10 @@ def _normalize(text: str) -> str:
         take = _KNOWN.get(shape)
         if take is None:
             take = _find_what_stays(shape)
-        lines.append(_GONE.join(take(line)) if take else line)
+        if take is True:
+            lines.append(_VOLATILE.sub(_GONE, line))
+        else:
+            lines.append(_GONE.join(take(line)) if take else line)
     return "\n".join(lines)
 
 
@@ -186,13 +198,18 @@ def _may_change(shape: bytes) -> bool:
         if "D" in units and " 0" in units:
             return True
     words = shape.translate(_WORDS).decode("latin-1")
-    if "0" in units and ("i0 " in words or "lin0 " in words or "st0p " in words or "port " in words):
+    if "k i0 " in words or "k_i0 " in words:
+        return True
+    if "0" in units and ("pi0 " in words or "lin0 " in words or "st0p " in words or "port " in words):
         return True
     return "0000000" in words or "tmp/" in words
 
 
 def _find_what_stays(shape: bytes) -> _Take:
     """What stays of lines of a shape, which is known from then on."""
+    if shape.find(_UNIX_TIME) >= 0:
+        _KNOWN.put(shape, True)
+        return True
     places = [0]
     if _may_change(shape):
         for found in _VOLATILE.finditer(shape.decode()):

@@ -215,11 +215,11 @@ _VOLATILE = (
         "{0[0]}{0[1]}".format
     ),
     st.floats(0, 1e4).map("{:.2f}s".format),
-    st.binary(min_size=4, max_size=32).map(bytes.hex),
-    st.integers(10**7, 10**13).map(str),
+    st.binary(min_size=4, max_size=32).map(bytes.hex).filter(lambda text: not text.isdecimal()),
+    st.integers(1_500_000_000, 1_999_999_999).map(str),
 )
 _PATHS = st.from_regex(r"/tmp/[a-z0-9_.-]{1,12}(/[a-z0-9]{1,8})?", fullmatch=True)  # noqa: S108  # never opened
-_NUMBERED = ["line {}", "Line: {}", "Step {}/20", "pid={}", "port: {}", '"id": {}', "x/a.py:{}"]
+_NUMBERED = ["line {}", "Line: {}", "Step {}/20", "pid={}", "port: {}", "x/a.py:{}"]
 
 
 @given(st.data(), st.sampled_from(sorted(WRITERS)))
