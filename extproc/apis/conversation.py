@@ -47,6 +47,12 @@ _KEPT_TOOLS: Final = ("cachedContent", "cached_content")
 
 _LONGEST_NOTHING: Final = 8
 
+_READ_ONLY: Final = "readOnlyHint"
+"""Of MCP: a tool that changes nothing."""
+
+_MOST_HINTS: Final = 10_000
+"""Values of a list of tools that are looked at for these."""
+
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
 
@@ -185,6 +191,14 @@ class Conversation:
         if self.before.after:  # a server that keeps the history may keep the tools
             return ""
         return "" if any(_holds(getattr(self._body, key)) for key in _KEPT_TOOLS) else NO_TOOLS
+
+    def find_hints(self) -> dict[str, bool]:
+        """Whether tools only look, by name, as far as the request says so: MCP's `readOnlyHint`, which some clients pass on."""
+        for key in _TOOL_KEYS:
+            raw = getattr(self._body, key)
+            if isinstance(raw, Raw) and bytes(raw).find(_READ_ONLY.encode()) >= 0:
+                return _read_hints(raw)
+        return {}
 
     def read_backwards(self) -> Iterator[Message]:
         """The messages from the newest to the oldest, without thoughts.
@@ -448,6 +462,32 @@ def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
     for key in (*_TOOL_KEYS, *_KEPT_TOOLS):
         keys.setdefault(key, (Raw, ABSENT))
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
+
+
+def _read_hints(raw: Raw) -> dict[str, bool]:
+    """The hints in a list of tools of any API; a name stands beside its annotations, or one level below."""
+    hints: dict[str, bool] = {}
+    left: list[Json] = [decode_json(raw)]
+    for _ in range(_MOST_HINTS):
+        if not left:
+            break
+        value = left.pop()
+        if isinstance(value, dict):
+            hint = _find_hint(value)
+            named = [value, *[below for below in value.values() if isinstance(below, dict)]]
+            for name in [each.get("name") for each in named] if hint is not None else ():
+                if isinstance(name, str) and hint is not None:
+                    hints[name] = hint
+        if isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value
+    return hints
+
+
+def _find_hint(tool: dict[str, Json]) -> bool | None:
+    """What a tool's annotations say."""
+    annotations = tool.get("annotations")
+    hint = annotations.get(_READ_ONLY) if isinstance(annotations, dict) else None
+    return hint if isinstance(hint, bool) else None
 
 
 def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it

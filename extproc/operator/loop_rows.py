@@ -45,6 +45,7 @@ class Loop(msgspec.Struct, array_like=True):
         labels: what is shown of it, by name.
         credentials: hashes of its secrets.
         agent: the id that the agent has given itself, cut to what can be shown; empty where it has not.
+        strength: of the newest request's evidence, `strong` or `weak`; empty where nothing tells.
     """
 
     policy: str
@@ -71,6 +72,7 @@ class Loop(msgspec.Struct, array_like=True):
     labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
     credentials: list[str] = []
     agent: str = ""
+    strength: str = ""
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -86,6 +88,7 @@ class Loop(msgspec.Struct, array_like=True):
         """Add what another replica saw of the same loop."""
         if other.last > self.last:
             self.last, self.count, self.fingerprint = other.last, other.count, other.fingerprint
+            self.strength = other.strength
         self.first = min(self.first, other.first)
         self.caller = self.caller or other.caller
         self.alias, self.labels = self.alias or other.alias, self.labels or other.labels

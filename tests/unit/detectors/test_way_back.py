@@ -54,12 +54,14 @@ def test_words_behind_a_result_lead_back(write: Write) -> None:
 @pytest.mark.parametrize("similarity", STATELESS)
 @pytest.mark.parametrize("role", ["user", "assistant", "system", "developer"])
 @every_shape
-def test_a_message_of_any_role_leads_back(write: Write, role: str, similarity: str) -> None:
-    """The user's, the operator's, or what the agent itself says instead of calling again."""
+def test_a_message_leads_back(write: Write, role: str, similarity: str) -> None:
+    """The user's, or what the agent itself says instead of calling again. To `turns`, what its program notes is nothing new."""
     guard = Guard(similarity=similarity)
+    noted = similarity == "turns" and role in {"system", "developer"}
 
     assert send(guard, write([STUCK] * 3)) == "reject"
-    assert send(guard, say(write([STUCK] * 3), role, "I was stopped. Let me ask for help.")) == "allow"
+    expected = "reject" if noted else "allow"
+    assert send(guard, say(write([STUCK] * 3), role, "I was stopped. Let me ask for help.")) == expected
 
 
 @every_shape
