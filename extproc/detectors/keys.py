@@ -16,7 +16,7 @@ MAX_CALLS = 200
 
 MAX_CYCLE = 16
 
-MAX_WEAK = 14
+MIN_WEAK, MAX_WEAK = 2, 14
 """Of so many turns, with others in between, 32 are enough to tell."""
 
 
@@ -152,7 +152,7 @@ class TurnsKeys(HistoryKeys):
         ignore_arguments: with `turns`: names of arguments that hold thoughts, which are not compared.
     """
 
-    weak_threshold: Annotated[int, Field(ge=2, le=MAX_WEAK)] | None = None
+    weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
     normalize_results: bool = True
     # A list as a default would be copied item by item for each policy: a tenth of the time of a load.
     ignore_arguments: list[str] = Field(

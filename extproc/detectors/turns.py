@@ -15,7 +15,7 @@ from extproc.apis import open_conversation
 from extproc.decision import WEAK, Repeat
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
-from extproc.detectors.keys import SimilarityKeys, TurnsKeys
+from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
 from extproc.detectors.tools import find_window_errors
 from extproc.logs import escape_controls
@@ -175,8 +175,9 @@ class Turns(HistorySimilarity):
             yield where, f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity turns, not {threshold}"
         weak = loop.get("weak_threshold")
         least = Turns.default_threshold if threshold is None else threshold
-        if isinstance(weak, int) and isinstance(least, int) and weak < least:
-            yield (*place, "weak_threshold"), f"must be at least the threshold of all loops, which is {least}, not {weak}"
+        if isinstance(weak, int) and isinstance(least, int) and MIN_WEAK <= weak < least:
+            fits = f"weak_threshold must be >= threshold_identical_requests, which is {least}, not {weak}"
+            yield (*place, "weak_threshold"), fits
         for name, tool in tools.items() if isinstance(tools, dict) else ():
             if not isinstance(tool, dict):
                 continue

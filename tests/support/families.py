@@ -157,35 +157,42 @@ def look_ups() -> list[list[Did]]:
         "error: no matching rows found",
     ]
     return [
-        [call(tool, result, number, id=number) for number in range(1, TURNS + 1)] for tool, result in product(tools, results)
+        [call(tool, result, number, id=number) for number in range(1, 2 * TURNS + 1)]
+        for tool, result in product(tools, results)
     ]
 
 
 def asked_again() -> list[list[Did]]:
-    """The same work for a person who asks for more of it each time."""
+    """The same work, three times for each wish of a person."""
     tools = ["run_tests", "get_report", "bash", "screenshot", "query", "deploy"]
     results = ["error: 3 failed", LONG, "error: no such file", "Traceback: ValueError", FATAL, "exit code 1"]
     return [
         [
             turn
-            for n in range(TURNS // 2)
-            for turn in (call(tool, result, 2 * n + 1), talk("It failed.", f"please {'again ' * (n + 1)}", 2 * n + 2))
+            for n in range(5)
+            for turn in (
+                *[call(tool, result, 4 * n + place) for place in (1, 2, 3)],
+                talk("It failed.", f"please {'again ' * (n + 1)}", 4 * n + 4),
+            )
         ]
         for tool, result in product(tools, results)
     ]
 
 
 def looked_again() -> list[list[Did]]:
-    """A listing that is long and looks the same after each change."""
+    """A listing that is long and looks the same after each change; it is read three times."""
     looks = ["ls", "read_file", "list_files", "mcp__disk__get_tree", "view", "cat"]
     changes = ["cp", "write_file", "edit", "mcp__disk__create_link", "touch", "mv"]
     return [
         [
             turn
-            for n in range(TURNS // 2)
-            for turn in (call(look, LONG, 2 * n + 1, path="."), call(change, "done", 2 * n + 2, path=f"f{n % 2}"))
+            for n in range(5)
+            for turn in (
+                *[call(look, LONG, 4 * n + place, path=".") for place in (1, 2, 3)],
+                call(change, "done", 4 * n + 4, path=f"f{n % 2}"),
+            )
         ]
-        for look, change in zip(looks * 6, [change for change in changes for _ in looks], strict=True)
+        for look, change in product(looks, changes)
     ]
 
 
@@ -201,6 +208,7 @@ HONEST: dict[str, Family] = {
     "greetings": greetings,
     "look-ups": look_ups,
     "asked again by a person": asked_again,
+    "looked again behind a change": looked_again,
 }
 """None of these is refused before it has stood 14 times."""
 

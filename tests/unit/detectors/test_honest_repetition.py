@@ -15,7 +15,7 @@ from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from extproc.store.rules.windows import UNCOUNTED
-from tests.support.families import FATAL, HONEST, LONG, TURNS, UNTELLABLE, Family, looked_again, make_loop
+from tests.support.families import FATAL, HONEST, LONG, TURNS, UNTELLABLE, Family, make_loop
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
 
 PRESET = json.loads((Path(extproc.__file__).parent / "policy/presets/agents.json").read_text())["spec"]["loop_detection"][0]
@@ -63,7 +63,7 @@ def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family
     variants = family()
 
     assert len(variants) >= 30
-    assert all(len(variant) >= TURNS - 1 for variant in variants)
+    assert all(len(variant) >= TURNS for variant in variants)
     assert refused(variants) == []
 
 
@@ -74,18 +74,6 @@ def test_the_same_made_a_loop_is_refused_at_its_threshold(family: Family, result
     expected = ["allow"] * 2 + ["steer"] * 4 + ["reject"] * (TURNS - 6)
     for number, variant in enumerate(family()):
         assert act(make_loop(variant, result), WRITTEN[number % len(WRITTEN)]) == expected
-
-
-def test_a_read_behind_a_change_starts_anew() -> None:
-    """A long listing is a loop of its own only as long as nothing changes; the same two turns by turns are a cycle."""
-    variants = looked_again()
-    quiet = [[turn for turn in variant if turn.calls[0][0] == variant[0].calls[0][0]] for variant in variants]
-
-    assert len(variants) >= 30
-    for variant, looks in zip(variants, quiet, strict=True):
-        first = act(variant[:10], "chat")
-        assert "reject" not in first
-        assert act([looks[0]] * 7, "chat")[-1] == "reject"
 
 
 @pytest.mark.parametrize("family", UNTELLABLE.values(), ids=UNTELLABLE)
