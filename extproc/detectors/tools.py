@@ -13,7 +13,7 @@ READS, CHANGES = 64, 128
 """Flags: a tool only looks; it changes what others may look at."""
 
 _READING: Final = frozenset(
-    ("read", "get", "list", "ls", "dir", "cat", "head", "tail", "view", "show", "open", "find", "search", "grep",
+    ("read", "get", "list", "ls", "dir", "cat", "head", "view", "show", "open", "find", "search", "grep",
      "glob", "tree", "pwd", "stat", "describe", "fetch", "query", "lookup", "look", "status", "check", "inspect",
      "count", "exists", "diff")
 )  # fmt: skip  # one list
