@@ -52,6 +52,11 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
 """Why a request may not be counted that a client has in hand, with the status and the words where a policy forbids that."""
 
 
+STRONG: Final = "strong"
+WEAK: Final = "weak"
+"""How good the evidence for a loop is: stuck agents repeat errors and long results, honest work short answers and talk."""
+
+
 class Repeat(NamedTuple):
     """A loop, or how near one is, as a conversation's own history shows it.
 
@@ -64,6 +69,8 @@ class Repeat(NamedTuple):
         reason: the operator's words about it, empty when there are none.
         rule: which of the similarity's rules holds, where it has several.
         step: index of the detector's threshold that applies, the lowest being 0.
+        strength: STRONG or WEAK; empty if unknown.
+        held: it is weak, and has not repeated often enough for more than the mildest action.
     """
 
     tools: tuple[str, ...]
@@ -74,11 +81,20 @@ class Repeat(NamedTuple):
     reason: str = ""
     rule: str = ""
     step: int = 0
+    strength: str = ""
+    held: bool = False
 
     @property
     def looping(self) -> bool:
         """It is too often."""
         return self.count >= self.threshold
+
+    @property
+    def rank(self) -> int:
+        """How strictly it is acted on: 0 for not at all, 1 where it is held, from 2 on by the step."""
+        if not self.looping:
+            return 0
+        return 1 if self.held else self.step + 2
 
 
 class Advice(NamedTuple):
@@ -224,6 +240,11 @@ class Outcome:
         self.detector = detector
         self.subject = subject
         self.repeat = repeat
+
+    @property
+    def strength(self) -> str:
+        """How good the evidence is, as of a Repeat."""
+        return self.repeat.strength if self.repeat is not None else ""
 
     def list_tools(self) -> list[str]:
         """The tools that are called repeatedly, each once; empty if no tool calls repeat."""

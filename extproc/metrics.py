@@ -50,8 +50,9 @@ class Metrics:
 
         self.decisions = decided("requests_total", "Requests that a policy counted, by action")
         self.loops = decided("loops_detected_total", "Counted requests that were part of a loop")
-        by_detector = ("policy", "detector", "mode", "action")
-        self.detections = counter("detections_total", "Requests that were part of a loop, by detector", *by_detector)
+        by_detector = ("policy", "detector", "mode", "action", "strength")
+        text = "Requests that were part of a loop, by detector; the strength is strong, weak, or empty where nothing tells"
+        self.detections = counter("detections_total", text, *by_detector)
         self.compared_exactly = counter(
             "compared_exactly_total", "Bodies that canonical compared byte for byte, because they are not JSON", "policy"
         )

@@ -196,6 +196,7 @@ _MISSING = re.compile(
     r"""
       (?:_|\b)not[ _](?:be\ )?found\b|notfound\b | \bno\ such\b | \bnosuch\w | \benoent\b
     | (?:does|did)(?:n't|\ not)\ (?:exist|match)
+    | \bno\ (?:\w{1,32}\ ){0,3}(?:found|match(?:e[sd])?)\b
     | (?<![\w.:-])e?404\b(?![.]) | (?:unable\ to|could\ not|cannot)\ (?:locate|find)\b | could\ not\ resolve\ to
     """,
     re.VERBOSE,

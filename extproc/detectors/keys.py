@@ -16,6 +16,9 @@ MAX_CALLS = 200
 
 MAX_CYCLE = 16
 
+MIN_WEAK, MAX_WEAK = 2, 14
+"""Of so many turns, with others in between, 32 are enough to tell."""
+
 
 Threshold = Annotated[int, Field(ge=2, le=MAX_THRESHOLD)]
 
@@ -143,10 +146,13 @@ class TurnsKeys(HistoryKeys):
     """Of `turns`.
 
     Attributes:
+        weak_threshold: with `turns`: until a weak loop (talk, or short results without errors) has repeated this often, it gets
+            the mildest action at most. Default: weak loops are treated like any other.
         normalize_results: with `turns`: `false` compares results byte for byte, including times and durations.
         ignore_arguments: with `turns`: names of arguments that hold thoughts, which are not compared.
     """
 
+    weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
     normalize_results: bool = True
     # A list as a default would be copied item by item for each policy: a tenth of the time of a load.
     ignore_arguments: list[str] = Field(
@@ -182,6 +188,15 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
             for name, tool in self.tools.items()
         }
         return ToolLimits(threshold, tools, window)
+
+    def wait_until(self, threshold: int) -> Self:
+        """These keys with this threshold in place of all that are lower."""
+        tools = {
+            name: tool if tool.threshold is None else tool.model_copy(update={"threshold": max(tool.threshold, threshold)})
+            for name, tool in self.tools.items()
+        }
+        update = {"threshold_identical_requests": threshold, "tools": tools, "escalate": Escalation()}
+        return self.model_copy(update=update)
 
     def _raise_by(self, more: int, threshold: int) -> Self:
         tools = {name: tool.raise_by(more) for name, tool in self.tools.items()}

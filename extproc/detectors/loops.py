@@ -10,6 +10,13 @@ part of a loop when
 - CYCLE: the last turns are a cycle of 2 to `max_cycle` different turns that came round t times, from length 5 on max(2, t - 1);
 - ERROR: the last 2t results are the same error, whatever was done.
 
+A person's word starts anew: turns up to the newest of them are not looked at. It is what a user says who answers no call and no
+action, in words that stand there once, digits left out; words that come again are a program's. And what only looks is no
+repetition of what looked before something changed, as far as the tools tell by their names, or the request by hints.
+
+A loop is strong if one of its results is an error or long. An error that passes by itself is none in this sense; nor is what
+was not found, where something else was looked for each time. All other loops are weak.
+
 What the request shows is enough; nothing is counted. Where it shows less than there was, because its history was condensed or
 is kept by the server, a ring of the newest turn of each request before it supplies the rest. Of a turn whose action is not
 known, it cannot be said whether it was seen before, and it is part of no cycle.
@@ -20,14 +27,19 @@ Turns are read from the newest to the oldest, and no further than a loop could s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from extproc.apis import open_conversation
-from extproc.decision import Repeat
+from extproc.decision import STRONG, WEAK, Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
-from extproc.detectors.tools import Limit, ToolLimits, count_rounds
+from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
+    LONG,
+    MISSING,
+    PASSING,
     AnyTurn,
+    Reduced,
     Turn,
     decode_turn,
     digest,
@@ -39,7 +51,7 @@ from extproc.detectors.turn import (
     same_action,
     same_result,
 )
-from extproc.request.document import Document
+from extproc.request.document import Document, NotCounted
 
 MAX_TURNS = 32
 """This many turns are looked at, and as many as a ring holds."""
@@ -66,6 +78,7 @@ class History:
         self.compared = 1
         self._source = islice(source, MAX_TURNS)
         self._taken: list[AnyTurn] = []
+        self._since: int | None = None
         self.elsewhere = elsewhere
         self.after = after
 
@@ -82,6 +95,19 @@ class History:
         """This many turns, or as many as there are."""
         self.at(count - 1)
         return self._taken[:count]
+
+    def count_since_person(self) -> int:
+        """How many turns stand behind the newest word of a person; all that are looked at where there is none."""
+        if self._since is None:
+            words: list[bytes] = []
+            with suppress(NotCounted):  # what is too far back to be read says nothing
+                for place in range(MAX_TURNS):
+                    turn = self.at(place)
+                    if turn is None:
+                        break
+                    words.append(turn.words)
+            self._since = next((place for place, said in enumerate(words) if said and words.count(said) == 1), MAX_TURNS)
+        return self._since
 
 
 class KeptTurn:
@@ -142,7 +168,10 @@ class TurnRule:
         max_cycle: int = DEFAULT_MAX_CYCLE,
         normalize_results: bool = True,
         ignored: frozenset[str] = THOUGHTS,
+        filled: int = 0,
     ) -> None:
+        """Take the settings; a cycle that needs more turns than `filled` is a loop when it fills as many, 0 for none."""
+        self._filled = filled
         self._limits = limits
         self._fewest = limits.lowest
         self._max_cycle = max_cycle
@@ -172,7 +201,10 @@ class TurnRule:
             return None
         found = self._find_loop(history)
         if found is None and _is_prefill(history):
-            return self._find_loop(History(iter(history.newest(MAX_TURNS)[1:])))
+            history = History(iter(history.newest(MAX_TURNS)[1:]))
+            found = self._find_loop(history)
+        if found is not None and (since := history.count_since_person()) < MAX_TURNS:
+            return self._find_loop(History(iter(history.newest(since))))
         return found
 
     def may_loop(self, newest: AnyTurn) -> bool:
@@ -208,15 +240,26 @@ class TurnRule:
         """The newest turn stands too often among the last ones, with hardly anything new in between."""
         window = 2 * limit.threshold + 4
         places = [place for place in again if place < window]
+        if len(places) + 1 >= limit.threshold and newest.evidence & READS:
+            changed = next((place for place in range(places[-1]) if _changes(history, place)), window)
+            places = [place for place in places if place < changed]
         if len(places) + 1 < limit.threshold:
             return None
         first = places[limit.threshold - 2]
         new = [place for place in range(1, first) if place not in places and not self._is_no_news(history, place)]
         if len(new) > limit.threshold - 2:
             return None
-        turns = len(history.newest(window))
+        turns = history.newest(window)
+        weigh = _weigh if newest.known else _weigh_apart
         return Repeat(
-            newest.names, len(places) + 1, turns, limit.threshold, True, limit.reason, REPEAT if newest.known else RESULT
+            newest.names,
+            len(places) + 1,
+            len(turns),
+            limit.threshold,
+            results=True,
+            reason=limit.reason,
+            rule=REPEAT if newest.known else RESULT,
+            strength=weigh([newest, *[turns[place] for place in places]]),
         )
 
     def _is_no_news(self, history: History, place: int) -> bool:
@@ -236,15 +279,19 @@ class TurnRule:
             limits = [self._limits.of(turn.names) for turn in members]
             threshold = max([limit.threshold for limit in limits])
             rounds = count_rounds(length, threshold)
+            span = length * rounds
+            if self._filled:
+                span = min(span, self._filled)
             if (
-                length * rounds <= MAX_TURNS
+                span <= MAX_TURNS
                 and not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
-                and all(self._comes_back(history, place, length) for place in range(1, length * (rounds - 1)))
+                and all(self._comes_back(history, place, length) for place in range(1, span - length))
                 and self._all_differ(members)
             ):
                 names = tuple([name for turn in reversed(members) for name in turn.names])
                 reason = next((limit.reason for limit in limits if limit.reason), "")
-                return Repeat(names, rounds, length * rounds, rounds, results=True, reason=reason, rule=CYCLE)
+                strength = _weigh(history.newest(span))
+                return Repeat(names, rounds, span, rounds, results=True, reason=reason, rule=CYCLE, strength=strength)
         return None
 
     def _comes_back(self, history: History, place: int, length: int) -> bool:
@@ -267,11 +314,13 @@ class TurnRule:
         if not newest.failed:
             return None
         names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
-        return Repeat(names, count, count, count, True, limit.reason, ERROR)
+        spread = 2 * len({turn.reduce().action_hash for turn in turns if turn.known}) > count or not newest.known
+        strength = _weigh_apart(turns) if spread else _weigh(turns)
+        return Repeat(names, count, count, count, results=True, reason=limit.reason, rule=ERROR, strength=strength)
 
     def spell(self, turn: AnyTurn) -> bytes:
         """All of a turn that is compared, for a fingerprint."""
-        kept = turn.reduce()
+        kept = turn if isinstance(turn, Reduced) else turn.reduce()
         return kept.action_hash + (kept.normalized if self._normalized else kept.raw)
 
     def count(self, history: History, newest: AnyTurn) -> Repeat:
@@ -281,6 +330,25 @@ class TurnRule:
         again = sum([turn is newest or self._same(newest, turn) for turn in turns])
         below = min(again, limit.threshold - 1)  # it may stand there often, with much that is new in between
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
+
+
+def _changes(history: History, place: int) -> bool:
+    """Whether the turn at a place has changed something."""
+    turn = history.at(place)
+    return turn is not None and turn.evidence & CHANGES != 0
+
+
+def _weigh(turns: Sequence[AnyTurn]) -> str:
+    """How strong a loop of these turns is."""
+    for turn in turns:
+        if turn.evidence & LONG or (turn.failed and not turn.evidence & PASSING):
+            return STRONG
+    return WEAK
+
+
+def _weigh_apart(turns: Sequence[AnyTurn]) -> str:
+    """The same for turns with different or unknown actions, which may have looked up different things."""
+    return _weigh([turn for turn in turns if turn.evidence & LONG or not turn.evidence & MISSING])
 
 
 def keep_newest(history: History, *, named: bool) -> KeptTurn | None:

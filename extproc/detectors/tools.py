@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
+from extproc.bounded import Memo
 from extproc.objects import Place
+
+READS, CHANGES = 64, 128
+"""Flags: a tool only looks; it changes what others may look at."""
+
+_READING: Final = frozenset(
+    ("read", "get", "list", "ls", "dir", "cat", "head", "view", "show", "open", "find", "search", "grep",
+     "glob", "tree", "pwd", "stat", "describe", "fetch", "query", "lookup", "look", "status", "check", "inspect",
+     "count", "exists", "diff")
+)  # fmt: skip  # one list
+_CHANGING: Final = frozenset(
+    ("write", "edit", "create", "update", "delete", "remove", "insert", "append", "replace", "patch", "apply", "move",
+     "rename", "copy", "mkdir", "rmdir", "rm", "mv", "cp", "touch", "tee", "ln", "chmod", "chown", "put", "post",
+     "set", "add", "save", "upload", "send", "commit", "push", "merge", "submit", "install", "uninstall", "drop",
+     "alter")
+)  # fmt: skip  # one list
+_OWN: Final = frozenset({"todo", "todos", "think", "thought", "plan", "note", "notes", "memory"})
+"""What an agent writes for itself changes nothing for its tools."""
+
+_NAME_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_MOST_ROLES: Final = 1_024
+_LONGEST_ROLE: Final = 64
+"""Longest name that is remembered, in characters; clients choose names."""
+
+_ROLES: Final[Memo[str, int]] = Memo(_MOST_ROLES)
 
 _LONG_CYCLE = 5
 """A cycle of this many calls or turns needs one round less."""
@@ -57,6 +83,35 @@ class ToolLimits:
         if limit is None:
             limit = next((limit for pattern, limit in self._patterns if matches(name, pattern)), self.default)
         return limit
+
+
+def find_role(names: Sequence[str], hints: Mapping[str, bool]) -> int:
+    """READS where all of these tools only look, CHANGES where one changes something, else 0; `hints` go before names."""
+    role = READS if names else 0
+    for name in names:
+        hint = hints.get(name) if hints else None
+        found = _ROLES.get(name) if hint is None else READS if hint else CHANGES
+        if found is None:
+            found = _read_role(name)
+        if found == CHANGES:
+            return CHANGES
+        role &= found
+    return role
+
+
+def _read_role(name: str) -> int:
+    """What the first verb in a name says: `mcp__git__create_branch` changes something. Two verbs may say nothing together."""
+    words = [word.lower() for word in _NAME_WORD.findall(name[-256:].rpartition("__")[2])]
+    verb = next((word for word in words if word in _READING or word in _CHANGING), "")
+    if not verb or not _OWN.isdisjoint(words):
+        role = 0
+    elif verb in _CHANGING:
+        role = CHANGES
+    else:
+        role = READS if _CHANGING.isdisjoint(words) else 0
+    if len(name) <= _LONGEST_ROLE:
+        _ROLES.put(name, role)
+    return role
 
 
 def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:

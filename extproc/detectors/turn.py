@@ -5,6 +5,7 @@ Of a request nothing is read before it is asked for. A turn of an earlier reques
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from hashlib import blake2b
 from operator import itemgetter
@@ -13,12 +14,14 @@ from typing import Final, NamedTuple
 from msgspec import json
 
 from extproc.apis.contents import find_wrappers, is_injected, read_result, unpack
-from extproc.apis.conversation import ASSISTANT, Conversation
+from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
-from extproc.detectors.failures import is_error
+from extproc.detectors.failures import MISSING as NOT_FOUND
+from extproc.detectors.failures import NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
+from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.request.document import ABSENT, Document, write_canonical
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
@@ -30,9 +33,6 @@ _INJECTED = frozenset({"system-reminder", "system_reminder", "environment_detail
 """What agents' harnesses are known to inject, also where no tool brings anything back and texts are all that comes."""
 
 _MARKS = [(f"<{tag}>", f"</{tag}>") for tag in sorted(_INJECTED)]
-
-_NOT_BACK: Final = frozenset({"system", "developer"})
-"""Whose messages in the middle of a conversation are a harness's: reminders that come and go."""
 
 _CALL_ID: Final = "Call id: "
 """Before the first line of what smolagents writes as an observation stands one with a counter."""
@@ -47,6 +47,22 @@ MAX_ENTRY = 64
 """Longest entry of a ring, in bytes."""
 
 _KNOWN, _RETURNED, _ERROR = 1, 2, 4
+LONG, PASSING, MISSING = 8, 16, 32
+"""Flags of a result: it is long, its failure may pass by itself, or what was looked for is not there."""
+
+_FLAGS: Final[dict[Failure, int]] = {TRANSIENT: PASSING, NOT_FOUND: MISSING}
+_EVIDENCE: Final = LONG | PASSING | MISSING | READS | CHANGES
+
+_LONG_RESULT: Final = 200
+"""Honest repetition brings back less, in characters."""
+
+_HARNESS: Final = frozenset({"system", "developer"})
+"""Whose messages in the middle of a conversation are the harness's: reminders that come and go, and are part of no result."""
+
+_NUMBERS: Final = re.compile(r"[0-9]+")
+_SIX_BITS: Final = 0x3F
+_NO_TEXT: Final = 0x80
+"""Of bytes that older versions, which expect a name in their place, read as none: UTF-8 has none that begins so."""
 _ENTRY_NAME = MAX_ENTRY - 1 - 3 * _DIGEST
 get_raw: Final = itemgetter(slice(1 + _DIGEST, 1 + 2 * _DIGEST))
 get_normalized: Final = itemgetter(slice(1 + 2 * _DIGEST, 1 + 3 * _DIGEST))
@@ -61,16 +77,20 @@ class Reading:
     """How the turns of one conversation are read.
 
     Attributes:
+        conversation: it.
         document: in which it stands.
         ignored: names of arguments that are thoughts.
+        hints: whether tools only look, by name; None until it is asked for.
         left: this many characters of results may still be normalised.
     """
 
-    __slots__ = ("document", "ignored", "left")
+    __slots__ = ("conversation", "document", "hints", "ignored", "left")
 
-    def __init__(self, document: Document, ignored: frozenset[str]) -> None:
+    def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str]) -> None:
+        self.conversation = conversation
         self.document = document
         self.ignored = ignored
+        self.hints: dict[str, bool] | None = None
         self.left = _MAX_NORMALIZED_IN_ALL
 
 
@@ -85,7 +105,9 @@ class Turn:
     __slots__ = (
         "_action",
         "_behind",
+        "_evidence",
         "_failed",
+        "_failure",
         "_head",
         "_ids",
         "_mark",
@@ -96,6 +118,7 @@ class Turn:
         "_reading",
         "_result",
         "_returned",
+        "_words",
         "answered",
         "known",
     )
@@ -114,6 +137,8 @@ class Turn:
         self._message = message
         self._behind = behind
         self._action: AssistantAction | None = None
+        self._evidence = -1
+        self._words: bytes | None = None
         self._mark: bytes | None = None
         self._result: str | None = None
         self._head: str | None = None
@@ -121,6 +146,7 @@ class Turn:
         self._normal: str | None = None
         self._normal_id: bytes | None = None
         self._failed = False
+        self._failure: Failure | None = None
         self._returned = False
         self._ids: set[str] = set()
 
@@ -142,21 +168,16 @@ class Turn:
             self._action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
         return self._action
 
-    @property
-    def mark(self) -> bytes:
-        """Bytes of the action that no request spells otherwise; see `find_mark`."""
-        if self._mark is None:
-            self._mark = find_mark(self.action)
-        return self._mark
-
     def may_do_as(self, other: Turn) -> bool:
         """False where it is certain, without reading it, that something else was done than in another turn."""
         message = self._message
-        if self._action is not None or message is None or message.joined is not None or not other.mark:
+        if other._mark is None:  # bytes of its action that no request spells otherwise
+            other._mark = find_mark(other.action)
+        if self._action is not None or message is None or message.joined is not None or not other._mark:
             return True
         raw = bytes(message.shape.find_raw(message.value))
         # Python's `in` looks for bytes by way of an exception, which takes six times as long.
-        return not raw or raw.find(other.mark) >= 0 or raw.find(b"\\u") >= 0 or raw.find(b"\\/") >= 0
+        return not raw or raw.find(other._mark) >= 0 or raw.find(b"\\u") >= 0 or raw.find(b"\\/") >= 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -212,8 +233,54 @@ class Turn:
     @property
     def failed(self) -> bool:
         """What came back is an error."""
-        text = self.result
-        return self._failed or (bool(text) and is_error(text))
+        return self.failure != NO_FAILURE
+
+    @property
+    def failure(self) -> Failure:
+        """How it failed, if it did."""
+        if self._failure is None:
+            text = self.result  # which finds out whether the API says that it failed
+            self._failure = read_failure(text, failed=self._failed)
+        return self._failure
+
+    @property
+    def evidence(self) -> int:
+        """What this says about a loop: LONG, PASSING, MISSING of what came back, READS and CHANGES of what was done."""
+        if self._evidence < 0:
+            reading = self._reading
+            if reading.hints is None:
+                reading.hints = reading.conversation.find_hints()
+            flags = find_role(self.names, reading.hints)
+            if self.failed:
+                flags = flags & ~CHANGES | _FLAGS.get(self.failure, 0)
+            if len(self.result) >= _LONG_RESULT:
+                flags |= LONG
+            if flags & LONG or self.failed:
+                flags = self._weigh_talk(flags)
+            self._evidence = flags
+        return self._evidence
+
+    def _weigh_talk(self, flags: int) -> int:
+        """The same flags; of talk, by an agent that has tools, what is said counts little, whatever its words and length."""
+        talks = self.known and not self.names and not self.returned
+        return flags & ~LONG | PASSING if talks and self._reading.conversation.find_offer() == TOOLS else flags
+
+    @property
+    def words(self) -> bytes:
+        """8 bytes of what a user says who answers no call and no action, digits left out; empty where none does."""
+        if self._words is None:
+            said = [] if self.names or self.returned else self._list_words()
+            self._words = digest(" ".join(said).encode()) if said else b""
+        return self._words
+
+    def _list_words(self) -> list[str]:
+        said: list[str] = []
+        for message in self._behind:
+            for part in message.read_parts() if message.speaker == USER else ():
+                text = unpack(part.value) if part.kind == TEXT else ""
+                if isinstance(text, str) and not is_injected(text.strip()):
+                    said += _NUMBERS.sub("", _strike_injected(text)).casefold().split()
+        return said
 
     def show(self, most: int) -> str:
         """What was done and what came back, in a line for people, each cut to this many characters."""
@@ -240,6 +307,8 @@ class Turn:
             digest(self.result.encode()),
             digest(self.normal.encode()),
             self.names,
+            self.evidence,
+            b"" if self.names else self.words,
         )
 
     def _read_result(self) -> str:
@@ -250,7 +319,7 @@ class Turn:
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
         behind = self._behind[::-1]
-        for message in [message for message in behind if message.speaker not in _NOT_BACK] or behind:
+        for message in [message for message in behind if message.speaker not in _HARNESS] or behind:
             for part in message.read_parts():
                 if part.kind == RESULT:
                     results.append(self._read_one(part, len(results)))
@@ -262,7 +331,11 @@ class Turn:
         known = [text for text in others if not _INJECTED.issuperset(find_wrappers(text) or [""])]
         if results or known:
             others = known
-        return _NEXT.join([*self._in_order(results), *[text for text in others if text]])
+        if len(results) > 1:
+            places = self.action.places
+            ranked = sorted([(places.get(identity, len(places)), text) for identity, text in results])
+            results = [("", text) for _, text in dict.fromkeys(ranked)]
+        return _NEXT.join([*[text for _, text in results], *[text for text in others if text]])
 
     def _read_one(self, part: Part, number: int) -> tuple[str, str]:
         """A result, and the id of its call."""
@@ -271,13 +344,6 @@ class Turn:
             self._ids.add(part.id)
         text = _strike_injected(read_result(part.value))
         return part.id or number_id(number), _FAILED + text if part.failed else text
-
-    def _in_order(self, results: list[tuple[str, str]]) -> list[str]:
-        if len(results) <= 1:
-            return [text for _, text in results]
-        places = self.action.places
-        ranked = sorted([(places.get(identity, len(places)), text) for identity, text in results])
-        return [text for _, text in dict.fromkeys(ranked)]
 
 
 class Reduced(NamedTuple):
@@ -291,6 +357,8 @@ class Reduced(NamedTuple):
         raw: hash of the result.
         normalized: hash of the result without what changes by itself.
         names: as of a Turn; of an earlier request's the first alone.
+        evidence: as of a Turn.
+        words: as of a Turn.
     """
 
     known: bool
@@ -300,6 +368,8 @@ class Reduced(NamedTuple):
     raw: bytes
     normalized: bytes
     names: tuple[str, ...]
+    evidence: int = 0
+    words: bytes = b""
 
     def show(self, most: int) -> str:
         """As of a Turn, as far as it was kept."""
@@ -318,11 +388,11 @@ _encode = json.Encoder().encode
 
 
 def encode_turn(turn: AnyTurn) -> bytes:
-    """A turn as an entry of a ring: flags, three hashes, and as much of its first name as there is room for."""
-    kept = turn.reduce()
-    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed
-    name = kept.names[0].encode()[:_ENTRY_NAME] if kept.names else b""
-    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + name
+    """A turn as an entry of a ring: flags, three hashes, and as much of its first name as there is room for, or its words."""
+    kept = turn if isinstance(turn, Reduced) else turn.reduce()
+    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
+    rest = kept.names[0].encode()[:_ENTRY_NAME] if kept.names else _write_words(kept.words)
+    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest
 
 
 def decode_turn(entry: bytes) -> Reduced:
@@ -330,9 +400,24 @@ def decode_turn(entry: bytes) -> Reduced:
     entry = entry or bytes(1 + 3 * _DIGEST)
     flags = entry[0]
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
-    name = entry[1 + 3 * _DIGEST :].decode("utf-8", "ignore")
+    rest = entry[1 + 3 * _DIGEST :]
+    name = rest.decode("utf-8", "ignore")
     known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
-    return Reduced(known, returned, failed, action, raw, normalized, (name,) if name else ())
+    names, words = ((name,), b"") if name else ((), _read_words(rest))
+    return Reduced(known, returned, failed, action, raw, normalized, names, flags & _EVIDENCE, words)
+
+
+def _write_words(words: bytes) -> bytes:
+    """A digest in bytes that are no text, six bits in each."""
+    number = int.from_bytes(words, "big")
+    return bytes([_NO_TEXT | number >> shift & _SIX_BITS for shift in range(0, 8 * len(words), 6)])
+
+
+def _read_words(written: bytes) -> bytes:
+    if not written or any(byte & ~_SIX_BITS != _NO_TEXT for byte in written):
+        return b""
+    number = sum([(byte & _SIX_BITS) << 6 * place for place, byte in enumerate(written)])
+    return (number & (1 << 8 * _DIGEST) - 1).to_bytes(_DIGEST, "big")
 
 
 def _cut(text: str, most: int) -> str:
@@ -402,7 +487,7 @@ def read_turns(conversation: Conversation, document: Document, ignored: frozense
 
     A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
     """
-    reading = Reading(document, ignored)
+    reading = Reading(conversation, document, ignored)
     behind: list[Message] = []
     newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
     for message in conversation.read_backwards():

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from extproc.apis import open_conversation
-from extproc.decision import Repeat
+from extproc.decision import WEAK, Repeat
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
-from extproc.detectors.keys import SimilarityKeys, TurnsKeys
+from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
 from extproc.detectors.tools import find_window_errors
 from extproc.logs import escape_controls
@@ -33,12 +33,20 @@ _OTHERWISE = "Otherwise, finish with the result you have so far."
 _SHOWN = 400
 """So much of an action and of a result is shown, in characters."""
 
+_NOW_STRICTEST = 2
+"""A weak loop that goes on for this many turns after it has stood often enough gets the strictest action."""
+
 _QUOTED = 150
 """The same where a few turns have to do."""
 
 
 class Turns(HistorySimilarity):
-    """A detector's settings, ready to look into conversations."""
+    """A detector's settings, ready to look into conversations.
+
+    Attributes:
+        rule: with the lowest threshold.
+        last_step: the number of the strictest action.
+    """
 
     keys: ClassVar[type[JsonObject]] = TurnsKeys
     remembers: ClassVar[bool] = True
@@ -46,16 +54,27 @@ class Turns(HistorySimilarity):
     default_threshold: ClassVar[int | None] = 3
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        self.rule, *stricter = [self._make_rule(step) for step in keys.list_steps(self.default_threshold)]
-        self._stricter = list(enumerate(stricter, 1))[::-1]
+        rules = [self._make_rule(step) for step in keys.list_steps(self.default_threshold)]
+        self.rule = rules[0]
+        self._rules = list(enumerate(rules))[::-1]
+        self.last_step = len(rules) - 1
+        self._patient = None if keys.weak_threshold is None else self._make_patient_rules(keys, keys.weak_threshold)
         self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
 
-    def _make_rule(self, keys: SimilarityKeys) -> TurnRule:
+    def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
+        """When weak loops get more than the mildest action, and up to which step; the strictest first."""
+        if self.last_step <= 1:
+            return [(self.last_step, self._make_rule(keys.wait_until(threshold), MAX_TURNS))]
+        strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), MAX_TURNS)
+        return [(self.last_step, strictest), (1, self._make_rule(keys.wait_until(threshold), MAX_TURNS - _NOW_STRICTEST))]
+
+    def _make_rule(self, keys: SimilarityKeys, filled: int = 0) -> TurnRule:
         return TurnRule(
             keys.make_limits(self.default_threshold),
             max_cycle=keys.max_cycle,
             normalize_results=keys.normalize_results,
             ignored=frozenset(keys.ignore_arguments),
+            filled=filled,
         )
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
@@ -91,15 +110,24 @@ class Turns(HistorySimilarity):
 
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest of these turns is part of, by the strictest rule that sees one; None where it is in none."""
-        for step, rule in self._stricter:
+        best: Repeat | None = None
+        for step, rule in self._rules:
             found = rule.find_loop(history)
-            if found is not None:
-                return found._replace(step=step)
-        return self.rule.find_loop(history)
+            if found is None:
+                continue
+            found = self._limit(found._replace(step=step), history)
+            if best is None or found.rank > best.rank:
+                best = found
+            if best.step >= step - 1 and not best.held:
+                break
+        return best
 
-    def is_final(self, found: Repeat | None) -> bool:
-        """Whether a verdict is the strictest that there can be."""
-        return found is not None and found.looping and found.step == len(self._stricter)
+    def _limit(self, found: Repeat, history: History) -> Repeat:
+        """The same; a weak loop at a step that it may take. It is held where it has not stood often enough for any."""
+        if self._patient is None or found.strength != WEAK:
+            return found
+        reach = next((step for step, rule in self._patient if rule.find_loop(history) is not None), None)
+        return found._replace(step=min(found.step, reach or 0), held=reach is None)
 
     def show(self, document: Document) -> list[str]:
         """The turns that are looked at, the oldest first; see `Similarity`."""
@@ -130,7 +158,8 @@ class Turns(HistorySimilarity):
         """See `Similarity`."""
         if repeat is None:
             return "the newest turn is not part of a loop"
-        return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule})"
+        strength = f", {repeat.strength}" if repeat.strength else ""
+        return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule}{strength})"
 
     def explain(self, repeat: Repeat) -> tuple[str, str, str]:
         """See `HistorySimilarity`."""
@@ -144,6 +173,11 @@ class Turns(HistorySimilarity):
         if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
             where = (*place, "threshold_identical_requests")
             yield where, f"threshold_identical_requests must be <= {MAX_THRESHOLD} with similarity turns, not {threshold}"
+        weak = loop.get("weak_threshold")
+        least = Turns.default_threshold if threshold is None else threshold
+        if isinstance(weak, int) and isinstance(least, int) and MIN_WEAK <= weak < least:
+            fits = f"weak_threshold must be >= threshold_identical_requests, which is {least}, not {weak}"
+            yield (*place, "weak_threshold"), fits
         for name, tool in tools.items() if isinstance(tools, dict) else ():
             if not isinstance(tool, dict):
                 continue
@@ -162,7 +196,7 @@ class TurnMemory:
         self.entry = kept.entry if kept is not None else b""
         self.identity = kept.identity if kept is not None else b""
         self.place = place
-        settled = kept is None or kept.complete or turns.is_final(found)
+        settled = kept is None or kept.complete or (found is not None and found.step == turns.last_step and found.rank > 1)
         self.waits = kept is not None and not settled and turns.rule.may_loop(kept.newest)
         self._turns = turns
         self._kept = kept
@@ -173,7 +207,7 @@ class TurnMemory:
         found, kept = self._found, self._kept
         history = kept.extend(entries, followed=followed) if kept is not None else None
         recalled = self._turns.find_loop(history) if history is not None else None
-        if recalled is None or (found is not None and found.looping and found.step > recalled.step):
+        if recalled is None or (found is not None and found.rank > recalled.rank):
             return found
         return recalled
 

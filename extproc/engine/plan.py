@@ -38,6 +38,9 @@ SHADOW_NAMESPACE = "shadow:"
 DELAY_PER_REQUEST_MS = 100
 """A throttled request is held for its count times this (Fairvisor's loop arithmetic)."""
 
+_MILD = frozenset({Action.WARN, Action.STEER})
+"""These hold nothing up."""
+
 DISPLAY_COUNT = 1_000
 """Least number of requests that a `sliding_log` can count, so that reports stay exact well past the threshold."""
 
@@ -116,7 +119,11 @@ def _make_refusal_form(status: int | str, *, completes: bool) -> RefusalForm:
 
 
 class Detector:
-    """The loop guard."""
+    """The loop guard.
+
+    Attributes:
+        mildest: action that a weak loop gets before it has stood often enough.
+    """
 
     __slots__ = (
         "_cooldown_ms",
@@ -130,6 +137,7 @@ class Detector:
         "looks",
         "max_delay_ms",
         "max_inspect_bytes",
+        "mildest",
         "mode",
         "name",
         "needs_body",
@@ -165,6 +173,8 @@ class Detector:
         steps = loop.list_steps(self.similarity.default_threshold)
         self.threshold = steps[0].threshold_identical_requests or self.similarity.default_threshold or 0
         self.actions = (Action(loop.action), *[Action(name) for name, _ in loop.escalate.list_steps()])
+        only = self.actions[0] if self.actions[0] in _MILD else Action.WARN
+        self.mildest = self.actions[0] if len(self.actions) > 1 else only
         self.steers = Action.STEER in self.actions
         self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
         self.steer_note = loop.steer_note or ""
@@ -209,7 +219,7 @@ class Detector:
             return None
         # The request says itself whether it is a loop. The store keeps the cooldown: a loop that meets the strictest action
         # trips it, others only ask for it.
-        threshold = 1 if repeat.looping and repeat.step == len(self._later) - 1 else MAX_THRESHOLD
+        threshold = 1 if repeat.rank == len(self._later) + 1 else MAX_THRESHOLD
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
     def _find_retry_after(self, count: Count, threshold: int, repeat: Repeat | None) -> int | None:
@@ -230,7 +240,9 @@ class Detector:
         if count.looping:
             return self.actions[-1]
         if self.stateless:
-            return self.actions[repeat.step] if repeat is not None and repeat.looping else Action.ALLOW
+            if repeat is None or not repeat.looping:
+                return Action.ALLOW
+            return self.mildest if repeat.held else self.actions[repeat.step]
         if len(self.actions) > 1:
             held = bisect_right(self.list_thresholds(subject), count.count)
             return self.actions[held - 1] if held else Action.ALLOW

@@ -315,6 +315,7 @@ class LoopEvents:
             "path": loop.path,
             "route": loop.route or None,
             "count": loop.count,
+            "strength": loop.strength or None,
             "requests": dict(loop.requests),
             "first_seen": loop.first,
             "last_seen": loop.last,

@@ -35,6 +35,7 @@ class Loop(msgspec.Struct, array_like=True):
         stopped_size: bytes of their bodies.
         alias, labels, credentials: see `KnownAs`.
         agent: the id that the agent has given itself, empty for none; cut to what can be shown.
+        strength: of the newest request's evidence, `strong` or `weak`; empty if unknown.
     """
 
     policy: str
@@ -61,6 +62,7 @@ class Loop(msgspec.Struct, array_like=True):
     labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
     credentials: list[str] = []
     agent: str = ""
+    strength: str = ""
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -76,6 +78,7 @@ class Loop(msgspec.Struct, array_like=True):
         """Add what another replica saw of the same loop."""
         if other.last > self.last:
             self.last, self.count, self.fingerprint = other.last, other.count, other.fingerprint
+            self.strength = other.strength
         self.first = min(self.first, other.first)
         self.caller = self.caller or other.caller
         self.alias, self.labels = self.alias or other.alias, self.labels or other.labels

@@ -41,6 +41,7 @@ class LoopTable(Table[Loop, LoopDocument]):
             self.put(key, loop)
         loop.requests[action] = loop.requests.get(action, 0) + 1
         loop.fingerprint, loop.count, loop.last = outcome.fingerprint, outcome.count, now
+        loop.strength = outcome.strength
         loop.size += size
         if outcome is decision.lead and outcome.action is Action.REJECT:
             loop.stopped += 1

@@ -138,7 +138,8 @@ class Reporter:
                 metrics.session_limits.labels(*labels).inc()
                 self._report_limit(evaluation, outcome, outcome.subject)
             elif outcome.reason is Reason.LOOP_DETECTED:
-                metrics.detections.labels(outcome.policy, outcome.detector, outcome.mode, outcome.action.value).inc()
+                labels = outcome.policy, outcome.detector, outcome.mode, outcome.action.value
+                metrics.detections.labels(*labels, outcome.strength).inc()
                 self._report_detection(evaluation, decision, outcome)
 
     def report_sessions(self, candidates: list[SessionCandidate]) -> None:
@@ -293,6 +294,7 @@ class Reporter:
             action=outcome.action.value,
             fingerprint=outcome.fingerprint,
             count=outcome.count,
+            strength=outcome.strength or None,
             requests=loop.total,
             tenant=loop.tenant,
             alias=loop.alias or None,

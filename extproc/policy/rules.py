@@ -214,7 +214,7 @@ def _find_raised_errors(
 ) -> Iterator[tuple[Place, str]]:
     """Find errors in thresholds that an entry of `escalate` raises, those of `tools` by as much as the detector's own."""
     tools = loop.get("tools")
-    raised = loop | {_THRESHOLD: (_find_threshold(loop, kind) or 0) + more}
+    raised = loop | {_THRESHOLD: (_find_threshold(loop, kind) or 0) + more, "weak_threshold": None}
     if isinstance(tools, dict):
         raised["tools"] = {tool: _raise_tool(entry, more) for tool, entry in tools.items()}
     known = {where for where, _ in _find_threshold_errors(loop, place, kind)}

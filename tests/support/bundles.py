@@ -244,6 +244,18 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (CALLS | {"window_calls": 2.5}, [("/window_calls", "window_calls must be an integer")]),
     (CALLS | {"reset_on_user_message": "no"}, [("/reset_on_user_message", "reset_on_user_message must be a boolean")]),
     (CALLS | {"compare_results": 0}, [("/compare_results", "compare_results must be a boolean")]),
+    (TURNS | {"weak_threshold": 15}, [("/weak_threshold", "weak_threshold must be <= 14")]),
+    (TURNS | {"weak_threshold": 1}, [("/weak_threshold", "weak_threshold must be >= 2")]),
+    (TURNS | {"weak_threshold": "5"}, [("/weak_threshold", "weak_threshold must be an integer")]),
+    (
+        TURNS | {"threshold_identical_requests": 4, "weak_threshold": 3},
+        [("/weak_threshold", "weak_threshold must be >= threshold_identical_requests, which is 4")],
+    ),
+    (
+        TURNS | {"threshold_identical_requests": ..., "weak_threshold": 2},
+        [("/weak_threshold", "weak_threshold must be >= threshold_identical_requests, which is 3")],
+    ),
+    (TAIL | {"weak_threshold": 3}, [belongs("weak_threshold", "turns", "tail")]),
     (CALLS | {"max_cycle": 0}, [("/max_cycle", "max_cycle must be >= 1")]),
     (CALLS | {"max_cycle": 17}, [("/max_cycle", "max_cycle must be <= 16")]),
     (CALLS | {"max_cycle": None}, [("/max_cycle", "max_cycle must be an integer")]),
@@ -697,9 +709,12 @@ FULL = entries(
         "window_seconds": ...,
         "threshold_identical_requests": ...,
         "max_cycle": 16,
+        "weak_threshold": 5,
+        "escalate": {"reject": 7},
+        "action": "steer",
         "normalize_results": False,
         "ignore_arguments": ["note"],
-        "tools": {"f*": {"threshold": 14, "reason": "x" * 256}, "g": {"allow": True}},
+        "tools": {"f*": {"threshold": 10, "reason": "x" * 256}, "g": {"allow": True}},
     },
     CALLS
     | {

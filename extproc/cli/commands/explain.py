@@ -187,7 +187,11 @@ def _may_steer(candidate: LoopCandidate) -> bool:
     detector, found = candidate.detector, candidate.repeat
     if not detector.steers or not detector.stateless:
         return detector.steers
-    return found is not None and found.looping and detector.actions[found.step] is Action.STEER
+    return (
+        found is not None
+        and found.looping
+        and (detector.mildest if found.held else detector.actions[found.step]) is Action.STEER
+    )
 
 
 def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) -> _Rows:
@@ -236,7 +240,7 @@ def _make_outcome(candidate: LoopCandidate, step: int) -> Outcome:
     """What the detector makes of the request that reaches the threshold of this step."""
     detector, found, subject = candidate.detector, candidate.repeat, candidate.subject
     threshold = detector.list_thresholds(subject)[step]
-    last = step == len(detector.actions) - 1
+    last = step == len(detector.actions) - 1 and not (found is not None and found.held)
     cooldown_ms = candidate.hit.cooldown_ms if isinstance(candidate.hit, Hit) and last else 0
     if found is not None and not found.looping:
         found = found._replace(count=found.threshold, step=step)

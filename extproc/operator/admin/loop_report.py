@@ -115,6 +115,7 @@ def _describe(loop: Loop, prices: Prices, *, shows_callers: bool, now: float) ->
         "last_seen": write_time(loop.last),
         "looping": now - loop.last < LOOPING_SECONDS,
         "count": loop.count,
+        "strength": loop.strength or None,
         "requests": loop.total,
         **{word: 0 if shadow else loop.requests.get(action, 0) for action, word in ACTIONS.items()},
         "shadow": dict(loop.requests) if shadow else None,

@@ -63,6 +63,7 @@ class Samples:
             **_describe_measure(outcome),
             "tools": [cut_text(tool, _NAME) for tool in (repeat.tools if repeat is not None else outcome.subject.tools)],
             "rule": repeat.rule if repeat is not None else "",
+            "strength": outcome.strength,
             "compared": _show_compared(evaluation, candidate) if self._bodies else "",
         }
 

@@ -170,7 +170,9 @@ def test_a_request_counts_once_for_its_policy_and_once_for_each_detector() -> No
     assert sample(service, "requests_total", policy="p", mode="enforce", action="reject") == 1
     assert sample(service, "loops_detected_total", policy="p", mode="enforce", action="reject") == 1
     found = {
-        (name, action): sample(service, "detections_total", policy="p", detector=name, mode="enforce", action=action)
+        (name, action): sample(
+            service, "detections_total", policy="p", detector=name, mode="enforce", action=action, strength=""
+        )
         for name, action in (("exact", "warn"), ("canonical", "reject"), ("tail", "reject"))
     }
     assert found == {("exact", "warn"): 1, ("canonical", "reject"): 1, ("tail", "reject"): 0}
@@ -240,7 +242,7 @@ def test_a_detector_that_cannot_look_leaves_the_others_counting(
 
     assert answers == [0, 0, 429]
     assert uncounted(service) == {("p", reason): 3}
-    assert sample(service, "detections_total", policy="p", detector="exact", mode="enforce", action="reject") == 1
+    assert sample(service, "detections_total", policy="p", detector="exact", mode="enforce", action="reject", strength="") == 1
 
 
 @pytest.mark.parametrize(("loop", "data", "reason"), CANNOT_LOOK)
@@ -462,7 +464,7 @@ def test_every_similarity_works_in_shadow(loop: dict[str, Any]) -> None:
     told = metadata_of(answer)
     assert (told["shadow_action"], told["shadow_policy"], told["shadow_count"]) == ("reject", "s", 3)
     name = loop.get("similarity", "exact")
-    found = sample(service, "detections_total", policy="s", detector=name, mode="shadow", action="reject")
+    found = sample(service, "detections_total", policy="s", detector=name, mode="shadow", action="reject", strength="")
     assert found == (3 if name == "tool_calls" else 1)
 
 
@@ -827,7 +829,7 @@ def test_a_detector_that_raises_stops_no_other(mode: str, reason: str, caplog: p
     answers = [status(sent(service, chat("hi"))) for _ in range(3)]
 
     assert answers == [0, 0, 429]
-    assert sample(service, "detections_total", policy="bad", detector="exact", mode=mode, action="reject") == 1
+    assert sample(service, "detections_total", policy="bad", detector="exact", mode=mode, action="reject", strength="") == 1
     assert sample(service, "fail_open_total", reason=reason) == 3
     assert "failed" in caplog.text
 

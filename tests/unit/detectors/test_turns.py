@@ -79,7 +79,7 @@ def dressed(result: str, number: int) -> str:
 
 
 _RESULTS = st.sampled_from(["ok", "3 failed", "error: no", ""])
-_MEANINGS = st.tuples(st.sampled_from(["view", "edit", "run", "poll"]), _RESULTS)
+_MEANINGS = st.tuples(st.sampled_from(["view", "tweak", "run", "poll"]), _RESULTS)
 _HISTORIES = st.builds(
     lambda before, again, times, after: [*before, *again * times, *after],
     st.lists(_MEANINGS, max_size=12),
@@ -90,7 +90,7 @@ _HISTORIES = st.builds(
 
 
 @given(_HISTORIES, st.integers(2, 8), st.integers(1, 10), st.sampled_from(sorted(WRITERS)))
-@example([("edit", "ok"), ("run", "3 failed")] * 3, 3, 10, "chat")
+@example([("tweak", "ok"), ("run", "3 failed")] * 3, 3, 10, "chat")
 def test_every_conversation_gets_the_verdict_of_the_oracle(
     turns: list[Meaning], threshold: int, max_cycle: int, writer: str
 ) -> None:
@@ -106,11 +106,11 @@ def test_every_conversation_gets_the_verdict_of_the_oracle(
 
 def _made_up(dice: random.Random) -> list[Meaning]:
     """An agent's day: some work, most of it new, and perhaps a loop at its end."""
-    work = [(f"edit{dice.randrange(40)}", dice.choice(["ok", "error: no", ""])) for _ in range(dice.randrange(20))]
+    work = [(f"tweak{dice.randrange(40)}", dice.choice(["ok", "error: no", ""])) for _ in range(dice.randrange(20))]
     round_ = [(f"do{number}", dice.choice(["same", "error: same", ""])) for number in range(dice.choice([1, 1, 1, 2, 3, 5, 9]))]
     loop = round_ * dice.randrange(1, 5)
     for _ in range(dice.choice([0, 0, 1, 2])):
-        loop.insert(dice.randrange(len(loop)), (f"edit{dice.randrange(99)}", "ok"))
+        loop.insert(dice.randrange(len(loop)), (f"tweak{dice.randrange(99)}", "ok"))
     return [*work, *loop]
 
 
@@ -132,7 +132,7 @@ _A, _B = ("view", "ok"), ("run", "3 failed")
 
 def new(number: int) -> Meaning:
     """A turn that no other equals."""
-    return f"edit{number}", "ok"
+    return f"tweak{number}", "ok"
 
 
 STUCK: list[tuple[str, list[Meaning], str | None]] = [
@@ -154,7 +154,7 @@ STUCK: list[tuple[str, list[Meaning], str | None]] = [
     ("a cycle whose results change", [(name, str(n)) for n, name in enumerate("abcde" * 2)], None),
     ("the same error, whatever is tried", [(f"try{n}", "error: no such table") for n in range(6)], ERROR),
     ("the same error, five times", [(f"try{n}", "error: no such table") for n in range(5)], None),
-    ("the same success, whatever is done", [(f"edit{n}", "done") for n in range(9)], None),
+    ("the same success, whatever is done", [(f"tweak{n}", "done") for n in range(9)], None),
     ("paging", [(f"page{n}", f"rows {n}0 to {n}9") for n in range(9)], None),
     ("scrolling", [("scroll", f"rows {n}0 to {n}9") for n in range(9)], None),
     ("polling with another answer each time", [("status", f"{n}0 %") for n in range(9)], None),

@@ -406,6 +406,7 @@ def test_a_sample_says_what_would_be_refused() -> None:
         "policy": "strict", "detector": "default", "similarity": "exact", "method": "POST", "path": "/v1", "count": 2,
         "tools": [], "compared": "",
     }  # fmt: skip
+    assert sample["strength"] == ""  # of what is counted
     assert sample["tenant"] == hash_tenant("x-user-id=ann")
     assert len(sample["session"]) == 16
     assert "SECRET" not in json.dumps(sample)

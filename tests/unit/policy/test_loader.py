@@ -736,7 +736,7 @@ def test_the_schema_takes_what_loads(document: object) -> None:
 
 _BETWEEN_FIELDS = re.compile(
     r"belongs to similarity|is required$|never reached|must not be \w+ with|with similarity turns|with window_type"
-    r"|but body is ignore|is already the action|is milder than|must have a higher threshold"
+    r"|but body is ignore|is already the action|is milder than|must have a higher threshold|>= threshold_identical"
 )
 REFUSED_FIELDS = [
     changes

@@ -1,0 +1,264 @@
+"""What honest agents and people repeat, in families of many variants; and what each would be as a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+from tests.support.turn_writers import Did
+
+Family = Callable[[], list[list[Did]]]
+"""Its variants, each a conversation of `TURNS` turns."""
+
+TURNS = 13
+"""One less than a weak loop has to stand."""
+
+LONG = "2026-11-24 page 1: nothing that was not here before. " * 6
+FATAL = "error: permission denied for role agent"
+
+
+def call(tool: str, result: str, number: int, **given: object) -> Did:
+    """A turn in which a tool is called."""
+    return Did(((tool, given),), (result,), "", f"Thought no. {number}!", number)
+
+
+def talk(said: str, words: str, number: int) -> Did:
+    """A turn in which the assistant speaks, and a user or a program does."""
+    return Did((), (), words, said, number)
+
+
+def same(tool: str, result: str, **given: object) -> list[Did]:
+    """The same call with the same result all the time."""
+    return [call(tool, result, number, **given) for number in range(1, TURNS + 1)]
+
+
+def status_polls() -> list[list[Did]]:
+    """A job that takes its time."""
+    tools = ["get_status", "poll_job", "mcp__ci__get_run", "check_deployment", "kubectl_rollout_status", "bash"]
+    results = [
+        '{"status": "running", "errors": 0}',
+        '{"state": "queued", "error": null}',
+        "in progress: 0 failed, 3 pending",
+        "Waiting for deployment to finish: 1 of 3 updated replicas are available...",
+        "status: 202 Accepted",
+        "pending",
+    ]
+    return [same(tool, result, job=7) for tool, result in product(tools, results)]
+
+
+def empty_waits() -> list[list[Did]]:
+    """A terminal in which nothing new is written."""
+    tools = ["read_terminal", "wait", "bash_output", "write_stdin", "get_output", "sleep"]
+    results = ["", "(no new output)", "<no output>", "[still running, no new output]", "status: running", "\n"]
+    return [same(tool, result, terminal=1) for tool, result in product(tools, results)]
+
+
+def coming_up() -> list[list[Did]]:
+    """A service that is not there yet."""
+    tools = ["bash", "http_get", "curl", "check_health", "psql"]
+    results = [
+        "curl: (7) Failed to connect to localhost port 8080 after 0 ms: Connection refused",
+        "HTTP/1.1 503 Service Unavailable",
+        "error: 503 Service Temporarily Unavailable",
+        "dial tcp 127.0.0.1:5432: connect: connection refused",
+        "Error: connect ECONNREFUSED 127.0.0.1:3000",
+        "error: request timed out",
+        "Error: 429 Too Many Requests, retry after 5 s",
+        "error: rate limited, try again later",
+        "502 Bad Gateway",
+    ]
+    return [same(tool, result, url="http://localhost") for tool, result in product(tools, results)]
+
+
+def pages() -> list[list[Did]]:
+    """Pages and scrolling, whose tools say no more than that it is done."""
+    tools = ["scroll_down", "next_page", "browser_scroll", "page_down", "load_more", "press_key"]
+    results = ["ok", "Scrolled.", "done", '{"ok": true}', "", "Page scrolled down by 800 px"]
+    return [same(tool, result, by=1) for tool, result in product(tools, results)]
+
+
+def queues() -> list[list[Did]]:
+    """One ticket after the other, each with another id and another date."""
+    tools = ["next_ticket", "pop_job", "fetch_mail", "receive_message", "claim_task"]
+    records = [
+        '{"id": %d, "opened": "2026-11-%02d"}',
+        '{"id":%d,"opened":"2026-11-%02d","state":"open"}',
+        "ticket %d, opened 2026-11-%02d: a lamp is broken",
+        "id:%d date:2026-11-%02d " + "please look at this as soon as you can. " * 8,
+        '{"orderId": 450001%04d, "due": "%02d/12/2026"}',
+        "#%d (Nov %02d 2026) error: printer on fire",
+        '{"created": "%d", "day": "2026-12-%02d"}',
+    ]
+    return [
+        [call(tool, record % (100 + number, number), number) for number in range(1, TURNS + 1)]
+        for tool, record in product(tools, records)
+    ]
+
+
+def handled() -> list[list[Did]]:
+    """The same answer to each of many things that are done."""
+    tools = ["close_ticket", "send_mail", "upsert_row", "label_issue", "ack"]
+    results = ["ok", "done", '{"ok": true, "errors": []}', "1 row affected", "", "Successfully updated."]
+    return [
+        [call(tool, result, number, id=number) for number in range(1, TURNS + 1)] for tool, result in product(tools, results)
+    ]
+
+
+def games() -> list[list[Did]]:
+    """Games and simulations, a step at a time."""
+    tools = ["step", "move", "advance_time", "act", "roll", "env_step"]
+    results = ['{"reward": 0.0, "done": false}', "You wait.", "Nothing happens.", "tick", "You move on.", "the ship sails on"]
+    return [same(tool, result, action="forward") for tool, result in product(tools, results)]
+
+
+def heartbeats() -> list[list[Did]]:
+    """A program that asks again and again in one conversation, of an agent that has tools."""
+    replies = ["HEARTBEAT_OK", "Nothing new.", "All quiet: no errors.", "Done."]
+    prompts = [
+        "Heartbeat",
+        "Read HEARTBEAT.md if it exists. Follow it strictly. If nothing needs attention, reply HEARTBEAT_OK.",
+        "[cron] check the error log and report failures",
+        "It is %d o'clock: anything to do?",
+        "Scheduled run: " + "read the inbox, answer what is urgent, and file all the rest. " * 6,
+        "continue",
+        "Keep going until all tests pass; none may have failed.",
+        "ping 2026-11-24T%02d:00:00Z",
+    ]
+    return [
+        [talk(reply, prompt.replace("%d", str(n)).replace("%02d", f"{n:02d}"), n) for n in range(1, TURNS + 1)]
+        for reply, prompt in product(replies, prompts)
+    ]
+
+
+def greetings() -> list[list[Did]]:
+    """A person who says hi, or asks the same again, and gets the same answer."""
+    said = ["hi", "hello?", "Are you there?", "What can you do?", "yes", "thanks"]
+    answers = [
+        "Hello! How can I help?",
+        "I can read and write files.",
+        "You're welcome.",
+        "Hi!",
+        "Yes.",
+        "Please tell me more.",
+    ]
+    return [[talk(answer, words, n) for n in range(1, TURNS + 1)] for words, answer in product(said, answers)]
+
+
+def look_ups() -> list[list[Did]]:
+    """Many things that are looked up, and are not there."""
+    tools = ["get_customer", "search_orders", "find_user", "lookup_sku", "http_get"]
+    results = [
+        "not found",
+        '{"error": "not found"}',
+        "error: no such customer",
+        "404 Not Found",
+        "Error: the record does not exist",
+        "no results found",
+        "error: no matching rows found",
+    ]
+    return [
+        [call(tool, result, number, id=number) for number in range(1, 2 * TURNS + 1)]
+        for tool, result in product(tools, results)
+    ]
+
+
+def asked_again() -> list[list[Did]]:
+    """The same work, three times for each wish of a person."""
+    tools = ["run_tests", "get_report", "bash", "screenshot", "query", "deploy"]
+    results = ["error: 3 failed", LONG, "error: no such file", "Traceback: ValueError", FATAL, "exit code 1"]
+    return [
+        [
+            turn
+            for n in range(5)
+            for turn in (
+                *[call(tool, result, 4 * n + place) for place in (1, 2, 3)],
+                talk("It failed.", f"please {'again ' * (n + 1)}", 4 * n + 4),
+            )
+        ]
+        for tool, result in product(tools, results)
+    ]
+
+
+def looked_again() -> list[list[Did]]:
+    """A listing that is long and looks the same after each change; it is read three times."""
+    looks = ["ls", "read_file", "list_files", "mcp__disk__get_tree", "view", "cat"]
+    changes = ["cp", "write_file", "edit", "mcp__disk__create_link", "touch", "mv"]
+    return [
+        [
+            turn
+            for n in range(5)
+            for turn in (
+                *[call(look, LONG, 4 * n + place, path=".") for place in (1, 2, 3)],
+                call(change, "done", 4 * n + 4, path=f"f{n % 2}"),
+            )
+        ]
+        for look, change in product(looks, changes)
+    ]
+
+
+HONEST: dict[str, Family] = {
+    "status polls": status_polls,
+    "empty waits": empty_waits,
+    "a service coming up": coming_up,
+    "pages": pages,
+    "work queues": queues,
+    "the same answer to many deeds": handled,
+    "games": games,
+    "heartbeats": heartbeats,
+    "greetings": greetings,
+    "look-ups": look_ups,
+    "asked again by a person": asked_again,
+    "looked again behind a change": looked_again,
+}
+"""None of these is refused before it has stood 14 times."""
+
+
+def long_polls() -> list[list[Did]]:
+    """A status that is long, such as a table of pods."""
+    tools = ["get_status", "kubectl", "mcp__ci__get_run", "watch", "get_logs", "check_queue"]
+    tables = [
+        "NAME   READY   STATUS\n" + f"{name}-0   0/1   Pending\n" * 12 for name in ("web", "db", "api", "mail", "job", "etl")
+    ]
+    return [same(tool, table) for tool, table in product(tools, tables)]
+
+
+def fatal_services() -> list[list[Did]]:
+    """A service that is down and says something final for minutes."""
+    tools = ["http_get", "curl", "query", "mcp__crm__get_lead", "fetch", "ask"]
+    errors = [
+        "error: internal",
+        "500 Internal Server Error: exception",
+        "error: database disk image is malformed",
+        "fatal error",
+        FATAL,
+        "failed",
+    ]
+    return [same(tool, error) for tool, error in product(tools, errors)]
+
+
+def fatal_limits() -> list[list[Did]]:
+    """A rate limit that is told as a final error."""
+    tools = ["http_get", "curl", "query", "mcp__crm__get_lead", "fetch", "ask"]
+    errors = [
+        "error: quota exhausted",
+        "error: denied",
+        "invalid: plan limit",
+        "error 1015",
+        "request failed",
+        "error: not allowed",
+    ]
+    return [same(tool, error) for tool, error in product(tools, errors)]
+
+
+UNTELLABLE: dict[str, Family] = {
+    "long polls": long_polls,
+    "a service that fails fatally": fatal_services,
+    "rate limits told as fatal errors": fatal_limits,
+}
+"""These look like loops; their tools have to be allowed."""
+
+
+def make_loop(turns: list[Did], result: str) -> list[Did]:
+    """The same agent, stuck: its first call, or the tool that its program has it call, brings back this all the time."""
+    calls = turns[0].calls or (("check", {}),)
+    return [Did(calls, (result,), "", f"Thought no. {number}!", number) for number in range(1, TURNS + 1)]

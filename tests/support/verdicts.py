@@ -1,0 +1,253 @@
+"""The whole rule of `turns` once more, slow and obvious, on what turns mean; and conversations to try it on.
+
+Nothing here is taken from the engine: no hashes, no laziness, no text is looked into. What a result is worth is known because
+it was made up so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
+
+READS, CHANGES = "reads", "changes"
+TOOLS = {"view": READS, "list_files": READS, "tweak": "", "poll": "", "edit": CHANGES, "mcp__disk__write_file": CHANGES}
+"""Tools by what their names say."""
+
+RESULTS = {
+    "ok": "fine",
+    "": "fine",
+    "3 tests, 2 of them red": "fine",
+    "a page of text. " * 20: "long",
+    "error: boom": "fatal",
+    "error: boom, and all that led to it. " * 9: "fatal, long",
+    "error: 503 Service Unavailable": "passing",
+    "error: connection refused": "passing",
+    "error: rate limited, try again later": "passing",
+    "error: request timed out": "passing",
+    "error: no such customer": "missing",
+    "404 not found": "missing",
+}
+WORDS = {
+    "continue": "fine",
+    "Heartbeat @: anything new?": "fine",
+    "read the list and work on it. " * 9: "long",
+    "error: no command was found in what you wrote": "fatal",
+}
+"""What programs say again and again, `@` being a number."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an agent does and what comes of it.
+
+    Attributes:
+        tool: that it calls; empty where it only speaks.
+        argument: of the tool, or what it says.
+        result: what comes back, or what the user says to it.
+        worth: of that, as in RESULTS.
+    """
+
+    tool: str
+    argument: str
+    result: str
+    worth: str = "fine"
+
+    @property
+    def action(self) -> tuple[str, str]:
+        """All that it does."""
+        return self.tool, self.argument
+
+    @property
+    def failed(self) -> bool:
+        """An error comes back."""
+        return "fatal" in self.worth or self.worth in {"passing", "missing"}
+
+    @property
+    def role(self) -> str:
+        """What it does to the state of things, as its tool tells; nothing where it fails to change it."""
+        role = TOOLS.get(self.tool, "")
+        return "" if role == CHANGES and self.failed else role
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Settings of a detector.
+
+    Attributes:
+        ladder: actions with their thresholds, the mildest first.
+        weak: `weak_threshold`.
+        offers: the requests have tools.
+        max_cycle: as in the policy.
+    """
+
+    ladder: tuple[tuple[str, int], ...] = (("steer", 3), ("reject", 7))
+    weak: int | None = 14
+    offers: bool = True
+    max_cycle: int = 10
+
+
+def judge(turns: Sequence[Turn], rules: Rules) -> str:
+    """What is done about the request whose newest turn is the last of these."""
+    seen = _since_a_person_spoke(list(turns)[-32:])
+    loops = [(step, strong) for step, (_, times) in enumerate(rules.ladder) for strong in _loops(seen, times, rules)]
+    if not loops:
+        return "allow"
+    last = len(rules.ladder) - 1
+    reach = last if rules.weak is None else _reach(seen, rules, rules.weak, last)
+    if reach < 0 and not any(strong for _, strong in loops):
+        return _mildest(rules)
+    return rules.ladder[max(step if strong else min(step, max(reach, 0)) for step, strong in loops)][0]
+
+
+def _mildest(rules: Rules) -> str:
+    first = rules.ladder[0][0]
+    return first if len(rules.ladder) > 1 or first in {"warn", "steer"} else "warn"
+
+
+def _reach(seen: list[Turn], rules: Rules, weak: int, last: int) -> int:
+    """The last step that a weak loop may take by now; -1 for not even the first one in earnest."""
+    if last <= 1:
+        return last if _loops(seen, weak, rules, full=32) else -1
+    if _loops(seen, weak + 2, rules, full=32):
+        return last
+    return 1 if _loops(seen, weak, rules, full=30) else -1
+
+
+def _since_a_person_spoke(turns: list[Turn]) -> list[Turn]:
+    """What stands behind the newest words that were said once."""
+    said = ["".join(letter for letter in turn.result if not letter.isdigit()) for turn in turns if not turn.tool]
+    for place in reversed(range(len(turns))):
+        turn = turns[place]
+        if not turn.tool and said.count("".join(letter for letter in turn.result if not letter.isdigit())) == 1:
+            return turns[place + 1 :]
+    return turns
+
+
+def _loops(turns: list[Turn], threshold: int, rules: Rules, full: int = 0) -> list[bool]:
+    """The loops that the last turn is part of: of each, whether it is strong. `full`: turns that are enough for a cycle."""
+    return [*_repeats(turns, threshold, rules), *_cycles(turns, threshold, rules, full), *_errors(turns, threshold, rules)]
+
+
+def _repeats(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
+    if not turns:
+        return []
+    newest, window = turns[-1], 2 * threshold + 4
+    equal = [place for place in range(max(0, len(turns) - window), len(turns)) if turns[place] == newest]
+    if newest.role == READS and len(equal) >= threshold:
+        changed = [place for place in range(equal[0], len(turns)) if turns[place].role == CHANGES]
+        equal = [place for place in equal if not changed or place > changed[-1]]
+    if len(equal) < threshold:
+        return []
+    counted = equal[-threshold:]
+    between = [place for place in range(counted[0], counted[-1]) if place not in equal]
+    new = [place for place in between if turns[place] not in turns[:place]]
+    if len(new) > threshold - 2:
+        return []
+    return [_is_strong([newest], rules)]
+
+
+def _cycles(turns: list[Turn], threshold: int, rules: Rules, full: int) -> list[bool]:
+    found = []
+    for length in range(2, rules.max_cycle + 1):
+        rounds = threshold if length < 5 else max(2, threshold - 1)
+        needed = min(length * rounds, full) if full else length * rounds
+        if needed > 32 or len(turns) < needed:
+            continue
+        span = turns[-needed:]
+        if all(span[place] == span[place - length] for place in range(length, needed)) and len(set(span[-length:])) == length:
+            found.append(_is_strong(span, rules))
+    return found
+
+
+def _errors(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
+    last = turns[-2 * threshold :]
+    if len(last) < 2 * threshold or not last[-1].failed or len({turn.result for turn in last}) > 1:
+        return []
+    if last[-1].worth == "missing" and 2 * len({turn.action for turn in last}) > len(last):
+        return [False]
+    return [_is_strong(last, rules)]
+
+
+def _is_strong(turns: Sequence[Turn], rules: Rules) -> bool:
+    """Some turn brings back an error that stays, or much; talk of an agent with tools is neither."""
+    return any(turn.worth in {"fatal", "long", "fatal, long", "missing"} and (turn.tool or not rules.offers) for turn in turns)
+
+
+@dataclass
+class MadeUp:
+    """Conversations of every kind, made up by dice.
+
+    Attributes:
+        dice: decide all of it.
+        people: what persons have said so far, each once.
+    """
+
+    dice: Random
+    people: int = field(default=0)
+
+    def turn(self) -> Turn:
+        """Some turn."""
+        if self.dice.random() < 0.25:
+            said = self.dice.choice(["Done.", "OK, next.", "I see."])
+            if self.dice.random() < 0.3:
+                return self.person(said)
+            words = self.dice.choice(list(WORDS))
+            return Turn("", said, words.replace("@", str(self.dice.randrange(4))), WORDS[words])
+        result = self.dice.choice(list(RESULTS))
+        return Turn(self.dice.choice(list(TOOLS)), self.dice.choice("ab"), result, RESULTS[result])
+
+    def person(self, said: str = "Done.") -> Turn:
+        """One in which a person answers."""
+        self.people += 1
+        return Turn("", said, f"please look at {'x' * self.people} as well")
+
+    def fresh(self) -> Turn:
+        """One that has not been there."""
+        self.people += 1
+        result = self.dice.choice(list(RESULTS))
+        return Turn(self.dice.choice(list(TOOLS)), f"n{self.people}", result, RESULTS[result])
+
+    def counted(self) -> Turn:
+        """One in which a program says what it always says, with another number."""
+        self.people += 1
+        return Turn("", "OK, next.", f"Heartbeat {self.people}: anything new?")
+
+    def conversation(self, most: int = 44) -> list[Turn]:
+        """Some work, a loop, and perhaps something between its rounds or behind it."""
+        dice = self.dice
+        unit = [self.turn() for _ in range(dice.choice([1, 1, 1, 1, 2, 2, 3, 4, 5, 7]))]
+        turns = [self.fresh() if dice.random() < 0.6 else self.turn() for _ in range(dice.choice([0, 1, 3, 9]))]
+        rounds = dice.choice([2, 3, 4, 6, 8, 9, 14, 15, 16, 18, -(-29 // len(unit)), -(-31 // len(unit))])
+        tried = dice.choice([1] * 6 + [3, 9, 99])
+        disturbed = dice.choice([0.0, 0.12])
+        disturbances = [self.person, self.fresh, self.turn, self.counted, self.counted]
+        for number in range(rounds):
+            turns += [replace(turn, argument=f"{turn.argument}{number % tried}") for turn in unit]
+            if dice.random() < disturbed:
+                turns.append(dice.choice(disturbances)())
+        return turns[:most]
+
+
+def write(turns: Sequence[Turn], shape: str, *, offers: bool, cleared: bool = False) -> bytes:
+    """A request that ends with these turns; `cleared`: results of tools but the newest two are gone."""
+    done = [_do(turn, number) for number, turn in enumerate(turns, 1)]
+    if cleared:
+        done = [turn._replace(results=("[cleared]",)) if turn.calls else turn for turn in done[:-2]] + done[-2:]
+    if shape in SHAPES:
+        body = SHAPES[shape](done)
+    else:
+        body = as_text(done, lambda turn: STYLES[shape](turn) if turn.calls else turn.thought)
+    tools: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "f"}}]} if offers else {}
+    return json.dumps({**body, **tools}).encode()
+
+
+def _do(turn: Turn, number: int) -> Did:
+    if not turn.tool:
+        return Did((), (), turn.result, turn.argument, number)
+    took = f" (took {number}.{number} ms)" if turn.result else ""
+    return Did(((turn.tool, {"path": turn.argument, "n": 1}),), (turn.result + took,), "", f"Thought no. {number}!", number)

@@ -1,0 +1,94 @@
+"""What honest agents repeat is steered at most by the preset, and what stuck agents repeat is refused at its threshold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import extproc
+from extproc.detectors import make_similarity
+from extproc.engine.plan import Detector
+from extproc.policy.bundle import LoopDetection
+from extproc.request.document import Document
+from extproc.store.rules.windows import UNCOUNTED
+from tests.support.families import FATAL, HONEST, LONG, TURNS, UNTELLABLE, Family, make_loop
+from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
+
+PRESET = json.loads((Path(extproc.__file__).parent / "policy/presets/agents.json").read_text())["spec"]["loop_detection"][0]
+WRITTEN = ["chat", "anthropic", "responses", "text"]
+
+
+def make_detector(**more: Any) -> Detector:  # noqa: ANN401  # keys of loop_detection
+    """The preset's `turns`."""
+    loop = LoopDetection.model_validate(PRESET | more)
+    return Detector("agents", "turns", loop, make_similarity(loop), shadow=False, namespace="")
+
+
+AGENTS = make_detector()
+
+
+def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list[str]:
+    """What is done about each request of a conversation with an agent that has tools; in texts it has none."""
+    actions = []
+    for end in range(1, len(turns) + 1):
+        if written == "text":
+            body = as_text(turns[:end], lambda turn: STYLES["fence"](turn) if turn.calls else turn.thought)
+        else:
+            body = SHAPES[written](turns[:end]) | {"tools": [{"type": "function", "function": {"name": "f"}}]}
+        found = detector.similarity.compare(Document(json.dumps(body).encode()))[1]
+        outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, found)
+        actions.append(outcome.action.value)
+    return actions
+
+
+def writes(variant: list[Did], number: int) -> str:
+    """How a variant is written; a program's prompts are told from results by the tools that the agent has."""
+    written = WRITTEN[number % len(WRITTEN)]
+    return "chat" if written == "text" and not variant[0].calls else written
+
+
+def refused(variants: Sequence[list[Did]], detector: Detector = AGENTS) -> list[tuple[int, list[str]]]:
+    """Of the variants those with a refusal, by number."""
+    acted = [(number, act(variant, writes(variant, number), detector)) for number, variant in enumerate(variants)]
+    return [(number, actions) for number, actions in acted if "reject" in actions]
+
+
+@pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
+def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family: Family) -> None:
+    """At the preset, in every API and as texts: at most it gets notes."""
+    variants = family()
+
+    assert len(variants) >= 30
+    assert all(len(variant) >= TURNS for variant in variants)
+    assert refused(variants) == []
+
+
+@pytest.mark.parametrize("result", [LONG, FATAL], ids=["long", "fatal"])
+@pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
+def test_the_same_made_a_loop_is_refused_at_its_threshold(family: Family, result: str) -> None:
+    """A long result or a fatal error that comes back seven times."""
+    expected = ["allow"] * 2 + ["steer"] * 4 + ["reject"] * (TURNS - 6)
+    for number, variant in enumerate(family()):
+        assert act(make_loop(variant, result), WRITTEN[number % len(WRITTEN)]) == expected
+
+
+@pytest.mark.parametrize("family", UNTELLABLE.values(), ids=UNTELLABLE)
+def test_what_cannot_be_told_from_a_loop_has_to_be_allowed(family: Family) -> None:
+    """Three kinds of honest repetition are refused; with `tools.allow` none is."""
+    variants = family()
+    allowed = make_detector(tools={variant[0].calls[0][0]: {"allow": True} for variant in variants})
+
+    assert len(variants) >= 30
+    assert [number for number, _ in refused(variants)] == list(range(len(variants)))
+    assert refused(variants, allowed) == []
+
+
+def test_even_honest_repetition_ends() -> None:
+    """A weak loop is refused when it has stood fourteen times."""
+    turns = [Did((("poll", {}),), ("running",), "", f"Thought no. {number}!") for number in range(16)]
+
+    assert act(turns, "chat") == ["allow"] * 2 + ["steer"] * 11 + ["reject"] * 3
