@@ -32,7 +32,8 @@ _MISSING: Final = re.compile(
 )
 _BROKEN: Final = re.compile(
     r"\b(?:tools?|functions?|commands?|methods?|modules?|packages?)\b[^\n]{0,80}not\W+(?:be\W+)?found|\bno\W+module\b"
-    r"|no\W+such\W+(?:tool|function|command|method|module)|(?:tool|function|command|method)\b[^\n]{0,80}n.t\W+exist"
+    r"|\bno\W+(?:\w+\W+){0,2}(?:tools?|functions?|commands?|methods?|modules?|actions?|code|json)\b"
+    r"|(?:tool|function|command|method)\b[^\n]{0,80}n.t\W+exist"
 )
 
 
