@@ -3,7 +3,7 @@
 Results hold much that only mentions errors: sources, logs, listings, pages, lists of commits. So words alone decide nothing.
 A result says that it failed by
 
-- a field or a code: `"isError": true`, `"success": false`, an exit code that is not zero, a status of HTTP from 400 on;
+- a field or a code: `"is_error": true`, `"success": false`, an exit code that is not zero, a status of HTTP from 400 on;
 - a line that begins as messages of errors do: `error:`, `fatal:`, `ValueError:`, `FAILED`, `a.c:9:5: ...`, `3 failed`;
 - a complaint (`not found`, `cannot`, `timed out`, ...) behind the name of a program, in the first or last line, or in a
   field for messages. Source code complains of nothing.
@@ -196,7 +196,7 @@ _MISSING = re.compile(
     r"""
       (?:_|\b)not[ _](?:be\ )?found\b|notfound\b | \bno\ such\b | \bnosuch\w | \benoent\b
     | (?:does|did)(?:n't|\ not)\ (?:exist|match)
-    | \bno\ (?:\w{1,32}\ ){0,3}(?:found|match(?:e[sd])?)\b
+    | \bno\ (?!(?:\w{1,32}\ ){0,2}(?:actions?|code|json)\b)(?:\w{1,32}\ ){1,3}(?:found|match(?:e[sd])?)\b
     | (?<![\w.:-])e?404\b(?![.]) | (?:unable\ to|could\ not|cannot)\ (?:locate|find)\b | could\ not\ resolve\ to
     """,
     re.VERBOSE,

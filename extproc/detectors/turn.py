@@ -253,6 +253,8 @@ class Turn:
             flags = find_role(self.names, reading.hints)
             if self.failed:
                 flags = flags & ~CHANGES | _FLAGS.get(self.failure, 0)
+                if self.known and not self.names:
+                    flags &= ~MISSING  # nothing was looked up
             if len(self.result) >= _LONG_RESULT:
                 flags |= LONG
             if flags & LONG or self.failed:

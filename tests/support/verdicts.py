@@ -237,7 +237,7 @@ def write(turns: Sequence[Turn], shape: str, *, offers: bool, cleared: bool = Fa
     """A request that ends with these turns; `cleared`: results of tools but the newest two are gone."""
     done = [_do(turn, number) for number, turn in enumerate(turns, 1)]
     if cleared:
-        done = [turn._replace(results=("[cleared]",)) if turn.calls else turn for turn in done[:-2]] + done[-2:]
+        done = [turn._replace(results=(f"[cleared {turn.number}]",)) if turn.calls else turn for turn in done[:-2]] + done[-2:]
     if shape in SHAPES:
         body = SHAPES[shape](done)
     else:

@@ -42,7 +42,7 @@ def run_stuck_agent(url: str, api_key: str) -> None:
         call = {"id": f"call_{turn}", "type": "function", "function": {"name": "check", "arguments": '{"build": 17}'}}
         messages += [
             {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": f"call_{turn}", "content": "pending"},
+            {"role": "tool", "tool_call_id": f"call_{turn}", "content": "error: no such build"},
         ]
 
 
@@ -69,7 +69,7 @@ def test_the_loop_of_an_agent_with_an_api_key_alone_is_seen(watching: Stack) -> 
     for place, seen in enumerate(watching.upstream.seen[:TURNS]):
         messages = json.loads(seen.body)["messages"]
         assert len(messages) == 1 + 2 * place
-        assert {message["content"] for message in messages if message["role"] == "tool"} <= {"pending"}
+        assert {message["content"] for message in messages if message["role"] == "tool"} <= {"error: no such build"}
         assert seen.header("x-fairvisor-warning") is None
 
 

@@ -86,7 +86,9 @@ def test_many_look_ups_are_weak_and_one_that_is_repeated_is_strong() -> None:
     few = [Did((("get", {"id": n % 2}),), ("error: not found",)) for n in range(6)]
     other = [Did((("get", {"id": n}),), ("error: denied",)) for n in range(6)]
 
-    assert [strength(many), strength(few), strength(other)] == ["weak", "strong", "strong"]
+    said = [Did((), (), "error: your answer was not found", f"Prose no. {n}!") for n in range(6)]
+
+    assert [strength(many), strength(few), strength(other), strength(said)] == ["weak", "strong", "strong", "strong"]
 
 
 def test_talk_of_an_agent_with_tools_is_weak() -> None:
