@@ -14,6 +14,7 @@ The worst case is `_SAID_WITHIN` characters of beginnings of such lines: each pa
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 Failure: TypeAlias = Literal["", "fatal", "transient", "missing"]
@@ -39,6 +40,12 @@ _STEMS = (
     "already ", "required", "problem", "locked", "busy", "try again", "gateway", "***", "exit", "return", "status",
     "usage:", "false", "non",
 )  # fmt: skip  # one list
+
+_WORDS: Final = ("error", "fail", "exception", "invalid", "problem", "***")
+"""One of these is in all that `_NO_FAILURE` and `_WITHIN` find."""
+
+_WELL_WORDS: Final = ("succe", 'ok"', "ok'")
+"""One of these, or of those, is in all that `_FIELD` finds."""
 
 # Nothing of the kind, and fields for failures that are empty. Each alternative starts with a character of a small set, which
 # the engine finds fast.
@@ -223,26 +230,28 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
     ('missing', '')
     """
     said = text[:_SAID_WITHIN].lower()
-    if not failed and not _may_fail(said):
+    if not failed and not _has_any(said, _STEMS):
         return NO_FAILURE
     if "\\" in said:  # JSON in a string, or a string as Python writes it
         said = said.replace("\\n", "\n").replace('\\"', '"')
-    said = _NO_FAILURE.sub("", said)
-    line = _find_line(said)
+    worded = _has_any(said, _WORDS)
+    if worded:
+        said = _NO_FAILURE.sub("", said)
+    line = _find_line(said, worded=worded)
     if line:
         return _tell_kind(line)
-    return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said) else NO_FAILURE
+    return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said, worded=worded) else NO_FAILURE
 
 
-def _may_fail(said: str) -> bool:
-    for stem in _STEMS:  # noqa: SIM110  # a generator is read to its end
-        if stem in said:
+def _has_any(said: str, words: Sequence[str]) -> bool:
+    for word in words:  # noqa: SIM110  # a generator is read to its end
+        if word in said:
             return True
     return False
 
 
-def _find_line(said: str) -> str:
-    """The line or the message that says that something failed; empty where none does."""
+def _find_line(said: str, *, worded: bool) -> str:
+    """The line or the message that says that something failed, empty for none; `worded`: one of `_WORDS` is in the text."""
     lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n") if line and not line.isspace()]
     ends = [line for line in (lines[0], lines[-1]) if not line.startswith(_RECORDS)] if lines else []
     messages: list[str] = []
@@ -251,22 +260,22 @@ def _find_line(said: str) -> str:
     for line in messages + lines:
         if _BEGINS.match(line):
             return line
-    found = _WITHIN.search(said)
+    found = _WITHIN.search(said) if worded else None
     if found is not None:
         return said[found.start() : found.start() + _LONGEST_LINE]
     for line in messages + ends:
         if _COMPLAINS.search(line) and not _QUOTES.match(line):
             return line
     for line in lines:
-        program = _PROGRAM.match(line)
+        program = _PROGRAM.match(line) if ":" in line else None
         if program is not None and not _QUOTES.match(line) and _COMPLAINS.search(line, program.end()):
             return line
     return ""
 
 
-def _is_marked(said: str) -> bool:
-    """Whether a field or a code says that it failed."""
-    if _FIELD.search(said) or ("usage:" in said and _USAGE.search(said)):
+def _is_marked(said: str, *, worded: bool) -> bool:
+    """Whether a field or a code says that it failed; `worded` as above."""
+    if ((worded or _has_any(said, _WELL_WORDS)) and _FIELD.search(said)) or ("usage:" in said and _USAGE.search(said)):
         return True
     for word in _CODE_WORDS:  # looked for one by one: where a pattern may start with any, it looks for none of them fast
         place = said.find(word)

@@ -7,13 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.detectors.failures import (
+    _NO_FAILURE,
+    _STEMS,
+    _WORDS,
     FATAL,
     MISSING,
     NO_FAILURE,
     TRANSIENT,
     _find_line,
+    _has_any,
     _is_marked,
-    _may_fail,
     is_error,
     read_failure,
 )
@@ -153,27 +156,33 @@ def test_what_the_api_marks_as_failed_has_failed() -> None:
     assert [read_failure(text, failed=True) for text in ("", "so be it", "later: timed out")] == [FATAL, FATAL, TRANSIENT]
 
 
-_WORDS = [
+_PIECES = [
     *("Exit", "return", "status", "code", "ed", "with ", "non", "zero ", "no ", "without", " any", "s", "can", "'t"),
     *("usage", "null", '":', "[]", "false", "true", "is_", "isError", "message", '"text": "', "\\n", "502 ", "http/1", "a.c"),
     *("error", "Failed", "exception", "failure", "not", "found", "timed out", "denied", "must ", *" _:=-10\nx\u00e9\x1e"),
 ]
 
 
-@given(st.lists(st.sampled_from(_WORDS), max_size=30).map("".join))
+@given(st.lists(st.sampled_from(_PIECES), max_size=30).map("".join))
 def test_a_quick_look_misses_no_failure(text: str) -> None:
     """Looking for parts of words first spares the patterns their search, and changes nothing."""
-    said = text.lower()
-
-    assert _may_fail(said) or not (_find_line(said) or _is_marked(said))
+    assert_quick_looks_are_right(text.lower())
 
 
 @pytest.mark.parametrize("kind_and_text", TOOL_RESULTS)
 def test_a_quick_look_misses_none_of_the_results(kind_and_text: tuple[str, str]) -> None:
     """The same for what tools write."""
-    said = kind_and_text[1].lower()
+    assert_quick_looks_are_right(kind_and_text[1].lower())
 
-    assert _may_fail(said) or not (_find_line(said) or _is_marked(said))
+
+def assert_quick_looks_are_right(said: str) -> None:
+    """Nothing is found that a look for parts of words rules out."""
+    worded = _has_any(said, _WORDS)
+    line, marked = _find_line(said, worded=True), _is_marked(said, worded=True)
+
+    assert _has_any(said, _STEMS) or not (line or marked)
+    assert worded or _NO_FAILURE.search(said) is None
+    assert (_find_line(said, worded=worded), _is_marked(said, worded=worded)) == (line, marked)
 
 
 _HOSTILE = [
