@@ -14,8 +14,9 @@ The worst case is `_SAID_WITHIN` characters of beginnings of such lines: each pa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
+
+from extproc.detectors.results import has_any
 
 Failure: TypeAlias = Literal["", "fatal", "transient", "missing"]
 
@@ -230,24 +231,17 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
     ('missing', '')
     """
     said = text[:_SAID_WITHIN].lower()
-    if not failed and not _has_any(said, _STEMS):
+    if not failed and not has_any(said, _STEMS):
         return NO_FAILURE
     if "\\" in said:  # JSON in a string, or a string as Python writes it
         said = said.replace("\\n", "\n").replace('\\"', '"')
-    worded = _has_any(said, _WORDS)
+    worded = has_any(said, _WORDS)
     if worded:
         said = _NO_FAILURE.sub("", said)
     line = _find_line(said, worded=worded)
     if line:
         return _tell_kind(line)
     return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said, worded=worded) else NO_FAILURE
-
-
-def _has_any(said: str, words: Sequence[str]) -> bool:
-    for word in words:  # noqa: SIM110  # a generator is read to its end
-        if word in said:
-            return True
-    return False
 
 
 def _find_line(said: str, *, worded: bool) -> str:
@@ -275,7 +269,7 @@ def _find_line(said: str, *, worded: bool) -> str:
 
 def _is_marked(said: str, *, worded: bool) -> bool:
     """Whether a field or a code says that it failed; `worded` as above."""
-    if ((worded or _has_any(said, _WELL_WORDS)) and _FIELD.search(said)) or ("usage:" in said and _USAGE.search(said)):
+    if ((worded or has_any(said, _WELL_WORDS)) and _FIELD.search(said)) or ("usage:" in said and _USAGE.search(said)):
         return True
     for word in _CODE_WORDS:  # looked for one by one: where a pattern may start with any, it looks for none of them fast
         place = said.find(word)

@@ -9,7 +9,7 @@ failed` is not `4 failed`, `45 %` is not `46 %`, and records that differ in an i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Final, TypeAlias
 
@@ -103,12 +103,21 @@ each at most, and 25 MB in all under attack."""
 # Names of this request or call, by a prefix or by what stands before; ids of records are content.
 _OF_THE_CALL = re.compile(
     r"""
-    ((?<![A-Za-z0-9])(?:req|request|trace|call|toolu)_)(?=[A-Za-z]{0,24}[0-9])[A-Za-z0-9]{8,}+(?![_-])
-    | ((?<![A-Za-z])(?:(?:[rR]equest|[tT]race|[cC]orrelation)[ _-]?[iI][dD]|[nN]once)["']?\ ?[:=]\ ?["']?)
-      (?=[A-Za-z_-]{0,24}[0-9])[A-Za-z0-9_-]{6,}+
+    ([rtcnRTCN](?:
+        (?<![A-Za-z0-9].)(?:(?<=r)eq(?:uest)?|(?<=t)race|(?<=c)all|(?<=t)oolu)_
+        (?=[A-Za-z]{0,24}[0-9])(?=[A-Za-z0-9]{8,}+(?![_-]))
+      | (?<![A-Za-z].)(?:(?:(?<=[rR])equest|(?<=[tT])race|(?<=[cC])orrelation)[ _-]?[iI][dD]|(?<=[nN])once)["']?\ ?[:=]\ ?["']?
+        (?=[A-Za-z_-]{0,24}[0-9])(?=[A-Za-z0-9_-]{6})
+    ))[A-Za-z0-9_-]++
     """,
     re.VERBOSE,
 )
+_CALL_WORDS: Final = (
+    *("req_", "uest_", "race_", "call_", "toolu_", "nonce", "uest id", "uest-id", "uestid", "race id", "race-id", "raceid"),
+    *("ion id", "ion-id", "ion_id", "ionid"),
+)
+"""One of these is in all that it finds, in lower case; to search takes longer than all else."""
+
 _OVERWRITTEN = re.compile(r"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)
 """What a terminal shows no more: a bar that was drawn again."""
 
@@ -121,6 +130,14 @@ _Take: TypeAlias = Callable[[str], Iterable[str]] | bool
 
 _KNOWN: Final[Memo[bytes, _Take]] = Memo(_MOST_SHAPES)
 """What stays of lines, by their shapes: tools write the same lines again and again, with other numbers."""
+
+
+def has_any(text: str, words: Sequence[str]) -> bool:
+    """Whether one of the words, or parts of words, is in a text."""
+    for word in words:  # noqa: SIM110  # a generator is read to its end
+        if word in text:
+            return True
+    return False
 
 
 def normalize(text: str) -> str:
@@ -140,8 +157,8 @@ def normalize(text: str) -> str:
 def _normalize(text: str) -> str:
     if "\r" in text:
         text = _OVERWRITTEN.sub("", text)
-    if "eq" in text or "race" in text or "call" in text or "orrelation" in text or "once" in text:
-        text = _OF_THE_CALL.sub(rf"\1\2{_GONE}", text)
+    if has_any(text.lower(), _CALL_WORDS):
+        text = _OF_THE_CALL.sub(rf"\1{_GONE}", text)
     if _SET_OPENS in text:
         text = _SET.sub(_sort_set, text)
     if "\\" in text:  # JSON in a string: what it escapes must not stand before a word

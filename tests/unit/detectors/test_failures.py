@@ -15,11 +15,11 @@ from extproc.detectors.failures import (
     NO_FAILURE,
     TRANSIENT,
     _find_line,
-    _has_any,
     _is_marked,
     is_error,
     read_failure,
 )
+from extproc.detectors.results import has_any
 from tests.support.tool_results import TOOL_RESULTS
 
 
@@ -177,10 +177,10 @@ def test_a_quick_look_misses_none_of_the_results(kind_and_text: tuple[str, str])
 
 def assert_quick_looks_are_right(said: str) -> None:
     """Nothing is found that a look for parts of words rules out."""
-    worded = _has_any(said, _WORDS)
+    worded = has_any(said, _WORDS)
     line, marked = _find_line(said, worded=True), _is_marked(said, worded=True)
 
-    assert _has_any(said, _STEMS) or not (line or marked)
+    assert has_any(said, _STEMS) or not (line or marked)
     assert worded or _NO_FAILURE.search(said) is None
     assert (_find_line(said, worded=worded), _is_marked(said, worded=worded)) == (line, marked)
 

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.detectors.results import _VOLATILE, MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
+from extproc.detectors.results import (
+    _CALL_WORDS,
+    _OF_THE_CALL,
+    _VOLATILE,
+    MAX_NORMALIZED,
+    differ_in_lines,
+    has_any,
+    may_be_equal,
+    normalize,
+    normalize_head,
+)
 
 GONE = {
     "an ISO timestamp": ("at 2026-11-22T06:14:14.123Z", "at 2025-01-02 23:59:59,1+02:00"),
@@ -229,3 +239,32 @@ def test_a_result_of_nothing_but_one_piece_is_normalised(piece: str) -> None:
     text = piece * (2**20 // len(piece))
 
     assert normalize(text + piece).startswith(normalize(text)[:1_000])
+
+
+_NAMES = [
+    "req",
+    "uest",
+    "Request",
+    "trace",
+    "Correlation",
+    "ion",
+    "call",
+    "toolu",
+    "Nonce",
+    "once",
+    "id",
+    "ID",
+    "a1B2c3D4",
+    *"_- :=\"'x",
+]
+
+
+@given(st.lists(st.sampled_from(_NAMES), max_size=12).map("".join))
+def test_a_quick_look_misses_no_id_of_a_call(text: str) -> None:
+    """Looking for parts of words first spares the pattern its search, and changes nothing."""
+    assert _OF_THE_CALL.search(text) is None or has_any(text.lower(), _CALL_WORDS)
+
+
+def test_ids_of_a_call_are_left_out() -> None:
+    """Those of requests, traces and calls; what stands before them stays."""
+    assert normalize("id: req_a1B2c3D4, 'request_id': 'a-1_b2'") == "id: req_#, 'request_id': '#'"
