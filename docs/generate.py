@@ -46,27 +46,31 @@ def make_page() -> str:
         HEAD,
         "## Flags of `serve`",
         SERVE_HEAD,
-        _write_table("flag", [*_list_flags("serve"), *_list_variables()]),
+        _write_table("|flag|meaning|default|", [*_list_flags("serve"), *_list_variables()]),
         "## Policy keys",
         KEYS_HEAD,
         *_list_objects(),
         "## Metrics",
         METRICS_HEAD,
-        _write_table("metric", _list_metrics()),
+        _write_table("|metric|meaning|", _list_metrics()),
     ]
     return "\n\n".join(blocks) + "\n"
 
 
 def _write_table(heading: str, rows: Iterable[str]) -> str:
-    return "\n".join([f"|{heading}|meaning|", "|---|---|", *rows])
+    return "\n".join([heading, "|---" * (heading.count("|") - 1) + "|", *rows])
 
 
-def _write_row(name: str, text: str, told: str = "") -> str:
-    """A name and a sentence, with a remark behind it."""
+def _write_row(name: str, text: str, *cells: str) -> str:
+    """A name and a sentence, with more cells behind it."""
     text = text if text[1].isupper() else text[0].upper() + text[1:]
-    cells = f"`{name}`", f"{text.removesuffix('.')}.{told and f' {told}.'}"
-    first, second = [cell.replace("|", "\\|") for cell in cells]
-    return f"|{first}|{second}|"
+    return "|".join(["", *[cell.replace("|", "\\|") for cell in (f"`{name}`", f"{text.removesuffix('.')}.", *cells)], ""])
+
+
+def _split_default(text: str) -> tuple[str, str]:
+    """A description, and the default that it ends with."""
+    text, _, default = text.removesuffix(".").partition(". Default: ")
+    return text, default
 
 
 def _load(command: str) -> Any:  # noqa: ANN401  # a module
@@ -83,14 +87,14 @@ def _list_flags(command: str) -> Iterator[str]:
             text = re.sub(rf" \[{ENV_PREFIX}\w+\]$", "", action.help or "")
             text = re.sub(r" \(default (.+)\)$", r". Default: `\1`", text)
             text = re.sub(r" \(default: (.+)\)$", r". Default: \1", text)
-            yield _write_row(name, text)
+            yield _write_row(name, *_split_default(text))
 
 
 def _list_variables() -> Iterator[str]:
     """A row for each setting of `serve` that is not a flag."""
     for item in Settings.__dataclass_fields__.values():
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:
-            yield _write_row(f"{ENV_PREFIX}{item.name.upper()}", item.metadata["help"], ENVIRONMENT_ONLY.capitalize())
+            yield _write_row(f"{ENV_PREFIX}{item.name.upper()}", f"{item.metadata['help']}; {ENVIRONMENT_ONLY}", "")
 
 
 def _list_objects() -> Iterator[str]:
@@ -112,10 +116,11 @@ def _list_objects() -> Iterator[str]:
         yield definition["description"]
         required = definition.get("required", [])
         keys = sorted(definition["properties"].items(), key=lambda item: (item[0] not in required, item[0]))
-        rows = [
-            _write_row(key, each["description"], "Required" if key in required else _show_default(each)) for key, each in keys
-        ]
-        yield _write_table("key", rows)
+        rows = []
+        for key, each in keys:
+            text, default = _split_default(each["description"])
+            rows.append(_write_row(key, text, "required" if key in required else default or _show_default(each)))
+        yield _write_table("|key|meaning|default|", rows)
 
 
 def _show_default(schema: dict[str, Any]) -> str:
@@ -123,7 +128,7 @@ def _show_default(schema: dict[str, Any]) -> str:
     if default in (None, "", []) or isinstance(default, dict):
         return ""
     words = default if isinstance(default, list) else [default] if isinstance(default, str) else [json.dumps(default)]
-    return f"Default: {', '.join(f'`{word}`' for word in words)}"
+    return ", ".join(f"`{word}`" for word in words)
 
 
 def _list_metrics() -> Iterator[str]:

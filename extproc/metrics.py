@@ -51,29 +51,27 @@ class Metrics:
         self.decisions = decided("requests_total", "Requests that a policy counted, by action")
         self.loops = decided("loops_detected_total", "Counted requests that were part of a loop")
         by_detector = ("policy", "detector", "mode", "action", "strength")
-        text = "Requests that were part of a loop, by detector; the strength is strong, weak, or empty where nothing tells"
+        text = "Requests that were part of a loop, by detector and strength (strong, weak, or empty)"
         self.detections = counter("detections_total", text, *by_detector)
-        self.compared_exactly = counter(
-            "compared_exactly_total", "Bodies that canonical compared byte for byte, because they are not JSON", "policy"
-        )
+        self.compared_exactly = counter("compared_exactly_total", "Bodies that canonical compared byte for byte", "policy")
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
         self.uncounted = counter("uncounted_total", "Requests that a policy matched but could not count", "policy", "reason")
-        text = "Requests whose Mcp-Method or Mcp-Name disagrees with the body, which decides"
+        text = "Requests whose Mcp-Method or Mcp-Name disagrees with the body"
         self.header_mismatch = counter("header_mismatch_total", text, "policy")
         text = "Requests that got a warning because no note could be added"
         self.unsteered = counter("unsteered_total", text, "policy", "reason")
-        text = "Requests refused because they could not be counted (uncountable: reject)"
+        text = "Requests refused by uncountable: reject"
         self.uncountable_rejected = counter("uncountable_rejected_total", text, "policy", "reason")
         self.kill_switched = counter(
             "kill_switched_total",
-            "Requests that a kill switch refused, or in mode shadow would have refused",
+            "Requests that a kill switch refused, or would have refused",
             "scope_key",
             "mode",
         )
         self.overrides = gauge("overrides", "Active overrides", "kind")
         self.overridden = counter(
             "overridden_total",
-            "Requests that a block or kill refused, or that an allow let through despite a loop",
+            "Requests that a block or kill refused, or an allow let through",
             "policy",
             "mode",
             "kind",
@@ -81,7 +79,7 @@ class Metrics:
         text = "Requests that lacked one of a policy's limit keys"
         self.missing_descriptor = counter("missing_descriptor_total", text, "policy", "key")
         self.decision_seconds = histogram(
-            "decision_seconds", "Time from message to answer in seconds, without delays by throttle", _LATENCY_BUCKETS
+            "decision_seconds", "Time from message to answer, without delays by throttle", _LATENCY_BUCKETS
         )
         self.throttled_in_flight = gauge("throttled_in_flight", "Throttled requests that are delayed now")
         self.streams_in_flight = gauge("streams_in_flight", "Open ext_proc streams")
@@ -93,14 +91,10 @@ class Metrics:
             "Store errors: unavailable and timeout are requests that were not counted, other kinds are causes",
             "kind",
         )
-        self.store_seconds = histogram(
-            "store_seconds", "Time that a request waited for the store, in seconds", _LATENCY_BUCKETS
-        )
+        self.store_seconds = histogram("store_seconds", "Time that requests waited for the store", _LATENCY_BUCKETS)
         self.store_batch_size = histogram("store_batch_size", "Hits and turns in one round trip to the store", _BATCH_BUCKETS)
         self.store_entries = gauge("store_entries", "Entries in the memory store")
-        self.store_evictions = counter(
-            "store_evictions_total", "Live entries that the memory store dropped because it was full"
-        )
+        self.store_evictions = counter("store_evictions_total", "Live entries that the full memory store dropped")
         text = "Turns that were not kept because their caller's conversations take up too much of the store"
         self.chains_dropped = counter("chains_dropped_total", text)
         self.events = counter("events_total", "Events for other programs, by result", "result")
@@ -121,7 +115,7 @@ class Metrics:
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
         self.handover_errors = counter(
             "handover_errors_total",
-            "Requests whose route named an unknown policy (unknown_policy) or carried an unusable one",
+            "Requests whose route named an unknown policy or carried an unusable one",
             "reason",
         )
         self.tls_reloads = counter("tls_reloads_total", "TLS certificate reloads, by result", "result")
@@ -129,14 +123,14 @@ class Metrics:
         self.tls_refused = counter("tls_refused_total", "Connections refused in the TLS handshake (transport fast)")
         self.access_log_entries = counter(
             "access_log_entries_total",
-            "Access log entries about session requests; dropped: too many; unknown: no session waits for it",
+            "Access log entries about session requests; unknown: no session waits for it",
             "result",
         )
         by_limit = ("policy", "mode", "limit", "action")
         self.session_limits = counter("session_limits_total", "Requests that reached a limit of their session", *by_limit)
-        text = "Requests of callers with too many sessions, which share the limits of one"
+        text = "Requests of callers with too many sessions"
         self.session_overflow = counter("session_overflow_total", text, "policy")
-        text = "Requests without a session under policies with session_limits, limited or not"
+        text = "Requests without a session under policies with session_limits"
         self.session_unnamed = counter("session_unnamed_total", text, "policy", "mode")
         text = "Callers of which a session key was found to change with every request, so that it names no session"
         self.session_changing = counter("session_changing_total", text, "policy", "key")

@@ -27,9 +27,9 @@ class Escalation(JsonObject):
     """Stricter actions, each with a higher threshold.
 
     Attributes:
-        steer: threshold from which requests get a note for the model.
-        throttle: threshold from which they are delayed.
-        reject: threshold from which they are refused.
+        steer: threshold of `steer`.
+        throttle: threshold of `throttle`.
+        reject: threshold of `reject`.
     """
 
     steer: Threshold | None = None
@@ -46,10 +46,10 @@ class LoopKeys(JsonObject):
     """What any similarity may read.
 
     Attributes:
-        threshold_identical_requests: number of the first identical request (with `turns`: turn, with `tool_calls`: call) to act
-            on, at least 2; required, except with `turns`, where the default is 3.
+        threshold_identical_requests: number of the first identical request (turn, call) to act on, at least 2; required, except
+            with `turns`, where the default is 3.
         escalate: stricter actions at higher thresholds.
-        cooldown_seconds: after a request was acted on, its repeats are acted on for this long, even if the window is empty.
+        cooldown_seconds: repeats of a request that was acted on are acted on for this long, even if the window is empty.
     """
 
     threshold_identical_requests: Threshold | None = None
@@ -84,7 +84,7 @@ class Tool(JsonObject):
         threshold: replaces `threshold_identical_requests`.
         window_calls: replaces `window_calls` of `tool_calls`.
         reason: added to the message for the model.
-        allow: with `true`, calls of this tool are never part of a loop.
+        allow: `true` exempts this tool.
     """
 
     threshold: Annotated[int, Field(ge=2, le=MAX_CALLS)] | None = None
@@ -111,8 +111,8 @@ class McpKeys(ToolsKeys):
     """Of `mcp`.
 
     Attributes:
-        trust_headers: with `mcp`: from MCP 2026-07-28 on, `Mcp-Method` and `Mcp-Name` decide which requests are not counted,
-            without their bodies. Only for servers that refuse requests whose headers and body disagree.
+        trust_headers: with `mcp`: from MCP 2026-07-28 on, `Mcp-Method` and `Mcp-Name` decide which requests are not counted.
+            Only for servers that refuse requests whose headers and body disagree.
     """
 
     trust_headers: bool = False
@@ -122,7 +122,7 @@ class HistoryKeys(ToolsKeys):
     """Of those that look at what tools did before.
 
     Attributes:
-        max_cycle: with `tool_calls` and `turns`: longest cycle of calls or turns to look for; 1 turns cycles off.
+        max_cycle: with `tool_calls` and `turns`: longest cycle to look for; 1 turns cycles off.
     """
 
     max_cycle: Annotated[int, Field(ge=1, le=MAX_CYCLE)] = 10
@@ -147,9 +147,9 @@ class TurnsKeys(HistoryKeys):
 
     Attributes:
         weak_threshold: with `turns`: until a weak loop (talk, or short results without errors) has repeated this often, it gets
-            the mildest action at most. Default: weak loops are treated like any other.
-        normalize_results: with `turns`: `false` compares results byte for byte, including times and durations.
-        ignore_arguments: with `turns`: names of arguments that hold thoughts, which are not compared.
+            the mildest action at most. Default: no exception.
+        normalize_results: with `turns`: `false` compares results byte for byte.
+        ignore_arguments: with `turns`: arguments that hold thoughts, and are not compared.
     """
 
     weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
@@ -164,7 +164,7 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
     """All of them.
 
     Attributes:
-        similarity: what makes requests identical: one of the detectors.
+        similarity: what makes requests identical.
     """
 
     similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns", "mcp"] = "exact"

@@ -187,7 +187,7 @@ class Selector(JsonObject):
         pathPrefix: `/v1` matches `/v1` and `/v1/...`, `/v1/` all paths that start with it, `/` everything.
         pathPrefixes: any of several such prefixes.
         methods: any of these HTTP methods.
-        hosts: any of these hosts, without the port, in upper or lower case.
+        hosts: any of these hosts, without port; case is ignored.
         routes: any of these Envoy route names.
     """
 
@@ -224,24 +224,22 @@ class LoopDetection(SimilarityKeys):
     """What counts as a loop, and what happens to its requests.
 
     Attributes:
-        name: the detector's name in keys, logs and metrics. Default: `default`, or in a list its similarity.
+        name: the detector's name in logs and metrics. Default: `default`, or in a list its similarity.
         enabled: `true` turns detection on; `validate` warns if the key is missing.
         window_seconds: length of the window; required, except with `turns` and `tool_calls`.
-        action: what happens to a request in a loop: `reject` refuses it, `throttle` delays it, `steer` adds a note for the
-            model, `warn` adds a warning header.
-        window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: exactly the requests of the last
-            `window_seconds` count; `fixed`: the window ends `window_seconds` after its first request.
+        action: what happens to a request in a loop: `reject` refuses, `throttle` delays, `steer` adds a note for the model,
+            `warn` a header.
+        window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: the last `window_seconds` count;
+            `fixed`: the first request starts the window.
         count_refused: with `false`, refused requests don't count.
-        count_failed: with `false`, requests that the upstream fails (a 5xx status, or no answer) don't count, if Envoy's access
-            log reports them to Loopguard.
-        reject_status: HTTP status of a refusal, 400 to 599; `auto`: 429, or 400 for clients that retry every 429.
-        refuse_as: `error`, or `completion`: an answer of the called API, with the reason as the model's text.
-        max_delay_ms: longest delay of a throttled request, in milliseconds.
+        count_failed: with `false`, requests that get a 5xx or no answer don't count, if Envoy's access log reports them.
+        reject_status: status of a refusal, 400 to 599; `auto`: 429, or 400 for clients that retry every 429.
+        refuse_as: `error`, or `completion`: an answer with the reason as the model's text.
+        max_delay_ms: longest delay of `throttle`, in milliseconds.
         body: `ignore` compares requests without their bodies.
         max_inspect_bytes: longest body to inspect, at most 16 MiB; `turns` reads the end of longer ones, and `exact` without a
             `body:` key counts them.
-        steer_note: text of a steering note, with the placeholders `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}` and
-            `{policy}`.
+        steer_note: text of the note, with `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}` and `{policy}`.
     """
 
     name: Id | None = None
@@ -315,18 +313,18 @@ class Spec(JsonObject):
         ramp_by: limit keys that choose these callers. Default: the policy's limit keys outside the body.
         ramp_seed: policies with the same seed choose the same callers. Default: the policy's id.
         keep_counts: with `true`, enforcing and shadow mode share counts.
-        canary_of: id of the enforcing policy to compare this shadow policy with. Default: the only one with the same selector.
+        canary_of: id of the enforcing policy to compare with. Default: the only one with the same selector.
         limit_keys: what tells callers apart: `jwt:<claim>`, `header:<name>`, `query:<name>`, `ip:address`, `credential`,
-            `body:<JSON Pointer>`, or the first of several of them.
-        labels: up to 8 limit keys outside the body, whose values are shown beside the caller's hash and count for nothing.
-        aliases: names for callers, by the hash of the caller or of its credential; they hold for all policies.
-        missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, and not at all with
-            none; `skip` never counts them; `share` counts all with none as one caller.
-        uncountable: requests that a detector cannot count: `allow` lets them pass, `reject` refuses them.
+            `body:<JSON Pointer>`, or the first of several.
+        labels: up to 8 limit keys outside the body whose values are only shown, beside the caller's hash.
+        aliases: names for callers of all policies, by the hash of the caller or of its credential.
+        missing_descriptor: requests that lack limit keys: `require_one` counts them by the keys they have, if any; `skip`
+            never counts them; `share` counts all with none as one caller.
+        uncountable: `reject` refuses requests that a detector cannot count.
         bypass: requests that are never counted.
         session: which conversation a request belongs to.
         session_limits: limits of a session.
-        unnamed_limits: limits of a caller's requests that `session_limits` find no session for. Default: none.
+        unnamed_limits: limits of a caller's requests without a session. Default: none.
         loop_detection: a detector, or a list of them.
         rules: Fairvisor's rate limits; not enforced.
         fallback_limit: Fairvisor's fallback limit; not enforced.

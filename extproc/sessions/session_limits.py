@@ -106,12 +106,11 @@ class Session(JsonObject):
 
     Attributes:
         keys: limit keys; the first that a request has names its session. `header:x-*-session-id` is any such header, the
-            first by name. For `session_limits`, the default looks for the session that started the agent:
-            `x-claude-code-session-id`, `x-parent-session-id` and `session-id` go first, `thread-id` is the last header,
-            `x-claude-code-agent-id` is none of them, and `body:/prompt_cache_key` is the first body field.
-        idle_seconds: a session is forgotten after this long without a request.
-        max_sessions_per_tenant: number of sessions that a caller can start within `idle_seconds`; further ones share the
-            `session_limits` of one.
+            first by name. `session_limits` look for the session that started the agent: `x-claude-code-session-id`,
+            `x-parent-session-id` and `session-id` go first, then the others without `x-claude-code-agent-id`, `thread-id` as
+            the last header and `body:/prompt_cache_key` as the first body field.
+        idle_seconds: a session ends after this long without a request.
+        max_sessions_per_tenant: sessions of a caller within `idle_seconds`; further ones share the limits of one.
     """
 
     keys: Annotated[list[SessionKey], Field(min_length=1)] = CONVERSATION_KEYS
@@ -148,8 +147,8 @@ class RecentCalls(JsonObject):
     """Repeated calls of a tool with the same arguments, whatever they return.
 
     Attributes:
-        window: number of newest calls of the session to look at, at most 500.
-        threshold: number of equal ones among them at which the request is refused.
+        window: number of newest calls to look at, at most 500.
+        threshold: number of equal ones to refuse at.
     """
 
     window: Annotated[int, Field(ge=2, le=MAX_WINDOW)]
@@ -157,11 +156,11 @@ class RecentCalls(JsonObject):
 
 
 class SessionBreaker(JsonObject):
-    """What kills a session: it is refused until it is released, or idle for `idle_seconds`.
+    """What kills a session, until it is released or ends.
 
     Attributes:
-        consecutive_blocks: number of refused requests in a row.
-        consecutive_errors: number of upstream failures in a row: a 5xx status, or none.
+        consecutive_blocks: refused requests in a row.
+        consecutive_errors: upstream failures in a row: a 5xx status, or none.
     """
 
     consecutive_blocks: Count | None = None
@@ -199,7 +198,7 @@ class SessionLimits(JsonObject):
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
-        max_tool_calls: maximum tool calls in the session's histories; each call counts once.
+        max_tool_calls: maximum tool calls, each counted once.
         max_tool_calls_mode: with `narrow`, a session that has used up `max_tool_calls` goes on without tools.
         max_calls_per_tool: maximum calls of single tools, by name; a used-up tool is removed from requests.
         max_cost_per_session: maximum cost in dollars; the call that exceeds it has run, the next one is refused.
@@ -237,7 +236,7 @@ class UnnamedLimits(JsonObject):
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
-        max_tool_calls: maximum tool calls in their histories; each call counts once.
+        max_tool_calls: maximum tool calls, each counted once.
         max_cost_per_session: maximum cost in dollars, by the prices of `session_limits`.
     """
 
