@@ -55,10 +55,10 @@ class Metrics:
         self.detections = counter("detections_total", text, *by_detector)
         self.compared_exactly = counter("compared_exactly_total", "Bodies that canonical compared byte for byte", "policy")
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
-        self.uncounted = counter("uncounted_total", "Requests that a policy matched but could not count", "policy", "reason")
+        self.uncounted = counter("uncounted_total", "Matched requests that could not be counted", "policy", "reason")
         text = "Requests whose Mcp-Method or Mcp-Name disagrees with the body"
         self.header_mismatch = counter("header_mismatch_total", text, "policy")
-        text = "Requests that got a warning because no note could be added"
+        text = "Requests that got a warning instead of a note"
         self.unsteered = counter("unsteered_total", text, "policy", "reason")
         text = "Requests refused by uncountable: reject"
         self.uncountable_rejected = counter("uncountable_rejected_total", text, "policy", "reason")
@@ -84,23 +84,23 @@ class Metrics:
         self.throttled_in_flight = gauge("throttled_in_flight", "Throttled requests that are delayed now")
         self.streams_in_flight = gauge("streams_in_flight", "Open ext_proc streams")
         self.overload = counter("overload_total", "Requests let through because --max-streams was reached")
-        text = "1 while a store server is in use, 0 while each replica counts its keys itself; the shard is its address"
+        text = "1 while a store server (by address) is in use, 0 while replicas count its keys themselves"
         self.store_up = gauge("store_up", text, "shard")
         self.store_errors = counter(
             "store_errors_total",
-            "Store errors: unavailable and timeout are requests that were not counted, other kinds are causes",
+            "Store errors: unavailable and timeout are uncounted requests, other kinds are causes",
             "kind",
         )
         self.store_seconds = histogram("store_seconds", "Time that requests waited for the store", _LATENCY_BUCKETS)
         self.store_batch_size = histogram("store_batch_size", "Hits and turns in one round trip to the store", _BATCH_BUCKETS)
         self.store_entries = gauge("store_entries", "Entries in the memory store")
         self.store_evictions = counter("store_evictions_total", "Live entries that the full memory store dropped")
-        text = "Turns that were not kept because their caller's conversations take up too much of the store"
+        text = "Turns not kept because their caller takes up too much of the store"
         self.chains_dropped = counter("chains_dropped_total", text)
         self.events = counter("events_total", "Events for other programs, by result", "result")
         self.policy_reloads = counter("policy_reloads_total", "Policy reloads, by result", "result")
         self.policy_reload_refused = gauge(
-            "policy_reload_refused", "1 while the policy files have errors and the last good policies are in force"
+            "policy_reload_refused", "1 while policy files have errors and the last good policies are in force"
         )
         self.enforce_percent = gauge(
             "policy_enforce_percent", "Percentage of the callers that a policy acts on, if not all", "policy"
@@ -132,7 +132,7 @@ class Metrics:
         self.session_overflow = counter("session_overflow_total", text, "policy")
         text = "Requests without a session under policies with session_limits"
         self.session_unnamed = counter("session_unnamed_total", text, "policy", "mode")
-        text = "Callers of which a session key was found to change with every request, so that it names no session"
+        text = "Callers whose session key changes with every request and names no session"
         self.session_changing = counter("session_changing_total", text, "policy", "key")
         text = "Requests from which used-up tools could not be removed"
         self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")

@@ -141,13 +141,13 @@ class Settings:
         "DNS|IP|URI,...",
         gather=",".join,
     )
-    allow_plaintext: bool = switch("do not warn about a port without TLS, because a mesh or a network policy limits access")
+    allow_plaintext: bool = switch("do not warn about a port without TLS")
     transport: Literal["fast", "grpcio"] = choice("gRPC server: fast is built in, grpcio is the reference", "fast", "grpcio")
     admin: Address = option(
-        "127.0.0.1:9900", parse_address, "where the page of loops, /metrics, /healthz and others are served", "HOST:PORT"
+        "127.0.0.1:9900", parse_address, "where the page of loops, /metrics and others are served", "HOST:PORT"
     )
     admin_token_file: str = option("", str, "file of tokens, one per line, that may create overrides on the admin port", "PATH")
-    admin_socket: str = option("", str, "serve the admin port on a Unix socket too, for this server's user only", "PATH")
+    admin_socket: str = option("", str, "serve it on a Unix socket too, for this server's user only", "PATH")
     store: str = option("memory://", str, "where counts are kept", "URL")
     store_timeout: float = option(0.05, _parse_timeout, "how long a request waits for the store", "SECONDS")
     store_password: str = option("", str, "password of the store, if it is not in the URL", ENVIRONMENT_ONLY)
@@ -155,9 +155,7 @@ class Settings:
     hash_key_file: str = option(
         "", str, "key of keyed hashes, the same for all replicas (default: they share one through the store)", "PATH"
     )
-    scope: str = option(
-        "", _parse_scope, "attachment name: processes with different scopes count separately in one store", "NAME"
-    )
+    scope: str = option("", _parse_scope, "processes with different scopes count separately in one store", "NAME")
     on_store_error: Literal["allow", "reject"] = choice(
         "while the store is down, allow: count in this process; reject: answer 503", "allow", "reject"
     )
@@ -166,7 +164,7 @@ class Settings:
     shadow_samples: int = option(
         "0", parse_integer(0, MAX_SAMPLES), "redacted new refusals to keep of each canary, for `loopguard canary review`", "N"
     )
-    shadow_sample_bodies: bool = switch("keep what was compared in these samples, which may include tool arguments and results")
+    shadow_sample_bodies: bool = switch("keep what was compared in them, such as tool arguments and results")
     allow_unverified_jwt: bool = switch("read jwt: limit keys from bearer tokens with unverified signatures")
     allow_unenforced: bool = switch("start even if parts of a bundle (rules, circuit_breaker, ...) are not enforced")
     max_streams: int = option(20_000, _parse_positive, "maximum open streams; further requests pass at once", "N")
@@ -176,25 +174,23 @@ class Settings:
     inspect_share: float = option(
         "0.5",
         parse_number(lambda share: 0 < share <= 1, "a number above 0 and at most 1, such as 0.5"),
-        "share of a processor for inspecting bodies; a caller can use what no other caller asks for",
+        "share of a processor for inspecting bodies",
         "SHARE",
     )
     max_throttled: int = option(10_000, _parse_positive, "maximum throttled requests at once; a tenth of them per tenant", "N")
     drain_delay: float = option(
         5.0,
         _parse_delay,
-        "after SIGTERM, time of full service with health NOT_SERVING, so that Envoy stops sending first",
+        "after SIGTERM, time of full service with health NOT_SERVING",
         "SECONDS",
     )
     drain_timeout: float = option(35.0, _parse_delay, "after the delay, time for open streams to finish", "SECONDS")
     log_format: LogFormat = choice("format of log lines", "text", "json")
     log_level: str = choice("lowest level to log", "debug", "info", "warning", "error", default="info")
-    show_callers: bool = switch(
-        "show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 turns it on and off)"
-    )
+    show_callers: bool = switch("show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 toggles it)")
     events: str = option("", str, "send loops to other programs, as CloudEvents", "FILE|-|https://...")
     events_secret_file: str = option("", str, "file with the secret that signs events", "PATH")
-    events_ca: str = option("", str, "CA certificates to verify the receiver with, instead of the system's", "PATH")
+    events_ca: str = option("", str, "CA certificates to verify the receiver with", "PATH")
     price: float = option(
         0.0, _parse_price, "US dollars per million input tokens, in /loops; default: from genai-prices, if installed", "USD"
     )

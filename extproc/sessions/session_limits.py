@@ -186,7 +186,7 @@ class SessionEscalation(JsonObject):
 
     Attributes:
         warn: from where requests get a warning header.
-        steer: from where they get a note for the model, with what is left.
+        steer: from where they get a note with what is left.
     """
 
     warn: Notice = Notice()
@@ -199,14 +199,14 @@ class SessionLimits(JsonObject):
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
         max_tool_calls: maximum tool calls, each counted once.
-        max_tool_calls_mode: with `narrow`, a session that has used up `max_tool_calls` goes on without tools.
-        max_calls_per_tool: maximum calls of single tools, by name; a used-up tool is removed from requests.
-        max_cost_per_session: maximum cost in dollars; the call that exceeds it has run, the next one is refused.
+        max_tool_calls_mode: with `narrow`, a session at `max_tool_calls` goes on without tools.
+        max_calls_per_tool: maximum calls by tool name; used-up tools are removed.
+        max_cost_per_session: maximum cost in dollars; the next request is refused.
         loop_detection: repeated calls that are too many.
         circuit_breaker: what kills a session.
-        prices: prices by model name; `*` matches anything, and the longest matching name counts.
+        prices: by model name; `*` matches anything, and the longest match counts.
         unknown_model: fallback price for models without one.
-        reject_status: HTTP status of a refusal, 400 to 599; `auto`: 429, or 400 for clients that retry every 429.
+        reject_status: as in `loop_detection`.
         max_inspect_bytes: longest body in which tool calls are counted. Default: the largest `max_inspect_bytes` of the
             policy's detectors, at least 1 MiB.
         escalate: milder actions before a limit is reached.
