@@ -165,7 +165,7 @@ def test_metrics_are_served() -> None:
 def test_histograms_are_what_prometheus_own_would_be(values: list[float]) -> None:
     """What is kept in plain numbers is exposed letter by letter as the client library exposes its own histogram."""
     metrics, registry = Metrics(), CollectorRegistry()
-    bounds, text = metrics.decision_seconds.bounds, "Time from message to answer in seconds, without delays by throttle"
+    bounds, text = metrics.decision_seconds.bounds, "Time from message to answer, without delays by throttle"
     theirs = Histogram("loopguard_decision_seconds", text, buckets=bounds, registry=registry)
     for value in values:
         metrics.decision_seconds.observe(value)
