@@ -17,7 +17,7 @@ MAX_CALLS = 200
 MAX_CYCLE = 16
 
 MIN_WEAK, MAX_WEAK = 2, 14
-"""Of so many turns, with others in between, 32 are enough to tell."""
+"""Even with other turns in between, 32 turns are enough to detect this many repeats."""
 
 
 Threshold = Annotated[int, Field(ge=2, le=MAX_THRESHOLD)]
