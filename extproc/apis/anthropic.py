@@ -118,7 +118,10 @@ API = Api(
     locators={"tool_result": _locate_result},
     tool_lists=(ToolList("messages", "tools", "tool_choice", b'{"type":"none"}', b'{"type":"auto"}', owns=_owns),),
     tool_words=ToolWords(
-        servers=frozenset({_TOOLSET}), modes=frozenset({"auto", "any", "none"}), kept=frozenset({"disable_parallel_tool_use"})
+        servers=frozenset({_TOOLSET}),
+        modes=frozenset({"auto", "any", "none"}),
+        kept=frozenset({"disable_parallel_tool_use"}),
+        schemas=frozenset({"input_schema"}),
     ),
     counts={
         "input": ("usage.input_tokens", "message.usage.input_tokens"),

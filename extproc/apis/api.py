@@ -197,6 +197,7 @@ class ToolWords(NamedTuple):
         allowed: types of choices that list tools.
         kept: keys of a choice that apply to any tool: a choice with one is edited, not replaced.
         called: names in calls, for tools that are declared by another name.
+        schemas: keys of a tool that hold the JSON schema of its arguments.
     """
 
     wrappers: frozenset[str] = frozenset()
@@ -208,6 +209,7 @@ class ToolWords(NamedTuple):
     allowed: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     called: Mapping[str, str] = MappingProxyType({})
+    schemas: frozenset[str] = frozenset()
 
 
 class Api(NamedTuple):

@@ -160,7 +160,11 @@ API = Api(
     },
     locators={"toolResult": _locate_result},
     tool_lists=(ToolList("messages", "tools", "toolChoice", b"", b'{"auto":{}}', holder="toolConfig"),),
-    tool_words=ToolWords(wrappers=frozenset({"toolSpec", "systemTool", "tool"}), others=frozenset({"cachePoint"})),
+    tool_words=ToolWords(
+        wrappers=frozenset({"toolSpec", "systemTool", "tool"}),
+        others=frozenset({"cachePoint"}),
+        schemas=frozenset({"inputSchema"}),
+    ),
     models={_MODEL: _find_model},
     list_models=_list_models,
     counts={

@@ -41,7 +41,7 @@ _MAX_NEWEST: Final = 100
 TOOLS, NO_TOOLS = "tools", "no tools"
 """Whether a request offers its model tools."""
 
-_TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
+TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
 _KEPT_TOOLS: Final = ("cachedContent", "cached_content")
 """Keys of lists of tools, and keys that refer to something on the server that may have tools."""
 
@@ -188,7 +188,7 @@ class Conversation:
         """Whether the request offers tools: `TOOLS` or `NO_TOOLS`; empty if unknown."""
         if len(self.shape.path) > 1:
             return ""
-        for key in _TOOL_KEYS:
+        for key in TOOL_KEYS:
             if _holds(getattr(self._body, key)):
                 return TOOLS
         if self.before.after:  # a server that keeps the history may keep the tools
@@ -202,7 +202,7 @@ class Conversation:
 
     def find_hints(self) -> dict[str, bool]:
         """Whether tools only look, by name, as far as the request says so: MCP's `readOnlyHint`, which some clients pass on."""
-        for key in _TOOL_KEYS:
+        for key in TOOL_KEYS:
             raw = getattr(self._body, key)
             if isinstance(raw, Raw) and bytes(raw).find(_READ_ONLY.encode()) >= 0:
                 return _read_hints(raw)
@@ -436,7 +436,7 @@ def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
         for field in fields(shape.body):
             optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
             keys.setdefault(field.name, optional)
-    for key in (*_TOOL_KEYS, *_KEPT_TOOLS, *_NAMING_KEYS):
+    for key in (*TOOL_KEYS, *_KEPT_TOOLS, *_NAMING_KEYS):
         keys.setdefault(key, (Raw, ABSENT))
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
 

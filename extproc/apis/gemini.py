@@ -242,7 +242,9 @@ API = Api(
         ToolList("request", "tools", "toolConfig", choose=_choose, wraps=True),
     ),
     tool_words=ToolWords(
-        lists=frozenset({"functionDeclarations", "function_declarations"}), servers=frozenset({"mcpServers", "mcp_servers"})
+        lists=frozenset({"functionDeclarations", "function_declarations"}),
+        servers=frozenset({"mcpServers", "mcp_servers"}),
+        schemas=frozenset({"parameters", "parametersJsonSchema", "parameters_json_schema"}),
     ),
     models={":": _find_model},
     counts={

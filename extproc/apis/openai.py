@@ -271,7 +271,10 @@ API = Api(
         ToolList("messages", "functions", "function_call"),
     ),
     tool_words=ToolWords(
-        wrappers=frozenset({"function", "custom"}), modes=frozenset({"required"}), allowed=frozenset({"allowed_tools"})
+        wrappers=frozenset({"function", "custom"}),
+        modes=frozenset({"required"}),
+        allowed=frozenset({"allowed_tools"}),
+        schemas=frozenset({"parameters"}),
     ),
     models=dict.fromkeys(_DEPLOYMENTS, _find_deployment),
     counts={

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from extproc.decision import COMPLETION, Action, Outcome, RefusalForm, Repeat, Subject
 from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
+from extproc.detectors.loops import REPEAT, RESULT
 from extproc.engine.ramp import Ramp
 from extproc.objects import MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, is_below
@@ -247,6 +248,19 @@ class Detector:
             held = bisect_right(self.list_thresholds(subject), count.count)
             return self.actions[held - 1] if held else Action.ALLOW
         return Action.ALLOW
+
+    def place_note(self, outcome: Outcome) -> tuple[int, int]:
+        """How many notes a loop has had, and how many more repetitions until it is refused; 0 if that is unknown."""
+        repeat = outcome.repeat
+        if repeat is None:
+            first = self._find_threshold(outcome.subject)
+        elif repeat.held or repeat.rule not in {REPEAT, RESULT}:
+            return 0, 0
+        else:
+            first = repeat.threshold - self._later[repeat.step]
+        earlier = outcome.count - first - self._later[self.actions.index(Action.STEER)]
+        left = first + self._last - outcome.count if self.refuses_later else 0
+        return max(earlier, 0), max(left, 0)
 
     def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
         """The verdict about a request that has been counted."""

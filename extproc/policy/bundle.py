@@ -239,7 +239,7 @@ class LoopDetection(SimilarityKeys):
         body: `ignore` compares requests without their bodies.
         max_inspect_bytes: longest body to inspect, at most 16 MiB; `turns` reads the end of longer ones, and `exact` without a
             `body:` key counts them.
-        steer_note: text of the note, with `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}` and `{policy}`.
+        steer_note: text of the note, with `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}`, `{policy}` and `{cause}`.
     """
 
     name: Id | None = None

@@ -29,7 +29,7 @@ END: Final = "~]"
 SEPARATOR: Final = "\n\n"
 """Separates a note from the text before it."""
 
-PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy")
+PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy", "cause")
 """Placeholders of an operator's own text."""
 
 _PURPOSE: Final = b"note"

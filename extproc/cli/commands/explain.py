@@ -197,7 +197,7 @@ def _may_steer(candidate: LoopCandidate) -> bool:
 def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) -> _Rows:
     """The note for the model, or why it cannot be added."""
     detector, request = candidate.detector, evaluation.request
-    note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), request, detector)
+    note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), evaluation, detector, body)
     try:
         steer(request, body, note, partial(evaluation.make_marks, candidate))
     except NotEdited as why:

@@ -111,7 +111,7 @@ class Changes:
         try:
             candidate = evaluation.find_candidate(outcome)
             body = changed.body if changed.body is not None else original.read(candidate.plan.steers)
-            note = write_note(outcome, evaluation.request, candidate.guard)
+            note = write_note(outcome, evaluation, candidate.guard, body)
             return decision, Changed(
                 steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate)), (*changed.marks, STEERED)
             )

@@ -11,14 +11,18 @@ from typing import Final
 from extproc.apis import locate_results
 from extproc.apis.places import splice
 from extproc.decision import Outcome
+from extproc.detectors.causes import find_cause
 from extproc.engine.candidates import Guard
+from extproc.engine.evaluation import Evaluation
+from extproc.engine.plan import Detector
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
-from extproc.request.document import NotCounted
+from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
 from extproc.request.quoting import quote_all
 
 _OUTLOOK: Final = "If this continues, requests will be refused."
+_AGAIN: Final = "An earlier note said so, and nothing has changed."
 
 MAX_PLACES: Final = 16
 """Most results that get the note, from the newest on."""
@@ -48,9 +52,11 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks:
         raise NotEdited(why.reason) from None
 
 
-def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:
+def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard, body: bytes | memoryview) -> str:
     """The note about the outcome of a guard that steers, in the operator's words or in our own."""
-    advice = outcome.subject.advise(outcome, request.method, request.path)
+    found = find_cause(evaluation.plain if evaluation.plain is not None else Document(body), outcome.repeat)
+    cause = found.text if found is not None else ""
+    advice = outcome.subject.advise(outcome, evaluation.request.method, evaluation.request.path)
     repeat = outcome.repeat
     if guard.steer_note:
         return guard.steer_note.format(
@@ -60,6 +66,11 @@ def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:
             instead=advice.instead,
             reason=advice.reason,
             policy=outcome.policy,
+            cause=cause,
         )
-    sentences = [f"{advice.about}: {advice.what}.", advice.reason, advice.instead, _OUTLOOK if guard.refuses_later else ""]
+    earlier, left = guard.place_note(outcome) if isinstance(guard, Detector) else (0, 0)
+    outlook = _OUTLOOK if guard.refuses_later else ""
+    if left:
+        outlook = f"After {left} more, requests will be refused." if left > 1 else "The next one will be refused."
+    sentences = [f"{advice.about}: {advice.what}.", _AGAIN if earlier else "", cause, advice.reason, advice.instead, outlook]
     return " ".join([sentence for sentence in sentences if sentence])

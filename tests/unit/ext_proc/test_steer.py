@@ -53,7 +53,7 @@ def test_a_loop_goes_on_with_a_note() -> None:
         f"\n\n{OPENING}\nLoop detected: 3 of the last 3 turns were read_file with the same input and the same result."
     )
     assert "Progress means" in note
-    assert note.endswith(f"If this continues, requests will be refused.\n{CLOSING}{note[-18:-2]}{END}")
+    assert note.endswith(f"After 2 more, requests will be refused.\n{CLOSING}{note[-18:-2]}{END}")
     assert mutated(answer) == {
         "X-Fairvisor-Warning": "loop_steer",
         "x-loopguard-steered": "1",
@@ -189,7 +189,8 @@ def test_the_reason_of_a_tool_is_part_of_the_note() -> None:
     """What the operator says about a tool comes between what repeated and what to do."""
     note = told(tools={"read_*": {"reason": "The file is gone."}})
 
-    assert "the same result. The file is gone. Repeating it" in note
+    assert "the same result. " in note
+    assert " The file is gone. Repeating it" in note
 
 
 def test_no_refusal_is_announced_where_none_follows() -> None:

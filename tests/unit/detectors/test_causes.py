@@ -1,0 +1,228 @@
+"""What keeps an agent stuck, as a note names it: by the declared tools, the newest call, and what came back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.detectors.causes import (
+    MISSING_ARGUMENT,
+    OUTAGE,
+    SAME_ERROR,
+    SAME_RESULT,
+    SAME_STEPS,
+    UNKNOWN_TOOL,
+    WRONG_ARGUMENT,
+    Cause,
+    find_cause,
+)
+from extproc.detectors.keys import SimilarityKeys
+from extproc.detectors.turns import Turns
+from extproc.request.document import Document
+from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
+
+Schema = dict[str, Any]
+
+SQL: Schema = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}, "mode": {"type": "string", "enum": ["ro", "rw"]}},
+    "required": ["query"],
+}
+
+
+def _as_function(name: str, schema: Schema) -> Any:  # noqa: ANN401  # JSON
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+DECLARE: dict[str, Callable[[dict[str, Schema]], Schema]] = {
+    "chat": lambda tools: {"tools": [_as_function(*tool) for tool in tools.items()]},
+    "ollama": lambda tools: {"tools": [_as_function(*tool) for tool in tools.items()]},
+    "responses": lambda tools: {
+        "tools": [{"type": "function", "name": name, "parameters": schema} for name, schema in tools.items()]
+    },
+    "anthropic": lambda tools: {"tools": [{"name": name, "input_schema": schema} for name, schema in tools.items()]},
+    "gemini": lambda tools: {
+        "tools": [{"functionDeclarations": [{"name": name, "parameters": schema} for name, schema in tools.items()]}]
+    },
+    "bedrock": lambda tools: {
+        "toolConfig": {
+            "tools": [{"toolSpec": {"name": name, "inputSchema": {"json": schema}}} for name, schema in tools.items()]
+        }
+    },
+}
+"""Tools with their schemas, as each API declares them."""
+
+
+def explain(body: dict[str, Any]) -> Cause | None:
+    """The cause of the loop that a body shows."""
+    document = Document(json.dumps(body).encode())
+    similarity = Turns(SimilarityKeys(similarity="turns"))
+    repeat = similarity.find_loop(similarity.rule.read(document))
+    assert repeat is not None
+    return find_cause(document, repeat)
+
+
+def stuck(
+    call: tuple[str, dict[str, Any]], result: str, api: str = "chat", tools: dict[str, Schema] | None = None
+) -> Cause | None:
+    """The cause where one call brings back the same three times."""
+    tools = tools or {}
+    return explain(SHAPES[api]([Did((call,), (result,))] * 3) | DECLARE[api](tools))
+
+
+@pytest.mark.parametrize("api", sorted(DECLARE))
+def test_a_missing_argument_is_named(api: str) -> None:
+    """The schema requires what no call had; a call without any argument was perhaps too long to write."""
+    some = stuck(("execute_sql", {"limit": 3}), "Error: invalid arguments", api, {"execute_sql": SQL})
+    none = stuck(("execute_sql", {}), "Error: invalid arguments", api, {"execute_sql": SQL})
+
+    assert some == Cause(MISSING_ARGUMENT, "execute_sql requires query, and 3 calls left it out. Add it.")
+    assert none == Cause(
+        MISSING_ARGUMENT,
+        "execute_sql requires query, and 3 calls left it out. If the text is too long for one call, send it in parts.",
+    )
+
+
+@pytest.mark.parametrize("api", sorted(DECLARE))
+def test_a_tool_that_does_not_exist_is_told_apart(api: str) -> None:
+    """The declared tools with similar names are named, or else all of them."""
+    near = stuck(("exec_sql", {}), "Unknown tool: exec_sql", api, {"execute_sql": SQL, "read_file": {}})
+    far = stuck(("foo", {}), "Unknown tool: foo", api, {"execute_sql": SQL, "read_file": {}})
+
+    assert near == Cause(UNKNOWN_TOOL, "There is no tool named exec_sql. Did you mean execute_sql?")
+    assert far == Cause(UNKNOWN_TOOL, "There is no tool named foo. The tools are execute_sql, read_file.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"query": 1}, "query must be a string."),
+        ({"query": "a", "limit": "3"}, "limit must be an integer."),
+        ({"query": "a", "limit": True}, "limit must be an integer."),
+        ({"query": "a", "mode": "x"}, "mode must be one of ro, rw."),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named(arguments: dict[str, Any], told: str) -> None:
+    """By the types of JSON Schema, and its `enum`."""
+    cause = stuck(("execute_sql", arguments), "Error: invalid arguments", tools={"execute_sql": SQL})
+
+    assert cause == Cause(WRONG_ARGUMENT, f"In calls of execute_sql, {told}")
+
+
+def test_a_call_that_was_cut_off_is_missing_all_arguments() -> None:
+    """OpenAI sends arguments as a string, which ends too early if the model may write no more."""
+    body = SHAPES["chat"]([Did((("execute_sql", {}),), ("Error: bad JSON",))] * 3) | DECLARE["chat"]({"execute_sql": SQL})
+    for message in body["messages"]:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = '{"query": "insert into'
+
+    cause = explain(body)
+
+    assert cause is not None
+    assert cause.kind == MISSING_ARGUMENT
+    assert "send it in parts" in cause.text
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        {"execute_sql": SQL},  # the call is right
+        {"execute_sql": {}},
+        {"execute_sql": {"properties": 1, "required": {"query": 1}}},
+        {"execute_sql": {"properties": {"query": []}, "required": [1, None]}},
+        {"execute_sql": {"properties": {"query": {"type": "made_up"}}}},
+        {"execute_sql": {"properties": {"query": {"type": ["string", "null"]}}}},
+        {},  # the server may have them
+    ],
+)
+def test_nothing_is_blamed_on_a_call_that_may_be_right(tools: dict[str, Schema]) -> None:
+    """What a schema does not say is allowed; the error itself is quoted then."""
+    cause = stuck(("execute_sql", {"query": "a"}), "Error: no such table: a\nat line 3", tools=tools)
+
+    assert cause == Cause(SAME_ERROR, "Each time, it failed with the same error: 'Error: no such table: a'.")
+
+
+def test_tools_of_servers_have_names_that_nobody_declares() -> None:
+    """So a name that is not declared may be right."""
+    body = SHAPES["responses"]([Did((("other", {}),), ("Error: no",))] * 3)
+    body["tools"] = [{"type": "mcp", "server_label": "x"}, {"type": "function", "name": "mine", "parameters": {}}]
+
+    cause = explain(body)
+
+    assert cause is not None
+    assert cause.kind == SAME_ERROR
+
+
+def test_an_outage_is_waited_for() -> None:
+    """A failure that passes by itself is not the agent's."""
+    cause = stuck(("fetch", {}), "HTTP 503 Service Unavailable")
+
+    assert cause == Cause(
+        OUTAGE,
+        "It fails because of an outage: 'HTTP 503 Service Unavailable'. Wait before you try again, or finish without it.",
+    )
+
+
+def test_the_last_line_of_a_traceback_says_what_is_wrong() -> None:
+    """Its first line says nothing."""
+    cause = stuck(("run", {}), "Traceback (most recent call last):\n  File 'a.py', line 1\nKeyError: 3")
+
+    assert cause == Cause(SAME_ERROR, "Each time, it failed with the same error: 'KeyError: 3'.")
+
+
+def test_a_result_that_will_not_change_is_quoted() -> None:
+    """A model that does not believe its eyes is told once more."""
+    assert stuck(("ls", {}), "a.txt\nb.txt") == Cause(
+        SAME_RESULT, "The result was the same each time, and will not change: a.txt."
+    )
+    assert stuck(("ls", {}), "") == Cause(SAME_RESULT, "Each time, nothing came back.")
+
+
+def test_the_steps_of_a_cycle_are_named_in_their_order() -> None:
+    """With what tells calls of one tool apart."""
+    steps = [Did((("read", {"path": path}),), (f"text of {path}",)) for path in ("a.py", "b.py", "c.py")]
+
+    cause = explain(SHAPES["anthropic"](steps * 3))
+
+    assert cause == Cause(SAME_STEPS, "The steps are read (a.py), read (b.py), read (c.py), and again from the start.")
+
+
+def test_agents_that_write_their_actions_have_causes_too() -> None:
+    """Their tools are declared in prose, so what came back is all that can be named."""
+    cause = explain(as_text([Did((("ls", {}),), ("ls: cannot access 'x': No such file or directory",))] * 3, STYLES["fence"]))
+
+    assert cause is not None
+    assert cause.kind == SAME_ERROR
+    assert "No such file or directory" in cause.text
+
+
+Value = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=9,
+)
+Wild = st.dictionaries(st.sampled_from(["type", "properties", "required", "enum", "nullable", "query"]), Value, max_size=5)
+
+
+@given(st.sampled_from(sorted(DECLARE)), Wild, st.dictionaries(st.sampled_from(["query", "x"]), Value), st.text(max_size=50))
+def test_whatever_is_declared_there_is_a_cause_of_bounded_length(
+    api: str, schema: Schema, arguments: dict[str, Any], result: str
+) -> None:
+    """Clients declare what they like."""
+    cause = stuck(("execute_sql", arguments), f"Error: {result}", api, {"execute_sql": schema})
+
+    assert cause is not None
+    assert len(cause.text) < 1_000
+
+
+@pytest.mark.parametrize("tools", ["x", 3, {"tools": 3}, [3], [{"name": 3}], [{"function": [1]}], [[[]]]])
+def test_a_list_of_tools_that_no_api_has_declares_none(tools: object) -> None:
+    """It is ignored."""
+    body = SHAPES["chat"]([Did((("ls", {}),), ("Error: no",))] * 3) | {"tools": tools}
+
+    assert explain(body) == Cause(SAME_ERROR, "Each time, it failed with the same error: 'Error: no'.")
