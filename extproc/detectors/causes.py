@@ -279,7 +279,7 @@ def _add_declared(entry: Any, tools: dict[str, Any]) -> None:  # noqa: ANN401  #
 
 
 def _open_schema(tool: Any) -> dict[str, Json]:  # noqa: ANN401  # made at run time
-    """The schema of a tool's arguments, which Bedrock has one level below; empty if it is too long, or none."""
+    """The schema of a tool's arguments, which may be one level below; empty if it is too long, or none."""
     raw: Raw = next((raw for raw in [getattr(tool, key) for key in _SCHEMAS] if raw), ABSENT)
     if raw is ABSENT or len(raw) > _LONGEST_SCHEMA:
         return {}
