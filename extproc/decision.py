@@ -14,10 +14,14 @@ class Action(str, Enum):
     WARN = "warn"
     STEER = "steer"
     THROTTLE = "throttle"
+    LAND = "land"
     REJECT = "reject"
 
 
 SEVERITY = {action: rank for rank, action in enumerate(Action)}
+
+NOTED: Final = frozenset({Action.STEER, Action.LAND})
+"""Actions that put a note for the model into the request."""
 
 
 class Reason(str, Enum):
@@ -254,7 +258,7 @@ class Outcome:
         return [tool] if tool else []
 
     def strictness(self) -> tuple[int, int]:
-        """Orders outcomes: reject > throttle > steer > warn > allow, then the longest delay or Retry-After."""
+        """Orders outcomes: reject > land > throttle > steer > warn > allow, then the longest delay or Retry-After."""
         return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
 
     def change_action(self, action: Action) -> Outcome:
@@ -285,6 +289,7 @@ class Decision:
         lead: the strictest outcome of the enforcing policies that saw something; None lets the request through untouched.
         warning: a policy with action warn fired.
         shadow: the strictest outcome that a shadow policy would have had; never has an effect.
+        steer: the outcome of which a note tells the model; None for none.
         trace: every policy's outcome, in bundle order, enforcing ones first.
     """
 
@@ -317,9 +322,9 @@ class Decision:
         return Decision(refused, self.shadow, trace, warning=self.warning, steer=self.steer)
 
     def warn_instead(self) -> Decision:
-        """The same for a request that cannot be edited: steering becomes a warning."""
+        """The same for a request that cannot be edited: what needs a note becomes a warning."""
         trace = [
-            outcome.change_action(Action.WARN) if outcome.action is Action.STEER and outcome.mode == "enforce" else outcome
+            outcome.change_action(Action.WARN) if outcome.action in NOTED and outcome.mode == "enforce" else outcome
             for outcome in self.trace
         ]
         lead = find_strictest([outcome for outcome in trace if outcome.mode == "enforce"])
@@ -332,7 +337,8 @@ def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
     lead, steer, warning = None, None, False
     if loops:
         lead = find_strictest(loops)
-        steer = next((outcome for outcome in loops if outcome.action is Action.STEER), None)
+        noted = [outcome for outcome in loops if outcome.action in NOTED]
+        steer = find_strictest(noted) if noted else None
         warning = any(outcome.action is Action.WARN for outcome in loops)
     if not watching:
         return Decision(lead, None, trace, warning=warning, steer=steer)

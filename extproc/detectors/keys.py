@@ -29,16 +29,18 @@ class Escalation(JsonObject):
     Attributes:
         steer: threshold of `steer`.
         throttle: threshold of `throttle`.
+        land: threshold of `land`.
         reject: threshold of `reject`.
     """
 
     steer: Threshold | None = None
     throttle: Threshold | None = None
+    land: Threshold | None = None
     reject: Threshold | None = None
 
     def list_steps(self) -> list[tuple[str, int]]:
         """Actions and their thresholds, the mildest first."""
-        steps = [("steer", self.steer), ("throttle", self.throttle), ("reject", self.reject)]
+        steps = [("steer", self.steer), ("throttle", self.throttle), ("land", self.land), ("reject", self.reject)]
         return [(name, threshold) for name, threshold in steps if threshold is not None]
 
 

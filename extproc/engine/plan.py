@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from extproc.decision import COMPLETION, Action, Outcome, RefusalForm, Repeat, Subject
+from extproc.decision import COMPLETION, NOTED, Action, Outcome, RefusalForm, Repeat, Subject
 from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.loops import REPEAT, RESULT
@@ -176,7 +176,7 @@ class Detector:
         self.actions = (Action(loop.action), *[Action(name) for name, _ in loop.escalate.list_steps()])
         only = self.actions[0] if self.actions[0] in _MILD else Action.WARN
         self.mildest = self.actions[0] if len(self.actions) > 1 else only
-        self.steers = Action.STEER in self.actions
+        self.steers = not NOTED.isdisjoint(self.actions)
         self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
         self.steer_note = loop.steer_note or ""
         self._later = tuple([(step.threshold_identical_requests or self.threshold) - self.threshold for step in steps])
@@ -249,18 +249,20 @@ class Detector:
             return self.actions[held - 1] if held else Action.ALLOW
         return Action.ALLOW
 
-    def place_note(self, outcome: Outcome) -> tuple[int, int]:
-        """How many notes a loop has had, and how many more repetitions until it is refused; 0 if that is unknown."""
+    def place_note(self, outcome: Outcome) -> tuple[int, Action, int]:
+        """How many notes a loop has had; which stricter action comes next, and after how many repetitions, 0 if unknown."""
         repeat = outcome.repeat
         if repeat is None:
             first = self._find_threshold(outcome.subject)
         elif repeat.held or repeat.rule not in {REPEAT, RESULT}:
-            return 0, 0
+            return 0, Action.REJECT, 0
         else:
             first = repeat.threshold - self._later[repeat.step]
-        earlier = outcome.count - first - self._later[self.actions.index(Action.STEER)]
-        left = first + self._last - outcome.count if self.refuses_later else 0
-        return max(earlier, 0), max(left, 0)
+        steps = [(action, first + later - outcome.count) for action, later in zip(self.actions, self._later, strict=True)]
+        noted = next((-left for action, left in steps if action in NOTED), 0)
+        strict = [step for step in steps if step[0] in {Action.LAND, Action.REJECT} and step[1] > 0]
+        action, left = strict[0] if strict else (Action.REJECT, 0)
+        return max(noted, 0), action, left
 
     def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
         """The verdict about a request that has been counted."""

@@ -8,7 +8,7 @@ from functools import partial
 from time import perf_counter, time
 
 from extproc.bounded import LRU
-from extproc.decision import Action, Decision, Outcome, Reason
+from extproc.decision import NOTED, Action, Decision, Outcome, Reason
 from extproc.engine.candidates import Answer, SessionCandidate
 from extproc.engine.evaluation import CandidateGroup, Evaluation, group_by_policy
 from extproc.engine.handover import POLICY_METADATA, RefusedPolicy
@@ -114,9 +114,7 @@ class Reporter:
 
     def report_unsteered(self, decision: Decision, reason: str) -> None:
         """A request that was to get a note and cannot; once for each policy that wants one."""
-        steering = [
-            outcome.policy for outcome in decision.trace if outcome.action is Action.STEER and outcome.mode == "enforce"
-        ]
+        steering = [outcome.policy for outcome in decision.trace if outcome.action in NOTED and outcome.mode == "enforce"]
         policies = list(dict.fromkeys(steering))
         self.coverage.note_unsteered(policies, reason)
         for policy in policies:

@@ -227,8 +227,8 @@ class LoopDetection(SimilarityKeys):
         name: the detector's name in logs and metrics. Default: `default`, or in a list its similarity.
         enabled: `true` turns detection on; `validate` warns if the key is missing.
         window_seconds: length of the window; required, except with `turns` and `tool_calls`.
-        action: what happens to a request in a loop: `reject` refuses, `throttle` delays, `steer` adds a note for the model,
-            `warn` a header.
+        action: what happens to a request in a loop: `reject` refuses, `land` asks the model for a last answer without tools,
+            `throttle` delays, `steer` adds a note for the model, `warn` a header.
         window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: the last `window_seconds` count;
             `fixed`: the first request starts the window.
         count_refused: with `false`, refused requests don't count.
@@ -245,7 +245,7 @@ class LoopDetection(SimilarityKeys):
     name: Id | None = None
     enabled: bool = False
     window_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] | None = None
-    action: Literal["reject", "throttle", "steer", "warn"] = "reject"
+    action: Literal["reject", "land", "throttle", "steer", "warn"] = "reject"
     window_type: Literal["sliding_ttl", "sliding_log", "fixed"] = "sliding_ttl"
     count_refused: bool = True
     count_failed: bool = True
@@ -259,7 +259,7 @@ class LoopDetection(SimilarityKeys):
     @property
     def steers(self) -> bool:
         """Whether one of its actions puts a note into requests."""
-        return self.action == "steer" or self.escalate.steer is not None
+        return self.action in {"steer", "land"} or self.escalate.steer is not None or self.escalate.land is not None
 
 
 DEFAULT_DETECTOR = "default"

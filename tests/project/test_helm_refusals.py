@@ -569,7 +569,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (bundle(changed(window_seconds=0)), f"{DETECTION}/window_seconds': exclusiveMinimum: got 0, want 0"),
     (bundle(changed(window_seconds="60")), f"{DETECTION}/window_seconds': got string, want"),
     (bundle(changed(threshold_identical_requests=1)), f"{DETECTION}/threshold_identical_requests': minimum: got 1, want 2"),
-    (bundle(changed(action="block")), f"{DETECTION}/action': value must be one of 'reject', 'throttle', 'steer', 'warn'"),
+    (
+        bundle(changed(action="block")),
+        f"{DETECTION}/action': value must be one of 'reject', 'land', 'throttle', 'steer', 'warn'",
+    ),
     (bundle(changed(similarity="fuzzy")), f"{DETECTION}/similarity': value must be"),
     (bundle(changed(max_delay_ms=30_001)), f"{DETECTION}/max_delay_ms': maximum: got 30,001, want 30,000"),
     (bundle(changed(reject_status=200)), f"{DETECTION}/reject_status': minimum: got 200, want 400"),

@@ -130,8 +130,8 @@ LOOP_FIELDS: list[tuple[str, object, str]] = [
     ("threshold_identical_requests", 1, "must be >= 2"),
     ("threshold_identical_requests", 2.5, "must be a positive integer"),
     ("threshold_identical_requests", 10**10, "must be <= 1000000000"),
-    ("action", "explode", "must be one of reject, throttle, steer, warn"),
-    ("action", ["reject"], "must be one of reject, throttle, steer, warn"),
+    ("action", "explode", "must be one of reject, land, throttle, steer, warn"),
+    ("action", ["reject"], "must be one of reject, land, throttle, steer, warn"),
     ("similarity", "nearly", f"must be one of {', '.join(KINDS)}"),
     ("window_type", "tumbling", "must be one of sliding_ttl, sliding_log, fixed"),
     ("cooldown_seconds", -1, "must be >= 0"),
@@ -195,7 +195,7 @@ def belongs(key: str, owner: str, here: str) -> tuple[str, str]:
 
 def milder(name: str, action: str) -> tuple[str, str]:
     """What is said where an entry of `escalate` is milder than the action."""
-    order = "in the order warn, steer, throttle, reject"
+    order = "in the order warn, steer, throttle, land, reject"
     return f"/escalate/{name}", f"{name} is milder than the action, {action}; escalate takes stricter ones, {order}"
 
 
@@ -366,8 +366,8 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
     (MCP | {"max_cycle": 3}, [belongs("max_cycle", "tool_calls or turns", "mcp")]),
     (MCP | {"tools": {"f": {"window_calls": 9}}}, [("/tools/f/window_calls", "window_calls belongs to similarity tool_calls")]),
     # What follows later is stricter.
-    ({"action": "warn", "escalate": {"warn": 4}}, [("/escalate/warn", unknown("steer", "throttle", "reject"))]),
-    ({"action": "warn", "escalate": 5}, [("/escalate", an_object("escalate", "steer", "throttle", "reject"))]),
+    ({"action": "warn", "escalate": {"warn": 4}}, [("/escalate/warn", unknown("steer", "throttle", "land", "reject"))]),
+    ({"action": "warn", "escalate": 5}, [("/escalate", an_object("escalate", "steer", "throttle", "land", "reject"))]),
     ({"action": "warn", "escalate": {"reject": 1}}, [("/escalate/reject", "reject must be >= 2")]),
     ({"action": "warn", "escalate": {"reject": "5"}}, [("/escalate/reject", "reject must be an integer")]),
     (
@@ -676,7 +676,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (
         loop(window_seconds=..., action="explode", enabled=True, surprise=1),
         [
-            ("/spec/loop_detection/action", "action must be one of reject, throttle, steer, warn"),
+            ("/spec/loop_detection/action", "action must be one of reject, land, throttle, steer, warn"),
             ("/spec/loop_detection/surprise", ANNOTATION),
             ("/spec/loop_detection", "when enabled is true, window_seconds is required"),
         ],

@@ -228,7 +228,7 @@ def test_a_bad_file_keeps_the_last_good(place: Place, caplog: pytest.LogCaptureF
         f"{place.folder}/p.json: /bundle_version: bundle_version must be greater than 0, not 0",
         (
             f"{place.folder}/p.json: /policies/0/spec/loop_detection/action: "
-            "action must be one of reject, throttle, steer, warn, not 'explode'"
+            "action must be one of reject, land, throttle, steer, warn, not 'explode'"
         ),
         KEPT,
     ]

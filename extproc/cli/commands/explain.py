@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import takes_websocket
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
-from extproc.decision import CHOSEN_BY_CLIENTS, Action, Outcome
+from extproc.decision import CHOSEN_BY_CLIENTS, NOTED, Outcome
 from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
@@ -187,17 +187,16 @@ def _may_steer(candidate: LoopCandidate) -> bool:
     detector, found = candidate.detector, candidate.repeat
     if not detector.steers or not detector.stateless:
         return detector.steers
-    return (
-        found is not None
-        and found.looping
-        and (detector.mildest if found.held else detector.actions[found.step]) is Action.STEER
-    )
+    return found is not None and found.looping and (detector.mildest if found.held else detector.actions[found.step]) in NOTED
 
 
 def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) -> _Rows:
     """The note for the model, or why it cannot be added."""
     detector, request = candidate.detector, evaluation.request
-    note = write_note(_make_outcome(candidate, detector.actions.index(Action.STEER)), evaluation, detector, body)
+    found = candidate.repeat
+    now = found.step if found is not None and found.looping else 0
+    step = next(step for step, action in enumerate(detector.actions) if step >= now and action in NOTED)
+    note = write_note(_make_outcome(candidate, step), evaluation, detector, body)
     try:
         steer(request, body, note, partial(evaluation.make_marks, candidate))
     except NotEdited as why:
@@ -257,6 +256,7 @@ def _describe_action(candidate: LoopCandidate, step: int) -> str:
     told = {
         "reject": f"reject with {answer}{status}{again}",
         "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
+        "land": "land (a last answer without tools)",
         "steer": "steer",
         "warn": "warn",
     }[outcome.action.value]

@@ -108,7 +108,7 @@ def _count_loops(report: dict[str, Any]) -> str:
 def _write_requests(loop: dict[str, Any]) -> str:
     if loop["shadow"] is not None:
         return " ".join(f"{number} would {action}" for action, number in loop["shadow"].items())
-    words = ("refused", "throttled", "steered", "warned")
+    words = ("refused", "landed", "throttled", "steered", "warned")
     return " ".join(f"{loop[word]} {word}" for word in words if loop[word])
 
 

@@ -17,7 +17,13 @@ from extproc.operator.sketch import Sketch
 from extproc.request.http import HttpRequest
 
 VERSION = 1
-WORDS = {Action.REJECT: "refused", Action.THROTTLE: "throttled", Action.STEER: "steered", Action.WARN: "warned"}
+WORDS = {
+    Action.REJECT: "refused",
+    Action.LAND: "landed",
+    Action.THROTTLE: "throttled",
+    Action.STEER: "steered",
+    Action.WARN: "warned",
+}
 """The word for each action, the strictest first."""
 
 SERIES = ("passed", *WORDS.values())

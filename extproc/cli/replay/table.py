@@ -12,7 +12,7 @@ from rich.text import Text
 _WIDE = 200
 """Columns of what is no terminal: tables are as wide as they have to be."""
 
-_COUNTS = ("requests", "loops", "refused", "throttled", "steered", "warned")
+_COUNTS = ("requests", "loops", "refused", "landed", "throttled", "steered", "warned")
 
 
 def print_report(document: dict[str, Any]) -> None:

@@ -124,7 +124,7 @@ def make_wait(milliseconds: int) -> bytes:
 def find_warning(decision: Decision) -> str:
     """The headers that mark a request that goes on, empty for none."""
     if decision.steer is not None:
-        return f"{_KIND[decision.steer.reason]}_steer"
+        return f"{_KIND[decision.steer.reason]}_{decision.steer.action.value}"
     if not decision.warning:
         return ""
     return f"{_KIND[decision.lead.reason if decision.lead is not None else Reason.LOOP_DETECTED]}_warn"

@@ -112,12 +112,21 @@ class Changes:
             candidate = evaluation.find_candidate(outcome)
             body = changed.body if changed.body is not None else original.read(candidate.plan.steers)
             note = write_note(outcome, evaluation, candidate.guard, body)
-            return decision, Changed(
-                steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate)), (*changed.marks, STEERED)
-            )
+            noted = steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate))
+            changed = Changed(noted, (*changed.marks, STEERED))
+            return decision, self._land(evaluation, changed, outcome) if outcome.action is Action.LAND else changed
         except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
             self._reporter.report_unsteered(decision, self._find_reason(error))
             return decision.warn_instead(), changed
+
+    def _land(self, evaluation: Evaluation, noted: Changed, outcome: Outcome) -> Changed:
+        """Remove all tools from a request with a note; where that is impossible, the note has to do."""
+        try:
+            body = narrow(evaluation.request, noted.body or b"", None)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+            self._reporter.report_unnarrowed([outcome.policy], self._find_reason(error))
+            return noted
+        return noted if body == noted.body else Changed(body, tuple(dict.fromkeys((*noted.marks, NARROWED))))
 
     def _find_reason(self, error: Exception) -> str:
         """The reason why a body was not edited; internal errors are logged."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from extproc.apis import locate_results
 from extproc.apis.places import splice
-from extproc.decision import Outcome
+from extproc.decision import Action, Outcome
 from extproc.detectors.causes import find_cause
 from extproc.engine.candidates import Guard
 from extproc.engine.evaluation import Evaluation
@@ -22,6 +22,7 @@ from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
 from extproc.request.quoting import quote_all
 
 _OUTLOOK: Final = "If this continues, requests will be refused."
+LANDING: Final = "Call no more tools. Give your last answer now, from what you have so far, and say what is missing."
 _AGAIN: Final = "An earlier note said so, and nothing has changed."
 
 MAX_PLACES: Final = 16
@@ -67,10 +68,22 @@ def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard, body: byt
             reason=advice.reason,
             policy=outcome.policy,
             cause=cause,
-        )
-    earlier, left = guard.place_note(outcome) if isinstance(guard, Detector) else (0, 0)
-    outlook = _OUTLOOK if guard.refuses_later else ""
-    if left:
-        outlook = f"After {left} more, requests will be refused." if left > 1 else "The next one will be refused."
-    sentences = [f"{advice.about}: {advice.what}.", _AGAIN if earlier else "", cause, advice.reason, advice.instead, outlook]
+        ) + (f" {LANDING}" if outcome.action is Action.LAND else "")
+    if outcome.action is Action.LAND:
+        sentences = [f"{advice.about}: {advice.what}.", cause, advice.reason, LANDING]
+    else:
+        earlier, outlook = _look_ahead(outcome, guard)
+        sentences = [f"{advice.about}: {advice.what}.", earlier, cause, advice.reason, advice.instead, outlook]
     return " ".join([sentence for sentence in sentences if sentence])
+
+
+def _look_ahead(outcome: Outcome, guard: Guard) -> tuple[str, str]:
+    """What was said before, and what will happen next; empty where that is unknown."""
+    outlook = _OUTLOOK if guard.refuses_later else ""
+    if not isinstance(guard, Detector):
+        return "", outlook
+    notes, action, left = guard.place_note(outcome)
+    if left:
+        when = "At the next repetition" if left == 1 else f"After {left} more repetitions"
+        outlook = f"{when}, {'all tools are taken away' if action is Action.LAND else 'requests will be refused'}."
+    return _AGAIN if notes else "", outlook

@@ -31,7 +31,7 @@ from extproc.sessions.rates import BYTES_PER_TOKEN, estimate_tokens
 LOOPING_SECONDS = 60
 """A loop is active if it was acted on within this many seconds."""
 
-ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "reject": "refused"}
+ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "land": "landed", "reject": "refused"}
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "cost": lambda loop: (loop["cost_usd"] or 0, loop["input_tokens"], loop["requests"]),

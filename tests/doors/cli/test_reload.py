@@ -53,7 +53,7 @@ def test_a_running_server_follows_its_files(tmp_path: Path, running: Loopguard) 
     assert running.metric("policy_reloads_total", result="error") == 2
     assert running.metric("policy_info", bundle_version="6") == 1
     assert running.metric("policy_info") == 1
-    for message in ("action must be one of reject, throttle, steer, warn", "window_seconds must be a positive integer"):
+    for message in ("action must be one of reject, land, throttle, steer, warn", "window_seconds must be a positive integer"):
         assert len(re.findall(rf"error .*{message}", log)) == 2
     assert re.search(r"warning bundle_version went down file=\S+ before=8\S* now=6", log)
     assert f"{os.sep}policies.json: /policies/0/spec/loop_detection/action: " in log

@@ -142,7 +142,7 @@ def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: 
     assert (run.code, run.out) == (1, "")
     assert run.err.splitlines() == [
         f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
-        f"{bad}: /spec/loop_detection/action: action must be one of reject, throttle, steer, warn, not 'explode'",
+        f"{bad}: /spec/loop_detection/action: action must be one of reject, land, throttle, steer, warn, not 'explode'",
         f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, but has nothing",
         f"{broken}: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
     ]
@@ -679,7 +679,7 @@ def test_init_prints_the_policy_for_agents(capsys: pytest.CaptureFixture[str], t
         for name, loop in spec.detectors()
     ]
     assert shown == [
-        ("turns", "turns", 3, None, "steer", [("reject", 7)]),
+        ("turns", "turns", 3, None, "steer", [("land", 5), ("reject", 7)]),
         ("again", "canonical", 5, 60, "throttle", [("reject", 20)]),
     ]
     assert json.loads(made.out)["description"] in re.sub(r"\s+", " ", Run(capsys, "init", "--help").out)

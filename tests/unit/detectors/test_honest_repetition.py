@@ -52,9 +52,9 @@ def writes(variant: list[Did], number: int) -> str:
 
 
 def refused(variants: Sequence[list[Did]], detector: Detector = AGENTS) -> list[tuple[int, list[str]]]:
-    """Of the variants those with a refusal, by number."""
+    """Of the variants those that land or are refused, by number."""
     acted = [(number, act(variant, writes(variant, number), detector)) for number, variant in enumerate(variants)]
-    return [(number, actions) for number, actions in acted if "reject" in actions]
+    return [(number, actions) for number, actions in acted if not {"land", "reject"}.isdisjoint(actions)]
 
 
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
@@ -71,7 +71,7 @@ def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
 def test_the_same_made_a_loop_is_refused_at_its_threshold(family: Family, result: str) -> None:
     """A long result or a fatal error that comes back seven times."""
-    expected = ["allow"] * 2 + ["steer"] * 4 + ["reject"] * (TURNS - 6)
+    expected = ["allow"] * 2 + ["steer"] * 2 + ["land"] * 2 + ["reject"] * (TURNS - 6)
     for number, variant in enumerate(family()):
         assert act(make_loop(variant, result), WRITTEN[number % len(WRITTEN)]) == expected
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_told_from_a_loop_has_to_be_allowed(family: Family) -> No
 
 
 def test_even_honest_repetition_ends() -> None:
-    """A weak loop is refused when it has stood fourteen times."""
+    """A weak loop lands when it has stood fourteen times, and is refused two turns later."""
     turns = [Did((("poll", {}),), ("running",), "", f"Thought no. {number}!") for number in range(16)]
 
-    assert act(turns, "chat") == ["allow"] * 2 + ["steer"] * 11 + ["reject"] * 3
+    assert act(turns, "chat") == ["allow"] * 2 + ["steer"] * 11 + ["land"] * 2 + ["reject"]

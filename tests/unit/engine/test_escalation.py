@@ -129,7 +129,7 @@ def test_a_loop_of_each_threshold_is_told_by_its_own() -> None:
 
 
 def test_an_action_of_another_policy_may_be_stricter() -> None:
-    """Rejecting is stricter than holding, that than steering, and that than a warning."""
-    order = [Action.ALLOW, Action.WARN, Action.STEER, Action.THROTTLE, Action.REJECT]
+    """Actions stand in the order of their strictness."""
+    order = [Action.ALLOW, Action.WARN, Action.STEER, Action.THROTTLE, Action.LAND, Action.REJECT]
 
     assert list(Action) == order

@@ -53,7 +53,7 @@ def test_a_loop_goes_on_with_a_note() -> None:
         f"\n\n{OPENING}\nLoop detected: 3 of the last 3 turns were read_file with the same input and the same result."
     )
     assert "Progress means" in note
-    assert note.endswith(f"After 2 more, requests will be refused.\n{CLOSING}{note[-18:-2]}{END}")
+    assert note.endswith(f"After 2 more repetitions, requests will be refused.\n{CLOSING}{note[-18:-2]}{END}")
     assert mutated(answer) == {
         "X-Fairvisor-Warning": "loop_steer",
         "x-loopguard-steered": "1",

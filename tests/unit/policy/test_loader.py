@@ -78,8 +78,8 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        (loop(action="explode"), "action must be one of reject, throttle, steer, warn, not 'explode'"),
-        (loop(action=["reject"]), "action must be one of reject, throttle, steer, warn, not an array"),
+        (loop(action="explode"), "action must be one of reject, land, throttle, steer, warn, not 'explode'"),
+        (loop(action=["reject"]), "action must be one of reject, land, throttle, steer, warn, not an array"),
         (loop(window_seconds=-1.5), "window_seconds must be a positive integer, not -1.5"),
         (loop(window_seconds=10**70), f"window_seconds must be <= 31536000, not 1{'0' * 59}..."),
         (loop(enabled=None), "enabled must be a boolean, not null"),
@@ -144,7 +144,7 @@ def test_every_error_of_every_entry_is_reported_at_once() -> None:
 
     assert [(error.pointer.removeprefix("/spec/loop_detection/"), error.message) for error in errors] == [
         ("0/window_seconds", "window_seconds must be a positive integer, not 0"),
-        ("0/action", "action must be one of reject, throttle, steer, warn, not 'explode'"),
+        ("0/action", "action must be one of reject, land, throttle, steer, warn, not 'explode'"),
         ("1/tail_messages", "tail_messages must be >= 1, not 0"),
         ("2/tools/f/alow", "unknown key; did you mean allow?"),
         ("1/tools", "tools belongs to similarity tool_calls or turns or mcp, not tail"),
@@ -316,7 +316,7 @@ def test_every_error_of_every_file_is_reported_at_once() -> None:
     assert [str(error) for error in errors] == [
         "0: /bundle_version: bundle_version must be greater than 0, not 0",
         "0: /policies/0/spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
-        "0: /policies/0/spec/loop_detection/action: action must be one of reject, throttle, steer, warn, not 'x'",
+        "0: /policies/0/spec/loop_detection/action: action must be one of reject, land, throttle, steer, warn, not 'x'",
         "0: /policies/1/id: id must be a string, not 1",
         "0: /policies/1/spec/mode: mode must be one of enforce, shadow, not 'y'",
         "1: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
@@ -641,7 +641,7 @@ def test_the_schema_describes_the_models() -> None:
     assert all("^x-" in kind["patternProperties"] for kind in kinds.values())
     assert kinds["Bundle"]["required"] == ["bundle_version", "policies"]
     assert kinds["Policy"]["properties"]["id"]["pattern"] == "^[A-Za-z0-9_.-]{1,128}$"
-    assert detection["properties"]["action"]["enum"] == ["reject", "throttle", "steer", "warn"]
+    assert detection["properties"]["action"]["enum"] == ["reject", "land", "throttle", "steer", "warn"]
     assert {"exclusiveMinimum": 0, "maximum": 31_536_000, "type": "integer"} in detection["properties"]["window_seconds"][
         "anyOf"
     ]

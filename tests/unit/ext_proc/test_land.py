@@ -1,0 +1,128 @@
+"""Landing: a request that goes on without tools, with a note that asks for a last answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from extproc.ext_proc.changes.steer import LANDING
+from extproc.request.notes import OPENING
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.looping import encoded, looping
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, make_service, metadata_of, sample
+from tests.support.steering import ask, last_text, steered, without_notes
+from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
+
+LADDER: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 7}}
+NOTE: dict[str, Any] = {"similarity": "turns", "action": "land", "escalate": {"reject": 7}}
+
+DECLARED: dict[str, dict[str, Any]] = {
+    "chat": {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]},
+    "ollama": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    "responses": {"tools": [{"type": "function", "name": "f"}], "tool_choice": "required"},
+    "anthropic": {"tools": [{"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]},
+    "gemini": {"tools": [{"functionDeclarations": [{"name": "f"}, {"name": "g"}]}]},
+    "bedrock": {"toolConfig": {"tools": [{"toolSpec": {"name": "f"}}, {"toolSpec": {"name": "g"}}]}},
+}
+"""Two tools, or one, in each API."""
+
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "ollama": "/api/chat",
+    "responses": "/v1/responses",
+    "anthropic": "/v1/messages",
+    "gemini": "/v1beta/models/m:generateContent",
+    "bedrock": "/model/m/converse",
+}
+
+
+def test_a_loop_is_steered_then_landed_then_refused() -> None:
+    """By its count; headers, metadata and metrics say which."""
+    service = make_service(policy("p", ANY, **LADDER))
+    tools = DECLARED["chat"] | {"tool_choice": "auto"}
+
+    answers = [ask(service, looping(times, tool="f", **tools)) for times in range(2, 8)]
+
+    assert [metadata_of(answer).get("action") for answer in answers[:-1]] == [None, "steer", "steer", "land", "land"]
+    assert answers[-1].immediate_response.status.code == 429
+    landed = answers[3]
+    options = landed.request_body.response.header_mutation.set_headers
+    assert {option.header.key: option.header.raw_value.decode() for option in options} == {
+        "X-Fairvisor-Warning": "loop_land",
+        "x-loopguard-steered": "1",
+        "x-loopguard-narrowed": "1",
+        "content-length": str(len(landed.request_body.response.body_mutation.body)),
+    }
+    assert steered(landed)["tool_choice"] == "none"
+    assert LANDING in last_text(steered(landed))
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="land") == 2
+
+
+def test_notes_say_what_comes_next() -> None:
+    """The first note counts down to the landing, the second knows of the first."""
+    service = make_service(policy("p", ANY, **LADDER))
+
+    first, second = [last_text(steered(ask(service, looping(times)))) for times in (3, 4)]
+
+    assert "After 2 more repetitions, all tools are taken away." in first
+    assert "An earlier note said so" not in first
+    assert "An earlier note said so, and nothing has changed." in second
+    assert "At the next repetition, all tools are taken away." in second
+
+
+@pytest.mark.parametrize("api", sorted(DECLARED))
+def test_each_api_lands_in_its_own_way(api: str) -> None:
+    """No tool may be called, the messages are as they were but for the note."""
+    sent = SHAPES[api]([Did((("f", {"a": 1}),), ("no such file",))] * 3) | DECLARED[api]
+    service = make_service(policy("p", ANY, **NOTE))
+
+    answer = decoded(exchange(service, headers(PATHS[api]), body(encoded(sent)))[-1])
+
+    changed = answer.request_body.response.body_mutation.body
+    assert changed.count(OPENING.encode()) == 1
+    value = json.loads(without_notes(changed))
+    key = {"responses": "input", "gemini": "contents"}.get(api, "messages")
+    assert value[key] == sent[key]
+    if api == "bedrock":  # whose choice among tools cannot be none of them
+        assert value == sent
+        assert sample(service, "unnarrowed_total", policy="p", reason="no_choice") == 1
+    else:
+        mode = value.get("toolConfig", {}).get("functionCallingConfig", {}).get("mode")
+        assert not value.get("tools") or mode == "NONE" or value["tool_choice"] in ("none", {"type": "none"})
+
+
+def test_an_agent_that_writes_its_actions_lands_by_the_note_alone() -> None:
+    """It declares no tools that could be taken away."""
+    sent = encoded(as_text([Did((("ls", {}),), ("no such file",))] * 3, STYLES["fence"]))
+
+    answer = ask(make_service(policy("p", ANY, **NOTE)), sent)
+
+    changed = answer.request_body.response.body_mutation.body
+    assert LANDING.encode() in changed
+    assert without_notes(changed) == sent
+    options = [option.header.key for option in answer.request_body.response.header_mutation.set_headers]
+    assert "x-loopguard-narrowed" not in options
+
+
+def test_what_cannot_be_edited_goes_on_with_a_warning() -> None:
+    """A request without a place for the note keeps its tools as well."""
+    turn = [*json.loads(looping(1))["messages"][1:2], {"role": "tool", "tool_call_id": "c", "content": None}]
+    service = make_service(policy("p", ANY, **NOTE))
+
+    answer = ask(service, encoded({"messages": turn * 3, **DECLARED["chat"]}))
+
+    assert steered(answer) == {}
+    assert metadata_of(answer)["action"] == "warn"
+    assert sample(service, "unsteered_total", policy="p", reason="no_result") == 1
+
+
+def test_operators_words_are_followed_by_what_a_landing_asks() -> None:
+    """The model has to know that it has no tools, whatever the operator says."""
+    note = last_text(steered(ask(make_service(policy("p", ANY, **NOTE, steer_note="Stop: {cause}")), looping(3))))
+
+    assert "Stop: Each time, it failed with the same error: 'no such file'." in note
+    assert f" {LANDING}\n" in note
