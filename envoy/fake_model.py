@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from demo import read_body, serving
 
+from extproc.ext_proc.changes.steer import LANDING
 from extproc.request.notes import END, OPENING
 
 NAME = "fake-model-1"
@@ -53,6 +54,7 @@ class FakeModel:
     Attributes:
         scripts: by user.
         detours: by user: the script that goes on, from its own start, where a request has a note of the gateway's in it.
+        landings: by user: the last answer, where a note of the gateway's asks for one.
         bodies: of the newest request of each user.
         asked: this many requests of each user came as far as here.
         port: where it listens.
@@ -62,6 +64,7 @@ class FakeModel:
         """No user is known yet."""
         self.scripts: dict[str, Script] = {}
         self.detours: dict[str, Script] = {}
+        self.landings: dict[str, str] = {}
         self.bodies: dict[str, bytes] = {}
         self.asked: Counter[str] = Counter()
         self.port = 0
@@ -77,6 +80,8 @@ class FakeModel:
             return HTTPStatus.NOT_FOUND, {"error": {"message": f"no {path} for {user!r}", "type": "not_found_error"}}
         number = self.asked[user]
         self.asked[user] += 1
+        if user in self.landings and LANDING in find_note(body):
+            return HTTPStatus.OK, shape(self.landings[user], number)
         return HTTPStatus.OK, shape(self.scripts[user](number), number)
 
 

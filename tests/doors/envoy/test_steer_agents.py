@@ -25,7 +25,7 @@ STEERING = policy(
     similarity="turns",
     limit_keys=[f"header:{USER}"],
     action="steer",
-    escalate={"reject": 5},
+    escalate={"land": 5, "reject": 7},
     reject_status="auto",  # after 429 Vercel's SDK asks twice more
 )
 STEERING["spec"]["session"] = {"keys": [f"header:{USER}"]}  # Anthropic's tool runner leaves its history with the server
@@ -92,16 +92,28 @@ def test_an_agent_that_is_told_finishes_its_task(gate: Gate, name: str, user: di
 
 
 @pytest.mark.parametrize("name", SDKS)
+def test_an_agent_that_is_asked_for_a_last_answer_ends_in_peace(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """Its model follows no note, but has no tools any more: the run ends with a text, and without an error."""
+    gate.model.landings[user[USER]] = DONE
+
+    turns, refusal = play(gate, name, user[USER], again(SDKS[name][1]), None)
+
+    assert refusal is None
+    assert turns[-1].text == DONE
+    assert len(turns) == gate.model.asked[user[USER]] == 6
+
+
+@pytest.mark.parametrize("name", SDKS)
 def test_an_agent_that_does_not_listen_is_refused(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """It is told twice, and refused at the threshold of that, with one request."""
+    """It is told twice, asked twice for a last answer, and refused at the threshold of that, with one request."""
     before = gate.stack.envoy.stat("http.ingress.downstream_rq_total")
 
     turns, refusal = play(gate, name, user[USER], again(SDKS[name][1]), None)
 
     assert refusal is not None
-    assert len(turns) == gate.model.asked[user[USER]] == 5
+    assert len(turns) == gate.model.asked[user[USER]] == 7
     assert OPENING in json.dumps(json.loads(gate.model.bodies[user[USER]]))
-    assert gate.stack.envoy.stat("http.ingress.downstream_rq_total") - before == 6
+    assert gate.stack.envoy.stat("http.ingress.downstream_rq_total") - before == 8
 
 
 def test_an_agent_that_signs_its_requests_is_not_told(gate: Gate, user: dict[str, str]) -> None:
@@ -113,9 +125,9 @@ def test_an_agent_that_signs_its_requests_is_not_told(gate: Gate, user: dict[str
     with pytest.raises(sdk_errors(), match="recursive_loop_detected"):
         list(islice(bedrock_agent(job, "v4"), 20))
 
-    assert gate.model.asked[user[USER]] == 5
+    assert gate.model.asked[user[USER]] == 7
     assert OPENING not in json.dumps(json.loads(gate.model.bodies[user[USER]]))
-    assert gate.stack.loopguard.metric("unsteered_total", policy="steer", reason="signed_body") - before == 2
+    assert gate.stack.loopguard.metric("unsteered_total", policy="steer", reason="signed_body") - before == 4
 
 
 def errand(gate: Gate, user: str) -> Errand:
@@ -136,6 +148,18 @@ def test_a_framework_whose_agent_is_told_finishes_its_task(gate: Gate, name: str
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_whose_agent_lands_returns_its_last_answer(gate: Gate, name: str, user: dict[str, str]) -> None:
+    """The program that runs it gets a text, as at the end of any run."""
+    gate.model.scripts[user[USER]] = again([Call("check")])
+    gate.model.landings[user[USER]] = DONE
+
+    said = FRAMEWORKS[name](errand(gate, user[USER]))
+
+    assert said == DONE
+    assert gate.model.asked[user[USER]] == 6
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_framework_whose_agent_does_not_listen_is_refused(gate: Gate, name: str, user: dict[str, str]) -> None:
     """Its run ends with an exception, and nothing is asked again."""
     gate.model.scripts[user[USER]] = again([Call("check")])
@@ -144,5 +168,5 @@ def test_a_framework_whose_agent_does_not_listen_is_refused(gate: Gate, name: st
     with pytest.raises(Exception, match="Loop detected"):
         FRAMEWORKS[name](errand(gate, user[USER]))
 
-    assert gate.model.asked[user[USER]] == 5
-    assert gate.stack.envoy.stat("http.ingress.downstream_rq_total") - before == 6
+    assert gate.model.asked[user[USER]] == 7
+    assert gate.stack.envoy.stat("http.ingress.downstream_rq_total") - before == 8

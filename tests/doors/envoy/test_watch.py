@@ -63,7 +63,7 @@ def test_the_loop_of_an_agent_with_an_api_key_alone_is_seen(watching: Stack) -> 
     assert {loop["mode"] for loop in loops} == {"shadow"}
     (loop,) = [loop for loop in loops if loop["detector"] == "turns"]
     assert (loop["session"], sum(loop["shadow"].values())) == (None, TURNS - 3)
-    assert loop["shadow"] == {"steer": 4, "reject": 2}
+    assert loop["shadow"] == {"steer": 2, "land": 2, "reject": 2}
     assert report["total"]["requests_not_sent_on"] == 0
     assert len(watching.upstream.seen) >= TURNS
     for place, seen in enumerate(watching.upstream.seen[:TURNS]):
