@@ -391,6 +391,13 @@ class Plan:
             self.watching = Plan(policy, parts, shadow=True)
 
     @property
+    def chooses_status(self) -> bool:
+        """The status of its refusals depends on the client, and on whether waiting helps."""
+        forms = [detector.refusal for detector in self.detectors]
+        forms += [self.limiter.refusal] if self.limiter is not None else []
+        return any(form.status is None for form in forms)
+
+    @property
     def lifetime_seconds(self) -> int:
         """How long the store may remember a request."""
         lifetimes = [detector.lifetime_seconds for detector in self.detectors]

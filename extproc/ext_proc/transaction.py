@@ -186,7 +186,7 @@ class Transaction:
             metadata = make_metadata(Decision(outcome, None, [outcome], warning=False))
             return self._end(refuse(outcome, metadata, evaluation.request, evaluation.content))
         seconds = max(1, ceil(block.ends - time()))
-        return self._end(refuse_blocked(candidate.plan.id, seconds, evaluation.request, evaluation.content, candidate.subject))
+        return self._end(refuse_blocked(candidate.plan, seconds, evaluation.request, evaluation.content, candidate.subject))
 
     def _end(self, refusal: bytes) -> Reply:
         """Refuse the request before any policy has counted it."""

@@ -233,7 +233,7 @@ class LoopDetection(SimilarityKeys):
             `fixed`: the first request starts the window.
         count_refused: with `false`, refused requests don't count.
         count_failed: with `false`, requests that get a 5xx or no answer don't count, if Envoy's access log reports them.
-        reject_status: status of a refusal, 400 to 599; `auto`: 429, or 400 for clients that retry every 429.
+        reject_status: status of a refusal, 400 to 599; `auto`: 400 if waiting does not help, else 429.
         refuse_as: `error`, or `completion`: an answer with the reason as the model's text.
         max_delay_ms: longest delay of `throttle`, in milliseconds.
         body: `ignore` compares requests without their bodies.

@@ -349,12 +349,25 @@ def _name(key: str | FirstOf) -> str:
     return key.name if isinstance(key, FirstOf) else key
 
 
+def _find_retried_refusals(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find final refusals with the default status."""
+    message = 'reject_status is not set: several agents retry a 429 for minutes; with "auto", final refusals are 400'
+    for place, loop in _list_entries(policy):
+        refuses = loop.action == Action.REJECT.value or loop.escalate.reject is not None
+        if loop.enabled and refuses and KINDS[loop.similarity].stateless and "reject_status" not in loop.model_fields_set:
+            yield place, message
+    limits = policy.spec.session_limits
+    if limits is not None and "reject_status" not in limits.model_fields_set:
+        yield ("spec", "session_limits"), message
+
+
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     """What a default means for requests without limit keys or a session, with its place below the policy."""
     spec = policy.spec
     if spec.session_limits is not None and spec.unnamed_limits is None:
         passing = "requests without a session are reported as unnamed, and pass"
         yield ("spec", "session_limits"), f"{passing}: unnamed_limits would limit them"
+    yield from _find_retried_refusals(policy)
     keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]
     if "missing_descriptor" in spec.model_fields_set or not spec.is_enabled() or len(always) == len(keys):

@@ -22,7 +22,7 @@ from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
 from extproc.engine.ramp import Ramp
 from extproc.errors import UsageError
-from extproc.ext_proc.answers.clients import AUTO_STATUS
+from extproc.ext_proc.answers.clients import describe_status
 from extproc.ext_proc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.steer import steer, write_note
@@ -152,7 +152,7 @@ def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
         ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
     ]
     told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
-    _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or AUTO_STATUS}")])
+    _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or describe_status(final=True)}")])
 
 
 def _show_known(candidate: Candidate) -> _Rows:
@@ -250,7 +250,7 @@ def _make_outcome(candidate: LoopCandidate, step: int) -> Outcome:
 def _describe_action(candidate: LoopCandidate, step: int) -> str:
     outcome = _make_outcome(candidate, step)
     framed = candidate.subject.frame("", "")
-    status = (outcome.refusal.status or AUTO_STATUS) if framed is None else framed.status
+    status = (outcome.refusal.status or describe_status(final=outcome.retry_after is None)) if framed is None else framed.status
     answer = "an answer of the API, or if that is unknown with " if outcome.refusal.completes else ""
     again = f" (Retry-After: {outcome.retry_after})" if outcome.retry_after is not None else ""
     told = {

@@ -10,6 +10,7 @@ from uuid import uuid4
 from extproc.apis import find_endpoint
 from extproc.apis.api import Completion, Question, Refusal
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
+from extproc.engine.plan import Plan
 from extproc.ext_proc.answers.clients import choose_status
 from extproc.ext_proc.answers.go_on import set_headers
 from extproc.ext_proc.answers.metadata import write_metadata
@@ -47,7 +48,7 @@ def refuse_session(
 ) -> bytes:
     """The immediate response for a session that has used up a limit: waiting does not help, so it has no Retry-After."""
     reason = Reason.SESSION_LIMIT_EXCEEDED
-    status = lead.refusal.status or choose_status(request)
+    status = lead.refusal.status or choose_status(request, final=True)
     code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
     message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
     used, allowed = subject.shown
@@ -69,7 +70,7 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, c
     message = f"{lead.subject.write_message(lead, request.method, request.path)} ({_LOOP})"
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
-    status = lead.refusal.status or choose_status(request)
+    status = lead.refusal.status or choose_status(request, final=lead.retry_after is None)
     refusal = Refusal(status, message, reason.value, _LOOP, detail)
     framed = lead.subject.frame(message, request.read_header("accept"))
     if framed is None:
@@ -106,16 +107,23 @@ def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request:
 
 def refuse_killed(request: HttpRequest) -> bytes:
     """The immediate response to a request that a kill switch stops."""
-    return _refuse_stopped(Reason.KILL_SWITCH, KILLED_SECONDS, "", request, None)
+    return _refuse_stopped(Reason.KILL_SWITCH, KILLED_STATUS, KILLED_SECONDS, "", request, None)
 
 
-def refuse_blocked(policy: str, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
+def refuse_blocked(plan: Plan, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
     """The immediate response to a request that an operator has blocked under a policy, for this many seconds more."""
-    return _refuse_stopped(Reason.BLOCKED, str(seconds), policy, request, content, subject)
+    status = choose_status(request, final=True) if plan.chooses_status else KILLED_STATUS
+    return _refuse_stopped(Reason.BLOCKED, status, str(seconds), plan.id, request, content, subject)
 
 
 def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
-    reason: Reason, seconds: str, policy: str, request: HttpRequest, content: Content, subject: Subject | None = None
+    reason: Reason,
+    status: int,
+    seconds: str,
+    policy: str,
+    request: HttpRequest,
+    content: Content,
+    subject: Subject | None = None,
 ) -> bytes:
     """A refusal by an operator's order, without the operator's reason, which clients must not see."""
     message = (
@@ -124,8 +132,10 @@ def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
     )
     framed = subject.frame(message, request.read_header("accept")) if subject is not None else None
     if framed is None:
-        framed = _frame(Refusal(KILLED_STATUS, message, reason.value, reason.value, {}), request, content)
-    headers = [("Retry-After", seconds), ("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value)]
+        framed = _frame(Refusal(status, message, reason.value, reason.value, {}), request, content)
+    headers = [("x-should-retry", "false"), ("X-Fairvisor-Reason", reason.value)]
+    if status == KILLED_STATUS:
+        headers.insert(0, ("Retry-After", seconds))
     metadata: dict[str, Any] = {"action": Action.REJECT.value, "reason": reason.value}
     if policy:
         headers.append(("x-loopguard-policy", policy))

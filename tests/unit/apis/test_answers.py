@@ -19,6 +19,7 @@ from extproc.ext_proc.answers.metadata import SESSIONS, write_metadata, write_se
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.http import HttpRequest
 from tests.support.documents import policy
+from tests.support.looping import looping
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, decoded, exchange, headers_of, make_service, metadata_of, repeat, sample
 
@@ -203,6 +204,26 @@ def test_the_status_is_one_that_the_client_does_not_retry(sent: dict[str, Any], 
     answers = [repeat(service, headers(end=True, **sent), times=3).immediate_response for service in (chosen, fixed)]
 
     assert [answer.status.code for answer in answers] == [status, 418]
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        ({}, 400),
+        ({"user_agent": "OpenAI/Python 3.54.0"}, 400),
+        ({"user_agent": "ai/6.0.326 ai-sdk/provider-utils/4.0.66 runtime/node.js/v20.20.2"}, 400),
+        ({"user_agent": "claude-cli/2.0.65 (external, cli)"}, 429),
+    ],
+)
+def test_a_final_refusal_is_not_retried_by_anyone(sent: dict[str, Any], status: int) -> None:
+    """Where waiting does not help, `auto` is 400, but for a client that stops at a 429 and shows what it says."""
+    service = make_service(policy("p", ANY, similarity="turns", threshold_identical_requests=3, reject_status="auto"))
+
+    answer = decoded(exchange(service, headers("/v1/chat/completions", **sent), body(looping(3)))[-1])
+
+    assert answer.immediate_response.status.code == status
+    assert "Retry-After" not in headers_of(answer)
+    assert headers_of(answer)["x-should-retry"] == "false"
 
 
 _PIECES = st.sampled_from(
