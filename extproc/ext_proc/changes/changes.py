@@ -31,15 +31,19 @@ class Original(NamedTuple):
     """A request's body as it came.
 
     Attributes:
-        content: all of it; None where it cannot be changed.
-        why: it cannot, as `unsteered_total` shows it.
+        content: the whole body; None if it cannot be edited.
+        why: the reason for None, as in `unsteered_total`.
     """
 
     content: bytes | memoryview | None
     why: str = ""
 
     def read(self, most: int) -> bytes | memoryview:
-        """All of it; raises NotEdited where it cannot be changed, or has more than this many bytes."""
+        """The whole body.
+
+        Raises:
+            NotEdited: it cannot be edited, or is longer than `most` bytes.
+        """
         if self.content is None:
             raise NotEdited(self.why)
         if len(self.content) > most:
@@ -52,7 +56,7 @@ class Changed(NamedTuple):
 
     Attributes:
         body: the new body; None if it is unchanged.
-        marks: headers that tell the upstream.
+        marks: headers that tell the upstream about the edit.
     """
 
     body: bytes | None
@@ -73,7 +77,7 @@ class Changes:
         """Edit a request's body as its policies require.
 
         Returns:
-            the decision, which changes if an edit cannot be made, and the body.
+            the decision, which differs if an edit was impossible, and the result of the edits.
         """
         tenant = evaluation.find_tenant()
         if original.content is not None and not self._budget.allows(tenant, perf_counter()):
@@ -96,11 +100,11 @@ class Changes:
         most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
         try:
             body = narrow(evaluation.request, original.read(most), None if strict else tools)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+        except Exception as error:  # noqa: BLE001  # no error may undo the decision
             why = self._find_reason(error)
             self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
             if why in _NOTHING_DONE or (not strict and why != AMBIGUOUS):
-                return decision, UNCHANGED  # a tool that is called all the same refuses the next request
+                return decision, UNCHANGED  # if the model calls such a tool, the next request is refused
             return decision.refuse_instead((strict or [narrowed[0][0]])[0].refuse_unnarrowed()), UNCHANGED
         return decision, UNCHANGED if body == original.content else Changed(body, (NARROWED,))
 
@@ -115,7 +119,7 @@ class Changes:
             return decision, Changed(
                 steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate)), (*changed.marks, STEERED)
             )
-        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+        except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._reporter.report_unsteered(decision, self._find_reason(error))
             return decision.warn_instead(), changed
 

@@ -1,4 +1,4 @@
-"""Steering: adds a note for the model behind the text of a request's newest results; no other byte changes.
+"""Steering: appends a note for the model to the text of a request's newest results. No other byte changes.
 
 A body is edited only if this is certainly safe.
 """
@@ -21,20 +21,20 @@ from extproc.request.quoting import quote_all
 _OUTLOOK: Final = "If this continues, requests will be refused."
 
 MAX_PLACES: Final = 16
-"""Most results that get the note, from the newest on."""
+"""The maximum number of results that get the note, newest first."""
 
 
 def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks: Callable[[bytes], Marks]) -> bytes:
-    """The request's body with the note.
+    """Add the note to a request's body.
 
     Args:
-        request: whose body it is.
-        body: all of it.
-        note: its text.
-        make_marks: for the conversation in a body; raises NotCounted where there is none.
+        request: the request that has the body.
+        body: the whole body.
+        note: the text of the note.
+        make_marks: makes the note's marks for the conversation in a body; raises NotCounted if there is none.
 
     Raises:
-        NotEdited: there is no place for it.
+        NotEdited: the body has no place for the note, or cannot be edited.
     """
     mark, patch = open_patch(request, body)
     try:
@@ -49,7 +49,7 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks:
 
 
 def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:
-    """The note about the outcome of a guard that steers, in the operator's words or in our own."""
+    """Write the note about an outcome, with the operator's template if the guard has one."""
     advice = outcome.subject.advise(outcome, request.method, request.path)
     repeat = outcome.repeat
     if guard.steer_note:
