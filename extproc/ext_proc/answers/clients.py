@@ -1,5 +1,5 @@
-"""Clients that retry a refused request whatever the refusal says, and the status that stops them."""
-# interpreted: looks at a few headers of what is refused
+"""Clients that retry a refused request in spite of `x-should-retry: false`, and the status that stops them."""
+# interpreted: reads a few headers of refused requests
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from extproc.request.http import HttpRequest
 
 _STATUS: Final = 429
-"""Too many requests: the meaning of a refusal, and most clients show it as such."""
+"""Too Many Requests, which most clients show as such."""
 
 _FINAL_STATUS: Final = 400
 """Not retried by any client in the table below."""
@@ -39,7 +39,7 @@ _CLIENTS: Final = (
 
 
 def choose_status(request: HttpRequest) -> int:
-    """The status of a refusal that makes its client stop."""
+    """The status of a refusal that stops this client from retrying."""
     headers = request.headers
     for client in _CLIENTS:
         value = headers.get(client.header)

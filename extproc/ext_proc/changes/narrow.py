@@ -1,8 +1,8 @@
 """Narrowing: removes declared tools from a request, so that the model cannot call them.
 
-Apart from the declarations and the tool choice, no byte changes. Some APIs refuse a history with calls if no tool is declared. For
-these, the tool that was called last stays declared, and the tool choice forbids calls. Tools that an MCP server offers are not
-declared individually, so they stay.
+Apart from the declarations and the tool choice, no byte changes. Some APIs refuse a history with calls if no tool is declared.
+For these, the tool that was called last stays declared, and the tool choice forbids calls. Tools that an MCP server offers are
+not declared individually, so they stay.
 """
 
 from __future__ import annotations
