@@ -58,7 +58,7 @@ class _ScriptBatch:
         return list(first)
 
     def split(self) -> list[_ScriptBatch]:
-        """A group for each call. A call that takes several keys keeps only the first, without which the others are useless."""
+        """A group for each call, or one for the first key of a single call, without which its other keys are useless."""
         calls = self.calls if len(self.calls) > 1 else [call.narrow() for call in self.calls]
         return [
             _ScriptBatch(self.script, self.tag).add(call, position)

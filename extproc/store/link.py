@@ -50,7 +50,7 @@ _KINDS = {
 """Kinds of error replies for metrics, by their first word."""
 
 _PROBE_SECONDS: Final = 5
-"""Seconds between probes of an idle connection, so that a lost server is noticed while nothing is asked."""
+"""Seconds between probes of an idle connection, so that a lost server is noticed although nothing is asked."""
 
 
 class ErrorReply(Exception):  # a reply like others; never raised

@@ -97,7 +97,7 @@ class Shard:
         *,
         alone: bool,
     ) -> None:
-        """Start without connections. `name` is empty for keys whose server is unknown; `on_lost` is called as the breaker opens."""
+        """Start without connections. `name` is empty for keys whose server is unknown; an opening breaker calls `on_lost`."""
         self.trouble: StoreError | None = None
         self.sharing = 1
         self.name = name or _UNASSIGNED

@@ -377,7 +377,7 @@ MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
 
 
 def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
-    """Begin a session of a tenant; returns the packed number of sessions it has begun, and whether there was room for this one."""
+    """Begin a session of a tenant; returns the new packed state, and whether there was room for the session."""
     began, count = now, 0
     if state is not None:
         _, began, count = _BEGUN.unpack(state)
@@ -468,7 +468,7 @@ class Ledger:
         return len(self.records) > _RECORDS * KNOWN
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
-        """Let a request through or refuse it. `now` is the store's time; `shared` means that too many sessions share this ledger."""
+        """Let a request through or refuse it, at the store's time `now`; `shared`: excess sessions share this ledger."""
         self.idle_ms = asked.limits.idle_ms
         identity = asked.identity
         times = self.identities.get(identity, -1)
@@ -861,7 +861,7 @@ _STEP: Final = 3
 
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-    """Pack a question for a remote store: a head, tools with limits, tools' names, the newest calls, and tools of older calls."""
+    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, and tools of older calls."""
     limits, grants, limited, names, calls, older = asked.limits, (0, 0, 0), b"", b"", b"", b""
     flags = limits.narrows + _ENDS * limits.ends
     if isinstance(asked, Settlement):
