@@ -20,12 +20,13 @@ _LABELS = frozenset({"role", "type", "id", "name", "status"})
 class Part(Struct, gc=False):
     """One thing in a message.
 
-    kind: TEXT, CALL, RESULT or OTHER.
-    value: the text, arguments or result, or the whole of anything else; may have to be unpacked. ABSENT for an OTHER
-        that is the whole message.
-    name: the tool of a CALL; the client's word for an OTHER.
-    id: connects a RESULT with its CALL; empty if the client sends none.
-    failed: the API marks the RESULT as an error.
+    Attributes:
+        kind: TEXT, CALL, RESULT or OTHER.
+        value: the text, arguments or result, or the whole of anything else; may have to be unpacked. ABSENT for an OTHER
+            that is the whole message.
+        name: the tool of a CALL; the client's word for an OTHER.
+        id: connects a RESULT with its CALL; empty if the client sends none.
+        failed: the API marks the RESULT as an error.
     """
 
     kind: str
