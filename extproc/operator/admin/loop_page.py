@@ -124,7 +124,7 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Respons
 @cache
 def _load_template() -> Template:
     """Read the page's template when the page is first requested."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # most servers never need it
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # rarely needed
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)

@@ -22,7 +22,7 @@ _CLIENT_SECONDS = 30
 """Seconds. A client that has not completed a request and its answer by then is dropped, even if it sends or reads bytes."""
 
 _MAX_CLIENTS = 256
-"""Maximum number of connections. Above it, the one that has gone longest without an answer is dropped, so probes get through."""
+"""Maximum number of connections. Above it, the one that has waited longest for an answer is dropped, so probes get through."""
 
 _OWNER_ONLY = 0o600
 
