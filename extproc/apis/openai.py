@@ -208,7 +208,7 @@ def _write_chunks(completion: Completion, chunk: dict[str, Any], usage: bool) ->
 
 
 def complete_text(completion: Completion, question: Question) -> Framed | None:
-    """A text completion, or its one piece."""
+    """A text completion, or its only chunk."""
     if question.body is None or not completion.model:
         return None
     choice = {"index": 0, "text": completion.text, "logprobs": None, "finish_reason": "stop"}

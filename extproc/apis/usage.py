@@ -1,4 +1,4 @@
-"""What a call is billed by: the model of a request, and the token counts of its response.
+"""The facts that determine a call's cost: the model of a request, and the token counts of its response.
 
 - Each API has its own places for the same count. `envoy-config` turns them into rules for Envoy.
 - Envoy passes single counts by name if the response is one document.

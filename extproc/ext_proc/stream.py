@@ -56,7 +56,7 @@ _REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
 """Envoy's responses to a body that does not arrive in time and to one above its buffer limit, and our reasons."""
 
 _NOT_WHOLE: Final = {BODY_NONE: "no_body_phase", BODY_DUPLEX: "body_mode", BODY_GRPC: "body_mode"}
-"""Body modes in which Envoy sends no complete body, and the reason why such a request is not counted."""
+"""Body modes in which Envoy sends no complete body, and the reason why such requests are not counted."""
 
 _DECIDED_BEFORE: Final = "decided_before"
 """The reason why shadow policies lack the body of a request that was refused or held at its headers."""
@@ -94,7 +94,7 @@ class Stream(Waiting):
         """Take a place among the service's streams until `close`. If none is free, the request is let through at once.
 
         Args:
-            service: what all streams share.
+            service: the state that all streams share.
             metadata: the stream's gRPC initial metadata, which Envoy's `grpc_service.initial_metadata` sets.
         """
         self._service = service

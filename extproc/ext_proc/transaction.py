@@ -174,7 +174,7 @@ class Transaction:
         return None if shadow else self._end(refuse_killed(request))
 
     def block(self, evaluation: Evaluation) -> Reply | None:
-        """Refuse a request that an operator has blocked; None if what is known so far matches no block."""
+        """Refuse a request that an operator has blocked, as far as it is known by now; None if no block applies."""
         found = evaluation.enforcing.find_block()
         if found is None:
             return None

@@ -265,7 +265,7 @@ class LoopDetection(SimilarityKeys):
 DEFAULT_DETECTOR = "default"
 
 OBJECT, LIST = "(object)", "(list)"
-"""Kinds of `loop_detection` in the places of pydantic's errors, where no key can be; the loader removes them."""
+"""Tags that pydantic adds to the places of errors below `loop_detection`, unlike any key; they are removed again."""
 
 Detections = Annotated[
     Annotated[LoopDetection, Tag(OBJECT)] | Annotated[Annotated[list[LoopDetection], Field(min_length=1)], Tag(LIST)],

@@ -185,8 +185,8 @@ def _mend_half(found: re.Match[bytes]) -> bytes:
 class Document:
     """A body to inspect.
 
-    What a detector gets never depends on what others request, so a shadow policy cannot change what an enforcing one sees: if
-    the whole body cannot be decoded, or is too large, a requested part is still decoded.
+    A detector's input never depends on what other detectors read, so a shadow policy cannot change what an enforcing one sees:
+    if the whole body cannot be decoded, or is too large, a requested part is still decoded.
 
     Attributes:
         conversation: the result of `open_conversation`, or its exception.

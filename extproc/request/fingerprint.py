@@ -1,8 +1,8 @@
-"""The fingerprint: what makes two requests the same.
+"""The fingerprint, which is equal for requests that count as the same.
 
 A request's composite is `METHOD|path|query|body|descriptors`, with enough percent-encoding that equal composites mean equal
 parts. Its CRC32 is the fingerprint that people see. The counter key adds a 64-bit check and a hash of the tenant, so that a
-CRC32 collision refuses no one.
+CRC32 collision never causes a refusal.
 """
 
 from __future__ import annotations

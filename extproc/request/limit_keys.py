@@ -117,7 +117,7 @@ class FirstOf(JsonObject):
 
 
 KEY_TAG, OBJECT_TAG = "(key)", "(first_of)"
-"""Kinds of limit keys in the places of pydantic's errors, where no key can be; the loader removes them."""
+"""Tags that pydantic adds to the places of errors below a list of limit keys, unlike any key; they are removed again."""
 
 _is_object = Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict | FirstOf) else KEY_TAG)
 CallerKey = Annotated[Annotated[LimitKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object]

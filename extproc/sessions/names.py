@@ -44,7 +44,7 @@ _NO_VENDORS: Final = frozenset({*SESSION_HEADERS, PARENT_SESSION})
 """Headers of that form with keys of their own, or that name another session than the request's."""
 
 _SAME: Final = {f"{HEADER}:{PARENT_SESSION}": f"{HEADER}:x-session-id"}
-"""Default keys with the values of another key: in the first, an agent names its parent as the parent does in the second."""
+"""Default keys that name the same sessions: an agent sends its parent's id in the first, its parent sends it in the second."""
 
 _SESSION_PART: Final = "_session_"
 """Precedes the session's name in a user's id from older clients."""

@@ -1,4 +1,4 @@
-"""The wire to Redis or Valkey: the calls of a batch become one write to each server.
+"""Sends batches to Redis or Valkey: the calls of a batch become one write to each server.
 
 There is one command per script and, on a cluster, per hash tag, so that the keys of a command are in one slot. If a server
 rejects a command without running it, it is sent again, as a whole script or to another server.

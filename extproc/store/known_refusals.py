@@ -38,7 +38,7 @@ class _KnownRefusal:
         answer: the server's last answer.
         learned: when that answer came.
         until: when it expires.
-        asked: number of such answers since `began`.
+        asked: number of the server's answers since `began`.
         began: start of the period in which refusals are counted.
         owed: refusals that were not reported to the server yet.
         told: refusals in a report under way to the server, which are not in its last answer.

@@ -1,4 +1,4 @@
-"""Where keys are stored: on one server, on the primary that Sentinels name, or spread over a cluster.
+"""The servers of the keys: one server, the primary that Sentinels name, or a cluster.
 
 A layout says which server has which part of the keys. Each shard has connections of its own, by hash tag, which are opened when
 needed. This module never decides that a server is down: it raises an error, that shard's breaker drops the connections, and the
@@ -142,7 +142,7 @@ class SentinelServer(SingleServer):
         self._service = service
 
     async def _choose(self) -> ServerAddress:
-        """Ask the Sentinels in turn, each time another one first: one that was cut off may name a former primary."""
+        """Ask the Sentinels in turn, starting with another one each time: one that was cut off may name a former primary."""
         errors = []
         for sentinel in list(self._sentinels):
             self._sentinels.append(self._sentinels.pop(0))
@@ -195,9 +195,9 @@ class ClusterLayout:
         self._assign({**self.places, tag: place})
 
     async def learn(self) -> None:
-        """Ask the nodes in turn who has which slots; raises StoreError if none says so.
+        """Ask the nodes in turn which of them has which slots; raises StoreError if none answers.
 
-        Each time another one is first: one that was cut off may not know.
+        It starts with another node each time: one that was cut off may not know.
         """
         errors = []
         for place in dict.fromkeys([*self._known, *self._seeds]):
@@ -246,7 +246,7 @@ class ClusterServers:
     """A shard's connections to a cluster: for the keys of one primary, or for those whose server is unknown."""
 
     def __init__(self, slots: ClusterLayout, access: Access, owner: str) -> None:
-        """Nothing is connected yet; `owner` is one of the layout's."""
+        """Start without connections; `owner` is one of the layout's."""
         self.tags = slots.tags
         self._slots = slots
         self._access = access

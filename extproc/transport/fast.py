@@ -56,7 +56,7 @@ _RETIRED_SECONDS: Final = 1.0
 """Time for a peer to leave by itself after it was asked to, and for every stream that it opens meanwhile."""
 
 _RETIRED_AT_ONCE: Final = 100
-"""The fraction of all connections to ask at once is 1 in this many: finding them requires a look at each."""
+"""One in this many of all connections is asked at once, because finding idle ones requires a look at each."""
 
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()

@@ -1,6 +1,6 @@
 """Edits a request's body: removes tools that have no budget left, and adds a note for the model.
 
-Edits that cannot be made are counted, and the request goes on without them, unless all of its tools had to be removed.
+Impossible edits are counted, and the request continues without them, unless all of its tools had to be removed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Changes:
     def _steer(
         self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed
     ) -> tuple[Decision, Changed]:
-        """Put a note into the request, or let it go on with a warning if that is impossible."""
+        """Add a note to the request, or let it continue with a warning if that is impossible."""
         try:
             candidate = evaluation.find_candidate(outcome)
             body = changed.body if changed.body is not None else original.read(candidate.plan.steers)

@@ -355,8 +355,8 @@ KNOWN: Final = _ID + _PAIR
 
 _RECORDS: Final = 256
 MAX_RECORDS: Final = 512
-"""Number of a session's newest tool calls that are recognized; more if a limit is higher. The newest `MAX_RECORDS` of a history
-are examined individually."""
+"""A session's newest `_RECORDS` tool calls are recognized, or more if a limit is higher. A history's newest `MAX_RECORDS` are
+examined individually."""
 
 _FEW: Final = 16
 _SPARE_RECORDS: Final = 64
