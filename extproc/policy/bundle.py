@@ -55,7 +55,7 @@ MAX_DELAY_MS = 30_000
 SHADOW: Final = "shadow"
 
 EVERYBODY: Final = 100
-"""The percentage at which the policy acts on all callers, including those without a share."""
+"""The percentage at which the policy acts on all callers, including those without a place."""
 
 MAX_LABELS: Final = 8
 NO_ALIASES: Any = Field(default_factory=dict, json_schema_extra={"default": {}})

@@ -222,7 +222,7 @@ class Document:
         return self._value
 
     def may_be_json(self) -> bool:
-        """Whether it begins as an object or an array, so that another parser may accept it although ours does not."""
+        """Whether it begins as an object or an array, so that another parser may accept it although msgspec does not."""
         return self._data.lstrip()[:1] in (b"{", b"[")
 
     def data(self) -> bytes:

@@ -176,7 +176,7 @@ class ClusterLayout:
     """A cluster's layout, as far as its nodes have reported it: every tag's slot belongs to one primary."""
 
     def __init__(self, seeds: Sequence[ServerAddress], access: Access, tags: int) -> None:
-        """Nothing is known yet; any of the seeds can be asked for the slots."""
+        """Start without knowledge of the slots; any of the seeds can be asked for it."""
         self.tags: Sequence[str] = spread_tags(tags)
         self.owners: Sequence[str] = [""] * tags
         self.changes = 0

@@ -1,4 +1,4 @@
-"""The lean transport: sockets and tasks around `grpc.Connection`, serving ext_proc, Envoy's access log and grpc.health.v1.
+"""The lean transport: sockets and tasks around `grpc.GrpcConnection`, serving ext_proc, Envoy's access log and grpc.health.v1.
 
 Messages that arrive in one read are answered in one write, so the cost of the sockets falls as load rises. A message that the
 service answers at once does not become a task. Tasks only wait for a store or for the delay of a throttled request.
@@ -170,7 +170,7 @@ class _Peer(asyncio.Protocol):
             self._transport.resume_reading()
 
     def shut(self) -> None:
-        """Ask the peer to open no more calls here."""
+        """Ask the peer to open no more calls."""
         self._grpc.shut()
         for number, serving in list(self._serving.items()):
             if serving.stream is None:  # a health watch would never end by itself

@@ -40,8 +40,8 @@ _PREFIX: Final = 5
 """Bytes before a message: a compression flag, and the length in 4 bytes."""
 
 _MESSAGE_WORK: Final = 8
-"""Cost of a message in frames, because its receiver has more to do than HTTP/2; see `Limits.work`. A large message costs one
-frame per page."""
+"""Cost of a message in frames, because its receiver has more to do than HTTP/2; see `Http2Limits.work`. A large message costs
+one frame per page."""
 
 _RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NOT_GRPC: Final = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
@@ -240,7 +240,7 @@ class GrpcConnection:
             self._ready.append(call)
 
     def shut(self) -> None:
-        """Ask the peer to open no more calls here."""
+        """Ask the peer to open no more calls."""
         self._http.goaway()
 
     def close(self) -> None:

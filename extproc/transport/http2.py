@@ -7,10 +7,10 @@ No peer can cause unbounded work or memory:
 
 - A frame costs time in proportion to its own size. No operation visits all streams: a stream's window is stored relative to the
   peer's initial window, and streams that wait for a window are listed.
-- A turn handles a bounded number of frames (`Limits.work`). The rest waits for the next turn, so that the transport can serve
-  other connections in between.
-- Frames cost patience, and messages earn it (`Limits.patience`). A peer that sends too many useless frames is disconnected with
-  ENHANCE_YOUR_CALM.
+- A turn handles a bounded number of frames (`Http2Limits.work`). The rest waits for the next turn, so that the transport can
+  serve other connections in between.
+- Frames cost patience, and messages earn it (`Http2Limits.patience`). A peer that sends too many useless frames is
+  disconnected with ENHANCE_YOUR_CALM.
 - Bytes that wait for the peer (answers for a closed window, an incomplete header block) come from a `Pool` that all connections
   share.
 """
@@ -79,7 +79,7 @@ _CONNECTION: Final = bytes(4)
 
 _STREAM_ERROR_COST: Final = 20
 _NEWS_WORK: Final = 2
-"""Cost of a new header field, in frames; see `Limits.work`."""
+"""Cost of a new header field, in frames; see `Http2Limits.work`."""
 
 
 @dataclass(frozen=True, kw_only=True)
