@@ -26,7 +26,7 @@ from extproc.transport.headers import ENHANCE_YOUR_CALM, MAX_BLOCK, Block, Cache
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-# Error codes (RFC 9113 section 7); the others are with header blocks.
+# Error codes (RFC 9113 section 7); the others are in `headers`.
 NO_ERROR: Final = 0x0
 PROTOCOL_ERROR: Final = 0x1
 FLOW_CONTROL_ERROR: Final = 0x3
