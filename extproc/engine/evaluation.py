@@ -1,9 +1,9 @@
 """One request on its way through the policies that match it.
 
 Pure: no clock, no asyncio, no store. The caller runs the steps: `admit` the policies, `read_body`, let the store count the hits
-    of
-each group, `decide`. Enforcing and shadow candidates stay in two separate groups, so that a shadow policy can never affect the
-answer. The methods of a group catch the failures of its candidates: such a candidate is removed, and the other verdicts stand.
+of each group, `decide`. Enforcing and shadow candidates stay in two separate groups, so that a shadow policy can never affect
+the answer. The methods of a group catch the failures of its candidates: such a candidate is removed, and the other verdicts
+stand.
 """
 
 from __future__ import annotations

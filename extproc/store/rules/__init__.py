@@ -18,8 +18,7 @@ cases tests the memory store, which uses the Python, and Redis and Valkey, which
 Every packed value in Redis begins with a byte for the version of its format. A value of another version is treated as missing,
 so it is overwritten. During an upgrade, two versions of Loopguard share a store. So a new format needs a new version and a new
 key: else each would discard what the other has counted. Values that are not packed (a list, a hash, a secret) have their
-    version
-in the key. In memory no value outlives its process, so it needs none.
+version in the key. In memory no value outlives its process, so it needs none.
 """
 # interpreted: reads files
 

@@ -10,9 +10,9 @@ ledger takes 124 bytes, and any ledger 9 KB at most, plus its tools' names.
 
 To find out which calls of a history are new, the first rule that applies is used:
 
-1. The history continues one of the newest that were shown. Its first calls match the mark of that history, which is the number
-of
-   its calls and the sum of their digests, and the last of them is known by its id. Most requests are such, and need no search.
+1. The history continues one of the newest that were shown. Its first calls match the mark of that history, which is the
+   number of its calls and the sum of their digests, and the last of them is known by its id. Most requests are such, and need
+   no search.
 2. Some ids are known. So ids are stable, and calls with unknown ids are new, wherever they are. If the ledger has forgotten
    calls, those before the first known one are older, and were already counted.
 3. No id is known, or there are none, because some clients and gateways make new ids for each request. If the first calls match
