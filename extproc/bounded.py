@@ -1,6 +1,6 @@
-"""The package's two bounded caches: `Memo` for answers that can be worked out again, `LRU` for what cannot.
+"""The package's two bounded caches: `Memo` for answers that can be computed again, `LRU` for values that cannot.
 
-A pure function of small arguments needs neither: `functools.lru_cache` does.
+A pure function of small arguments needs neither; use `functools.lru_cache`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class Memo(Generic[Key, Value]):
-    """Answers in two generations: when the younger one is full, the older one is dropped; answers in use move to the younger.
+    """Answers in two generations: when the younger one is full, the older one is dropped. Answers in use move to the younger.
 
     Finding an answer needs no bookkeeping, which is why the hot path uses it.
     """
@@ -23,7 +23,8 @@ class Memo(Generic[Key, Value]):
 
         Args:
             most: the size of each generation.
-            measure: the size of an answer, such as its bytes; None counts each as 1. Answers larger than `most` are not kept.
+            measure: returns the size of an answer, such as its bytes; None counts each as 1. Answers larger than `most` are not
+                kept.
         """
         self._most = most
         self._measure = measure
@@ -38,7 +39,7 @@ class Memo(Generic[Key, Value]):
 
     @property
     def size(self) -> int:
-        """Of all answers, at most twice that of a generation."""
+        """The size of all answers, at most twice that of a generation."""
         return self._young_size + self._old_size
 
     def get(self, key: Key) -> Value | None:
@@ -74,7 +75,7 @@ class LRU(Generic[Key, Value]):
     """Values by key; when there are too many, the least recently used one is dropped.
 
     Using a value only stores a number. Values are sorted only when one has to be dropped. That order serves for as many
-    evictions as there were values: those used since then are passed over.
+    evictions as there were values; values used since then are skipped.
 
     Attributes:
         uses: the number of times that a value was used or added.
@@ -85,7 +86,7 @@ class LRU(Generic[Key, Value]):
         self.uses = 0
         self._most = most
         self._entries: dict[Key, _LRUEntry[Value]] = {}
-        self._order: list[Key] = []  # the least recently used comes last
+        self._order: list[Key] = []  # the least recently used is last
         self._ordered = 0  # when the last of these was used
 
     def __len__(self) -> int:
@@ -102,12 +103,12 @@ class LRU(Generic[Key, Value]):
         return entry.value
 
     def peek(self, key: Key) -> Value | None:
-        """The same, without using it."""
+        """The value, or None, without using it."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
     def put(self, key: Key, value: Value) -> Key | None:
-        """Keep a value as the most recently used one; returns the key whose value has made room, or None."""
+        """Keep a value as the most recently used; returns the key whose value was dropped to make room, or None."""
         self.uses += 1
         return self._add(key, _LRUEntry(value, self.uses))
 
@@ -141,6 +142,6 @@ class LRU(Generic[Key, Value]):
             self._ordered = entries[self._order[0]].used
 
     def items(self) -> list[tuple[Key, Value]]:
-        """Keys and values as of now, the least recently used first."""
+        """Keys and values as of now, least recently used first."""
         entries = sorted(self._entries.items(), key=lambda item: item[1].used)
         return [(key, entry.value) for key, entry in entries]

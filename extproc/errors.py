@@ -1,5 +1,5 @@
 """Errors, each with what its recipient needs: a message for people, a status code for a peer."""
-# interpreted: exceptions and words about them
+# interpreted: only exceptions
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UsageError(LoopguardError):
 
 @dataclass(frozen=True, slots=True)
 class BundleError:
-    """One thing wrong in one place of a policy file.
+    """One error at one place of a policy file.
 
     Attributes:
         file: the file as the user named it.
@@ -39,7 +39,7 @@ class BundleError:
 
 
 class BundleErrors(LoopguardError):
-    """Every error of every policy file, found in one go, in the order of files and then of places."""
+    """Every error of every policy file, in the order of files and then of places."""
 
     def __init__(self, errors: Sequence[BundleError]) -> None:
         self.errors = tuple(errors)
@@ -61,7 +61,7 @@ class StoreError(LoopguardError):
 
 
 class PartlyAwayError(StoreError):
-    """Some servers of the store have counted, others could not; `answers` has None in place of each of theirs."""
+    """Some servers of the store have counted, and others could not; `answers` has None in place of each of theirs."""
 
     def __init__(self, message: str, *, kind: str, answers: list[Any]) -> None:
         self.answers = answers
@@ -69,7 +69,7 @@ class PartlyAwayError(StoreError):
 
 
 class ProtocolError(LoopguardError):
-    """The peer broke the protocol; `code` is the gRPC status or HTTP/2 error code that it must hear."""
+    """The peer broke the protocol; `code` is the gRPC status or HTTP/2 error code to send."""
 
     def __init__(self, message: str, *, code: int) -> None:
         self.code = code

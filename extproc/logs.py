@@ -1,5 +1,5 @@
-"""Log lines for people or machines, and a limit on how many of one kind are written."""
-# interpreted: subclasses logging's own, for lines that are few
+"""Log lines for people or machines, and limits on their rate."""
+# interpreted: subclasses of logging's classes, for a few lines
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LogFormat = Literal["text", "json"]
 
 
 class RateLimit:
-    """Lets through a bounded number of events a second and counts the rest."""
+    """Lets through a bounded number of events per second and counts the rest."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -22,7 +22,7 @@ class RateLimit:
         self._suppressed = 0
 
     def admit(self, now: float) -> int | None:
-        """None if the event must be dropped, else how many were dropped before it; `now` is seconds of a monotonic clock."""
+        """None if the event must be dropped, else the number dropped before it; `now` is in seconds of a monotonic clock."""
         second = int(now)
         if second != self._second:
             self._second, self._passed = second, 0
@@ -43,7 +43,7 @@ class Reminder:
         self._events = 0
 
     def count(self, now: float) -> int:
-        """One more event at `now`; returns how many there were since the last that was let through, else 0."""
+        """Count an event at `now`; returns the number since the last one that was let through, or 0 to drop it."""
         self._events += 1
         if now < self._next:
             return 0
@@ -53,7 +53,7 @@ class Reminder:
 
 
 def make_extra(**values: object) -> dict[str, Any]:
-    """For logging's `extra=`: fields that follow the message, or stand beside it in JSON."""
+    """Arguments for logging's `extra=`: fields that follow the message, or are beside it in JSON."""
     return {"fields": {name: value for name, value in values.items() if value is not None}}
 
 
@@ -62,7 +62,7 @@ def setup(log_format: LogFormat, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if log_format == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for talker in ("watchfiles", "httpx"):  # they tell of every change of any file, and of every request
+    for talker in ("watchfiles", "httpx"):  # they log every change of any file, and every request
         logging.getLogger(talker).setLevel(logging.WARNING)
 
 
@@ -93,6 +93,6 @@ def escape_controls(text: str) -> str:
 
 
 def _quote(value: object) -> str:
-    """A value as it is, or quoted where it could be taken for something else (or break the line)."""
+    """A value, quoted if it could be misread or break the line."""
     text = str(value)
     return text if text and text.isprintable() and not any(mark in text for mark in ' "=') else json.dumps(text)

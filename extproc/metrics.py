@@ -1,5 +1,5 @@
 """Every metric, named once. No label takes a value that a client chooses."""
-# interpreted: names what is counted elsewhere; the rest is prometheus-client's time
+# interpreted: names what is counted elsewhere; prometheus-client takes the rest of the time
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Counts: TypeAlias = tuple[Sequence[str], float]
 class Metrics:
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self) -> None:  # noqa: PLR0915  # a statement for each
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # when a counter began is not worth a second time series
+    def __init__(self) -> None:  # noqa: PLR0915  # one statement per metric
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the start times of counters are not worth a second time series
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -106,7 +106,7 @@ class Metrics:
             "policy_enforce_percent", "Percentage of the callers that a policy acts on, if not all", "policy"
         )
         self.policy_expired = gauge("policy_expired", "Expired policy files that are still in force")
-        self.list_unenforced: Callable[[], list[tuple[str, str]]] = list  # policy and part of each
+        self.list_unenforced: Callable[[], list[tuple[str, str]]] = list  # (policy, part) of each
         text = "Parts of bundles that are not enforced (--allow-unenforced)"
         self.show_counts(
             "unenforced", text, ("policy", "part"), lambda: Counted(self.list_unenforced()).items(), GaugeMetricFamily
@@ -139,7 +139,7 @@ class Metrics:
         self._begin()
 
     def _begin(self) -> None:
-        """Create the series that alerts use at the start: `increase` misses the first event of a series that begins with it."""
+        """Create the series for alerts now, because `increase` misses the first event of a series that begins with it."""
         for reason in ("internal_error", "store_error", "shadow_error"):
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
@@ -160,7 +160,7 @@ class Metrics:
         read: Callable[[], Iterable[Counts]],
         kind: type[CounterMetricFamily | GaugeMetricFamily] = CounterMetricFamily,
     ) -> None:
-        """Read numbers that are kept elsewhere at each scrape: a value for each set of labels."""
+        """At each scrape, read numbers that are kept elsewhere: a value for each set of labels."""
 
         def show() -> Metric:
             shown = kind(f"{_PREFIX}_{name}", text, labels=labels)
@@ -180,7 +180,7 @@ class _Shown(Collector):
     def collect(self) -> Iterable[Metric]:
         return [self._show()]
 
-    describe = collect  # the registry asks for the names
+    describe = collect  # the registry needs the names
 
 
 def _show_buckets(name: str, text: str, buckets: Buckets) -> Metric:

@@ -1,4 +1,4 @@
-"""What every JSON object of a bundle is made of: frozen models that take no unknown key, and strings with a rule."""
+"""The basis of all JSON objects of a bundle: frozen models that refuse unknown keys, and strings with a rule."""
 # interpreted: runs at start and at reload; pydantic makes its models of annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Place = tuple[str | int, ...]
 """The steps from a document down to one of its values."""
 
 MAX_SECONDS = 31_536_000
-"""Longest window or cooldown: a year, whose milliseconds fit the stores' 64-bit fields."""
+"""Maximum window or cooldown: a year, whose milliseconds fit the stores' 64-bit fields."""
 
 MAX_THRESHOLD = 1_000_000_000
 
@@ -21,16 +21,16 @@ INSPECT_BYTES: Final = 2**20
 InspectBytes = Annotated[int, Field(ge=1, le=16 * 2**20)]
 AUTO: Final = "auto"
 _STATUSES = (400, 599)
-_POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty one, which is the whole document
+_POINTER = re.compile(r"(?:/(?:[^~/]|~[01])*)+\Z")  # RFC 6901, without the empty pointer to the whole document
 
 
 def make_error(message: str, why: str = "") -> PydanticCustomError:
-    """The error that a validator raises: what would be right, and a text to add after what was found."""
+    """Make the error that a validator raises: what would be right, and a text to add after the value that was found."""
     return PydanticCustomError("loopguard", "{message}", {"message": message, "why": why})
 
 
 def copy_text(text: str) -> str:
-    """A copy of a text from a document that is discarded: the original would keep the memory around it allocated."""
+    """Copy a text from a document that is discarded, because the original would keep the memory around it allocated."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
@@ -40,7 +40,7 @@ def is_pointer(value: str) -> bool:
 
 
 def is_annotation(key: str) -> bool:
-    """Whether any object may have the key, which is ignored: `description` and `x-...`."""
+    """Whether the key is allowed in any object and ignored: `description` and `x-...`."""
     return key == "description" or key.startswith("x-")
 
 
@@ -74,7 +74,7 @@ Status = Annotated[int | Literal["auto"], BeforeValidator(_check_status), WithJs
 
 
 NO_ITEMS: Any = Field(default_factory=list, json_schema_extra={"default": []})
-"""An empty list as a default. A literal would be copied for each object, which takes a twentieth of the time of a load."""
+"""The default for an empty list. A literal would be copied for each object, which takes a twentieth of the time of a load."""
 
 
 class JsonObject(BaseModel):

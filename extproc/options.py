@@ -1,4 +1,4 @@
-"""A command's options, each declared once: a field of a frozen dataclass that says how its text is read and what it is for."""
+"""A command's options, each declared once, as a field of a frozen dataclass with a parser and a help text."""
 # interpreted: reads options, once
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off", "")
 
 ENVIRONMENT_ONLY = "environment only"
-"""In place of a flag's metavar: other users can see a command line, so secrets have no flag."""
+"""Replaces a flag's metavar: other users can see a command line, so secrets have no flag."""
 
 
 def option(
@@ -39,8 +39,8 @@ def option(
         default: as a user would write it, or a value that is not a string; REQUIRED for none.
         parse: makes the value from a text; its ValueError says what would be right.
         text: what the option is for.
-        metavar: what its value looks like.
-        gather: for a repeatable flag: joins everything given into one text, or makes the value.
+        metavar: the form of its value.
+        gather: for a repeatable flag: joins all given values into one text, or makes the value.
     """
     metadata = {"parse": parse, "help": text, "metavar": metavar, "gather": gather, "default": default}
     return field(default=parse(default) if isinstance(default, str) else default, metadata=metadata)
@@ -63,7 +63,7 @@ def choice(text: str, *words: str, default: str = "") -> Any:  # noqa: ANN401  #
 
 
 def parse_switch(text: str) -> bool:
-    """A switch, which as a flag takes no value; raises ValueError if it is neither yes nor no."""
+    """Parse a switch, which takes no value as a flag; raises ValueError if it is neither yes nor no."""
     word = text.lower()
     if word not in (*_YES, *_NO):
         raise ValueError("must be true or false")
@@ -71,7 +71,7 @@ def parse_switch(text: str) -> bool:
 
 
 def parse_integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A parser that takes whole numbers from `least` to `most`; without `most`, any from there on."""
+    """Make a parser of whole numbers from `least` to `most`, or without an upper bound."""
     end = "" if most is None else f" to {most}"
     wanted = "a positive integer" if (least, most) == (1, None) else f"a number from {least}{end}"
 
@@ -84,7 +84,7 @@ def parse_integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def parse_number(fits: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
-    """A parser that takes numbers that fit; `wanted` says which these are."""
+    """Make a parser of numbers that fit; `wanted` describes these."""
 
     def parse(text: str) -> float:
         try:
@@ -99,12 +99,12 @@ def parse_number(fits: Callable[[float], bool], wanted: str) -> Callable[[str], 
 
 
 def parse_seconds(least: float, most: float) -> Callable[[str], float]:
-    """A parser that takes numbers of seconds between these."""
+    """Make a parser of numbers of seconds in this range."""
     return parse_number(lambda seconds: least <= seconds <= most, f"a number of seconds from {least:g} to {most:g}")
 
 
 def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
-    """The same parser as argparse wants the `type` of a flag."""
+    """Adapt a parser to argparse's `type`."""
 
     def convert(text: str) -> Value:
         try:
@@ -116,7 +116,7 @@ def make_type(parse: Callable[[str], Value]) -> Callable[[str], Value]:
 
 
 def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: Sequence[str] = ()) -> None:
-    """Raise UsageError, naming them, if only some of the `needed` options are given; `wanting` ones need all of these."""
+    """Raise UsageError, naming them, if only some of the `needed` options are given, or a `wanting` one without all of them."""
     missing = [f"--{name.replace('_', '-')}" for name in needed if not getattr(chosen, name)]
     given = [f"--{name.replace('_', '-')}" for name in (*needed, *wanting) if getattr(chosen, name)]
     if missing and given:
@@ -124,9 +124,9 @@ def require_together(chosen: DataclassInstance, needed: Sequence[str], wanting: 
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: type[Options], prefix: str = "") -> None:
-    """One flag for each option; flags that are not given stay out of the namespace.
+    """Add one flag for each option. Flags that are not given stay out of the namespace.
 
-    If there is a prefix for environment variables, the help names these as well.
+    If there is a prefix for environment variables, the help also names these.
     """
     for item in fields(declared):
         if item.metadata["metavar"] == ENVIRONMENT_ONLY:
@@ -156,7 +156,7 @@ def _describe(item: Field[Any]) -> str:
 def read_options(
     declared: type[Options], flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, prefix: str = ""
 ) -> Options:
-    """Options from parsed flags, else the environment, else their defaults; raises UsageError with what would be right."""
+    """Read options from parsed flags, else the environment, else defaults; raises UsageError, saying what would be right."""
     values: dict[str, Any] = {}
     for item in fields(declared):
         variable = prefix + item.name.upper()

@@ -1,4 +1,4 @@
-"""Watch the policy files and swap the engine; a bad change keeps the last good one."""
+"""Watches the policy files and replaces the engine. After an invalid change, the last valid policies stay in force."""
 # interpreted: waits for files
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _LINES_AT_ONCE = 100
 """Log lines written before other tasks get their turn."""
 
 _SETTLE_MS = 100
-"""Changes that follow each other this fast (an editor's save, a ConfigMap's swap) are one change."""
+"""Changes that follow each other within this time (an editor's save, a ConfigMap's swap) are one change."""
 
 _TICK_MS = 500
 _RECHECK_TICKS = 10
-"""How often the files are compared without any event: some file systems send none, and policies expire by the clock.
+"""Ticks between comparisons of the files without an event: some file systems send none, and policies expire by the clock.
 
 The first comparison finds changes made while the watch was being set up.
 """
@@ -55,7 +55,7 @@ _LEVEL = 1
 _FREED_AT_ONCE = 1_000
 
 _READ_SECONDS = 10.0
-"""How long a file system may take to answer; a network file system that is gone may never do so."""
+"""Time for a file system to answer, in seconds; a network file system that is gone may never do so."""
 
 _NAMES_SHOWN = 10
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class RefusedReload(NamedTuple):
-    """A reload that was refused: when, its first errors as `loopguard validate` prints them, and how many there are."""
+    """A refused reload: its time, its first errors as `loopguard validate` prints them, and their number."""
 
     at: datetime
     errors: list[str]
@@ -75,7 +75,7 @@ class Reloader:
     """The policies in force, and how they change.
 
     Attributes:
-        sources: the files of which that was made, without their policies: those take a hundred times as much room.
+        sources: the files in force, without their policies, which take a hundred times as much room.
     """
 
     engine: Engine
@@ -87,7 +87,7 @@ class Reloader:
     _overridden: list[bool]
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Load for the first time: the preset in shadow mode if no policy is given; raises BundleErrors if that fails."""
+        """Load for the first time: the preset in shadow mode if no policy is given. Raises BundleErrors if that fails."""
         self._settings = settings
         self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
         self._metrics = metrics
@@ -111,25 +111,25 @@ class Reloader:
         return self._refusal if self._refused or self._unreadable else None
 
     def list_policies(self) -> list[tuple[Source, list[Any]]]:
-        """Every file in force, and its policies as written."""
+        """Every file in force, with its raw policies."""
         sources, archive = self.sources, self._archive
         return [(source, list_raw(data)) for source, data in zip(sources, archive.open().values(), strict=True)]
 
     def locate_policies(self) -> dict[str, tuple[str, str, Any]]:
-        """Every policy in force, by its id: its file, its JSON Pointer there, and the policy as written."""
+        """Every policy in force, by its id: its file, its JSON Pointer there, and the raw policy."""
         found = [(file, locate_raw(data)) for file, data in self._archive.open().items()]
         return {name: (file, pointer, raw) for file, own in found for name, (pointer, raw) in own.items()}
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
-        """Read the files again; if they changed, or with `force`, load them and swap the engine.
+        """Read the files again. If they changed, or with `force`, load them and replace the engine.
 
-        Nothing is raised: errors are logged, counted, and leave everything as it was.
+        Never raises: errors are logged and counted, and change nothing.
         """
         async with self._lock:
             try:
                 await self._follow_clock(swap)
                 await self._follow_files(swap, force=force)
-            except Exception as error:  # noqa: BLE001  # whatever a bundle provokes, the last good one stays in force
+            except Exception as error:  # noqa: BLE001  # after any error, the last valid policies stay in force
                 await self._refuse(error)
 
     async def watch(self, swap: Callable[[Engine], None]) -> None:
@@ -147,7 +147,7 @@ class Reloader:
                         await self.reload(swap)
                         if watched != await self._files.ask(_list_directories, self._paths, self._seen):
                             break
-            except (OSError, RuntimeError) as error:  # a watched directory went away, or the system's watches are used up
+            except (OSError, RuntimeError) as error:  # a watched directory is gone, or the system's watches are used up
                 if str(error) != failure:
                     _LOG.warning("cannot watch the policy files, comparing them instead", extra=make_extra(error=str(error)))
                 failure = str(error)
@@ -169,7 +169,7 @@ class Reloader:
         try:
             files, seen = await self._files.ask(_read, self._paths)
         except (BundleErrors, OSError) as error:
-            if str(error) != self._unreadable or force:  # a file that stays missing is one failure, not one every recheck
+            if str(error) != self._unreadable or force:  # a file that stays missing is one failure, not one per recheck
                 await self._refuse(error)
             self._unreadable = str(error)
             return
@@ -177,7 +177,7 @@ class Reloader:
         if seen == self._seen and not force:
             return
         self._seen = seen
-        self._refused = True  # until it is taken
+        self._refused = True  # until the policies are replaced
         loaded = await asyncio.to_thread(_compile, files, self._settings, _now())
         self._warn_about_versions(loaded.sources)
         self._refused = False
@@ -233,7 +233,7 @@ class Reloader:
 
 
 async def _log_all(level: int, problems: Sequence[object]) -> None:
-    """Log a line for each, with pauses: ten thousand lines at once would delay every request."""
+    """Log a line for each problem, with pauses: ten thousand lines at once would delay every request."""
     for number, problem in enumerate(problems, 1):
         _LOG.log(level, str(problem))
         if not number % _LINES_AT_ONCE:
@@ -245,18 +245,18 @@ def _now() -> datetime:
 
 
 class _FileSystem:
-    """Asks the file system on threads of its own, with a time limit.
+    """Queries the file system in threads of its own, with a time limit.
 
-    They are daemon threads: unlike asyncio's own, one that never returns does not keep the process from ending.
+    They are daemon threads, so unlike asyncio's own, one that never returns does not keep the process from ending.
     """
 
     def __init__(self) -> None:
         self._asked: dict[object, Future[Any]] = {}
 
     async def ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The question's answer; raises TimeoutError if there is none in time.
+        """Answer a question; raises TimeoutError if that takes too long.
 
-        While the same question from before is still being answered, that answer has to do: stuck threads must not pile up.
+        If the same question is still being answered, that answer is used, so that stuck threads do not pile up.
         """
         answer = self._asked.get(question)
         if answer is None or answer.done():
@@ -269,7 +269,7 @@ class _FileSystem:
         except TimeoutError:
             raise TimeoutError(f"the policy files could not be read within {_READ_SECONDS:g} s") from None
         finally:
-            if answer.done():  # not to be kept: it may be all of the files
+            if answer.done():  # not kept: it may contain all files
                 self._asked.pop(question, None)
         return found
 
@@ -277,12 +277,12 @@ class _FileSystem:
 def _settle(answer: Future[T], work: Callable[[], T]) -> None:
     try:
         answer.set_result(work())
-    except Exception as error:  # noqa: BLE001  # raised again where the answer is awaited
+    except Exception as error:  # noqa: BLE001  # raised again when the answer is awaited
         answer.set_exception(error)
 
 
 class _Archive(NamedTuple):
-    """The policy files in force, compressed, and the moment at which they were checked."""
+    """The policy files in force, compressed, and the time at which they were checked."""
 
     files: dict[str, bytes]
     now: datetime
@@ -297,7 +297,7 @@ class _Archive(NamedTuple):
 
 
 class _Loaded(NamedTuple):
-    """Compiled policies, and the moment for which they were compiled."""
+    """Compiled policies, and the time for which they were compiled."""
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
@@ -318,7 +318,7 @@ def _hash(files: Mapping[str, bytes]) -> dict[str, str]:
     return {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
 
 
-def build(  # noqa: PLR0913  # all that decides what is taken
+def build(  # noqa: PLR0913  # everything that decides the result
     files: Mapping[str, bytes],
     now: datetime,
     *,
@@ -327,9 +327,9 @@ def build(  # noqa: PLR0913  # all that decides what is taken
     checked: datetime | None = None,
     unreadable: Sequence[BundleError] = (),
 ) -> tuple[PolicySet, Engine]:
-    """Make an engine from policy files; `serve` starts with it, and `validate` tries it.
+    """Make an engine from policy files, for `serve`, and for `validate` as a test.
 
-    What has expired is decided by `checked`, or else by `now`. Raises BundleErrors, those that are `unreadable` first.
+    Policies are expired as of `checked`, or else as of `now`. Raises BundleErrors, starting with `unreadable`.
     """
     try:
         policies = parse(files, checked or now)
@@ -349,7 +349,7 @@ def _compile(
     checked: datetime | None = None,
     unreadable: Sequence[BundleError] = (),
 ) -> _Loaded:
-    """See `build`; also frees what is no longer needed. Runs in a worker thread during a reload."""
+    """See `build`; also frees objects that are no longer needed. Runs in a worker thread during a reload."""
     archive = _Archive({file: zlib.compress(data, _LEVEL) for file, data in files.items()}, checked or now)
     with _uncollected():
         policies, engine = build(
@@ -360,7 +360,7 @@ def _compile(
             checked=checked,
             unreadable=unreadable,
         )
-        # A decoded text keeps all the memory around it alive, so what outlives the file is copied.
+        # A decoded text keeps all the memory around it allocated, so texts that outlive the file are copied.
         digests = {copy_text(policy.id): _digest(policy) for source in policies.sources for policy in source.policies}
         for source in policies.sources:
             _free(source.policies)
@@ -371,12 +371,11 @@ def _compile(
 
 
 def _digest(policy: Policy) -> int:
-    """A digest of a policy."""
     return zlib.crc32(policy.model_dump_json(exclude_defaults=True).encode())
 
 
 def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
-    """What a reload did, by the digests of policies: the ids that it `added`, `removed` and `changed`; None for no change."""
+    """The effect of a reload, by digests of policies: ids that it `added`, `removed` and `changed`; None for no change."""
     found = {
         "added": [name for name in after if name not in before],
         "removed": [name for name in before if name not in after],
@@ -404,7 +403,7 @@ def _dismantle(engines: list[Engine]) -> None:
 
 
 def _trim() -> None:
-    """Have the C library return free memory: on its own, glibc keeps what lies below the last block in use."""
+    """Make the C library return free memory. On its own, glibc keeps what is below the last block in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -412,9 +411,9 @@ def _trim() -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Exempt everything built here from garbage collection, which would stop the event loop while it walks these objects.
+    """Exempt everything built here from garbage collection, which would stop the event loop while it visits these objects.
 
-    Policies hold no reference cycles, so those that are dropped are freed without the collector.
+    Policies have no reference cycles, so dropped ones are freed without the collector.
     """
     gc.disable()
     try:
@@ -454,6 +453,6 @@ def _list_directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
     for path in paths:
         if Path(path).is_dir():
             found.update(find_directories(path))
-        else:  # of a path that is missing, the nearest directory above that is there
+        else:  # of a missing path, the nearest existing directory above
             found.add(next(str(above) for above in Path(path).absolute().parents if above.is_dir()))
     return found

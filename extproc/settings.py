@@ -1,5 +1,5 @@
 """The process's settings: flag, else environment (`LOOPGUARD_<NAME>`), else default; frozen once read."""
-# interpreted: read once; a dataclass of what operators choose
+# interpreted: read once; a dataclass of operators' choices
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
 """Variables that Kubernetes sets for a Service called `loopguard`, and those that only tests read."""
 
 MAX_SAMPLES = 100
-"""Differences to keep for one canary: more than a person looks at."""
+"""Maximum number of differences to keep for one canary: more than a person reads."""
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -29,7 +29,7 @@ _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to listen: `host:port` or `unix:/path`."""
+    """The address to listen on: `host:port` or `unix:/path`."""
 
     text: str
     host: str = ""
@@ -37,12 +37,12 @@ class Address:
 
     @property
     def is_unix(self) -> bool:
-        """A Unix socket rather than TCP."""
+        """Whether it is a Unix socket rather than TCP."""
         return self.text.startswith("unix:")
 
     @property
     def is_local(self) -> bool:
-        """No other machine can connect to it."""
+        """Whether no other machine can connect to it."""
         if self.is_unix or self.host == "localhost":
             return True
         try:
@@ -52,7 +52,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`, or raise ValueError; port 0: a free one."""
+    """Parse `host:port`, `[::1]:port`, `:port` (all interfaces) or `unix:/path`; port 0 means a free one. Raises ValueError."""
     if text.startswith("unix:/"):
         return Address(text)
     found = _HOST_PORT.fullmatch(text)
@@ -66,8 +66,8 @@ class SubjectName(NamedTuple):
     """A name in a certificate: a subjectAltName (RFC 5280 section 4.2.1.6).
 
     Attributes:
-        kind: `DNS`, `URI` or `IP Address`, as Python's `ssl` has it.
-        value: in small letters where it is a DNS name, in its shortest form where it is an IP address.
+        kind: `DNS`, `URI` or `IP Address`, as in Python's `ssl`.
+        value: the name; in lower case for `DNS`, in its shortest form for `IP Address`.
     """
 
     kind: str
@@ -97,7 +97,7 @@ def _parse_scope(text: str) -> str:
 
 
 def parse_subject_name(text: str) -> SubjectName:
-    """Parse a URI such as a SPIFFE id, an IP address, or else a DNS name; raises ValueError for anything else."""
+    """Parse a URI such as a SPIFFE id, an IP address or a DNS name; raises ValueError for anything else."""
     if "://" in text:
         return SubjectName("URI", text)
     try:
@@ -197,17 +197,17 @@ class Settings:
 
     @property
     def watches(self) -> bool:
-        """No policy is given: the preset is used, in shadow mode."""
+        """Whether no policy is given, so that the preset is used, in shadow mode."""
         return not self.policy
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag for each setting; flags that are not given stay out of the namespace."""
+    """Add one flag for each setting. Flags that are not given stay out of the namespace."""
     options.add_flags(parser, Settings, ENV_PREFIX)
 
 
 def find_unknown(environ: Mapping[str, str]) -> list[str]:
-    """One warning for each variable that has the prefix but is no setting; it may be misspelt."""
+    """One warning for each variable that has the prefix but is not a setting, because it may be misspelt."""
     known = [item.name.upper() for item in fields(Settings)]
     found = []
     for variable in sorted(environ):
@@ -219,5 +219,5 @@ def find_unknown(environ: Mapping[str, str]) -> list[str]:
 
 
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Settings from parsed flags and the environment; raises UsageError, naming flag or variable, with what would be right."""
+    """Read settings from parsed flags and the environment; raises UsageError, naming flag or variable, and what is right."""
     return options.read_options(Settings, flags, environ, ENV_PREFIX)

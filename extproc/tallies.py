@@ -1,6 +1,6 @@
-"""Plain numbers about every request, because a library's counters cost more than what they count; `metrics` names them.
+"""Plain numbers for every request, because a library's counters cost more than what they count; `metrics` names them.
 
-The event loop alone counts. The thread that answers a scrape only reads, and may see a request in one number and not yet in
+Only the event loop counts. The thread that answers a scrape only reads, and may see a request in one number but not yet in
 another.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class Buckets:
-    """A histogram: the upper bound of each bucket, what each alone has taken (the last has no bound), and the sum of all."""
+    """A histogram: the upper bound of each bucket, the count of each (the last has no bound), and the sum of all values."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -21,7 +21,7 @@ class Buckets:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Take one value."""
+        """Count one value."""
         place = bisect_left(self.bounds, value)
         self.counts[place] += 1
         self.sum += value

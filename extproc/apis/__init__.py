@@ -1,10 +1,10 @@
-"""The APIs that agents call: one file for each, which is found by its `API`.
+"""The APIs that agents call: one file for each, found by its `API`.
 
-So no other module names an API; `api.Api` describes what such a file contains. Other modules are shared: `conversation` and its
-parts (`messages`, `contents`, `places`), `usage`, and `api`. Contents and lists of tools are read in the same way for all APIs,
+No other module names an API; `api.Api` describes what such a file contains. Shared modules are `conversation` and its parts
+(`messages`, `contents`, `places`), `usage` and `api`. Contents and lists of tools are read in the same way for all APIs,
 because gateways mix them.
 """
-# interpreted: finds the files, once, and what is called when a request is refused
+# interpreted: finds the files once; the rest runs only for refusals
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from extproc.request.secrets import ANYWHERE, OWN_PLACES, SECRET_HEADERS
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 APIS: Final[list[Api]] = sorted([file.API for file in _FILES if hasattr(file, "API")], key=lambda api: api.default is None)
-"""The default API, which many programs speak, is first: its conversations are looked for first. Its keys are tried last,
-because other APIs have them, too."""
+"""The default API, which many programs speak, is first: its conversations are tried first. Its keys are tried last, because
+other APIs have them, too."""
 
 for _api in APIS:
     READERS.update(_api.blocks)
@@ -40,11 +40,11 @@ find_conversation: Final = _SHAPES.find_conversation
 locate_results: Final = _SHAPES.locate_results
 
 LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})
-"""Where a list of messages may be, from the oldest to the newest."""
+"""Paths at which a body may have a list of messages, oldest first."""
 
 TOOL_WORDS: Final = ToolWords(*[reduce(or_, words) for words in zip(*[api.tool_words for api in APIS], strict=True)])
 TOOL_LISTS: Final[dict[str, list[ToolList]]] = {}
-"""By the key of the conversation beside which they are declared."""
+"""Lists of tools by the key of the conversation beside which they are declared."""
 
 for _list in [tool_list for api in APIS for tool_list in api.tool_lists]:
     TOOL_LISTS.setdefault(_list.beside, []).append(_list)
@@ -52,16 +52,16 @@ for _list in [tool_list for api in APIS for tool_list in api.tool_lists]:
 COUNT_PLACES: Final = {
     name: list(dict.fromkeys([place for api in APIS for place in api.counts.get(name, ())])) for name in COUNTS
 }
-"""Where responses report token counts. If one is reported several times, the last one counts: the output of streams grows."""
+"""Where responses report token counts. If one is reported several times, the last one counts, because streams add to it."""
 
 EVENT_OBJECTS: Final = sorted({place for api in APIS for place in api.events}, key=lambda place: (-place.count("."), place))
-"""Objects with counts in the events of a stream, in their order: those at the begin of a response, then those at its end."""
+"""Objects with counts in the events of a stream, in their order: those at the start of a response, then those at its end."""
 
 MODEL_PLACES: Final = list(dict.fromkeys([place for api in APIS for place in api.answered_by]))
 """Where responses name the model."""
 
 STREAMED_DOCUMENTS: Final = [part for api in APIS for part in api.streamed_documents]
-"""Parts of paths whose responses are one JSON document that is streamed in pieces."""
+"""Parts of paths whose responses are one JSON document streamed in pieces."""
 
 read_counts: Final = Counts(COUNT_PLACES, EVENT_OBJECTS).read
 
@@ -85,7 +85,7 @@ _WEBSOCKETS: Final = [search for search, endpoint in _PATHS if endpoint.websocke
 
 
 def find_endpoint(question: Question) -> Endpoint:
-    """The endpoint of a request, which determines how it is answered; for an unknown one, the default API's."""
+    """The endpoint of a request, which determines how it is answered; the default API's if the request is not recognized."""
     request = question.request
     content_type = request.headers.get("content-type", b"")
     for match, endpoint in _CONTENT_TYPES:
@@ -114,7 +114,7 @@ def takes_websocket(path: str) -> bool:
 
 
 def asks_model(path: str) -> bool:
-    """Whether a model may answer requests on this path; not so if the API only counts tokens."""
+    """Whether a model may answer requests on this path; false if the API only counts tokens."""
     return not any(search(path) for search in _MODELLESS)
 
 

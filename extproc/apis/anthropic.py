@@ -1,5 +1,5 @@
-"""Anthropic's messages, of its own API and of Vertex AI: a chat whose calls, results and thoughts are blocks of a content."""
-# interpreted: writes refusals, which is json's time; reads what msgspec has decoded
+"""Anthropic's messages, as in its own API and in Vertex AI: calls, results and thoughts are blocks of a message's content."""
+# interpreted: writes refusals, where json takes the time; reads what msgspec decoded
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _locate_result(patch: Patch, fields: Fields, block: Value) -> list[Place]:
 
 
 def _owns(kind: str, fields: Fields) -> bool:
-    """Whether a tool's name stands in the tool itself."""
+    """Whether a declared tool is in Anthropic's format, with the name in the tool itself."""
     return kind == _TOOLSET or ("name" in fields and "function" not in fields)
 
 
@@ -52,12 +52,12 @@ _ENDED = {"stop_reason": "end_turn", "stop_sequence": None}
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """`type` beside `error` (docs.anthropic.com, Errors); clients with a schema take nothing for an error without it."""
+    """Write an error with `type` beside `error` (docs.anthropic.com, Errors); clients with a schema expect both."""
     return frame_json(refusal.status, {"type": "error", **make_error(refusal)})
 
 
 def complete(completion: Completion, question: Question) -> Framed | None:
-    """A message, or the events that lead to it."""
+    """A message, or the events that stream it."""
     if question.body is None or not completion.model:
         return None
     if question.read("stream") is True:
@@ -66,7 +66,7 @@ def complete(completion: Completion, question: Question) -> Framed | None:
 
 
 def make_message(completion: Completion) -> dict[str, Any]:
-    """The whole message."""
+    """A message of the API."""
     return {
         "id": f"msg_{completion.name}",
         "type": "message",
@@ -79,7 +79,7 @@ def make_message(completion: Completion) -> dict[str, Any]:
 
 
 def write_events(completion: Completion) -> Iterator[dict[str, Any]]:
-    """The same in pieces (docs.anthropic.com, Streaming messages)."""
+    """The events that stream a message (docs.anthropic.com, Streaming messages)."""
     started = {**make_message(completion), "content": [], "stop_reason": None}
     yield {"type": "message_start", "message": started}
     yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
@@ -125,7 +125,7 @@ API = Api(
     ),
     counts={
         "input": ("usage.input_tokens", "message.usage.input_tokens"),
-        # Not message.usage.output_tokens, which is where a message begins and nothing has been written yet.
+        # Not message.usage.output_tokens, which is reported at the start of a message, before any output.
         "output": ("usage.output_tokens",),
         "cache_read": ("usage.cache_read_input_tokens", "message.usage.cache_read_input_tokens"),
         "cache_write": ("usage.cache_creation_input_tokens", "message.usage.cache_creation_input_tokens"),

@@ -1,5 +1,5 @@
 """The record in which each API's file describes the API."""
-# interpreted: writes refusals, which is json's time; msgspec makes a Struct while Python runs
+# interpreted: writes refusals, where json takes the time; msgspec makes a Struct at run time
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 
 _LONGEST_VALUE = 4_096
-"""Longest value to read, in bytes; those that matter are short."""
+"""Maximum length of a value to read, in bytes; relevant values are short."""
 
 _MOST_VALUES = 1_000_000
-"""Most values in a body to read: skipping this many takes 10 ms."""
+"""Maximum number of values in a body to read: skipping this many takes 10 ms."""
 
 ASKED: Final[set[str]] = {"model"}
-"""The keys of a body that answers depend on; all others are skipped. Every API adds its own."""
+"""Keys of a body on which answers depend; all others are skipped. Every API adds its own."""
 
 
 @cache
 def _make_decoder() -> Callable[[bytes | memoryview], msgspec.Struct]:
-    """For all of ASKED, each raw, because clients send anything."""
+    """Make a decoder for all of ASKED. Values stay raw, because clients send anything."""
     asked = [(key, msgspec.Raw, msgspec.Raw()) for key in sorted(ASKED)]
     return msgspec.json.Decoder(msgspec.defstruct("Asked", asked, gc=False)).decode
 
 
 class Question:
-    """A request, as far as the answer depends on it.
+    """The parts of a request on which the answer depends.
 
     Attributes:
-        request: without its body.
-        body: its keys in ASKED; None if it cannot be read, or is no JSON object.
+        request: the request without its body.
+        body: the body's keys in ASKED; None if it cannot be read or is not a JSON object.
     """
 
     def __init__(self, request: HttpRequest, content: bytes | memoryview | None) -> None:
-        """Read the body, if there is one to inspect."""
+        """Read the body, if there is one and it may be inspected."""
         self.request = request
         self.body = _read_body(content) if content is not None else None
 
@@ -59,11 +59,11 @@ class Question:
         return all(bytes(self.find(key)) for key in keys)
 
     def find(self, key: str) -> msgspec.Raw:
-        """A raw value of the body, empty if missing."""
+        """A raw value of the body; empty if missing."""
         return getattr(self.body, key) if self.body is not None else msgspec.Raw()
 
     def read(self, key: str) -> Any:  # noqa: ANN401  # JSON
-        """A short value of the body, None if missing or unreadable."""
+        """A short value of the body; None if missing or unreadable."""
         value = self.find(key)
         if not 0 < len(value) <= _LONGEST_VALUE:
             return None
@@ -84,7 +84,7 @@ def _read_body(content: bytes | memoryview) -> msgspec.Struct | None:
         return None
     try:
         return _make_decoder()(content)
-    except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+    except (ValueError, RecursionError):  # errors of msgspec and Unicode are ValueErrors
         return None
 
 
@@ -93,10 +93,10 @@ class Refusal(NamedTuple):
 
     Attributes:
         status: HTTP status.
-        message: for models and people; contains the code, because some SDKs show nothing else.
+        message: text for models and people; contains the code, because some SDKs show nothing else.
         reason: as in `X-Fairvisor-Reason`.
         code: for programs.
-        detail: more, for clients that know Loopguard; empty for none.
+        detail: more for clients that know Loopguard; empty for none.
     """
 
     status: int
@@ -110,10 +110,10 @@ class Completion(NamedTuple):
     """A refusal as an answer of the model.
 
     Attributes:
-        text: of the answer.
-        model: name from the request.
+        text: text of the answer.
+        model: the model's name in the request.
         name: unique id of the answer.
-        created: when, in seconds since 1970.
+        created: seconds since 1970.
     """
 
     text: str
@@ -146,7 +146,7 @@ Changes = dict[str, bytes | None]
 
 
 class ToolsLeft(Enum):
-    """What has become of the tools in a list."""
+    """What is left of the tools in a list."""
 
     SAME = "all stay"
     FEWER = "some stay"
@@ -164,10 +164,10 @@ class ToolList(NamedTuple):
         none: JSON of the choice that forbids all tools; empty if the API has none.
         auto: JSON of the choice that leaves it to the model.
         along: other keys that are not allowed without tools.
-        holder: key of an object, beside the conversation, that holds list and choice; empty for none.
-        wraps: the conversation's key holds an object with all three: conversation, list and choice.
-        owns: whether an entry, by its `type` and its members, is of this API, if a list of another API has the same key;
-            None to accept all.
+        holder: key of an object, beside the conversation, that contains list and choice; empty for none.
+        wraps: the conversation's key contains an object with all three: conversation, list and choice.
+        owns: returns whether an entry is in this API's format, given its `type` and members, if other APIs use the same key;
+            None to accept all entries.
         choose: edits the choice, given the body, the members beside it, the state of the tools, and the names of removed tools;
             returns other changes beside it. None if the choice is a tool, a list of tools, or a mode.
     """
@@ -188,15 +188,15 @@ class ToolWords(NamedTuple):
     """An API's words in lists of tools. All lists are read with the words of all APIs, because gateways mix them.
 
     Attributes:
-        wrappers: keys of an object that has the tool's name.
-        lists: keys of an entry that hold a list of tools.
+        wrappers: keys of an object that contains the tool's name.
+        lists: keys of an entry that contain a list of tools.
         groups: types of entries that are lists of tools, each with the key of its list.
-        servers: types, or keys, of entries for servers, whose tools are not declared one by one.
-        others: keys of an entry that are no tools.
+        servers: types, or keys, of entries for servers, whose tools are not declared individually.
+        others: keys of an entry that are not tools.
         modes: types of choices that name no tool.
         allowed: types of choices that list tools.
         kept: keys of a choice that apply to any tool: a choice with one is edited, not replaced.
-        called: names in calls, for tools that are declared by another name.
+        called: names in calls of tools that are declared by another name.
         schemas: keys of a tool that hold the JSON schema of its arguments.
     """
 
@@ -215,7 +215,7 @@ class ToolWords(NamedTuple):
 class Api(NamedTuple):
     """One API; patterns are regular expressions, which must take linear time.
 
-    An endpoint is found by content type, path, header, then key of the body: the first that matches.
+    An endpoint is found by content type, path, header, then key of the body; the first match counts.
 
     Attributes:
         default: endpoint for requests whose API is not recognized; exactly one API has it, and is tried last.
@@ -225,18 +225,18 @@ class Api(NamedTuple):
         headers: endpoints by names of headers that only clients of this API send.
         keys: endpoints by keys that a body has.
         asked: further keys of bodies that `write_error` and `complete` read.
-        shapes: how conversations are written in bodies.
+        shapes: formats of conversations in bodies.
         blocks: readers for blocks of a content, by `type` or by the one key that names the block.
-        locators: for such blocks, where a note can be put.
+        locators: functions that find a place for a note in such blocks.
         tool_lists: where tools are declared.
         tool_words: the API's words in these lists.
         models: functions that find the model in a path, each by a word that such paths contain.
-        list_models: other names of a model, for prices, the longer first.
-        counts: places of token counts in responses, keys joined by dots, by the names in `usage.COUNTS`.
-        events: the objects in events of a stream that hold counts.
+        list_models: returns other names of a model, for prices, longest first.
+        counts: places of token counts in responses, as keys joined by dots, by the names in `usage.COUNTS`.
+        events: the objects in events of a stream that contain counts.
         answered_by: where responses name the model.
-        streamed_documents: parts of paths whose responses are one JSON document, streamed in pieces.
-        credentials: where clients show their secret, as limit keys; the first that a request has counts.
+        streamed_documents: parts of paths whose responses are one JSON document streamed in pieces.
+        credentials: where clients send their secret, as limit keys; the first that a request has counts.
     """
 
     default: Endpoint | None = None
@@ -261,27 +261,27 @@ class Api(NamedTuple):
 
 
 def make_error(refusal: Refusal) -> dict[str, Any]:
-    """The error body that most clients understand, with Loopguard's own `detail`; some APIs add to it."""
+    """The error body that most clients understand, with Loopguard's `detail`; some APIs add to it."""
     error = {"message": refusal.message, "type": refusal.reason, "param": None, "code": refusal.code}
     return {"error": error, "detail": refusal.detail} if refusal.detail else {"error": error}
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """The same as a complete response."""
+    """Write the error that most clients understand as a JSON response."""
     return frame_json(refusal.status, make_error(refusal))
 
 
 def frame_json(status: int, body: object, *headers: tuple[str, str]) -> Framed:
-    """A JSON body, and headers."""
+    """A response with a JSON body."""
     return Framed(status, JSON, json.dumps(body).encode(), headers)
 
 
 def frame_events(events: Iterable[str | Mapping[str, Any]], *, named: bool = False) -> Framed:
-    """A stream of server-sent events, all of them at once.
+    """All server-sent events of a stream in one response.
 
     Args:
-        events: the data of each; texts are sent unchanged.
-        named: events have their `type` as name.
+        events: the data of each event; texts are sent unchanged.
+        named: name each event by its `type`.
     """
     lines = []
     for event in events:

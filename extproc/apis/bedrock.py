@@ -1,5 +1,5 @@
-"""Amazon Bedrock's runtime: Converse, whose `messages` have blocks that are named by their one key, and models as they are."""
-# interpreted: writes refusals, which is json's time; reads what msgspec has decoded
+"""Amazon Bedrock's runtime: Converse, whose `messages` have blocks named by their only key, and models' own formats."""
+# interpreted: writes refusals, where json takes the time; reads what msgspec decoded
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MODEL = "/model/"
 _OPERATIONS = frozenset(
     {"converse", "converse-stream", "invoke", "invoke-with-response-stream", "invoke-with-bidirectional-stream", "count-tokens"}
 )
-"""What follows `/model/ID/`."""
+"""What follows `/model/ID/` in a path."""
 
 _ARN = "arn:"
 _GEOGRAPHY = re.compile(r"\A(?:us|eu|apac|jp|au|ca|us-gov|global)\.(?=[a-z0-9-]+\.)")
-"""In front of a model's id: an inference profile, which spreads its calls over regions."""
+"""The prefix of a model's id that names an inference profile, which spreads calls over regions."""
 
 
 def _read_call(block: Block) -> Part:
@@ -50,11 +50,11 @@ def _find_model(path: str) -> str:
     before, _, last = path.rpartition("/")
     if last not in _OPERATIONS:
         return ""
-    return decode_name(before.partition(_MODEL)[2])  # whole: an ARN has a slash, which a proxy may have decoded
+    return decode_name(before.partition(_MODEL)[2])  # not the last segment: an ARN has a slash, which a proxy may decode
 
 
 def _list_models(model: str) -> list[str]:
-    """Without its ARN, and without the geography of an inference profile: one model goes by all of these."""
+    """Other names of the model: without its ARN, and without the geography of an inference profile."""
     named = model.rpartition("/")[2] if model.startswith(_ARN) else model
     return [named, _GEOGRAPHY.sub("", named)]
 
@@ -69,31 +69,31 @@ _TYPES = {
     500: "InternalServerException",
     503: "ServiceUnavailableException",
 }
-"""The errors that its operations know, by status (Bedrock's API reference, Converse)."""
+"""Bedrock's errors by HTTP status (Bedrock's API reference, Converse)."""
 
 _MEASURED = {"usage": {"inputTokens": 0, "outputTokens": 0, "totalTokens": 0}, "metrics": {"latencyMs": 0}}
 
 _AROUND = 16
-"""Bytes of an event's two lengths and two checksums."""
+"""Length of an event's two length fields and two checksums, in bytes."""
 
 _STRING = 7
-"""The type of a header whose value is text."""
+"""The type of a header with a text value."""
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """`message` in the body, and what kind of error it is in a header (smithy.io, AWS restJson1, operation errors)."""
+    """Write an error with `message` in the body and its type in a header (smithy.io, AWS restJson1, operation errors)."""
     kind = _TYPES.get(refusal.status) or _TYPES[400 if refusal.status < 500 else 500]  # noqa: PLR2004  # HTTP's
     return frame_json(refusal.status, {"message": refusal.message, **make_error(refusal)}, ("x-amzn-errortype", kind))
 
 
 def complete(completion: Completion, _: Question) -> Framed:
-    """What Converse answers."""
+    """A response of Converse."""
     message = {"role": "assistant", "content": [{"text": completion.text}]}
     return frame_json(200, {"output": {"message": message}, "stopReason": "end_turn", **_MEASURED})
 
 
 def complete_in_pieces(completion: Completion, _: Question) -> Framed:
-    """What ConverseStream answers."""
+    """A response of ConverseStream."""
     events: list[tuple[str, Mapping[str, Any]]] = [
         ("messageStart", {"role": "assistant"}),
         ("contentBlockDelta", {"contentBlockIndex": 0, "delta": {"text": completion.text}}),
@@ -105,12 +105,12 @@ def complete_in_pieces(completion: Completion, _: Question) -> Framed:
 
 
 def complete_as_model(completion: Completion, question: Question) -> Framed | None:
-    """What InvokeModel answers for Anthropic's models; others have languages of their own."""
+    """A response of InvokeModel for Anthropic's models; other models have formats of their own."""
     return frame_json(200, anthropic.make_message(completion)) if question.has("anthropic_version") else None
 
 
 def complete_as_model_in_pieces(completion: Completion, question: Question) -> Framed | None:
-    """What InvokeModelWithResponseStream answers for them."""
+    """A response of InvokeModelWithResponseStream for Anthropic's models."""
     if not question.has("anthropic_version"):
         return None
     pieces = [b64encode(json.dumps(event).encode()).decode() for event in anthropic.write_events(completion)]
@@ -118,12 +118,12 @@ def complete_as_model_in_pieces(completion: Completion, question: Question) -> F
 
 
 def _frame_event_stream(events: Iterable[tuple[str, Mapping[str, Any]]]) -> Framed:
-    """Named events in the encoding of AWS (smithy.io, application/vnd.amazon.eventstream)."""
+    """Named events in AWS's encoding (smithy.io, application/vnd.amazon.eventstream)."""
     return Framed(200, "application/vnd.amazon.eventstream", b"".join(_encode(name, event) for name, event in events))
 
 
 def _encode(name: str, event: Mapping[str, Any]) -> bytes:
-    """Lengths, their checksum, headers, the event, and the checksum of all that."""
+    """Encode lengths, their checksum, headers, the event, and the checksum of all of these."""
     pairs = ((":event-type", name), (":content-type", JSON), (":message-type", "event"))
     headers = b"".join(_encode_header(*pair) for pair in pairs)
     payload = json.dumps(event).encode()

@@ -1,7 +1,7 @@
-"""Reads the contents of messages, and of results: texts, tool calls, results and others.
+"""Reads the contents of messages and results: texts, tool calls, results and others.
 
-Thoughts of a model (`thinking`, `reasoning`) are always left out. When requests are compared, so are values that differ each
-time: ids, and `cache_control`, which clients move from message to message.
+Thoughts of a model (`thinking`, `reasoning`) are always left out. Comparisons also leave out values that differ each time: ids,
+and `cache_control`, which clients move from message to message.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from extproc.request.document import (
 )
 from extproc.request.fingerprint import NO_BODY
 
-_CACHE_CONTROL = ("*", "cache_control")  # of results, whose ids and states are what the tool found out
+_CACHE_CONTROL = ("*", "cache_control")  # for results, whose ids and states are content
 _NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
 
 _NULL = b"null"
 
 _MAX_WRAPPED = 32
-"""Most elements in a text of the harness; a text with more is taken as a person's."""
+"""Maximum number of elements in a text of the harness; a text with more counts as a person's."""
 
 _LONGEST_TAG = 256
 
@@ -49,10 +49,10 @@ READERS: dict[str, Reader] = {}
 
 
 def read_content(content: Raw) -> list[Part]:
-    """The parts in the content of a message, or of a tool's result.
+    """The parts in the content of a message or of a tool's result.
 
     Raises:
-        NotCounted: it cannot be read, or is too much.
+        NotCounted: it cannot be read, or is too large.
     """
     if not is_given(content):
         return []
@@ -69,7 +69,7 @@ def read_content(content: Raw) -> list[Part]:
 
 
 def _read_values(content: Json) -> list[Part]:
-    """The same for a value that is no list of objects; a list that starts with anything else, such as tokens, is one part."""
+    """The parts of a value that is not a list of objects; a list that starts with other values, such as tokens, is one part."""
     if not isinstance(content, list) or (content and not isinstance(content[0], str | dict)):
         return [Part(OTHER, content)]
     walk(len(content))
@@ -83,7 +83,7 @@ def _read_value(item: Json) -> Part | None:
 
 
 def read_block(block: Block) -> Part | None:
-    """One element of a content; None for a thought."""
+    """The part in one element of a content; None for a thought."""
     kind = block.get("type")
     if kind is not None:
         reader = READERS.get(read_string(kind))
@@ -97,7 +97,7 @@ def read_block(block: Block) -> Part | None:
 
 
 def read_text(block: Block) -> Part | None:
-    """A block of text, unless it is a thought, which some APIs mark on the text."""
+    """A block of text; None for a thought, which some APIs mark on the text."""
     if "thought" in block and open_value(block["thought"]) is True:
         return None
     text = open_value(block.get("text"))
@@ -107,11 +107,11 @@ def read_text(block: Block) -> Part | None:
 
 
 def skip_thought(_: Block) -> None:
-    """A thought."""
+    """The reader of thoughts."""
 
 
 def read_string(value: Json) -> str:
-    """A string, or a number as one; empty for anything else."""
+    """A string, or a number as a string; empty for other values."""
     found = open_value(value)
     if isinstance(found, str):
         return found
@@ -119,7 +119,7 @@ def read_string(value: Json) -> str:
 
 
 def read_object(value: Json) -> dict[str, Json]:
-    """An object; empty for anything else."""
+    """An object; empty for other values."""
     found = open_value(value)
     return found if isinstance(found, dict) else {}
 
@@ -130,10 +130,10 @@ def is_given(value: Raw) -> bool:
 
 
 def read_arguments(value: Json) -> Json:
-    """A call's arguments as a value; OpenAI sends them as JSON in a string, others as plain JSON.
+    """A call's arguments as a value. OpenAI sends them as JSON in a string, others as plain JSON.
 
     Raises:
-        NotCounted: it cannot be read, or is too much.
+        NotCounted: they cannot be read, or are too large.
     """
     value = unpack(value)
     if not isinstance(value, str):
@@ -147,7 +147,7 @@ def read_arguments(value: Json) -> Json:
 
 
 def read_result(value: Json) -> str:
-    """A tool's result as text: texts are joined, anything else is in canonical spelling."""
+    """A tool's result as text: texts are joined, other values are in canonical spelling."""
     value = unpack(value)
     if isinstance(value, str):
         return value.strip()
@@ -165,7 +165,7 @@ def read_result(value: Json) -> str:
 
 
 def _read_one(item: Json) -> str | None:
-    """The text of an element of a result; None if it is something else."""
+    """The text in an element of a result; None if it is something else."""
     if isinstance(item, dict):
         kind = item.get("type", "text")
         item = item.get("text") if isinstance(kind, str) and kind in _TEXTS else None
@@ -176,22 +176,22 @@ _TEXTS = frozenset({"text", "input_text", "output_text"})
 
 
 def name_other(value: Json) -> bytes:
-    """A short digest of something other than text, such as an image; equal digests mean equal values, apart from ids."""
+    """A short digest of a value that is not text, such as an image. Equal digests mean equal values apart from ids."""
     value = open_value(value)
     ignored = _NEVER_COMPARED
     if isinstance(value, dict):
         value = {name: open_value(item) for name, item in value.items()}
-        if value.get("type") == "item_reference":  # is nothing but its id
+        if value.get("type") == "item_reference":  # consists only of its id
             ignored = ()
     sums = NO_BODY.plus(write_canonical(value, ignored))
     return b"%d-%08x%08x" % (sums.length, sums.crc32, sums.adler32)
 
 
 def unpack(value: Json) -> Json:
-    """Decode a raw value; return any other unchanged.
+    """Decode a raw value; return any other value unchanged.
 
     Raises:
-        NotCounted: it is not JSON, or too much of it.
+        NotCounted: it is not JSON, or too large.
     """
     if type(value) is not Raw:
         return value

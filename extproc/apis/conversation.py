@@ -1,7 +1,7 @@
 """A conversation of any API: who says what, and whether the server keeps earlier messages.
 
-One pass over a body splits it into messages, without decoding their contents. A message is decoded only when it is read, and
-most of a long history never is. Each API's file describes the shape of its conversations.
+One pass over a body splits it into messages without decoding their contents. A message is decoded only when it is read, and
+most messages of a long history never are. Each API's file describes the shape of its conversations.
 
 To edit a body, the same parts are found by their offsets; see `Patch`.
 """
@@ -30,20 +30,20 @@ from extproc.request.document import (
 from extproc.request.patch import AMBIGUOUS, Patch, Value
 
 ASSISTANT, USER, TOOL, OTHER_ROLE = "assistant", "user", "tool", "other"
-"""Speakers of a message; any other value comes from the client."""
+"""Speakers of a message; any other value was sent by the client."""
 
 _MAX_OLDEST: Final = 100
-"""Number of messages, from the start, in which the user's first words are looked for."""
+"""Number of messages, from the start, in which to look for the user's first words."""
 
 _MAX_NEWEST: Final = 100
-"""Most results of one turn in which a place for a note is looked for."""
+"""Number of results of one turn, newest first, in which to look for a place for a note."""
 
 TOOLS, NO_TOOLS = "tools", "no tools"
 """Whether a request offers its model tools."""
 
 TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
 _KEPT_TOOLS: Final = ("cachedContent", "cached_content")
-"""Keys of lists of tools, and keys that refer to something on the server that may have tools."""
+"""Keys that refer to something on the server that may include tools."""
 
 _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 """Where bodies name a session; see `session_limits`."""
@@ -51,10 +51,10 @@ _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 _LONGEST_NOTHING: Final = 8
 
 _READ_ONLY: Final = "readOnlyHint"
-"""Of MCP: a tool that changes nothing."""
+"""MCP's hint that a tool changes nothing."""
 
 _MOST_HINTS: Final = 10_000
-"""Values of a list of tools that are looked at for these."""
+"""Number of values in a list of tools in which to look for hints."""
 
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 
@@ -63,8 +63,8 @@ class Before(NamedTuple):
     """The part of the conversation that a body does not show as messages.
 
     Attributes:
-        after: reference to what it continues (a response, a message, a conversation), in canonical spelling; empty for none.
-        open_ended: the server appends to a conversation whose end only it knows.
+        after: reference to what the request continues (a response, a message, a conversation) in canonical spelling, or empty.
+        open_ended: the server appends to a conversation whose end only the server knows.
         in_words: earlier turns, if any, are in the text of the messages.
     """
 
@@ -86,7 +86,7 @@ def know_nothing(_: Json) -> Before:
 
 
 def take_list(value: Json) -> Sequence[Json]:
-    """The messages of a list; empty if the value is no list, or a list of texts or numbers."""
+    """The messages of a list; empty if the value is not a list, or is a list of texts or numbers."""
     if not isinstance(value, list) or not value:
         return ()
     return value if isinstance(value[0], _OBJECTS) or dict in set(map(type, value)) else ()
@@ -97,19 +97,19 @@ class Shape:
 
     Attributes:
         path: keys that lead to the messages.
-        body: a struct with the keys of a body that matter; all but the first on the path are `Raw`.
-        message: a struct with the keys of a message that matter; each needs a default.
+        body: a struct of the relevant keys of a body; all but the first on the path are `Raw`.
+        message: a struct of the relevant keys of a message; each needs a default.
         decode: decodes a message.
-        name_speaker: returns who says a message: ASSISTANT, USER, TOOL or other; empty for a thought, which is skipped.
-        read: returns the parts of a message, in order; raises NotCounted if it cannot be read, or is too much.
-        find_raw: returns the raw value that holds a message's text and calls; ABSENT if these are in several places.
-        take: returns the messages in the value at the end of the path; None if this is a list.
-        joins: returns whether a message is a call that belongs together with calls beside it, made at once; None if each
-            message stands alone.
-        kept: the other keys of such a body, which say what went before.
+        name_speaker: returns who says a message: ASSISTANT, USER, TOOL or another; empty for a thought, which is skipped.
+        read: returns the parts of a message, in order; raises NotCounted if it cannot be read or is too large.
+        find_raw: returns the raw value with a message's text and calls; ABSENT if these are in several places.
+        take: returns the messages in the value at the end of the path; None if that is a list.
+        joins: returns whether a message is a call that belongs together with adjacent calls, made at once; None if each
+            message is separate.
+        kept: other keys of such a body that refer to earlier messages.
         look_back: returns what a body says about earlier messages; None if every request shows its whole history.
-        locate: returns where a note can be put into a message of a body that is edited; None if no note can be put there.
-        fallback: other APIs use the key for something else, so they are tried first.
+        locate: returns where a note can be put into a message of an edited body; None if no note can be put there.
+        fallback: other APIs use the key for something else, so those are tried first.
     """
 
     __slots__ = (
@@ -162,16 +162,16 @@ class Conversation:
     """The messages of one request.
 
     Attributes:
-        shape: how they are written.
-        model: empty if the request names none.
+        shape: the format of the messages.
+        model: the model's name; empty if the request names none.
         before: the part of the conversation that is not in the messages.
-        transcript: what `read_transcript` makes of it, or the exception.
+        transcript: the result of `read_transcript`, or its exception.
     """
 
     __slots__ = ("_body", "_messages", "before", "model", "shape", "transcript")
 
     def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str) -> None:  # noqa: ANN401  # of all keys
-        """Take messages as structs of the shape's, or as values where the whole body was decoded."""
+        """Store messages as structs of the shape, or as values if the whole body was decoded."""
         self._body = body
         self.transcript: Any = None
         self.shape = shape
@@ -181,7 +181,7 @@ class Conversation:
 
     @property
     def elsewhere(self) -> bool:
-        """Earlier turns are not in the messages: the server keeps them, or a plain prompt contains them."""
+        """Whether earlier turns are not in the messages: the server keeps them, or a plain prompt contains them."""
         return bool(self.before.after) or self.before.in_words
 
     def find_offer(self) -> str:
@@ -196,12 +196,12 @@ class Conversation:
         return "" if any(_holds(getattr(self._body, key)) for key in _KEPT_TOOLS) else NO_TOOLS
 
     def find_field(self, key: str) -> Raw | None:
-        """A key of the body as it stands there, ABSENT where it does not; None for one that is passed over."""
+        """The raw value of a key of the body, ABSENT if missing; None for a key that is skipped."""
         found = getattr(self._body, key, None)
         return found if type(found) is Raw else None
 
     def find_hints(self) -> dict[str, bool]:
-        """Whether tools only look, by name, as far as the request says so: MCP's `readOnlyHint`, which some clients pass on."""
+        """Which tools only read, by name, if the request says so with MCP's `readOnlyHint`, which some clients pass on."""
         for key in TOOL_KEYS:
             raw = getattr(self._body, key)
             if isinstance(raw, Raw) and bytes(raw).find(_READ_ONLY.encode()) >= 0:
@@ -236,7 +236,7 @@ class Conversation:
         return ""
 
     def list_spoken(self) -> list[tuple[str, Any]]:
-        """Speakers and their messages, the oldest first and without thoughts, as structs of the shape; calls are separate.
+        """Speakers and their messages, oldest first and without thoughts, as structs of the shape. Calls stay separate.
 
         Raises:
             NotCounted: there are too many messages.
@@ -251,7 +251,7 @@ class Conversation:
         return found
 
     def is_prefilled(self) -> bool:
-        """Whether the newest message is the assistant's, so the model has to continue it.
+        """Whether the newest message is the assistant's, so that the model has to continue it.
 
         Raises:
             NotCounted: that message cannot be read.
@@ -272,7 +272,7 @@ class Conversation:
         self._check_count()
 
     def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
-        """The same, with adjacent calls that were made at once as one message."""
+        """Like `read_backwards`, with adjacent calls that were made at once as one message."""
         calls: Message | None = None
         for message in self._read_each():
             joined = joins(message.value)
@@ -292,7 +292,7 @@ class Conversation:
             raise NotCounted("inspect_limit")
 
     def _open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
-        """A message as a struct of the shape; empty if its values have other types."""
+        """A message as a struct of the shape; empty if its values have unexpected types."""
         value = self._messages[place]
         if type(value) is self.shape.message:
             return value
@@ -306,14 +306,14 @@ class Shapes:
     """The shapes of all APIs; one pass over a body looks for all of them."""
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
-        """Order them: fallbacks are tried last."""
+        """Order the shapes: fallbacks are tried last."""
         self._shapes = sorted(shapes, key=lambda shape: shape.fallback)
         self._body: Any = _make_body(self._shapes)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
 
     def open_conversation(self, document: Document) -> Conversation:
-        """The conversation in a body, of the first shape that matches; all callers share it.
+        """The conversation in a body, in the first shape that matches; all callers share it.
 
         Raises:
             NotCounted: there is none, or it cannot be read.
@@ -332,7 +332,7 @@ class Shapes:
         return found
 
     def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
-        """Where the one conversation of an edited body is: a list of messages, or a text instead.
+        """Where an edited body has its only conversation: a list of messages, or a text instead.
 
         Raises:
             NotCounted: there is none, or several.
@@ -355,10 +355,10 @@ class Shapes:
         """Where a note can be put into the newest results of a conversation, or else into the user's last message.
 
         Returns:
-            places in the body, the newest last; none if the API has none, or it is unclear.
+            places in the body, newest last; empty if the API has none, or it is unclear.
 
         Raises:
-            NotCounted: there is no conversation, it is ambiguous, or too much.
+            NotCounted: there is no conversation, or it is ambiguous or too large.
         """
         shape, given = self.find_conversation(patch)
         if shape.locate is None:
@@ -393,7 +393,7 @@ class Shapes:
         raise NotCounted("no_messages")
 
     def _fill_body(self, value: Json) -> Json:
-        """The other keys of a body that was decoded as a whole, because a value in it has an unexpected type."""
+        """Add the other keys of a body that was decoded as a whole, because a value in it has an unexpected type."""
         given = value if isinstance(value, dict) else {}
         model = given.get("model")
         named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
@@ -402,35 +402,35 @@ class Shapes:
 
 
 def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
-    """Decode a message, or a part of it that is enough to know the speaker.
+    """Decode a message, or enough of it to know the speaker.
 
     Raises:
-        NotCounted: it cannot be read, or is too much.
+        NotCounted: it cannot be read, or is too large.
     """
     try:
         return patch.decode(raw, shape.decode)
     except ValidationError:
-        return shape.message()  # of other types than a message's: of no known kind
+        return shape.message()  # values of unexpected types: of an unknown kind
 
 
 def look_back(patch: Patch, shape: Shape) -> Before:
     """The part of the conversation that an edited body does not show as messages.
 
     Raises:
-        NotCounted: it cannot be read, or is too much.
+        NotCounted: it cannot be read, or is too large.
     """
     given = patch.open_fields(patch.root)
     raw: dict[str, Any] = dict.fromkeys(shape.path[:1])
     for key in shape.kept:
         if key in given:
             if patch.is_long(given[key]):
-                return Before(after=b"{}")  # whatever it is, it is something
+                return Before(after=b"{}")  # the reference is unknown, but there is one
             raw[key] = patch.read_raw(given[key])
     return shape.look_back(shape.body(**raw))
 
 
 def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
-    """A struct of the keys of all shapes, so that one pass over a body finds out which it has."""
+    """Make a struct of the keys of all shapes, so that one pass over a body shows which ones it has."""
     keys: dict[str, Any] = {"model": (str | None, None)}
     for shape in shapes:
         for field in fields(shape.body):
@@ -442,7 +442,7 @@ def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
 
 
 def _read_hints(raw: Raw) -> dict[str, bool]:
-    """The hints in a list of tools of any API; a name stands beside its annotations, or one level below."""
+    """The hints in a list of tools of any API. A name is beside its annotations, or one level below."""
     hints: dict[str, bool] = {}
     left: list[Json] = [decode_json(raw)]
     for _ in range(_MOST_HINTS):
@@ -461,14 +461,14 @@ def _read_hints(raw: Raw) -> dict[str, bool]:
 
 
 def _find_hint(tool: dict[str, Json]) -> bool | None:
-    """What a tool's annotations say."""
+    """The hint in a tool's annotations."""
     annotations = tool.get("annotations")
     hint = annotations.get(_READ_ONLY) if isinstance(annotations, dict) else None
     return hint if isinstance(hint, bool) else None
 
 
 def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
-    """Whether something stands there."""
+    """Whether the key has a value."""
     if not isinstance(value, Raw):
         return bool(value)
     raw = bytes(value)
@@ -476,7 +476,7 @@ def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
 
 
 def _follow(value: Json, path: tuple[str, ...]) -> Json:
-    """The value at the end of a path of keys, or of fields; None for none."""
+    """The value at the end of a path of keys or fields; None if missing."""
     for step in path:
         value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
     return value

@@ -1,8 +1,8 @@
 """Excerpts of bodies that are too long to inspect: everything before the messages, and the newest messages.
 
-Older messages are left out, so that the rest is valid JSON of bounded length. The begin of a message is always certain,
-whatever texts contain: the quotes and brackets of the omitted bytes are followed, all at once. If that is not possible, there
-is no excerpt. Nothing but older messages is ever left out.
+Older messages are left out, so that the rest is valid JSON of bounded length. No other part is ever left out. The start of a
+message is found reliably, whatever texts contain, because the quotes and brackets of the omitted bytes are tracked together. If
+that is not possible, there is no excerpt.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Final
 
 MAX_QUOTES: Final = 500_000
 MAX_BRACKETS: Final = 200_000
-"""Most quotes and brackets in omitted bytes; following this many takes 20 ms."""
+"""Maximum number of quotes and brackets in omitted bytes; tracking this many takes 20 ms."""
 
 MAX_AT_ONCE: Final = 8 * 2**20
-"""Most bytes to omit at once, in 20 ms; a body that arrives in pieces may be longer."""
+"""Maximum number of bytes to omit at once, in 20 ms; a body that arrives in pieces may be longer."""
 
 MAX_DEPTH: Final = 64
-"""Deepest nesting within an omitted element of the list."""
+"""Maximum nesting within an omitted element of the list."""
 
 MAX_TOKENS: Final = 20_000
 """The first message of the tail must begin within this many strings and punctuation marks."""
 
 _MAX_KEYS: Final = 32
-"""Most keys to try that look like that of the messages."""
+"""Maximum number of keys to try that look like the messages' key."""
 
 _PIECE: Final = 2**16
-"""Omit this many bytes in one step."""
+"""Number of bytes to omit in one step."""
 
 _STRUCTURE: Final = b'"[]{}'
 _OTHERS: Final = bytes([byte for byte in range(256) if byte not in _STRUCTURE])
@@ -42,7 +42,7 @@ class Position:
     """Position in the structure of JSON, tracked over omitted bytes.
 
     Attributes:
-        lost: the position is unknown, or the object or list in which it began has ended.
+        lost: the position is unknown, or the object or list in which tracking began has ended.
     """
 
     __slots__ = ("_brackets", "_escaped", "_in_string", "_open", "_quotes", "lost")
@@ -52,17 +52,17 @@ class Position:
         self.lost = False
         self._open = b""  # brackets
         self._in_string = False
-        self._escaped = False  # the next byte belongs to the last one
+        self._escaped = False  # the next byte belongs to the escape
         self._quotes = 0
         self._brackets = 0
 
     @property
     def is_at_top(self) -> bool:
-        """Whether the position is directly in that object or list, in no string and no inner value."""
+        """Whether the position is directly in that object or list, not in a string or an inner value."""
         return not (self.lost or self._open or self._in_string or self._escaped)
 
     def skip(self, data: bytes) -> None:
-        """Follow omitted bytes."""
+        """Track the position over omitted bytes."""
         if self.lost or not data:
             return
         if self._escaped:
@@ -70,7 +70,7 @@ class Position:
         if b"\\" in data:
             if (len(data) - len(data.rstrip(b"\\"))) % 2:
                 data, self._escaped = data[:-1], True
-            data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # the first of them from the left, as parsers read them
+            data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # from left to right, as parsers do
         structure = data.translate(None, _OTHERS)
         quotes = structure.count(b'"')
         self._quotes += quotes
@@ -82,7 +82,7 @@ class Position:
         self._follow(brackets)
 
     def _follow(self, brackets: bytes) -> None:
-        """Strike what is opened and closed again."""
+        """Remove pairs of brackets that are opened and closed again."""
         self._brackets += len(brackets)
         if self._brackets > MAX_BRACKETS:
             self.lost = True
@@ -97,7 +97,7 @@ class Position:
         self.lost = len(left) > MAX_DEPTH or b"}" in left or b"]" in left
 
     def find_next(self, data: bytes) -> int:
-        """Where the next element of the list begins in the following bytes; negative if unknown."""
+        """The offset of the list's next element in the following bytes; negative if unknown."""
         place = 1 if self._escaped else 0
         if self.lost:
             return -1
@@ -126,22 +126,22 @@ class Position:
 
 
 def _end_string(data: bytes, place: int) -> int:
-    """Where a string ends; negative where it does not."""
+    """The offset at which a string ends; negative if it does not."""
     found = _STRING_END.match(data, place)
     return -1 if found is None else found.end()
 
 
 class Excerpt:
-    """The ends of one body.
+    """An excerpt of one body.
 
     Attributes:
-        lost: there is no excerpt of it.
+        lost: there is no excerpt of this body.
     """
 
     __slots__ = ("_begun", "_head", "_keys", "_position", "_start", "_tail", "lost")
 
     def __init__(self, keys: Iterable[Sequence[str]], most: int) -> None:
-        """Know nothing yet.
+        """Start before the body arrives.
 
         Args:
             keys: paths of keys at which a body may have its messages.
@@ -186,7 +186,7 @@ class Excerpt:
         self.lost = self.lost or self._position.lost
 
     def _begin(self, head: bytes) -> None:
-        """Find the list of messages, which must continue at the end of the head."""
+        """Find the list of messages, which must not end within the head."""
         found = _START.match(head)
         for path in self._keys if found is not None else ():
             place = found.end() if found is not None else 0
@@ -198,12 +198,15 @@ class Excerpt:
 
 
 def _find_open(head: bytes, start: int, path: Sequence[str]) -> tuple[int, Position] | None:
-    """Where the list at the end of a path begins, and the position at the end of the head; None if it has ended, or is missing.
+    """Where the list at the end of a path begins, and the position at the end of the head.
 
     Args:
-        head: begins as a body does.
-        start: behind the bracket of an object.
-        path: keys, from there on.
+        head: the beginning of a body.
+        start: behind the opening bracket of an object.
+        path: keys, starting at that object.
+
+    Returns:
+        None if the list is missing or has ended.
     """
     key, rest = path[0], path[1:]
     passed = Position()

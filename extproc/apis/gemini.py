@@ -1,4 +1,4 @@
-"""Gemini's `generateContent`, of Google's AI Studio and of Vertex AI: `contents` whose parts are named by their one key."""
+"""Gemini's `generateContent`, as in Google's AI Studio and Vertex AI: `contents` whose parts are named by their only key."""
 # interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOTE = "gateway_note"
 
 _COLLECTIONS = ("/models", "/tunedModels", "/endpoints")
 _NO_NAMES = frozenset({"count-tokens"})
-"""What Anthropic's SDK for Vertex AI puts in place of a model's name, which stands in the body then."""
+"""What Anthropic's SDK for Vertex AI puts in place of the model's name, which is then in the body."""
 
 
 class Content(Struct, gc=False):
@@ -53,7 +53,7 @@ class GeminiBody(Struct, gc=False):
 
 
 class WrappedBody(Struct, gc=False):
-    """The same inside of a `request`, as Gemini's own command line sends it."""
+    """A body inside a `request`, as Gemini's own command line sends it."""
 
     request: GeminiBody
 
@@ -83,7 +83,7 @@ def _read_result(block: Block) -> Part:
 
 
 def _read_code(block: Block) -> Part:
-    """Code that the server runs, of which the result comes back in the same message."""
+    """Code that the server runs; its result is in the same message."""
     return Part(CALL, block.get("executableCode", block.get("executable_code")), "code_execution")
 
 
@@ -96,19 +96,19 @@ def _locate(patch: Patch, _: Content, whole: Value) -> list[Place]:
 
 
 def _locate_result(patch: Patch, fields: Fields, _: Value) -> list[Place]:
-    """In the text of a structured response, or as one more text of it."""
+    """The place in the text of a structured response, or in a new text member."""
     response = patch.open_fields(fields.get("functionResponse", fields.get("function_response"))).get("response")
     if response is None or not patch.is_object(response):
         return []
     given = patch.open_fields(response)
     key = next((key for key in _RESPONSE_TEXTS if key in given and patch.is_text(given[key])), _NOTE)
-    while key in given and not patch.is_text(given[key]):  # a tool must not keep a note away by taking its name
+    while key in given and not patch.is_text(given[key]):  # a tool must not prevent notes by using the key
         key += "_"
     return [Place(given[key], result=True)] if key in given else [Place(response, PLAIN, key, result=True)]
 
 
 def _choose(patch: Patch, fields: Fields, outcome: ToolsLeft, gone: Collection[str]) -> Changes:
-    """Edit the choice among tools, and say what becomes of the member in which it stands; see `ToolList`."""
+    """Edit the choice among tools; returns the change to the member that contains it. See `ToolList`."""
     key = _pick(fields, "toolConfig", "tool_config")
     if key not in fields or not patch.is_object(fields[key]):
         forbidden = b'{"functionCallingConfig":{"mode":"NONE"}}'
@@ -126,7 +126,7 @@ def _choose(patch: Patch, fields: Fields, outcome: ToolsLeft, gone: Collection[s
 
 
 def _mend_names(patch: Patch, calling: Fields, gone: Collection[str]) -> ToolsLeft:
-    """Edit the list of functions that may be called; one of which none is left forbids all."""
+    """Edit the list of functions that may be called; if none is left, all are forbidden."""
     key = _pick(calling, "allowedFunctionNames", "allowed_function_names")
     if key not in calling or not patch.is_list(calling[key]):
         return ToolsLeft.FEWER
@@ -139,10 +139,10 @@ def _mend_names(patch: Patch, calling: Fields, gone: Collection[str]) -> ToolsLe
 
 
 def _pick(fields: Fields, *keys: str) -> str:
-    """Which spelling of a key is there, the first where none is.
+    """The spelling of a key that is there; the first if none is.
 
     Raises:
-        NotCounted: there are several.
+        NotCounted: there are several spellings.
     """
     found = [key for key in keys if key in fields]
     if len(found) > 1:
@@ -151,7 +151,7 @@ def _pick(fields: Fields, *keys: str) -> str:
 
 
 def _find_model(path: str) -> str:
-    """The name in a path of Google's APIs: it comes last, and a method after a colon."""
+    """The model's name in a path of Google's APIs: the last segment, before a colon and the method."""
     before, _, last = path.rpartition("/")
     name = last.rpartition(":")[0]
     return decode_name(name) if before.endswith(_COLLECTIONS) and name not in _NO_NAMES else ""
@@ -170,11 +170,11 @@ _STATUSES = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
-"""What a status is called (google/rpc/code.proto)."""
+"""Names of statuses (google/rpc/code.proto)."""
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """A google.rpc.Status (google.aip.dev/193): `code` is the number of the status, the code for programs is a detail."""
+    """Write a google.rpc.Status (google.aip.dev/193): `code` is the HTTP status; the code for programs is in the details."""
     status = _STATUSES.get(refusal.status) or ("FAILED_PRECONDITION" if refusal.status < 500 else "INTERNAL")  # noqa: PLR2004  # HTTP's
     reason = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": refusal.code.upper(), "domain": "loopguard"}
     body = make_error(refusal)
@@ -183,12 +183,12 @@ def write_error(refusal: Refusal, _: Question) -> Framed:
 
 
 def complete(completion: Completion, _: Question) -> Framed:
-    """One content."""
+    """A response with one content."""
     return frame_json(200, _make_content(completion))
 
 
 def complete_in_pieces(completion: Completion, question: Question) -> Framed:
-    """The same as the only event of a stream, or as the only element of an array, as the query asks."""
+    """The same response as the only event of a stream or the only element of an array, depending on the query."""
     content = _make_content(completion)
     if question.request.read_parameter("alt") == "sse":
         return frame_events([content])
@@ -212,7 +212,7 @@ API = Api(
         r":countTokens\Z": Endpoint(write_error, asks_model=False),
         r":(?:embedContent|batchEmbedContents)\Z": Endpoint(write_error),
     },
-    # Of Gemini, of Vertex AI, which has Anthropic's models, too, and of Code Assist.
+    # Of Gemini, of Vertex AI, which also offers Anthropic's models, and of Code Assist.
     prefixes=(
         "/v1beta/",
         "/v1/models/",
@@ -221,7 +221,7 @@ API = Api(
         "/v1internal:generateContent",
         "/v1internal:streamGenerateContent",
     ),
-    keys={("contents",): Endpoint(write_error)},  # the path alone would say whether a stream is wanted
+    keys={("contents",): Endpoint(write_error)},  # only the path says whether a stream is wanted
     shapes=(
         Shape(("contents",), GeminiBody, Content, _name_speaker, _read, _find_raw, locate=_locate),
         Shape(("request", "contents"), WrappedBody, Content, _name_speaker, _read, _find_raw, locate=_locate),

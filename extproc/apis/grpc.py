@@ -1,4 +1,4 @@
-"""gRPC, whose bodies are not looked into."""
+"""gRPC, whose bodies are not inspected."""
 # interpreted: writes refusals
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from extproc.decision import Framed
 
 
 def write_error(refusal: Refusal, _: Question) -> Framed:
-    """Words alone: Envoy makes the body of an answer to gRPC its `grpc-message`."""
+    """Write the message only: Envoy uses the body of an answer to gRPC as `grpc-message`."""
     return Framed(refusal.status, "text/plain", refusal.message.encode())
 
 
-# By the content type alone, as Envoy does for its own answers.
+# Recognized by content type only, as Envoy does for its own answers.
 API = Api(content_types={r"application/grpc(?:[+;]|\Z)": Endpoint(write_error)})

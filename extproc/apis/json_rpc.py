@@ -1,6 +1,6 @@
 """JSON-RPC 2.0: calls of tools over HTTP (MCP), and messages that agents send to each other (A2A).
 
-An HTTP error ends a session of MCP, and no model reads it. So a call that is refused is answered in the protocol, under its own
+An HTTP error would end an MCP session, and no model would read it. So a refused call is answered in the protocol, under its own
 id; see `frame_answer`. Other requests are refused with a JSON-RPC error.
 """
 
@@ -29,10 +29,10 @@ from extproc.request.document import (
 )
 
 MAX_ID: Final = 512
-"""Longest id that a refusal repeats, in bytes of JSON: a UUID has 38."""
+"""Maximum length of an id that a refusal repeats, in bytes of JSON: a UUID has 38."""
 
 _ERROR_CODE: Final = -32000
-"""Of the range that JSON-RPC leaves to servers (section 5.1); A2A's own start at -32001."""
+"""In the range that JSON-RPC reserves for servers (section 5.1); A2A's own codes start at -32001."""
 
 _TOOL_CALL: Final = "tools/call"  # MCP, since its first revision
 _MESSAGES: Final = frozenset(
@@ -40,7 +40,7 @@ _MESSAGES: Final = frozenset(
 )
 
 _ANSWERS: Final = ("inputResponses", "requestState")
-"""Of a call that is sent again because the server asked the user something (MCP 2026-07-28): what was answered is new."""
+"""Keys of a call that is repeated because the server asked the user something (MCP 2026-07-28). The user's answer is new."""
 
 _TAKES_JSON: Final = (JSON, "application/*", "*/*")
 
@@ -50,7 +50,7 @@ _decode_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_batch: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 _CHECKED_SINCE: Final = "2026-07-28"
-"""The first version of MCP whose servers have to refuse a request where these headers and the body disagree."""
+"""The first version of MCP whose servers must refuse a request if these headers contradict the body."""
 
 _VERSION: Final = re.compile(r"\d{4}-\d\d-\d\d")
 _ENCODED: Final = re.compile(r"=\?base64\?(.*)\?=", re.IGNORECASE)
@@ -59,12 +59,12 @@ Fields = dict[str, msgspec.Raw]
 
 
 class McpHeaders(NamedTuple):
-    """What the headers of a request say that its body calls: `Mcp-Method` and `Mcp-Name` (MCP 2026-07-28).
+    """What the body of a request calls, according to its headers `Mcp-Method` and `Mcp-Name` (MCP 2026-07-28).
 
     Attributes:
-        method: of JSON-RPC.
-        name: of the tool, prompt or resource; empty where there is none.
-        checked: the client speaks a version of which servers refuse a request whose headers and body disagree.
+        method: the JSON-RPC method.
+        name: the name of the tool, prompt or resource; empty for none.
+        checked: the client speaks a version whose servers refuse a request if headers and body disagree.
     """
 
     method: str
@@ -73,12 +73,12 @@ class McpHeaders(NamedTuple):
 
     @property
     def is_call(self) -> bool:
-        """It calls a tool, or sends a message to another agent."""
+        """Whether it calls a tool or sends a message to another agent."""
         return self.method == _TOOL_CALL or self.method in _MESSAGES
 
 
 def read_claim(headers: Mapping[str, bytes]) -> McpHeaders | None:
-    """What the headers say; None where they say nothing."""
+    """What the headers say; None if these headers are missing."""
     method = headers.get("mcp-method")
     if method is None:
         return None
@@ -88,7 +88,7 @@ def read_claim(headers: Mapping[str, bytes]) -> McpHeaders | None:
 
 
 def _read_name(text: str) -> str:
-    """A name, which a client writes in base64 where a header could not bear it."""
+    """A name; clients encode it in base64 if a header cannot carry it."""
     encoded = _ENCODED.fullmatch(text)
     if encoded is None:
         return text
@@ -99,9 +99,9 @@ def _read_name(text: str) -> str:
 
 
 def contradicts(claim: McpHeaders, document: Document) -> bool:
-    """Whether a body calls something else than its request's headers say.
+    """Whether a body calls something other than its request's headers say.
 
-    What is no single request contradicts nothing: no server takes it for one.
+    A body that is not a single request contradicts nothing, because no server accepts it as one.
     """
     try:
         request = _read_fields(document.data()) if len(document) else {}
@@ -116,14 +116,14 @@ def contradicts(claim: McpHeaders, document: Document) -> bool:
 
 
 def read_call(document: Document) -> tuple[str, Fields, msgspec.Raw]:
-    """What a request calls.
+    """Read what a request calls.
 
     Returns:
         the name of the tool, empty for a message; the parameters; and the request's id, see `read_id`.
 
     Raises:
-        NotCounted: it is neither a tool's call nor a message (handshakes, lists, notifications, pings, answers, streams), or
-            nothing that a server would take for one, or there are several.
+        NotCounted: it is neither a tool call nor a message (but a handshake, list, notification, ping, answer or stream), or is
+            invalid for servers, or there are several.
     """
     if not len(document):
         raise NotCounted("not_a_call")  # a stream is opened, or a session closed
@@ -136,7 +136,7 @@ def read_call(document: Document) -> tuple[str, Fields, msgspec.Raw]:
 
 
 def read_id(request_id: msgspec.Raw) -> bytes | None:
-    """The id of a request as it was sent; None where there is none (a notification), or none that an answer can bear.
+    """The id of a request as it was sent; None if it has none (a notification), or one that an answer cannot repeat.
 
     Raises:
         NotCounted: it is not JSON.
@@ -148,29 +148,29 @@ def read_id(request_id: msgspec.Raw) -> bytes | None:
 
 
 def spell_call(tool: str, params: Fields) -> bytes:
-    """What is compared, in one spelling: a tool and its arguments, or the parts of a message, which start with a separator.
+    """The canonical form for comparison: a tool and its arguments, or the parts of a message, which start with a separator.
 
-    What identifies one request alone (`id`, `params._meta`, the ids of a message) is left out.
+    Values that identify one request (`id`, `params._meta`, the ids of a message) are left out.
 
     Raises:
-        NotCounted: it cannot be read, or is too much.
+        NotCounted: it cannot be read, or is too large.
     """
     return tool.encode() + _SEPARATOR + (_spell_arguments(params) if tool else _spell_parts(params))
 
 
 def show_call(spelled: bytes) -> str:
-    """The same for people."""
+    """Make the form of `spell_call` readable for people."""
     return f"{'message' if spelled.startswith(_SEPARATOR) else ''}{spelled.replace(_SEPARATOR, b' | ').decode()}"
 
 
 def frame_answer(identity: bytes, tool: str, message: str, accept: str) -> Framed:
-    """An answer of the protocol: as a tool's result, which the model reads, or as the error of a message.
+    """Answer in the protocol: as a tool's result, which the model reads, or as the error of a message.
 
     Args:
         identity: the request's id as it was sent.
-        tool: that was called; empty for a message.
+        tool: the called tool; empty for a message.
         message: for the model.
-        accept: the media types that the client takes.
+        accept: the media types that the client accepts.
     """
     field: tuple[str, Json] = ("error", {"code": _ERROR_CODE, "message": message})
     if tool:
@@ -184,7 +184,7 @@ def frame_answer(identity: bytes, tool: str, message: str, accept: str) -> Frame
 
 
 def _write_error(refusal: Refusal, question: Question) -> Framed:
-    """An error under the request's own id; under none where it has none that an answer can bear (JSON-RPC 2.0, section 5)."""
+    """Write an error under the request's own id, or under null if an answer cannot repeat it (JSON-RPC 2.0, section 5)."""
     try:
         identity = read_id(question.find("id"))
     except NotCounted:
@@ -202,7 +202,7 @@ def _read_fields(value: bytes | msgspec.Raw) -> Fields:
     """The fields of an object.
 
     Raises:
-        NotCounted: it is none.
+        NotCounted: the value is not an object.
     """
     if value is ABSENT:
         raise NotCounted("not_a_call")
@@ -214,7 +214,7 @@ def _read_fields(value: bytes | msgspec.Raw) -> Fields:
 
 
 def _holds_call(data: bytes) -> bool:
-    """Whether some request of a batch is a call."""
+    """Whether any request of a batch is a call."""
     batch = decode_json(data, _decode_batch)
     walk(len(batch))
     return any(_is_call(entry) for entry in batch)
@@ -229,10 +229,10 @@ def _is_call(entry: msgspec.Raw) -> bool:
 
 
 def _read_params(request: Fields) -> tuple[str, Fields]:
-    """The name of the tool that is called, empty for a message, and the parameters.
+    """The name of the called tool, empty for a message, and the parameters.
 
     Raises:
-        NotCounted: it is neither, or nothing that a server would take for one.
+        NotCounted: it is neither, or is invalid for servers.
     """
     method = open_value(request.get("method", ABSENT))
     if method != _TOOL_CALL and not (isinstance(method, str) and method in _MESSAGES):
@@ -247,7 +247,7 @@ def _read_params(request: Fields) -> tuple[str, Fields]:
 
 
 def _spell_arguments(params: Fields) -> bytes:
-    """In one spelling, with what the server has been answered; null and nothing are no arguments, too."""
+    """The arguments and the user's answers in canonical form; null and missing arguments equal empty ones."""
     arguments = _open_bounded(params.get("arguments", ABSENT))
     spelled = write_canonical({} if arguments is None else arguments)
     answers = {name: _open_bounded(params[name]) for name in _ANSWERS if name in params}
@@ -255,7 +255,7 @@ def _spell_arguments(params: Fields) -> bytes:
 
 
 def _spell_parts(params: Fields) -> bytes:
-    """What a message says, without the metadata of its parts."""
+    """The parts of a message in canonical form, without their metadata."""
     parts = _open_bounded(_read_fields(params.get("message", ABSENT)).get("parts", ABSENT))
     if not isinstance(parts, list):
         raise NotCounted("not_a_call")

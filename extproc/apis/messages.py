@@ -1,7 +1,6 @@
-"""Messages of any API, and what they are made of.
+"""Messages of any API, and their parts.
 
-Structs are made by msgspec while Python runs, so these stand apart from the code that is compiled; they cost a fifth of what
-named tuples do.
+msgspec makes its Structs at run time, so these are separate from compiled code. They cost a fifth of what named tuples do.
 """
 # interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
@@ -25,7 +24,7 @@ class Part(Struct, gc=False):
         kind: TEXT, CALL, RESULT or OTHER.
         value: the text, arguments or result, or the whole of anything else; may have to be unpacked. ABSENT for an OTHER
             that is the whole message.
-        name: of a CALL's tool; of an OTHER, the client's word for it.
+        name: the tool of a CALL; the client's word for an OTHER.
         id: connects a RESULT with its CALL; empty if the client sends none.
         failed: the API marks the RESULT as an error.
     """
@@ -56,14 +55,14 @@ class Message(Struct, gc=False):
     _parts: list[Part] | None = None
 
     def join(self, older: Message) -> None:
-        """Add the call before this one, which was made at once with it."""
+        """Add the preceding call, which was made at once with this one."""
         self.joined = [older, *(self.joined or ())]
 
     def read_parts(self) -> list[Part]:
-        """Its parts, in order.
+        """The message's parts, in order.
 
         Raises:
-            NotCounted: it cannot be read, or is too much.
+            NotCounted: it cannot be read, or is too large.
         """
         if self._parts is None:
             walk(1)
@@ -73,17 +72,17 @@ class Message(Struct, gc=False):
         return self._parts
 
     def list_values(self) -> list[Any]:
-        """Its value, and those of the calls that were made at once with it."""
+        """The message's value, and those of the calls that were made at once with it."""
         return [*[message.value for message in self.joined or ()], self.value]
 
     def find_whole(self, document: Document) -> Json:
-        """All of it; ABSENT where nothing is said.
+        """The whole message; ABSENT if it says nothing.
 
         Args:
-            document: that contains it. It refers to the conversation, which must therefore not refer to it.
+            document: the document that contains it. It refers to the conversation, which must therefore not refer to it.
 
         Raises:
-            NotCounted: the body is not JSON, or too much of it.
+            NotCounted: the body is not JSON, or too large.
         """
         value = document.value()
         for step in self.shape.path:

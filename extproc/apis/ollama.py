@@ -1,5 +1,5 @@
 """Ollama's own API; its messages are those of OpenAI's chat."""
-# interpreted: writes refusals, which is json's time
+# interpreted: writes refusals, where json takes the time
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _MEASURED = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": 0, "e
 
 
 def complete_chat(completion: Completion, question: Question) -> Framed | None:
-    """A message."""
+    """A message; see `_complete`."""
     return _complete(completion, question, lambda text: {"message": {"role": "assistant", "content": text}})
 
 
 def complete_text(completion: Completion, question: Question) -> Framed | None:
-    """A text."""
+    """A text; see `_complete`."""
     return _complete(completion, question, lambda text: {"response": text})
 
 
 def _complete(completion: Completion, question: Question, say: Any) -> Framed | None:  # noqa: ANN401  # a lambda
-    """In two lines, unless the request asks for one answer. A path such as /api/chat is others' as well: they name no model."""
+    """Answer in two lines, or in one if the request asks for that; None without a model, as other APIs share these paths."""
     if not question.has("model") or not completion.model:
         return None
     created = datetime.fromtimestamp(completion.created, UTC).isoformat().replace("+00:00", "Z")
@@ -44,6 +44,6 @@ API = Api(
     },
     prefixes=("/api/chat", "/api/generate"),
     asked=("stream",),
-    counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # in no object, and its streams are no events
+    counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # in no object, and its streams have no events
     answered_by=("model",),
 )

@@ -1,4 +1,4 @@
-"""OpenAI's chat and text completions, APIs that are compatible with them, such as Cohere's, and unknown APIs."""
+"""OpenAI's chat and text completions, compatible APIs such as Cohere's, and unknown APIs."""
 # interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from extproc.request.document import ABSENT, Json, decode_json, hook_number_in_p
 from extproc.request.patch import Patch, Value
 
 _DEPLOYMENTS = ("/deployments/", "/engines/")
-"""Of Azure, and of OpenAI before it had its chats: the model's name follows."""
+"""Path segments before the model's name, in Azure and in OpenAI's API before chats."""
 
 _RESULT_ROLES = frozenset({"tool", "function"})
 
 
 class ChatMessage(Struct, gc=False):
-    """A message of a chat, of Anthropic's or of Bedrock's; `thinking` is Ollama's, and never compared."""
+    """A message of a chat, also Anthropic's or Bedrock's; `thinking` is Ollama's, and never compared."""
 
     role: str | None = None
     content: Raw = ABSENT
@@ -37,14 +37,14 @@ class ChatMessage(Struct, gc=False):
 
 
 class ChatBody(Struct, gc=False):
-    """A body with `messages`; of an Anthropic thread the server has the older ones."""
+    """A body with `messages`; the server keeps the older messages of an Anthropic thread."""
 
     messages: list[ChatMessage]
     thread: Raw = ABSENT
 
 
 class ChatTool(Struct, gc=False):
-    """What is called: a function, or a custom tool, which takes `input`."""
+    """The called function, or a custom tool, which takes `input`."""
 
     name: str | None = None
     arguments: Json = None
@@ -92,7 +92,7 @@ def _read(message: ChatMessage) -> list[Part]:
 
 
 def _read_beside(message: ChatMessage) -> list[Part]:
-    """The same where something may stand beside the content."""
+    """The parts of a message that may have more than its content."""
     calls = _read_calls(message)
     parts = read_content(message.content)
     if message.refusal is not ABSENT and is_given(message.refusal):
@@ -101,13 +101,13 @@ def _read_beside(message: ChatMessage) -> list[Part]:
 
 
 def _read_calls(message: ChatMessage) -> list[Part]:
-    """The calls that stand beside a message's content."""
+    """The calls beside a message's content."""
     parts = []
     if message.tool_calls is not ABSENT and is_given(message.tool_calls):
         try:
             calls = decode_json(message.tool_calls, _decode_calls)
         except ValidationError:
-            return [Part(CALL, message.tool_calls)]  # of no kind that is known
+            return [Part(CALL, message.tool_calls)]  # of an unknown kind
         if len(calls) > 1:
             walk(len(calls))
         parts = [_read_call(call) for call in calls if call.function or call.custom]
@@ -122,12 +122,12 @@ def _read_call(call: ToolCall) -> Part:
 
 
 def _write_id(value: str | int | None) -> str:
-    """What connects a result with its call; empty where a client names nothing."""
+    """The id that connects a result with its call; empty if the client sends none."""
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
 def _read_function(call: Raw) -> Part:
-    """The one call of a message from before there were `tool_calls`."""
+    """The one call of a message in the format before `tool_calls`."""
     try:
         tool = decode_json(call, _decode_tool)
     except ValidationError:
@@ -208,7 +208,7 @@ def _write_chunks(completion: Completion, chunk: dict[str, Any], usage: bool) ->
 
 
 def complete_text(completion: Completion, question: Question) -> Framed | None:
-    """A text completion, or its one piece."""
+    """A text completion, or its only chunk."""
     if question.body is None or not completion.model:
         return None
     choice = {"index": 0, "text": completion.text, "logprobs": None, "finish_reason": "stop"}
@@ -220,7 +220,7 @@ def complete_text(completion: Completion, question: Question) -> Framed | None:
 
 
 def _make(kind: str, completion: Completion) -> dict[str, Any]:
-    """What stands in each piece of an answer."""
+    """The keys of each piece of an answer."""
     identity = f"{'cmpl' if kind == 'text_completion' else 'chatcmpl'}-{completion.name}"
     return {"id": identity, "object": kind, "created": completion.created, "model": completion.model}
 
@@ -235,7 +235,7 @@ _CHAT = Endpoint(write_error, complete_chat)
 API = Api(
     default=Endpoint(write_error),
     paths={r"/chat/completions\Z": _CHAT, r"/completions\Z": Endpoint(write_error, complete_text)},
-    # With and without its base path, of Azure OpenAI, and of OpenRouter.
+    # Of OpenAI, with and without its base path, of Azure OpenAI, and of OpenRouter.
     prefixes=(
         "/v1/chat/completions",
         "/v1/completions",

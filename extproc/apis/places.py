@@ -1,4 +1,4 @@
-"""Finds places for notes in a message: behind the text of a result, or of what a user says."""
+"""Finds places for notes in a message: behind the text of a result or of a user."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TEXT_BLOCK = b'{"type":"text","text":', b"}"
 INPUT_TEXT_BLOCK = b'{"type":"input_text","text":', b"}"
 TEXT_PART = b'{"text":', b"}"
 PLAIN = b"", b""
-"""JSON around the text of a new block, or of a new member."""
+"""JSON around the text of a new block or member."""
 
 
 class Place(NamedTuple):
-    """Where a note can be put.
+    """A place for a note.
 
     Attributes:
         value: a string to extend, or a list or an object that gets a new value.
         around: JSON around the note, which is a string, in a new value.
-        key: of a new member of an object.
-        result: it is in a tool's result, not in what a user says.
+        key: key of the new member of an object.
+        result: the place is in a tool's result, not in a user's text.
     """
 
     value: Value
@@ -37,12 +37,12 @@ class Place(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where the note starts in the body, in bytes, behind the text that it extends, if any."""
+        """The note's offset in the body, in bytes, behind the text that it extends, if any."""
         return self.value.end - 1
 
 
 def splice(patch: Patch, places: list[Place], note: str, separator: str = "") -> bytes:
-    """Put a note into each of these places; the separator goes between a text and its note.
+    """Put a note into each of these places, with the separator between a text and its note.
 
     Raises:
         NotCounted: this would change anything else, or is too expensive to check.
@@ -59,15 +59,15 @@ def splice(patch: Patch, places: list[Place], note: str, separator: str = "") ->
 Locator = Callable[[Patch, Fields, Value], list[Place]]
 
 LOCATORS: dict[str, Locator] = {}
-"""Locators for blocks that are results, by `type` or by the one key that names the block. Every API adds its own."""
+"""Functions that find places in blocks that are results, by `type` or by the block's only key. Every API adds its own."""
 
 
 def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes], *, result: bool) -> list[Place]:
-    """The place in a content: behind its newest text, results aside; or else a new block at its end.
+    """The place in a content: behind its newest text, apart from results, or else in a new block at its end.
 
     Args:
-        patch: of the body.
-        content: a string, or a list of blocks; nothing else has a place.
+        patch: the edit of the body.
+        content: a string or a list of blocks; other values have no place.
         block: JSON around the text of a new block.
         result: the content is a tool's result.
     """
@@ -81,12 +81,12 @@ def locate_text(patch: Patch, content: Value | None, block: tuple[bytes, bytes],
 
 
 def locate_in_content(patch: Patch, content: Value | None, block: tuple[bytes, bytes]) -> list[Place]:
-    """The places in a message's content: those in the results inside, or else behind its newest text.
+    """The places in a message's content: those in its results, or else behind its newest text.
 
     Args:
-        patch: of the body.
-        content: see `locate_text`.
-        block: the same.
+        patch: the edit of the body.
+        content: as for `locate_text`.
+        block: as for `locate_text`.
     """
     results: list[Place] = []
     for item in patch.open_items(content)[-_MAX_BLOCKS:] if content is not None else []:
@@ -98,7 +98,7 @@ def locate_in_content(patch: Patch, content: Value | None, block: tuple[bytes, b
 
 
 def _find_text(patch: Patch, fields: Fields) -> Value | None:
-    """The text of a text block, None for other blocks."""
+    """The text of a text block; None for other blocks."""
     text = fields.get("text")
     kind = patch.read_text(fields["type"]) if "type" in fields else "text"
     return text if kind in _TEXTS and patch.is_text(text) else None

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: `input` is a list of items, of which calls and results are ones of their own."""
+"""OpenAI's Responses: `input` is a list of items, and calls and results are items of their own."""
 # interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ResponsesBody(Struct, gc=False):
 
 
 def _take(value: Json) -> Sequence[Json]:
-    """The items, or the one that a text stands for."""
+    """The items; a text is one item."""
     if isinstance(value, str):
         return [Item(role="user", content=Raw(write_canonical(value)))] if value else []
     return take_list(value)
@@ -92,9 +92,9 @@ def _read(item: Item) -> list[Part]:
 
 
 def _read_call(item: Item) -> list[Part]:
-    """A call, and what the server itself brought back for it."""
+    """A call, and the result if the server ran it."""
     name = read_string(item.name) or (item.type or "").removesuffix("_call")
-    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # what the server runs gets no answer
+    identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # calls that the server runs have no call id
     parts = [Part(CALL, _find_input(item), name, identity)]
     if is_given(item.output) or is_given(item.error):
         parts.append(Part(RESULT, item.output, id=identity, failed=is_given(item.error)))
@@ -102,7 +102,7 @@ def _read_call(item: Item) -> list[Part]:
 
 
 def _find_input(item: Item) -> Raw:
-    """What a call is about; each kind has a key of its own for it."""
+    """The raw input of a call; each kind of call has a key of its own for it."""
     for value in (item.arguments, item.input, item.action, item.actions, item.operation, item.code, item.queries):
         if value is not ABSENT:
             return value
@@ -129,7 +129,7 @@ _USAGE = {
 
 
 def complete(completion: Completion, question: Question) -> Framed | None:
-    """A response with one message, or the events that lead to it."""
+    """A response with one message, or the events that stream it."""
     if question.body is None or not completion.model:
         return None
     if question.read("stream") is True:
@@ -139,7 +139,7 @@ def complete(completion: Completion, question: Question) -> Framed | None:
 
 
 def _write_events(completion: Completion) -> Iterator[dict[str, Any]]:
-    """As a model sends them (platform.openai.com, Streaming events)."""
+    """The events in a model's order (platform.openai.com, Streaming events)."""
     message = _make_message(completion, "completed")
     started = {**_make_message(completion, "in_progress"), "content": []}
     (part,) = message["content"]
@@ -195,7 +195,7 @@ API = Api(
     shapes=(
         Shape(("input",), ResponsesBody, Item, _name_speaker, _read, _find_raw, _take, _is_call, _look_back, locate=_locate),
     ),
-    tool_lists=(_TOOLS, _TOOLS._replace(beside="")),  # a body without a conversation goes on from one that the server has
+    tool_lists=(_TOOLS, _TOOLS._replace(beside="")),  # a body without a conversation continues one on the server
     tool_words=ToolWords(groups={"namespace": "tools"}, servers=frozenset({"mcp"}), called={"computer_use": "computer"}),
     counts={
         "input": ("usage.input_tokens", "response.usage.input_tokens"),

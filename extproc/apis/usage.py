@@ -1,7 +1,7 @@
-"""What a call is billed by: the model of a request, and the token counts of its response.
+"""The facts that determine a call's cost: the model of a request, and the token counts of its response.
 
 - Each API has its own places for the same count. `envoy-config` turns them into rules for Envoy.
-- From a response in one document, Envoy passes single counts by name.
+- Envoy passes single counts by name if the response is one document.
 - From a stream, it passes whole objects as text, by their place. Envoy copies its rules for streams with each request, and
   tries each on each event: a rule for each count would take twice as long as a few for objects.
 - The values come from a model, or from a client that poses as one, so everything is bounded.
@@ -19,7 +19,7 @@ USAGE_NAMESPACE: Final = "loopguard.usage"
 """Metadata namespace of Envoy's filters."""
 
 MODEL: Final = "model"
-"""Key of the model in it."""
+"""The model's key in this namespace."""
 
 COUNTS: Final = ("input", "output", "cached", "cache_read", "cache_write", "thoughts", "tool_input")
 """Names of counts. `input` is the whole prompt, including `cached` tokens. APIs that do not include cached tokens in their
@@ -27,15 +27,15 @@ COUNTS: Final = ("input", "output", "cached", "cache_read", "cache_write", "thou
 """
 
 LONGEST_MODEL: Final = 256
-"""Longest name of a model, in characters."""
+"""Maximum length of a model's name, in characters."""
 
 _LONGEST_ENCODED: Final = 9 * LONGEST_MODEL
-"""Before it is decoded: a character takes nine, where it is three bytes of UTF-8."""
+"""Maximum length before decoding: a character of three UTF-8 bytes takes nine characters."""
 
 _ANYWHERE: Final = ("/models/", "/model/")
 
 _MAX_OBJECT: Final = 8_192
-"""Characters; APIs write a tenth of that."""
+"""Maximum length in characters; APIs write a tenth of that."""
 
 _decode: Final = json.Decoder(dict[str, Any]).decode
 
@@ -44,18 +44,18 @@ Finder = Callable[[str], str]
 
 
 FINDERS: Final[list[tuple[str, Finder]]] = []
-"""For APIs whose paths name the model: a word that such a path contains, and the function. Every API adds its own."""
+"""For APIs whose paths name the model: a word in such paths, and the function. Every API adds its own."""
 
 
 def find_model(path: str, named: str = "") -> str:
-    """The model of a request, empty if unknown.
+    """The model of a request; empty if unknown.
 
-    If an API has the model in the path, that model answers, whatever the body says. All others have it in the body. Paths are
-    decoded, because SDKs write `%3A` for a colon.
+    If the path names a model, that model answers, whatever the body says. Otherwise the body names it. Paths are decoded,
+    because SDKs write `%3A` for a colon.
 
     Args:
-        path: of the request.
-        named: the model in its body, empty for none, or if the body cannot be read.
+        path: the request's path.
+        named: the model in the body; empty for none, or if the body cannot be read.
     """
     for word, find in FINDERS:
         if word in path:
@@ -66,7 +66,7 @@ def find_model(path: str, named: str = "") -> str:
 
 
 def find_behind(path: str, *collections: str) -> str:
-    """The name in a path that follows one of these words, such as `/models/`."""
+    """The name that follows one of these words in a path, such as `/models/`."""
     for collection in collections:
         if collection in path:
             return decode_name(path.partition(collection)[2].partition("/")[0].partition(":")[0])
@@ -74,7 +74,7 @@ def find_behind(path: str, *collections: str) -> str:
 
 
 def decode_name(name: str) -> str:
-    """Decode a name from a path, and shorten it to the longest name."""
+    """Decode a name from a path, and cut it to LONGEST_MODEL."""
     return unquote(name[:_LONGEST_ENCODED])[:LONGEST_MODEL]
 
 
@@ -82,11 +82,11 @@ class Counts:
     """Reads the counts that Envoy passes."""
 
     def __init__(self, places: Mapping[str, Sequence[str]], objects: Sequence[str]) -> None:
-        """Get ready.
+        """Prepare to read.
 
         Args:
-            places: of each of COUNTS, keys joined by dots.
-            objects: of events that hold some of these places, in the order in which a stream tells them.
+            places: keys joined by dots, for each of COUNTS.
+            objects: objects in events that contain some of these places, in the order in which a stream sends them.
         """
         self._counts = [(name.encode(), name) for name in places]
         self._objects = [(place.encode(), _find_within(place, places)) for place in objects]
@@ -106,7 +106,7 @@ class Counts:
 
 
 def _find_within(place: str, places: Mapping[str, Sequence[str]]) -> list[tuple[str, list[str]]]:
-    """The counts of an object, and the keys that lead to each."""
+    """The counts in an object, and the keys that lead to each."""
     return [
         (name, inside.removeprefix(f"{place}.").split("."))
         for name, insides in places.items()
@@ -116,7 +116,7 @@ def _find_within(place: str, places: Mapping[str, Sequence[str]]) -> list[tuple[
 
 
 def _read_object(text: str, within: list[tuple[str, list[str]]], counts: dict[str, float]) -> None:
-    """Add an object's counts, replacing those of an earlier one; a text that is no object has none."""
+    """Add an object's counts, replacing earlier ones; a text that is not an object has none."""
     try:
         found = _decode(text)
     except (MsgspecError, ValueError, RecursionError):
@@ -136,7 +136,7 @@ def _find_count(found: object, keys: list[str]) -> float | None:
 
 
 def _parse_count(value: object) -> float | None:
-    """Convert a value to a number, as Envoy does; texts, too."""
+    """Convert a value, which may be a text, to a number as Envoy does."""
     try:
         return float(value) if isinstance(value, (int, float, str)) else None
     except (ValueError, OverflowError):

@@ -1,2 +1,2 @@
 """The `loopguard` command."""
-# interpreted, with all below: waits for people, or prints and is gone
+# interpreted, with all below: waits for people, or prints and exits

@@ -1,4 +1,4 @@
-"""`python -m extproc.cli` is the command."""
+"""Runs the command with `python -m extproc.cli`."""
 
 import sys
 

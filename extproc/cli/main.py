@@ -1,4 +1,4 @@
-"""The `loopguard` command: finds the subcommand, and says in one line what went wrong with it."""
+"""The `loopguard` command: runs a subcommand, and reports an error in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from extproc.request.document import limit_integers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0 good, 1 failed, 2 usage."""
+    """Run the command; returns the exit code: 0 for success, 1 for failure, 2 for a usage error."""
     limit_integers()
     try:
         options = _read(sys.argv[1:] if arguments is None else arguments)
@@ -44,13 +44,13 @@ def _complain(message: str, code: int) -> int:
 
 
 def describe_version() -> str:
-    """The distribution's version, and whether the hot path is machine code or the same files as plain Python."""
+    """The distribution's version, and whether the hot path is compiled or plain Python."""
     made = "pure Python" if engine.__file__.endswith(".py") else "compiled"
     return f"loopguard {version('extproc-loopguard')} ({made})"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage of twenty flags in front of it."""
+    """Reports an error in one line, without the usage of twenty flags before it."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
@@ -64,7 +64,7 @@ def _read(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Of the command that is asked for, or of all of them: some take long to import."""
+    """Make a parser for the requested command, or for all of them: some take long to import."""
     parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
     parser.add_argument("--version", action="version", version=describe_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -76,7 +76,7 @@ def _make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
             epilog=command.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # what is misspelt is an error, not another flag
+            allow_abbrev=False,  # a misspelt flag is an error, not another flag
         )
         command.add_flags(made)
         made.set_defaults(run=command.run)

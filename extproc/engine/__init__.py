@@ -1,1 +1,1 @@
-"""One request through the policies that it meets."""
+"""Runs one request through its policies."""

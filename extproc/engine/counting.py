@@ -1,7 +1,7 @@
-"""Asks the store to count a group of candidates, and counts within this process while the store is unavailable.
+"""Asks the store to count a group of candidates, and counts in this process while the store is unavailable.
 
-What sessions keep of a request is pushed first, in one step for the whole group. The verdict waits for this step only if it
-depends on earlier requests.
+Entries that sessions keep of a request are pushed first, in one step for the whole group. The verdict waits for this step only
+if it depends on earlier requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from extproc.store.rules.session import Settlement
 from extproc.store.rules.take_back import TakeBack
 
 Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
-"""Of a group's hits; None if they are not available and `--on-store-error reject` refuses such requests."""
+"""Answers to a group's hits; None if there are none, and `--on-store-error reject` refuses such requests."""
 
 
 Rings: TypeAlias = Sequence[Kept]
@@ -35,11 +35,11 @@ Rings: TypeAlias = Sequence[Kept]
 Pushes: TypeAlias = Sequence[Push | ChainLink]
 
 HERE: Final = (list, tuple, NoneType)
-"""Types of counts that are available at once. To ask for Awaitable, an abstract type, takes ten times as long."""
+"""Types of counts that are available at once. Checking for Awaitable, an abstract type, takes ten times as long."""
 
 
 class Asked:
-    """Counts that the store will answer.
+    """Counts that the store has not sent yet.
 
     Attributes:
         pending: the store's answer; cancel it if the counts are no longer needed.
@@ -54,12 +54,12 @@ class Asked:
         self._started = perf_counter()
 
     def collect(self) -> Counts:
-        """The counts, once they are there."""
+        """The counts, after the store has answered."""
         return self._counting.collect(self._group, self.pending, self._started)
 
     async def wait(self) -> Counts:
-        """The counts."""
-        with suppress(StoreError):  # `collect` sorts it out
+        """Wait for the counts."""
+        with suppress(StoreError):  # `collect` handles it
             await self.pending
         return self.collect()
 
@@ -77,7 +77,7 @@ class Counting:
         self._reject = reject
 
     def count(self, group: CandidateGroup) -> MaybeCounts:
-        """Count a group that has read the body; an internal error fails the group and is not raised."""
+        """Count a group that has read the body. An internal error fails the group, and is not raised."""
         if group.remembers:
             return self._push(group)
         hits = group.list_hits()
@@ -85,19 +85,19 @@ class Counting:
             return ()
         try:
             counts = self.store.hit(hits)
-        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+        except Exception as error:  # noqa: BLE001  # handled by the callee
             return self._do_without_store(group, error)
         if isinstance(counts, Pending):
             return Asked(self, group, counts)
         return counts if isinstance(counts, HERE) else self._count_later(group, counts)
 
     def _push(self, group: CandidateGroup) -> MaybeCounts:
-        """Have the store keep what sessions remember, then count."""
+        """Push the sessions' entries to the store, then count."""
         pushes = group.list_pushes()
         group.remembers = False
         try:
             rings = self.store.push(pushes)
-        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+        except Exception as error:  # noqa: BLE001  # handled by the callee
             return self._remember_without_store(group, pushes, error)
         if isinstance(rings, HERE) or not isinstance(rings, Awaitable):
             self._recall(group, rings)
@@ -117,7 +117,7 @@ class Counting:
         started = perf_counter()
         try:
             self._recall(group, await rings)
-        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+        except Exception as error:  # noqa: BLE001  # handled by the callee
             counts = self._remember_without_store(group, pushes, error)
         else:
             counts = self.count(group)
@@ -134,7 +134,7 @@ class Counting:
                 self._metrics.fail_open.labels("store_error").inc()
             try:
                 group.recall(_complete(error, pushes, self._local.push))
-            except Exception as bug:  # noqa: BLE001  # as any other bug, below
+            except Exception as bug:  # noqa: BLE001  # handled below, as any other bug
                 error = bug
             else:
                 return self.count(group)
@@ -142,7 +142,7 @@ class Counting:
         return ()
 
     def _watch(self, pushes: Pushes, rings: Awaitable[Rings]) -> None:
-        """Handle failures of pushes for which no answer waits. The store's deadline bounds how many there are."""
+        """Handle failures of pushes for which no verdict waits. The store's deadline bounds their number."""
         if isinstance(rings, Pending):
             rings.then(lambda: self._finish(pushes, rings.error))
         else:
@@ -154,11 +154,11 @@ class Counting:
             _complete(error, pushes, self._local.push)
 
     def take_back(self, counted: Sequence[TakeBack]) -> None:
-        """Take a request back from what has counted it."""
+        """Take a request back from the counts that include it."""
         self.settle(counted, _ignore)
 
     def settle(self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None]) -> None:
-        """Tell ledgers what became of requests; `report` is told how their sessions stand, now or once it has answered."""
+        """Report outcomes of requests to the store; `report` takes its answers, now or when it has answered."""
         if not settlements:
             return
         try:
@@ -182,15 +182,15 @@ class Counting:
     def _settle_without_store(
         self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None], error: StoreError
     ) -> None:
-        """What was counted in this process is settled here as well."""
+        """Settle what was counted in this process."""
         self._metrics.store_errors.labels(error.kind).inc()
         report(_complete(error, settlements, self._local.hit))
 
     def collect(self, group: CandidateGroup, pending: Pending, started: float) -> Counts:
-        """The answer of the store, which was asked at `started`, or of its fallback."""
+        """The answer of the store, which was asked at `started`, in seconds of `perf_counter`, or of its fallback."""
         try:
             return cast("list[Answer]", pending.result())
-        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+        except Exception as error:  # noqa: BLE001  # handled by the callee
             return self._do_without_store(group, error)
         finally:
             self._metrics.store_seconds.observe(perf_counter() - started)
@@ -199,7 +199,7 @@ class Counting:
         started = perf_counter()
         try:
             return await counts
-        except Exception as error:  # noqa: BLE001  # sorted out by the callee
+        except Exception as error:  # noqa: BLE001  # handled by the callee
             return self._do_without_store(group, error)
         finally:
             self._metrics.store_seconds.observe(perf_counter() - started)
@@ -212,14 +212,14 @@ class Counting:
             self._metrics.fail_open.labels("store_error").inc()
             try:
                 return _complete(error, group.list_hits(), self._local.hit)
-            except Exception as bug:  # noqa: BLE001  # as any other bug, below
+            except Exception as bug:  # noqa: BLE001  # handled below, as any other bug
                 error = bug
         group.fail(error)
         return ()
 
 
 def _ignore(_: Sequence[Answer]) -> None:
-    """Of what is taken back nothing is reported."""
+    """Ignore answers to take-backs."""
 
 
 def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]) -> list[Any]:
@@ -232,7 +232,7 @@ def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[li
 
 
 async def wait_for(counts: MaybeCounts) -> Counts:
-    """The counts, once they are there."""
+    """Wait for the counts, if necessary."""
     if isinstance(counts, HERE):
         return counts
     return await (counts.wait() if isinstance(counts, Asked) else counts)

@@ -1,9 +1,9 @@
-"""All policies of one load: `prepare` finds those that a request meets. Pure: no clock, no asyncio, no store.
+"""All policies of one load: `prepare` finds those that match a request. Pure: no clock, no asyncio, no store.
 
-They are found by an index of their selectors, whose cost does not grow with their number. A selector is filed under its anchor
-(an exact path, a path prefix, or none when it selects by route alone) and, below it, under its host, method and route. A
-look-up visits the anchors that the request's path can have, a number bounded by the deepest prefix filed. In each it asks once
-for every combination of fields that selectors there use, of which there are at most eight.
+An index of selectors finds them, at a cost that does not grow with their number. A selector is indexed by its anchor (an exact
+path, a path prefix, or none if it selects only by route) and then by its host, method and route. A look-up visits the anchors
+that the request's path can have, a number bounded by the deepest prefix in the index. At each, it looks up every combination of
+fields that selectors there use, at most eight.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Engine:
     Attributes:
         plans: enabled policies in bundle order.
         pairings: the shadow policies among them that are compared with an enforcing one.
-        has_switches: there are kill switches to ask `find_switch` for.
+        has_switches: there are kill switches, so `find_switch` must be called.
     """
 
     def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
         """Compile.
 
         Args:
-            policies: what the loader returned.
-            now: decides whether a `global_shadow` still holds.
+            policies: the result of the loader.
+            now: decides whether a `global_shadow` still applies.
             shadow: force every policy into shadow mode.
         """
         parts = Parts()
@@ -80,12 +80,12 @@ class Engine:
         return self._index.match(method, request.authority, request.path, route)
 
     def find_plan(self, policy: str) -> Plan | None:
-        """The enabled policy of that id, None for none."""
+        """The enabled policy with this id; None for none."""
         place = self._places.get(policy)
         return self.plans[place] if place is not None else None
 
     def holds(self, policy: str) -> bool:
-        """Whether a policy, enabled or not, has that id."""
+        """Whether a policy, enabled or not, has this id."""
         return policy in self._places or policy in self._idle
 
     def list_unknown(self, names: Sequence[str]) -> list[str]:
@@ -93,7 +93,7 @@ class Engine:
         return [name for name in names if name not in self._places]
 
     def find_switch(self, request: HttpRequest, now: float, handed_over: Engine | None = None) -> Switch | None:
-        """The first kill switch that applies to a request, those handed over with its route last; None for none."""
+        """The first kill switch that applies to a request; None for none. Switches that came with its route are last."""
         found = self._switches.find(request, now) if self.has_switches else None
         if found is None and handed_over is not None:
             return handed_over.find_switch(request, now)
@@ -110,11 +110,11 @@ class Engine:
         """Match policies and read descriptors; the request's facts are dropped afterwards. None if no policy matches.
 
         Args:
-            request: without its body.
-            scope: attachment name, so that a gateway and a sidecar on one store do not count a request twice.
-            pinned: ids of the policies that apply, in place of those whose selectors match; unknown ones are passed over.
-            handed_over: the policies that came with the request's route; they take the place of those with the same id.
-            key: of keyed hashes.
+            request: the request without its body.
+            scope: name of the attachment, so that a gateway and a sidecar on one store do not count a request twice.
+            pinned: ids of the policies that apply, instead of those whose selectors match; unknown ids are skipped.
+            handed_over: the policies that came with the request's route; they replace those with the same ids.
+            key: the key of keyed hashes.
         """
         request.hash_key = key
         plans = self._find_named(pinned) if pinned else self.match(request)
@@ -132,7 +132,7 @@ class Engine:
         return evaluation
 
     def _find_named(self, names: Sequence[str]) -> list[Plan]:
-        """Policies by their ids, in bundle order; unknown ones are passed over."""
+        """Policies by their ids, in bundle order; unknown ids are skipped."""
         return [self.plans[place] for place in sorted(self._places[name] for name in names if name in self._places)]
 
 
@@ -152,15 +152,15 @@ class Texts:
 
 
 class _Table:
-    """The selectors whose anchors are of one kind, by the anchor and their other fields.
+    """The selectors with one kind of anchor, by anchor and other fields.
 
-    It is one dictionary, not one for each anchor, because most of a hundred thousand policies have an anchor of their own.
+    One dictionary holds all, because most of a hundred thousand policies have an anchor of their own.
     """
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[_Shape, ...]] = {}  # by anchor
         self.places: dict[_Key, list[int]] = {}
-        self._known: dict[tuple[_Shape, ...], tuple[_Shape, ...]] = {}  # so that equal ones are kept once
+        self._known: dict[tuple[_Shape, ...], tuple[_Shape, ...]] = {}  # so that equal ones are stored once
 
     def add(self, anchor: str, selector: Selector, place: int, texts: Texts) -> None:
         anchor = texts.keep(anchor)
@@ -190,16 +190,16 @@ class _Table:
 
 
 class Index(Generic[Item]):
-    """Items by the selector they were filed under."""
+    """Items by their selectors."""
 
     def __init__(self, entries: Iterable[tuple[Selector, Item]]) -> None:
-        """File every item; the order of `entries` is the order of answers."""
+        """Index every item; the order of `entries` is the order of results."""
         self._items: list[Item] = []
         self._exact, self._prefix, self._anywhere = _Table(), _Table(), _Table()
         self._depth = 0
         self.uses_hosts = self.uses_routes = False
         texts = Texts()
-        self._methods = [""]  # which stands for selectors that name none
+        self._methods = [""]  # for selectors without any
         for place, (selector, item) in enumerate(entries):
             self._items.append(item)
             self._methods += [texts.keep(method) for method in selector.methods or () if method not in self._methods]
@@ -221,13 +221,13 @@ class Index(Generic[Item]):
         ]
 
     def match(self, method: str | None, authority: str, path: str, route: str = "") -> Sequence[Item]:
-        """Every item whose selector matches this request, each once, in filing order.
+        """Every item whose selector matches this request, each once, in the order of `entries`.
 
         Args:
             method: as sent; methods are case-sensitive (RFC 9110 section 9.1). None ignores the methods of selectors.
             authority: host, with or without port.
             path: without the query.
-            route: Envoy's name of the route, empty when unknown.
+            route: Envoy's name of the route; empty if unknown.
         """
         host = normalize_host(authority) if self.uses_hosts else ""
         found: list[int] = []
@@ -238,14 +238,14 @@ class Index(Generic[Item]):
                     self._prefix.find(prefix, host, name, route, found)
             if self._anywhere.shapes:
                 self._anywhere.find("", host, name, route, found)
-        if len(found) > 1:  # one with both anchors may stand twice
+        if len(found) > 1:  # an item with both anchors may be in it twice
             found = sorted(set(found))
         return [self._items[place] for place in found]
 
     def _prefixes(self, path: str) -> Iterator[str]:
         """The prefixes that would match `path`: itself, and its start up to each slash, with and without the slash.
 
-        `/v1` matches `/v1` and `/v1/...` (Envoy's path_separated_prefix), `/v1/` what starts with it.
+        `/v1` matches `/v1` and `/v1/...` (Envoy's path_separated_prefix), `/v1/` all paths that start with it.
         """
         position = path.find("/")
         for _ in range(self._depth):

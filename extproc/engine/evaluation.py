@@ -1,9 +1,9 @@
 """One request on its way through the policies that match it.
 
-Pure: no clock, no asyncio, no store. The steps between are the caller's: `admit` the policies, `read_body`, let the store count
-the hits of each group, `decide`. Enforcing and shadow candidates stay in two separate groups, so that nothing that happens to a
-shadow policy can affect the answer. The methods of a group catch the failures of its candidates: such a candidate is removed,
-and the verdict of the others stands.
+Pure: no clock, no asyncio, no store. The caller runs the steps: `admit` the policies, `read_body`, let the store count the hits
+of each group, `decide`. Enforcing and shadow candidates stay in two separate groups, so that a shadow policy can never affect
+the answer. The methods of a group catch the failures of its candidates: such a candidate is removed, and the other verdicts
+stand.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from extproc.store.rules.windows import UNCOUNTED, Hit
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
 _MANY_OBJECTS: Final = 32_768
-"""A body of this many bytes may hold so many objects that garbage collection takes long."""
+"""A body of this many bytes may contain so many objects that garbage collection takes long."""
 
 _encode: Final = json.Encoder().encode
 
@@ -57,18 +57,18 @@ class CandidateGroup:
     """The enforcing candidates of a request, or its shadow candidates.
 
     Attributes:
-        shadow: they only watch.
+        shadow: the candidates only watch.
         candidates: the guards that may judge the request.
-        needs_body: some candidate cannot count the request without its body.
+        needs_body: a candidate cannot count the request without its body.
         left_out: (policy, detector, reason) for each that matched but does not count this request; no detector means all.
         forbidden: (policy, reason) of the first of these whose policy refuses uncounted requests; None for none.
         missing: (policy, limit key) of descriptors that the request does not have.
         failures: (policy, error) of candidates that raised, or could not be counted because of an internal error.
-        remembers: some candidate has pushes that the store has not got yet.
+        remembers: a candidate has pushes that were not sent to the store yet.
         sessions: the candidates that limit sessions, including those left out.
-        contradicted: policies of which a detector has read headers that contradict the body.
+        contradicted: policies with a detector for which headers contradict the body.
         changing: (policy, limit key) of values just found to change with every request, so that they name no session.
-        spared: what would have been done about the request without an operator's order to allow it.
+        spared: outcomes that an operator's order to allow the request has prevented.
     """
 
     __slots__ = (
@@ -102,14 +102,14 @@ class CandidateGroup:
 
     @property
     def inspects(self) -> bool:
-        """Some candidate's policy looks into bodies."""
+        """Whether a candidate's policy inspects bodies."""
         return any(candidate.plan.inspects > 0 for candidate in self.candidates)
 
     def acts_on(self, plan: Plan, ramp: Ramp, request: HttpRequest) -> bool:
         """Whether a plan with a ramp acts on the request's caller; in doubt it does not."""
         try:
             place = ramp.find_place(request)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
+        except Exception as error:  # noqa: BLE001  # an error affects only this policy
             self.failures.append((plan.id, error))
             return False
         if not place:
@@ -137,20 +137,20 @@ class CandidateGroup:
                     continue
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
-            if plan.limiter is not None and request.method != "HEAD" and asks_model(request.path):  # the others are no steps
+            if plan.limiter is not None and request.method != "HEAD" and asks_model(request.path):  # others are not steps
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
                 self._limit(plan, plan.limiter, values, joined, named).labels = labels
         except NotCounted as why:
-            hidden = request.opens_responses and why.reason != BYPASS  # whatever the caller
+            hidden = request.opens_responses and why.reason != BYPASS  # for any caller
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
             return False
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is this policy's alone
+        except Exception as error:  # noqa: BLE001  # an error affects only this policy
             self.failures.append((plan.id, error))
             return False
         return True
 
     def _read_headers(self, candidate: LoopCandidate, request: HttpRequest) -> bool:
-        """Note what the request's headers say about its body; whether the candidate may still count the request."""
+        """Note what the request's headers say about its body; returns whether the candidate may still count the request."""
         try:
             candidate.claim = candidate.detector.similarity.read_headers(request.headers)
         except NotCounted as why:
@@ -169,35 +169,35 @@ class CandidateGroup:
         return candidate
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
-        """Look up operators' orders about the request, as far as its head is enough."""
+        """Look up operators' orders about the request, as far as its head is sufficient."""
         for candidate in self.candidates:
             try:
                 candidate.apply_overrides(standing, now, request)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+            except Exception as error:  # noqa: BLE001  # an error affects only this candidate
                 self.failures.append((candidate.plan.id, error))
 
     def find_block(self) -> tuple[Candidate, ActiveOverride] | None:
-        """The first candidate that an operator's order refuses, None for none."""
+        """The first candidate that an operator's order refuses; None for none."""
         for candidate in self.candidates:
             if candidate.overrides and (stop := candidate.find_stop()) is not None:
                 return candidate, stop
         return None
 
     def read_body(self, body: RequestBody) -> None:
-        """Have every candidate read the body; those that cannot are removed."""
+        """Let every candidate read the body; those that cannot are removed."""
         able = []
         for candidate in self.candidates:
             try:
                 candidate.read_body(body, self.missing)
             except NotCounted as why:
                 self._drop(candidate, why.reason)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+            except Exception as error:  # noqa: BLE001  # an error affects only this candidate
                 self.failures.append((candidate.plan.id, error))
             else:
                 able.append(candidate)
                 self.remembers = self.remembers or len(candidate.pushes) > 0
                 if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
-                    self._drop(candidate, candidate.unreadable)  # of what it could not look into it counts no calls
+                    self._drop(candidate, candidate.unreadable)  # it counts no calls of a body that it could not inspect
             if isinstance(candidate, LoopCandidate) and candidate.contradicted:
                 self.contradicted.append(candidate.plan.id)
         self.candidates = able
@@ -205,21 +205,21 @@ class CandidateGroup:
             self.changing, body.changing = body.changing, NOT_CHANGING
 
     def list_pushes(self) -> list[Push | ChainLink]:
-        """What the store is asked to keep, before anything is counted."""
+        """The values that the store has to keep before anything is counted."""
         return [push for candidate in self.candidates for push in candidate.pushes]
 
     @property
     def waits(self) -> bool:
-        """Some candidate's verdict depends on what the store has kept."""
+        """Whether a candidate's verdict depends on values that the store has kept."""
         return any(candidate.waits for candidate in self.candidates)
 
     @property
     def needs_store(self) -> bool:
-        """The same, and the request names its session; otherwise, the history that it shows is enough."""
+        """Like `waits`, for requests that name their session; otherwise, the history in the request is sufficient."""
         return any(candidate.waits and candidate.session != "" for candidate in self.candidates)
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """Take the store's answers to the pushes, in their order; candidates that cannot are removed."""
+        """Process the store's answers to the pushes, in their order; candidates that cannot are removed."""
         taken = 0
         recalled = []
         for candidate in self.candidates:
@@ -229,21 +229,21 @@ class CandidateGroup:
                     candidate.recall(answers[first:taken])
             except NotCounted as why:
                 self._drop(candidate, why.reason)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+            except Exception as error:  # noqa: BLE001  # an error affects only this candidate
                 self.failures.append((candidate.plan.id, error))
             else:
                 recalled.append(candidate)
         self.candidates = recalled
 
     def list_hits(self) -> list[Hit | Step]:
-        """What the store is asked to count."""
+        """The hits and steps that the store has to count."""
         return [candidate.hit for candidate in self.candidates if candidate.hit is not None]
 
     def judge(self, counts: Sequence[Answer] | None) -> list[Outcome]:
-        """What the candidates make of the request.
+        """The candidates' verdicts.
 
         Args:
-            counts: of the hits, in their order; None if they are not available, so that there is no verdict.
+            counts: answers to the hits, in their order; None if there are none, so that there are no verdicts.
         """
         if counts is None:
             return []
@@ -253,7 +253,7 @@ class CandidateGroup:
             count: Answer = UNCOUNTED if candidate.hit is None else next(left)
             try:
                 outcome = candidate.judge(count)
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is this candidate's alone
+            except Exception as error:  # noqa: BLE001  # an error affects only this candidate
                 self.failures.append((candidate.plan.id, error))
             else:
                 trace.append(self._spare(outcome) if candidate.overrides and candidate.is_allowed else outcome)
@@ -267,19 +267,19 @@ class CandidateGroup:
         return outcome.change_action(Action.ALLOW)
 
     def fail(self, error: Exception) -> None:
-        """None of these candidates can be counted."""
+        """Note that none of these candidates can be counted."""
         self.failures.append((self.candidates[0].plan.id, error))
         self.candidates = []
 
     def take_body_readers(self) -> list[Candidate]:
-        """Take those out that need the body."""
+        """Remove and return the candidates that need the body."""
         taken = [candidate for candidate in self.candidates if candidate.needs_body]
         self.candidates = [candidate for candidate in self.candidates if not candidate.needs_body]
         self.needs_body = False
         return taken
 
     def drop_body_readers(self, reason: str) -> None:
-        """Candidates that need the body do not count the request; if it stands for many requests, no candidate does."""
+        """Remove the candidates that need the body, or all of them if the request stands for many requests."""
         kept = []
         for candidate in self.candidates:
             if reason != RESPONSES_WEBSOCKET and (not candidate.needs_body or candidate.goes_on_without_body()):
@@ -315,15 +315,15 @@ class Evaluation:
         shadow: the candidates whose verdict has no effect.
         groups: both.
         sessions: the candidates that limit sessions, of both groups.
-        size: bytes of its body, 0 if unknown.
-        inspects: longest body to keep for inspection, in bytes; 0 for none.
-        steers: longest body to keep for editing, in bytes; 0 for none.
+        size: length of the body in bytes; 0 if unknown.
+        inspects: maximum length of a body to keep for inspection, in bytes; 0 for none.
+        steers: maximum length of a body to keep for editing, in bytes; 0 for none.
         reads_ends: of bodies longer than `inspects`, an excerpt may be inspected.
         plans: the policies that matched.
-        paired: what some policy makes of it is compared with what another one does.
-        trace: what each policy made of it, once that has been compared.
-        is_overridden: operators may have ordered something about it.
-        counts_failed: it stays counted should its upstream fail.
+        paired: the verdict of a policy is compared with another's.
+        trace: each policy's verdict, after such a comparison.
+        is_overridden: there may be operators' orders about it.
+        counts_failed: it stays counted if its upstream fails.
     """
 
     __slots__ = (
@@ -376,7 +376,7 @@ class Evaluation:
         self._body: RequestBody | None = None
 
     def describe_counted(self) -> list[str]:
-        """What an entry of the access log has to repeat, so that a request that its upstream fails is taken back, as JSON."""
+        """JSON that its access log entry has to repeat, so that a request that its upstream fails is taken back."""
         counted = [each for group in self.groups for candidate in group.candidates for each in candidate.list_counted()]
         return [_encode({COUNTED: counted}).decode()] if counted else []
 
@@ -387,12 +387,12 @@ class Evaluation:
 
     @property
     def is_narrowed(self) -> bool:
-        """Tools may have to be removed from the request, for a session that has used them up."""
+        """Whether tools may have to be removed from the request, for a session that has used them up."""
         return any(session.narrowing is not None for session in self.enforcing.sessions)
 
     @property
     def needs_body(self) -> bool:
-        """Some fingerprint includes the body, or some descriptor is in it."""
+        """Whether a fingerprint includes the body, or a descriptor is in it."""
         return self.enforcing.needs_body or self.shadow.needs_body
 
     def admit(self, plan: Plan) -> None:
@@ -429,7 +429,7 @@ class Evaluation:
         watching._earlier = self
         return watching
 
-    def read_body(  # noqa: PLR0913  # all that is known of a body
+    def read_body(  # noqa: PLR0913  # everything known about a body
         self,
         sums: Body | None,
         reason: str = "",
@@ -439,14 +439,14 @@ class Evaluation:
         excerpt: Excerpt | None = None,
         shadow: bool = True,
     ) -> None:
-        """Work out the fingerprints, now that the body is known or known to stay unknown.
+        """Complete the fingerprints when the body is known, or known to stay unknown.
 
         Args:
-            sums: of the body; None when it is not known: candidates that need it do not count the request.
-            reason: why the body is not known, for `uncounted`.
-            content: the body's bytes, None if no policy may inspect them.
+            sums: the body's checksums. None if it is unknown: candidates that need it do not count the request.
+            reason: why the body is unknown, for `uncounted`.
+            content: the body's bytes; None if no policy may inspect them.
             withheld: why not.
-            excerpt: of a body that is too long; `content` is then what the excerpt holds.
+            excerpt: an excerpt of a body that is too long; `content` is then the bytes of the excerpt.
             shadow: include the shadow policies; otherwise `read_shadow` does that later.
         """
         if sums is None:
@@ -464,7 +464,7 @@ class Evaluation:
             else:
                 shortened = self._open_excerpt(excerpt, content)
         if not (self.enforcing.candidates or self.shadow.candidates):
-            return  # none counts it, perhaps because its query would take too long to read
+            return  # no candidate counts it, perhaps because its query would take too long to read
         request = self.request
         query = write_query(request.read_shown_query()) if request.query else ""
         head = write_head(request.method, request.path, query)
@@ -476,18 +476,18 @@ class Evaluation:
 
     @property
     def is_plain(self) -> bool:
-        """The body is not compressed."""
+        """Whether the body is not compressed."""
         return not list_encodings(self.request.headers.get("content-encoding", b""))
 
     def _open_excerpt(self, excerpt: Excerpt, content: bytes | memoryview) -> Document | None:
-        """The excerpt of a body, None for none. No notes are looked for in it."""
+        """The excerpt of a body, without a search for notes; None for none."""
         shortened = make_excerpt(excerpt, content)
         if shortened is not None:
             self.content, self.plain = bytes(shortened), shortened
         return shortened
 
     def _open_document(self, content: bytes | memoryview) -> tuple[Document | None, str]:
-        """The body without notes, or None and why it cannot be read."""
+        """The body without notes, or None and the reason why it cannot be read."""
         try:
             text = read_text(content, self.request.headers.get("content-encoding", b""), self.inspects)
         except UnreadableError as error:
@@ -507,26 +507,26 @@ class Evaluation:
         """The marks of notes for a candidate's caller, in the request's conversation.
 
         Args:
-            candidate: one that steers.
+            candidate: a candidate that steers.
             data: the body, or the document made of it earlier.
 
         Raises:
-            NotCounted: it holds no conversation, or cannot be read.
+            NotCounted: it contains no conversation, or cannot be read.
         """
         return self._open_marks(self.document if self.document is not None else Document(data), candidate)
 
     def _open_marks(self, document: Document, candidate: Candidate | None = None) -> Marks:
-        """The same, also to recognise notes only.
+        """The marks to recognize notes, also without a candidate.
 
-        Marks are bound to the caller as the head alone identifies it, because notes are cut out before any policy reads the
-        body. If some policy enforces, shadow policies have no influence on what is cut out.
+        Marks depend on the caller as the head alone identifies it, because notes are removed before any policy reads the body.
+        If a policy enforces, shadow policies have no influence on what is removed.
         """
         candidates = self.enforcing.candidates or self.shadow.candidates
         callers = [each.caller_in_head for each in ([candidate, *candidates] if candidate is not None else candidates)]
         return Marks(self._key, list(dict.fromkeys(callers)), open_conversation(document).read_first_words())
 
     def _find_marks(self, document: Document) -> Marks | None:
-        """The same if something in the body looks like a note; None if no note can be recognised."""
+        """The marks if something in the body looks like a note; None if no note can be recognized."""
         group = self.enforcing if self.enforcing.candidates else self.shadow
         if not group.candidates:
             return None
@@ -534,24 +534,24 @@ class Evaluation:
             return self._open_marks(document)
         except NotCounted:
             return None
-        except Exception as error:  # noqa: BLE001  # whatever it is, what looks like a note is content
+        except Exception as error:  # noqa: BLE001  # what looks like a note counts as content
             group.failures.append((group.candidates[0].plan.id, error))
             return None
 
     def read_shadow(self, withheld: str = "") -> None:
-        """Work out the fingerprints of the shadow policies.
+        """Complete the fingerprints of the shadow policies.
 
-        The stack is as deep as in `read_body`, so that a body that is nested too deep for enforcing policies is so here, too.
+        The stack is as deep as in `read_body`, so that a body that is nested too deeply for enforcing policies is so here, too.
 
         Args:
-            withheld: why they may not look into the body; empty if they may.
+            withheld: why they may not inspect the body; empty if they may.
         """
         if withheld and self._body is not None:
             self._body.document, self._body.unreadable, self._body.excerpt = None, withheld, None
         self._read_with(self.shadow)
 
     def _read_with(self, group: CandidateGroup) -> None:
-        """Work out the fingerprints of a group, once the body is open."""
+        """Complete the fingerprints of a group when the body is open."""
         body = self._body
         if body is None or not group.candidates:
             return
@@ -559,21 +559,21 @@ class Evaluation:
         if looked_into is None or len(looked_into) < _MANY_OBJECTS or not gc.isenabled():
             group.read_body(body)
             return
-        gc.disable()  # it would walk what is being decoded again and again, for longer than decoding takes
+        gc.disable()  # it would walk the decoded objects again and again, for longer than decoding takes
         try:
             group.read_body(body)
         finally:
             gc.enable()
 
     def find_tenant(self) -> str:
-        """The caller as the first policy identifies it by headers alone; empty for none."""
+        """The caller as the first policy identifies it by headers; empty for none."""
         for group in self.groups:
             for candidate in group.candidates:
                 return candidate.caller
         return ""
 
     def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
-        """The answer to a request that has been counted; the counts are those for `CandidateGroup.judge`."""
+        """Decide about a counted request. The counts are those for `CandidateGroup.judge`."""
         trace = self.enforcing.judge(counts)
         return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
 
@@ -591,16 +591,16 @@ class Evaluation:
             group.give_up(reason)
 
     def list_left_out(self) -> list[tuple[str, str, str]]:
-        """(policy, detector, reason) of what matched and does not count this request."""
+        """(policy, detector, reason) of those that matched but do not count this request."""
         return [*self.enforcing.left_out, *self.shadow.left_out]
 
     def list_uncounted(self) -> list[tuple[str, str]]:
-        """(policy, reason), each once, of policies of which a detector does not count this request."""
+        """(policy, reason), each once, of policies with a detector that does not count this request."""
         left_out = self.list_left_out()
         return list(dict.fromkeys((policy, reason) for policy, _, reason in left_out))
 
     def list_compared_exactly(self) -> list[str]:
-        """The policies that compared the body byte for byte, because it is not what their similarity is for."""
+        """The policies that compared the body byte by byte, because their similarity does not apply to it."""
         found: list[str] = []
         for group in self.groups:
             for candidate in group.candidates:
@@ -610,7 +610,7 @@ class Evaluation:
 
 
 def group_by_policy(trace: list[Outcome]) -> list[Outcome]:
-    """The strictest outcome of each policy, whose detectors stand side by side in the trace."""
+    """The strictest outcome of each policy, whose detectors are adjacent in the trace."""
     size = len(trace)
     if size < 2 or (size == 2 and trace[0].policy != trace[1].policy):  # noqa: PLR2004  # nothing to group, as for most requests
         return trace

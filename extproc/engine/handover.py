@@ -1,14 +1,14 @@
-"""Policies that Envoy hands over with a route, in place of those that are selected by what the request looks like.
+"""Policies that Envoy sends with a route, in addition to policies that select requests themselves.
 
-Two ways, both of them configured in Envoy, where only the operator can:
+There are two ways. Both are configured in Envoy, which only the operator can do:
 
-- the gRPC initial metadata `x-loopguard-policy: <id>[,<id>]` of a route names loaded policies, whatever their selectors say;
-- the metadata of a route carries a whole policy file (`loopguard` / `policy_json`). Its policies need no selector: what stands
-  there is the route's. One with the id of a loaded policy takes that one's place.
+- The gRPC initial metadata `x-loopguard-policy: <id>[,<id>]` of a route names loaded policies, whatever their selectors say.
+- The metadata of a route contains a whole policy file (`loopguard` / `policy_json`). Its policies need no selector, because
+  they apply to the route. A policy with the id of a loaded policy replaces it.
 
-What is wrong with either never reaches the client: the request goes on without that policy, and it is counted and logged.
+Errors in either never reach the client: the request continues without that policy, and the error is counted and logged.
 """
-# interpreted: parses what a route hands over, once for all of its requests
+# interpreted: parses a route's policies once for all of its requests
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from extproc.errors import BundleErrors, excerpt
 from extproc.policy.loader import PolicySet, Source, Unenforced, parse
 
 POLICY_METADATA = "x-loopguard-policy"
-"""Names the policies of a route in a stream's gRPC initial metadata, separated by commas."""
+"""The key, in a stream's gRPC initial metadata, for the ids of a route's policies, separated by commas."""
 
 POLICY_ATTRIBUTE = "xds.route_metadata.filter_metadata['loopguard']['policy_json']"
-"""The request attribute that Envoy is to be asked for, letter by letter (`request_attributes` of the filter)."""
+"""The request attribute to configure in Envoy, letter by letter (`request_attributes` of the filter)."""
 
 MAX_POLICY_JSON = 65_536
-"""Longest policy file in route metadata, in characters: it is checked between two requests, which must not wait for long."""
+"""Maximum length of a policy file in route metadata, in characters. It is checked between two requests, which must not wait."""
 
 _MAX_KEPT = 256
 
 _NOT_SET = frozenset({"", "-"})
-"""What Envoy's formatters leave behind where there is no value."""
+"""What Envoy's formatters write for a missing value."""
 
 
 def parse_names(value: str) -> list[str]:
@@ -46,9 +46,9 @@ class RefusedPolicy(NamedTuple):
     """Why a policy file in route metadata cannot be used; a few kilobytes at most.
 
     Attributes:
-        reason: `invalid`, `too_large` or `unenforced`, as the metric shows it.
-        problems: the first of them, shortened: what is wrong and what would be right.
-        found: how many there are.
+        reason: `invalid`, `too_large` or `unenforced`, as in the metric.
+        problems: the first problems, shortened: what is wrong and what would be right.
+        found: number of problems.
     """
 
     reason: str
@@ -69,24 +69,24 @@ class _HandedOver(NamedTuple):
 
 
 class HandedOver:
-    """Policy files from route metadata, compiled once for each content; the least recently used are dropped."""
+    """Policy files from route metadata, compiled once for each content. The least recently used are dropped."""
 
     def __init__(self, *, shadow: bool, allow_unenforced: bool) -> None:
-        """Compile as `serve` was told to."""
+        """Compile with these options of `serve`."""
         self._shadow = shadow
         self._allow_unenforced = allow_unenforced
         self._known: LRU[str, _HandedOver | RefusedPolicy] = LRU(_MAX_KEPT)
 
     def list_plans(self) -> list[Plan]:
-        """The policies of all contents that are remembered."""
+        """The policies of all remembered contents."""
         return [plan for _, made in self._known.items() if isinstance(made, _HandedOver) for plan in made.engine.plans]
 
     def list_unenforced(self) -> list[Unenforced]:
-        """The parts of all these contents that are not enforced; may be called from any thread."""
+        """The unenforced parts of all remembered contents; may be called from any thread."""
         return [part for _, made in self._known.items() if isinstance(made, _HandedOver) for part in made.unenforced]
 
     def recall(self, text: str, now: datetime) -> Engine | RefusedPolicy | None:
-        """The earlier result for this content, None if it is new."""
+        """The earlier result for this content; None if it is new."""
         name = _cut(text)
         found = self._known.use(name)
         if isinstance(found, _HandedOver) and found.shadowed != _is_shadowed(found.sources, now):
@@ -101,7 +101,7 @@ class HandedOver:
         return made.engine if isinstance(made, _HandedOver) else made
 
     def _make_engine(self, text: str, now: datetime, checked: datetime) -> _HandedOver | RefusedPolicy:
-        """Compile for `now` what was valid when it was `checked`; the policies are not kept, because they are large."""
+        """Compile, for `now`, a file that was checked at `checked`. Policies are not kept, because they are large."""
         policies = self._parse(text, checked)
         if isinstance(policies, RefusedPolicy):
             return policies
@@ -124,7 +124,7 @@ class HandedOver:
 
 
 def _cut(text: str) -> str:
-    """The key of a content; all that are too large share one."""
+    """The key of a content; all contents that are too large share one."""
     return text[: MAX_POLICY_JSON + 1]
 
 

@@ -1,6 +1,6 @@
 """Kill switches: a bundle can refuse a caller's requests before any policy sees them.
 
-A request takes one look-up for each scope key in use, so tens of thousands of kill switches cost no more than a few.
+A request needs one look-up for each scope key in use, so tens of thousands of kill switches cost no more than a few.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Switch(NamedTuple):
 
     Attributes:
         place: `file: /kill_switches/0`.
-        number: among all of a load; the lowest that applies wins.
-        scope_key: what is compared.
-        reason: for the operator, empty for none.
+        number: its position among all switches of a load; the lowest that applies wins.
+        scope_key: the limit key to compare.
+        reason: for the operator; empty for none.
         begins: when its bundle's `kill_switch_override` ends.
         ends: when it stops to apply.
     """
@@ -41,7 +41,7 @@ class Switch(NamedTuple):
 
 
 class KillSwitches:
-    """Those of one load."""
+    """The kill switches of one load."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
         """Compile; keeps no reference to the sources' own objects."""
@@ -51,7 +51,7 @@ class KillSwitches:
             name = copy_text(switch.scope_key), copy_text(switch.scope_value), copy_text(switch.route or _ANY_ROUTE)
             self._switches.setdefault(name, []).append(_compile(source, place, switch, number))
         keys = dict.fromkeys([key for key, _, _ in self._switches])
-        self._descriptors = [compile_plainly(key, hidden=False) for key in keys]  # bundles have the values themselves
+        self._descriptors = [compile_plainly(key, hidden=False) for key in keys]  # bundles contain the values themselves
 
     def __len__(self) -> int:
         """The number of different callers and routes."""
@@ -62,7 +62,7 @@ class KillSwitches:
         return [part for entry in self._switches.items() for part in entry]
 
     def find(self, request: HttpRequest, now: float) -> Switch | None:
-        """The first that applies to a request, None for none; `now` in seconds since 1970."""
+        """The first switch that applies to a request; None for none. `now` in seconds since 1970."""
         found: Switch | None = None
         for descriptor in self._descriptors:
             value = _read(descriptor, request)
@@ -76,7 +76,7 @@ class KillSwitches:
 
 
 def _read(descriptor: Descriptor, request: HttpRequest) -> str:
-    """A request's value, empty if it has none or if finding it would take too long."""
+    """A request's value; empty if it has none, or if finding it would take too long."""
     if descriptor.source == "query" and is_too_long(request.target, request.query):
         return ""
     return descriptor.read(request, descriptor.argument)

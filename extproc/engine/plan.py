@@ -31,19 +31,19 @@ from extproc.store.rules.windows import Count, Hit
 _SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
 
 BYPASS = "bypass"
-"""The reason for requests that the policy's `bypass` leaves uncounted."""
+"""The reason for requests that the policy's `bypass` excludes from counts."""
 
 SHADOW_NAMESPACE = "shadow:"
 """Prefix of every key of a shadow policy."""
 
 DELAY_PER_REQUEST_MS = 100
-"""A throttled request is held for its count times this (Fairvisor's loop arithmetic)."""
+"""Milliseconds. A throttled request is held for its count times this, as in Fairvisor."""
 
 _MILD = frozenset({Action.WARN, Action.STEER})
-"""These hold nothing up."""
+"""Actions that do not delay a request."""
 
 DISPLAY_COUNT = 1_000
-"""Least number of requests that a `sliding_log` can count, so that reports stay exact well past the threshold."""
+"""Minimum capacity of a `sliding_log`, in requests, so that reports stay exact well past the threshold."""
 
 _Descriptors = tuple[tuple[Descriptor, ...], tuple[tuple[Descriptor, list[str]], ...]]
 """Descriptors in the request's head, and those in its body with their pointers."""
@@ -59,7 +59,7 @@ class _BypassRule(NamedTuple):
 
 
 class Parts:
-    """Parts that the policies of a load share: thousands of policies are mostly alike, so each part is kept once.
+    """Parts that the policies of a load share. Thousands of policies are mostly alike, so equal parts exist once.
 
     Attributes:
         aliases: names of callers, by hash.
@@ -71,7 +71,7 @@ class Parts:
         self.aliases: dict[str, str] = {}
 
     def find_similarity(self, loop: LoopDetection) -> Similarity:
-        """The similarity of an entry, one object for all entries whose keys are equal."""
+        """The similarity of an entry, shared by all entries with equal keys."""
         keys = loop.model_dump_json(include=_SIMILARITY_KEYS)
         made = self._similarities.get(keys)
         if made is None:
@@ -79,7 +79,7 @@ class Parts:
         return made
 
     def find_descriptors(self, limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
-        """The descriptors of these limit keys, those in the body apart."""
+        """The descriptors of these limit keys, with those in the body separate."""
         keys = tuple(limit_keys)
         made = self._descriptors.get(keys)
         if made is None:
@@ -96,7 +96,7 @@ def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
 
 
 def _list_secrets(descriptor: Descriptor) -> list[tuple[str, str, str]]:
-    """Name, start of the value and limit key of each secret that a descriptor may hold."""
+    """Name, start of the value and limit key of each secret that a descriptor may contain."""
     if not descriptor.parts:
         return [(descriptor.name, "", descriptor.key)] if is_secret(descriptor.key) else []
     return [(descriptor.name, f"{part.key}:", part.key) for part in descriptor.list_sources() if is_secret(part.key)]
@@ -108,7 +108,7 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
 
 
 def _make_names(session: Session, rings: Rings | None) -> SessionNames:
-    """Where limits look for a session's name; the same object as for rings, if these look in the same places."""
+    """Where limits look for a session's name; the rings' object if they look in the same places."""
     keys = session.list_budget_keys()
     return rings if rings is not None and keys == session.keys else SessionNames(keys, usual=not session.has_own_keys)
 
@@ -123,7 +123,7 @@ class Detector:
     """The loop guard.
 
     Attributes:
-        mildest: action that a weak loop gets before it has stood often enough.
+        mildest: action for a weak loop that has not repeated often enough yet.
     """
 
     __slots__ = (
@@ -157,10 +157,10 @@ class Detector:
         "window_type",
     )
 
-    def __init__(  # noqa: PLR0913  # what the policy says, and its plan
+    def __init__(  # noqa: PLR0913  # a policy's settings and its plan
         self, policy: str, name: str, loop: LoopDetection, similarity: Similarity, *, shadow: bool, namespace: str
     ) -> None:
-        """Compile; `loop` is enabled, and `similarity` made of it. Every key starts with the namespace."""
+        """Compile an enabled `loop` with its `similarity`. Every key starts with the namespace."""
         self.policy = policy
         self.name = name
         self.shadow = shadow
@@ -182,7 +182,7 @@ class Detector:
         self._later = tuple([(step.threshold_identical_requests or self.threshold) - self.threshold for step in steps])
         self._last = self._later[-1]
         self.window_seconds = loop.window_seconds or 0
-        # A stateless one keeps its cooldown alone, which has a beginning and an end.
+        # A stateless detector stores only its cooldown, which has a start and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type
         self.max_delay_ms = loop.max_delay_ms
         self.refusal = _make_refusal_form(loop.reject_status, completes=loop.refuse_as == COMPLETION)
@@ -191,7 +191,7 @@ class Detector:
         self._cooldown_ms = loop.cooldown_seconds * 1000
         self.needs_no_caller = self.stateless and not loop.cooldown_seconds
         self.counts_failed = loop.count_failed
-        # Only a refusal can be left out: a request of any other action goes on, so it counts.
+        # Only a refusal can be left out of the count: after any other action, the request continues, so it counts.
         self._count_refused = loop.count_refused or self.actions[-1] is not Action.REJECT
 
     @property
@@ -200,7 +200,7 @@ class Detector:
         return max(self._window_ms, self._cooldown_ms) // 1000
 
     def list_thresholds(self, subject: Subject) -> list[int]:
-        """The threshold of each action for this subject, the lowest first."""
+        """The threshold of each action for this subject, lowest first."""
         first = self._find_threshold(subject)
         return [first + later for later in self._later]
 
@@ -209,24 +209,24 @@ class Detector:
         return self.threshold if subject is self.similarity else subject.threshold or self.threshold
 
     def make_hit(self, scope: str, tenant: str, digest: str, subject: Subject, repeat: Repeat | None = None) -> Hit | None:
-        """What the store is asked to count, None for nothing; `digest` is fingerprint and check."""
+        """The store's question for this request; None for none. `digest` is fingerprint and check."""
         key = f"{self._key}{scope}:{tenant}:{digest}"
         if not self.stateless:
-            # From here on the strictest of the actions holds, which the store decides: that one refuses, and trips.
+            # The store decides when the strictest action applies, which refuses and starts the cooldown.
             threshold = self._find_threshold(subject) + self._last
             count_refused, count_to = self._count_refused, max(threshold, DISPLAY_COUNT)
             return Hit(key, self.window_type, self._window_ms, threshold, self._cooldown_ms, count_refused, count_to)
         if not self._cooldown_ms or repeat is None:
             return None
-        # The request says itself whether it is a loop. The store keeps the cooldown: a loop that meets the strictest action
-        # trips it, others only ask for it.
+        # The request itself shows whether it is a loop. The store keeps the cooldown: a loop that meets the strictest action
+        # starts it, others only ask for it.
         threshold = 1 if repeat.rank == len(self._later) + 1 else MAX_THRESHOLD
         return Hit(key, self.window_type, 0, threshold, self._cooldown_ms, False, threshold)
 
     def _find_retry_after(self, count: Count, threshold: int, repeat: Repeat | None) -> int | None:
-        """Seconds until the same request passes if it is not sent before; None if waiting changes nothing."""
+        """Seconds until the same request passes if it is not sent before; None if waiting does not help."""
         if repeat is not None and repeat.looping:
-            return None  # its history will say the same then
+            return None  # its history will be the same then
         waits = count.cooldown_ms
         if self.stateless:
             return max(1, -(-waits // 1000))
@@ -292,15 +292,15 @@ class Plan:
     """A policy with its guards.
 
     Attributes:
-        guards_strangers: some detector counts nothing, and so acts on requests without a caller, too.
+        guards_strangers: a detector counts nothing, and so acts on requests without a caller, too.
         merges_strangers: all requests without a caller count as one caller's.
         labels: values shown beside the caller's hash, which have no effect on counts.
         aliases: names of callers, by the hash of a caller or of its secret.
-        ramp: chooses the callers that the policy acts on, None where these are all or none.
-        watching: the same policy in shadow, for the others.
-        paired: what it makes of a request is compared with what another one does.
-        counts_failed: requests stay counted should their upstream fail.
-        reads_ends: of a body that is too long to be looked into, some detector reads an excerpt.
+        ramp: chooses the callers that the policy acts on; None if it acts on all or none.
+        watching: the same policy in shadow, for the other callers.
+        paired: its verdicts are compared with those of another policy.
+        counts_failed: requests stay counted if their upstream fails.
+        reads_ends: a detector reads an excerpt of a body that is too long to inspect.
     """
 
     __slots__ = (
@@ -339,7 +339,7 @@ class Plan:
         self.shadow = shadow
         self.paired = False
         self.mode = "shadow" if shadow else "enforce"
-        # With keep_counts a policy counts where its shadow does, so that a policy that begins to enforce has the counts.
+        # With keep_counts, a policy counts where its shadow does, so that it has the counts when it begins to enforce.
         namespace = SHADOW_NAMESPACE if shadow or spec.keep_counts else ""
         self.detectors = tuple(
             Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace)
@@ -410,11 +410,11 @@ class Plan:
         return [item.name for item in self._descriptors] + [item.name for item, _ in self._body_descriptors]
 
     def read_descriptors(self, request: HttpRequest, missing: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The caller's descriptors by name, those in the body excepted.
+        """The caller's descriptors by name, except those in the body.
 
         Args:
-            request: has them.
-            missing: collects (policy, limit key) of what the request does not have.
+            request: the request to read.
+            missing: collects (policy, limit key) of missing descriptors.
 
         Raises:
             NotCounted: the policy does not count such a request.
@@ -442,7 +442,7 @@ class Plan:
         for label in self.labels:
             try:
                 value = label.read(request, label.argument)
-            except NotCounted:  # it was not recorded
+            except NotCounted:  # not recorded
                 continue
             if value:
                 values.append((label.name, value))
@@ -471,16 +471,16 @@ class Plan:
         return [(name, plain.get(name, value)) for name, value in values] if plain else []
 
     def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
-        """Whether it reads the same of a request as another plan, which is usual for a canary and its policy."""
+        """Whether it reads the same parts of a request as another plan, which is usual for a canary and its policy."""
         alike = self._descriptors is other._descriptors and not self._bypass and not other._bypass
         return alike and len(values) == len(self._descriptors)
 
     def is_told_apart_by(self, key: str) -> bool:
-        """Whether it is one of the policy's limit keys outside the body."""
+        """Whether this is one of the policy's limit keys outside the body."""
         return any(descriptor.key == key for descriptor in self._descriptors)
 
     def list_session_keys(self, *, limited: bool) -> list[str]:
-        """Where a session's name is looked for; with `limited`, for session limits only."""
+        """Where to look for a session's name; with `limited`, for session limits only."""
         names = [self.limiter.names] if self.limiter is not None else []
         names += [self.rings] if self.rings is not None and not limited else []
         return [descriptor.key for found in names for descriptor in found.list_keys()]
@@ -497,15 +497,15 @@ class Plan:
     def read_body_descriptors(
         self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]
     ) -> list[tuple[str, str]]:
-        """All of the caller's descriptors, those in the body among them.
+        """All of the caller's descriptors, including those in the body.
 
         Args:
             document: the body.
-            values: what `read_descriptors` returned.
-            missing: as there.
+            values: the result of `read_descriptors`.
+            missing: as for `read_descriptors`.
 
         Raises:
-            NotCounted: as there.
+            NotCounted: as in `read_descriptors`.
         """
         try:
             value = document.value()
@@ -529,7 +529,7 @@ class Plan:
 
 
 def _bypasses(entry: _BypassRule, request: HttpRequest) -> bool:
-    """Whether a request matches all keys of an entry of `bypass`; of two paths, either."""
+    """Whether a request matches all keys of a `bypass` entry; of two paths, one is enough."""
     if entry.header is not None and entry.header not in request.headers:
         return False
     if entry.methods is not None and request.method not in entry.methods:

@@ -13,7 +13,7 @@ from extproc.request.fingerprint import is_too_long, join_descriptors
 from extproc.request.http import Descriptor, HttpRequest
 
 PLACES = 100
-"""Number of places; a percentage enforces that many of them, from the first on."""
+"""Number of places. A percentage enforces this number of places, starting with the first."""
 
 _BITS = 32
 """Range of the hashes that are mapped to places."""
@@ -23,8 +23,8 @@ class Ramp:
     """The ramp of one policy.
 
     Attributes:
-        descriptors: they choose callers.
-        keys: their limit keys.
+        descriptors: the descriptors that choose callers.
+        keys: the descriptors' limit keys.
         percent: share of callers to act on, 1 to 99.
         seed: policies with the same seed choose the same callers.
     """
@@ -39,7 +39,7 @@ class Ramp:
         self._key = blake2b(seed.encode(), digest_size=16).digest()
 
     def covers(self, place: int) -> bool:
-        """Whether the policy acts on a caller in that place; callers without a place are only watched."""
+        """Whether the policy acts on a caller in this place; callers without a place are only watched."""
         return 0 < place <= self.percent
 
     def find_place(self, request: HttpRequest) -> int:

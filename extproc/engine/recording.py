@@ -1,10 +1,10 @@
-"""What `--record` adds to the access log: everything that `loopguard replay` needs to judge a request again, and no more.
+"""The records that `--record` adds to the access log: exactly what `loopguard replay` needs to judge a request again.
 
 A record is a JSON object, the metadata `record`; docs/replay.md lists its fields. Values that identify the sender are hashed:
 those of headers, claims and query parameters, and the address. Equal values have equal hashes, so callers can be told apart and
 requests compared, but the log shows no names, and no secrets of a query. Hashes of API keys and other secrets are keyed, and
-are recorded even if other values are plain. Only headers and claims that a policy of the request reads are recorded; one that
-the request lacks is None. Of the body, the record has a length and two checksums.
+are recorded even if other values are plain. Only headers and claims that a policy of the request reads are recorded; a missing
+one is recorded as None. Of the body, the record has the length and two checksums.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ VERSION = 1
 """Version of the records' format."""
 
 TOO_LONG = False
-"""Recorded in place of a value, or a query, that is too long to be told apart."""
+"""Recorded in place of a value, or a query, that is too long to be hashed."""
 
 _MAX_PAIRS = 64
-"""Most pairs of a query to hash one by one, which takes a microsecond each; longer queries are hashed as a whole."""
+"""Maximum number of pairs of a query to hash separately, at a microsecond each; longer queries are hashed as a whole."""
 
 
 def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, plain: bool) -> dict[str, Any]:
     """The part of a record that is known before the body.
 
     Args:
-        request: what is recorded.
-        facts: of the request, which drops its own once it is prepared.
+        request: the request to record.
+        facts: the request's facts, because the request drops them when it is prepared.
         plans: the policies that matched.
         plain: record values instead of their hashes.
     """
@@ -74,9 +74,9 @@ def record_body(head: dict[str, Any], body: Body | None, reason: str, now: float
     """The whole record.
 
     Args:
-        head: what `record_head` returned.
-        body: None if it is unknown, or was not needed.
-        reason: why it is not known.
+        head: the result of `record_head`.
+        body: the body; None if it is unknown or not needed.
+        reason: why it is unknown.
         now: when the request is counted, in seconds since 1970.
     """
     record = {**head, "time": round(now, 3)}
@@ -125,7 +125,7 @@ def _list_credential_headers(request: HttpRequest) -> list[str]:
 def _write_query(request: HttpRequest, parameters: Sequence[str], plain: bool) -> str:  # noqa: FBT001  # as `record_head`
     """The query, plain or with hashes of its values; secrets are always hashed.
 
-    A query of too many pairs is reduced to the parameters that a policy reads, and a hash of all.
+    A query with too many pairs is reduced to the parameters that a policy reads, and a hash of the whole query.
     """
     pairs = request.read_shown_query()
     if plain:

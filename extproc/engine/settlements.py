@@ -1,4 +1,4 @@
-"""From an access log entry to settlements for the ledgers of its request's sessions."""
+"""Turns an access log entry into settlements for the ledgers of its request's sessions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _SHADOW: Final = "shadow"
 
 
 class Entry:
-    """One request that is over; never changed.
+    """One completed request; never changed.
 
     Attributes:
-        sessions: what the guard told Envoy about them.
-        status: of the answer, 0 where there was none.
-        counted: what has counted it, of a request that failed and that policies do not count then.
-        failed: the upstream's fault, or that of the way to it: 5xx, or cut off.
-        request_bytes: of its body.
-        response_bytes: of the answer's.
-        model: that answered, as it calls itself; empty where it does not say.
+        sessions: descriptions of its sessions, which the guard sent to Envoy.
+        status: status of the response; 0 for none.
+        counted: for a failed request, the counts that include it if policies do not count failures.
+        failed: the upstream failed, or the connection to it: 5xx, or cut off.
+        request_bytes: length of the request's body.
+        response_bytes: length of the response's body.
+        model: the model's name in the response; empty if missing.
         usage: its tokens.
         estimated: some token counts are estimated from the lengths of the bodies.
-        refused: by Loopguard itself.
+        refused: Loopguard refused it.
     """
 
     __slots__ = (
@@ -70,14 +70,14 @@ class Entry:
 
 
 class Settled:
-    """A request that is over, as one policy has let it through; never changed.
+    """A completed request that one policy let through; never changed.
 
     Attributes:
-        settlement: for the ledger.
-        policy: its id.
+        settlement: the settlement for the ledger.
+        policy: the policy's id.
         mode: `enforce` or `shadow`.
         tenant: hash of the caller.
-        session: hash of its name.
+        session: hash of the session's name.
         model: the model in the response, or else in the request.
     """
 
@@ -95,7 +95,7 @@ class Settled:
 
 
 def list_settlements(engine: Engine, entry: Entry) -> list[Settled]:
-    """The settlement for each of the sessions whose policy still exists."""
+    """The settlements for the sessions whose policies still exist."""
     made = [_settle(engine, named, entry) for named in entry.sessions]
     return [settled for settled in made if settled is not None]
 
@@ -118,7 +118,7 @@ def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | No
 
 
 def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:
-    """The guard that let the request through, in the mode that it then had."""
+    """The guard that let the request through, in the mode that it had then."""
     policy = named.get("policy")
     plan = engine.find_plan(policy) if isinstance(policy, str) else None
     if plan is not None and plan.watching is not None and named.get("mode") == _SHADOW:
@@ -127,7 +127,7 @@ def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:
 
 
 def _read_call(text: object) -> bytes:
-    """The name of a call; empty if invalid."""
+    """The bytes of a call's name; empty if invalid."""
     if not isinstance(text, str) or len(text) != 2 * _CALL:
         return b""
     try:

@@ -31,15 +31,15 @@ from extproc.store.rules.take_back import COUNTED, TakeBack
 _LOG = logging.getLogger("loopguard")
 
 MAX_MESSAGE: Final = 2**18
-"""Bytes. Envoy sends entries once it has 16 KiB; a single entry is larger only if its headers are."""
+"""Bytes. Envoy sends entries once it has collected 16 KiB; only an entry with large headers is larger."""
 
 MAX_ENTRIES: Final = 1_000
-"""Most entries of one message: they take 13 ms, 50 ms in pure Python."""
+"""Entries read per message: they take 13 ms, 50 ms in pure Python."""
 
 _MAX_SESSIONS: Final = 16
-"""Most policies of one request."""
+"""Policies read per request."""
 
-# The fields that are read, protos/ names them: of a StreamAccessLogsMessage and its HTTPAccessLogEntries,
+# The fields to read, named as in protos/: of a StreamAccessLogsMessage and its HTTPAccessLogEntries,
 _HTTP_LOGS: Final = 2 << 3 | DELIMITED
 _LOG_ENTRY: Final = 1 << 3 | DELIMITED
 # of an HTTPAccessLogEntry,
@@ -68,7 +68,7 @@ _BOOL_VALUE: Final = 4 << 3 | VARINT
 _UPSTREAM_FLAGS: Final = frozenset([field.number << 3 | VARINT for field in ResponseFlags.DESCRIPTOR.fields])
 """Response flags for failures of the upstream, or of the connection to it."""
 
-# Names are compared as they come: to decode them takes longer.
+# Names are compared as bytes, because decoding them takes longer.
 _DECIDED: Final = NAMESPACE.encode()
 _TOLD: Final = USAGE_NAMESPACE.encode()
 _SESSIONS: Final = SESSIONS.encode()
@@ -91,24 +91,24 @@ _MOST_OUTPUT: Final = 131_072
 
 _STREAMS: Final = ("text/event-stream", "application/x-ndjson", "application/vnd.amazon.eventstream")
 _BYTES_PER_EVENT: Final = 128
-"""Bytes for each token of a stream: a few letters in an event of JSON."""
+"""Bytes per token of a streamed response: each event is JSON around a few letters."""
 
 _BYTES_PER_COMPRESSED_TOKEN: Final = 1
-"""Text shrinks to a third or a quarter."""
+"""Compression shrinks text to a third or a quarter."""
 
 
 class _Logged:
     """One entry of the access log.
 
     Attributes:
-        decided: metadata of our own decision, None for none.
+        decided: metadata of Loopguard's decision; None if there is none.
         told: metadata that Envoy's filters read in the response.
-        status: of the response, 0 for none.
+        status: HTTP status of the response; 0 for none.
         flagged: the upstream, or the connection to it, failed.
         unfinished: the request is not over yet.
-        request_bytes: length of its body.
+        request_bytes: length of the request's body.
         response_bytes: length of the response's body.
-        headers: of the response, those that were configured.
+        headers: the response headers that Envoy is configured to log.
     """
 
     __slots__ = ("decided", "flagged", "headers", "request_bytes", "response_bytes", "status", "told", "unfinished")
@@ -125,10 +125,10 @@ class _Logged:
 
 
 class AccessLog:
-    """Takes entries from the transport, and hands them on."""
+    """Reads the log's messages and passes on the entries that matter."""
 
     def __init__(self, take: Callable[[Entry], None], metrics: Metrics) -> None:
-        """Hand entries to `take`; its exceptions are counted, and affect only their own entry."""
+        """Pass entries to `take`. Its exceptions are counted and affect only their own entry."""
         self._take = take
         self._errors = RateLimit(_LINES_PER_SECOND)
         self._taken = metrics.access_log_entries.labels("taken")
@@ -136,10 +136,13 @@ class AccessLog:
         self._failed = metrics.access_log_entries.labels("error")
 
     def receive(self, data: bytes) -> int:
-        """Take one serialized StreamAccessLogsMessage; returns how many entries were in it.
+        """Read a serialized StreamAccessLogsMessage.
+
+        Returns:
+            the number of entries in it.
 
         Raises:
-            ProtocolError: it is none.
+            ProtocolError: the bytes are not a StreamAccessLogsMessage.
         """
         if len(data) > MAX_MESSAGE:
             self._dropped.inc()
@@ -152,10 +155,10 @@ class AccessLog:
         return count
 
     def _hand_on(self, entry: Entry) -> bool:
-        """Whether it was taken."""
+        """Pass an entry on; returns whether that succeeded."""
         try:
             self._take(entry)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the others are not to suffer
+        except Exception as error:  # noqa: BLE001  # no error may affect other entries
             self._report(error)
             return False
         return True
@@ -168,10 +171,10 @@ class AccessLog:
 
 
 def read_message(message: bytes) -> tuple[list[Entry], int]:
-    """The entries that matter here, see `_make_entry`, of as many as one message may have, and how many it has.
+    """Read the entries that matter (see `_make_entry`) among the first MAX_ENTRIES, and count all.
 
     Raises:
-        ProtocolError: the bytes are no StreamAccessLogsMessage.
+        ProtocolError: the bytes are not a StreamAccessLogsMessage.
     """
     entries: list[Entry] = []
     count = 0
@@ -186,7 +189,7 @@ def read_message(message: bytes) -> tuple[list[Entry], int]:
 
 
 def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
-    """Read entries, given the number so far; returns the new number."""
+    """Read entries, starting from the count so far; returns the new count."""
     outer = reader.enter()
     while tag := reader.read_tag():
         if tag == _LOG_ENTRY:
@@ -199,7 +202,7 @@ def _read_logs(reader: Reader, entries: list[Entry], count: int) -> int:
 
 
 def _read_entry(reader: Reader) -> _Logged:
-    """The reader stands at an entry, as it does at the part that each of the following reads."""
+    """Read the entry at which the reader stands. The functions below likewise read the part at which it stands."""
     logged = _Logged()
     outer = reader.enter()
     while tag := reader.read_tag():
@@ -234,7 +237,7 @@ def _read_metadata(reader: Reader, logged: _Logged) -> None:
 
 
 def _read_namespace(reader: Reader, logged: _Logged) -> None:
-    """One of the metadata's; every writer of protobuf puts a key before its value."""
+    """Read one namespace of the metadata. Every protobuf writer puts a key before its value."""
     name = b""
     outer = reader.enter()
     while tag := reader.read_tag():
@@ -248,7 +251,7 @@ def _read_namespace(reader: Reader, logged: _Logged) -> None:
 
 
 def _read_struct(reader: Reader) -> dict[bytes, object]:
-    """Text, numbers and switches; a value of another kind is None."""
+    """Read texts, numbers and booleans; values of other kinds become None."""
     found: dict[bytes, object] = {}
     outer = reader.enter()
     while tag := reader.read_tag():
@@ -313,7 +316,6 @@ def _read_response(reader: Reader, logged: _Logged) -> None:
 
 
 def _read_wrapped(reader: Reader) -> int:
-    """A UInt32Value."""
     number = 0
     outer = reader.enter()
     while tag := reader.read_tag():
@@ -336,7 +338,7 @@ def _read_header(reader: Reader, headers: dict[bytes, str]) -> None:
 
 
 def _make_entry(logged: _Logged) -> Entry | None:
-    """None for a request of which nothing is kept that its end changes, or that is not over."""
+    """None for a request that is not over, or whose end changes no state here."""
     decided = logged.decided
     if decided is None or _SESSIONS not in decided or logged.unfinished:
         return None
@@ -364,14 +366,14 @@ def _make_entry(logged: _Logged) -> Entry | None:
 
 
 def _list_counted(named: object) -> list[TakeBack]:
-    """What `Evaluation.describe_counted` has told; nothing where another program has written it."""
+    """Read what `Evaluation.describe_counted` wrote; empty if another program wrote it."""
     pairs = named if isinstance(named, list) else []
     texts = [pair for pair in pairs if isinstance(pair, list) and len(pair) == _PAIR and isinstance(pair[1], str)]
     return [TakeBack(key, str(kind)) for kind, key in texts[:_MAX_SESSIONS] if _KEY_OF_OURS.fullmatch(key) is not None]
 
 
 def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
-    """What `SessionCandidate.describe_call` wrote about each session; empty if another program wrote the metadata."""
+    """Read what `SessionCandidate.describe_call` wrote about each session; empty if another program wrote the metadata."""
     try:
         if not isinstance(text, str):
             return ()
@@ -398,7 +400,7 @@ def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
 
 
 def _take_count(told: dict[str, float], name: str) -> int:
-    """This many tokens, -1 if unknown or impossible."""
+    """The number of tokens; -1 if unknown or impossible."""
     count = told.get(name, -1.0)
     return int(count) if 0 <= count <= _MAX_TOKENS else -1
 

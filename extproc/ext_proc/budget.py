@@ -8,7 +8,7 @@ surplus, then its own share, and never the time that others need.
 A client may use a new name for each request. New names can use half of the reserve at most, do not displace returning callers,
 and are not counted as active.
 
-Shadow policies use the time that enforcing ones leave, and never take any from these.
+Shadow policies use the time that enforcing policies leave, and never take time from them.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ SHARE: Final = 0.5
 """Share of the processor's time for inspecting bodies."""
 
 BURST_SECONDS: Final = 1.0
-"""Most seconds in the bucket for any caller: enough for about twenty of the most expensive bodies."""
+"""Maximum seconds in the bucket that any caller may use: enough for about twenty of the most expensive bodies."""
 
 RESERVE_SECONDS: Final = 0.5
 """Seconds in the reserve, for callers within their own share."""
 
 NEW_SECONDS: Final = RESERVE_SECONDS / 2
-"""Seconds of the reserve that new callers may use; the rest is enough for the shares of all others."""
+"""Seconds of the reserve that new callers may use; the rest is enough for the shares of returning callers."""
 
 PRESENT_SECONDS: Final = 1.0
-"""A caller is active until it has asked for nothing for one to two such spans, in seconds."""
+"""Length of a span, in seconds. A caller stays active for one to two spans after its last request."""
 
 MAX_TENANTS: Final = 9_000
-"""Most known callers; the least recently active is dropped, and is new when it returns."""
+"""Maximum number of returning callers. The least recently active is dropped, and counts as new when it returns."""
 
 MAX_NEW: Final = 1_000
-"""Callers that have asked once, likewise."""
+"""Maximum number of callers that have asked once; the least recently active is dropped."""
 
 
 class _Account:
     """A caller's own share.
 
     Attributes:
-        left: what is left of it, in seconds.
+        left: the time left, in seconds.
         given: total of all shares per caller when `left` was computed.
         span: number of the span in which it last asked.
     """
@@ -57,17 +57,17 @@ class _Account:
 
 
 class _Shares:
-    """The time of all callers."""
+    """The time of all callers under policies of one mode."""
 
     def __init__(self, share: float, now: float) -> None:
         self._share = share
         self._left = BURST_SECONDS
         self._filled = now
-        self._given = 0.0  # to each caller that is there, since the start
+        self._given = 0.0  # to each active caller, since the start
         self._span = 0
-        self._began = now  # that span
-        self._present = 0  # callers that have asked in it
-        self._places = 1  # that share the time: as many as have asked in it, or in the one before, and one that is new
+        self._began = now  # of the current span
+        self._present = 0  # callers that have asked in this span
+        self._places = 1  # that share the time: callers of this span or the last, whichever are more, and a new one
         self._known: LRU[str, _Account] = LRU(MAX_TENANTS)
         self._new: LRU[str, _Account] = LRU(MAX_NEW)
 
@@ -76,7 +76,6 @@ class _Shares:
         return len(self._known) + len(self._new)
 
     def allows(self, tenant: str, now: float) -> bool:
-        """Whether there is time left for this caller."""
         self._fill(now)
         caller = self._known.use(tenant)
         if caller is None:
@@ -116,24 +115,24 @@ class _Shares:
 
 
 class InspectionBudget:
-    """The time of this process."""
+    """The inspection time of this process."""
 
     def __init__(self, now: float, share: float = SHARE) -> None:
-        """Nothing is spent; `now` is in seconds of any monotonic clock, here and below.
+        """Start with a full bucket.
 
         Args:
-            now: the time.
-            share: of the processor's time, above 0 and at most 1.
+            now: the time in seconds of any monotonic clock, as in all methods.
+            share: share of the processor's time, above 0 and at most 1.
         """
         self._acting = _Shares(share, now)
-        self._watching = _Shares(share, now)  # what is left for shadow policies
+        self._watching = _Shares(share, now)  # what enforcing policies leave for shadow policies
 
     def __len__(self) -> int:
-        """The number of known callers, of enforcing and of shadow policies."""
+        """The number of known callers, for enforcing and for shadow policies together."""
         return len(self._acting) + len(self._watching)
 
     def allows(self, tenant: str, now: float, *, shadow: bool = False) -> bool:
-        """Whether there is time left to inspect a body of this tenant, perhaps for shadow policies alone."""
+        """Whether there is time left to inspect a body of this tenant; with `shadow`, for shadow policies only."""
         return (self._watching if shadow else self._acting).allows(tenant, now)
 
     def spend(self, tenant: str, seconds: float, *, shadow: bool = False) -> None:

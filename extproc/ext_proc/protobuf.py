@@ -1,4 +1,4 @@
-"""Reads a protobuf message field by field; protobuf itself would make an object of every message inside."""
+"""Reads a protobuf message field by field. The protobuf library would make an object of every nested message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIXED32: Final = 5
 
 _TYPE: Final = 7
 _MORE: Final = 0x80
-"""Set in every byte of a varint but the last; the others are its bits."""
+"""The bit set in every byte of a varint but the last; the other bits are the value."""
 
 _BITS: Final = 0x7F
 _LONGEST: Final = 63
@@ -24,9 +24,9 @@ _read_double: Final = Struct("<d").unpack_from
 
 
 class Reader:
-    """Walks over the fields of a message, and of messages inside (protobuf.dev, Encoding).
+    """Walks over the fields of a message and of nested messages (protobuf.dev, Encoding).
 
-    It does not recurse; the caller of `enter` decides about the depth.
+    It does not recurse: the caller of `enter` decides about the depth.
 
     Attributes:
         value: the newest varint.
@@ -42,18 +42,21 @@ class Reader:
         self.value = 0
 
     def read_tag(self) -> int:
-        """Go to the next field of this message: its number and its wire type, `number << 3 | type`; 0 where there is none.
+        """Go to the next field of the current message.
+
+        Returns:
+            its number and wire type, `number << 3 | type`; 0 at the end of the message.
 
         Raises:
-            ValueError: what follows is no field, or a group, which proto3 does not have.
-            IndexError: it is cut off.
+            ValueError: the next bytes are not a field, or are a group, which proto3 does not have.
+            IndexError: the message is cut off.
         """
         position = self._position
         if position >= self._end:
             return 0
         data = self._data
         tag = data[position]
-        if tag < _MORE:  # most numbers have one byte, and a call takes longer than to look
+        if tag < _MORE:  # most numbers have one byte; checking this is faster than a call
             position += 1
         else:
             tag, position = read_varint(data, position)
@@ -80,14 +83,14 @@ class Reader:
         return tag
 
     def enter(self) -> int:
-        """Enter the message in the current field; returns the position to `leave` for."""
+        """Enter the nested message in the current field; returns the position that `leave` needs."""
         outer = self._end
         self._end = self._position
         self._position = self._start
         return outer
 
     def leave(self, outer: int) -> None:
-        """Continue behind the message that was entered, in the enclosing one, which ends there."""
+        """Continue behind the nested message, in the enclosing one, which ends at `outer`."""
         self._position = self._end
         self._end = outer
 
@@ -109,8 +112,8 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
     """The number at `position`, and where it ends.
 
     Raises:
-        ValueError: it is too long.
-        IndexError: it is cut off.
+        ValueError: the number is too long.
+        IndexError: the number is cut off.
     """
     byte = data[position]
     number = byte & _BITS

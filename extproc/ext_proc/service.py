@@ -1,4 +1,4 @@
-"""State shared by all ext_proc streams: the policies in force, the store, reports, and limits on what is open at once."""
+"""State shared by all ext_proc streams: policies in force, store, reports, and bounds on what is open at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Waiting:
     __slots__ = ()
 
     def give_up(self, reason: str) -> None:
-        """Stop waiting: the request goes on, uncounted."""
+        """Stop waiting: the request continues uncounted."""
 
 
 class Service:
@@ -40,26 +40,26 @@ class Service:
 
     Attributes:
         engine: the policies in force; see `follow`.
-        key: of keyed hashes.
+        key: the key of keyed hashes.
         counting: asks the store.
-        metrics: of all that happens.
+        metrics: metrics of all events.
         reporter: writes metrics, tables and the log.
-        settings: of the process.
-        holds: of throttled requests.
+        settings: settings of the process.
+        holds: throttled requests.
         released: `release` was called.
         kept: memory for bodies under way.
         budget: time for inspecting bodies.
-        changes: edits of bodies.
-        pairs: comparisons of shadow policies with enforcing ones.
-        overrides: operators' orders; None for none. Assign to change it between two requests.
+        changes: edits bodies.
+        pairs: compares shadow policies with enforcing ones.
+        overrides: operators' orders, if any. Assign to change them between two requests.
         access_log: reads the outcome of requests.
         handed_over: policies that come with routes.
-        streams: open now.
-        waiting: streams that wait for a body, the oldest first.
-        given_up: open streams that no longer decide anything: they only have to close, or to hand bodies back.
+        streams: the number of open streams.
+        waiting: streams that wait for a body, oldest first.
+        given_up: the number of open streams that no longer decide anything and only have to close or to hand bodies back.
     """
 
-    def __init__(  # noqa: PLR0913  # all that streams share
+    def __init__(  # noqa: PLR0913  # everything that streams share
         self,
         engine: Engine,
         store: Store,
@@ -92,12 +92,12 @@ class Service:
         metrics.streams_in_flight.set_function(lambda: self.streams)
 
     def follow(self, engine: Engine) -> None:
-        """Put other policies in force; requests under way keep those with which they began."""
+        """Put other policies in force. Requests under way keep the policies with which they began."""
         self.engine = engine
         self.pairs.follow(engine.pairings, time())
 
     def make_room(self) -> bool:
-        """Give up the stream that has waited longest for a body, to make room; returns whether there was one.
+        """Give up the stream that has waited longest for a body; returns whether there was one.
 
         A client can stall an upload for any time. This must not switch the guard off for all others.
         """
@@ -108,7 +108,7 @@ class Service:
         return True
 
     def settle_entry(self, entry: Entry) -> None:
-        """Tell what has counted a request, and the ledgers of its sessions, what became of it."""
+        """Report a request's outcome to the counts that included it and to the ledgers of its sessions."""
         self.counting.take_back(entry.counted)
         settled = list_settlements(self.engine, entry)
         if len(settled) < len(entry.sessions):
@@ -117,14 +117,14 @@ class Service:
         self.counting.settle([each.settlement for each in settled], report)
 
     def release(self) -> None:
-        """End every hold and every wait for a body, now and from now on: the server is about to stop."""
+        """End every hold and every wait for a body, now and from now on, because the server is about to stop."""
         self.released = True
         self.holds.release()
         for stream in list(self.waiting):
             stream.give_up("shutdown")
 
     def compile_handed_over(self, policy_json: str) -> Engine | None:
-        """The policies that came with a route; None if they cannot be used, which is counted, and logged once."""
+        """The policies that came with a route; None if they are invalid, which is counted, and logged once."""
         now = datetime.now(UTC)
         found = self.handed_over.recall(policy_json, now)
         if found is None:

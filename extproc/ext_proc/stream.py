@@ -1,9 +1,10 @@
 """One ext_proc stream: ProcessingRequest in, ProcessingResponse out. The only file that knows ext_proc's phases.
 
-Sans-IO: a `Stream` takes a message's bytes and returns a `Reply` with the answer's bytes, or an awaitable of one when the
-store has to be asked over a network. The owner of the socket sends, holds and closes as the reply says. Every message gets
-exactly one well-formed answer of its own phase (Envoy treats extras as an attack), and the stream is over as soon as nothing
-more can be decided: with a buffered body it would otherwise stay open until the upstream's answer and eat Envoy's
+Sans-IO: a `Stream` takes a message's bytes and returns a `Reply` with the answer's bytes, or an awaitable of one if the store
+has to be asked over a network. The owner of the socket sends, holds and closes as the reply says.
+
+Every message gets exactly one well-formed answer of its own phase: Envoy treats extras as an attack. The stream ends as soon as
+nothing more can be decided. With a buffered body, it would otherwise stay open until the upstream's answer and use up Envoy's
 `max_requests`.
 """
 
@@ -43,19 +44,19 @@ from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, i
 from extproc.settings import is_scope
 
 SCOPE_METADATA = "x-loopguard-scope"
-"""Names the attachment for one stream, in place of `--scope`."""
+"""gRPC metadata with the name of the attachment for one stream, in place of `--scope`."""
 
 BUFFER_LIMIT_METADATA: Final = "x-loopguard-buffer-limit"
-"""gRPC metadata with Envoy's buffer limit, by which a body that was cut off differs from one that ends in trailers."""
+"""gRPC metadata with Envoy's buffer limit, which tells a body that was cut off from one that ends in trailers."""
 
 _LIMIT_DIGITS: Final = 18
 _INVALID_ARGUMENT = 3
 
 _REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
-"""Envoy's responses to a body that does not arrive in time, and to one above its buffer limit."""
+"""Envoy's responses to a body that does not arrive in time and to one above its buffer limit, and our reasons."""
 
 _NOT_WHOLE: Final = {BODY_NONE: "no_body_phase", BODY_DUPLEX: "body_mode", BODY_GRPC: "body_mode"}
-"""Body modes in which Envoy sends no complete body, and the reason why such a request is not counted."""
+"""Body modes in which Envoy sends no complete body, and the reason why such requests are not counted."""
 
 _DECIDED_BEFORE: Final = "decided_before"
 """The reason why shadow policies lack the body of a request that was refused or held at its headers."""
@@ -64,12 +65,12 @@ _NO_ANSWER: Final = Reply(None, done=True)
 
 
 class Stream(Waiting):
-    """One ext_proc stream, that is, one HTTP request. Its owner must `close` it, whatever happens.
+    """One ext_proc stream, that is, one HTTP request. Its owner must always `close` it.
 
     Attributes:
         given_up: it no longer waits for its body.
-        on_given_up: set by the transport; called, from within a call of another stream, when this one can end: end it with
-            status OK. If it is not ended, it answers its next message, and is over then.
+        on_given_up: set by the transport. Called during a call of another stream when this one can end; the transport then ends
+            it with status OK. If it does not, the stream answers its next message and is over then.
     """
 
     __slots__ = (
@@ -90,14 +91,14 @@ class Stream(Waiting):
     )
 
     def __init__(self, service: Service, metadata: Iterable[tuple[str, str | bytes]] = ()) -> None:
-        """Take a place among the service's streams, until `close`; without a free place, the request goes on at once.
+        """Take a place among the service's streams until `close`. If none is free, the request is let through at once.
 
         Args:
-            service: what all streams share.
+            service: the state that all streams share.
             metadata: the stream's gRPC initial metadata, which Envoy's `grpc_service.initial_metadata` sets.
         """
         self._service = service
-        self._engine = service.engine  # one request sees one set of policies, whatever is reloaded meanwhile
+        self._engine = service.engine  # a reload does not affect requests under way
         self._scope = service.settings.scope
         self._pinned: list[str] = []
         self._limit = SMALLEST_LIMIT
@@ -106,10 +107,10 @@ class Stream(Waiting):
         overloaded = service.streams - service.given_up >= service.settings.max_streams
         self._overloaded = overloaded and not service.make_room()
         self._transaction = Transaction(service)
-        self._evaluation: Evaluation | None = None  # what waits for the body
+        self._evaluation: Evaluation | None = None  # waits for the body
         self._upload: Upload | None = None
         self._body_mode = BODY_UNTOLD
-        self._duplex: Duplex | None = None  # what has to be handed back
+        self._duplex: Duplex | None = None  # bodies to hand back
         self._decides = True  # something may still be decided here
         self.given_up = False
         self.on_given_up: Callable[[], object] | None = None
@@ -138,7 +139,7 @@ class Stream(Waiting):
             raise ProtocolError("not a ProcessingRequest", code=_INVALID_ARGUMENT) from error
         kind = message.kind
         if not kind:
-            return _NO_ANSWER  # a phase that does not exist yet; Envoy goes on when the stream ends with OK
+            return _NO_ANSWER  # a phase that does not exist yet; Envoy continues when the stream ends with OK
         if kind == "request_headers" and message.body_mode == BODY_BUFFERED_PARTIAL and not message.ended:
             kind = LAST_HEADERS
         if self._duplex is None and BODY_DUPLEX in (message.body_mode, message.response_mode):
@@ -147,25 +148,25 @@ class Stream(Waiting):
             return Reply(hand_back(kind, cut_body(data, kind)), done=self._duplex.over)
         try:
             reply = self._handle(message, kind)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+        except Exception as error:  # noqa: BLE001  # no error may stop the request
             self._stop_waiting()
             reply = self._transaction.fail(kind, error)
         return reply if self._duplex is None else self._stay_open(reply)
 
     def _handle(self, message: EnvoyMessage, kind: str) -> MaybeLater:
-        # Not by a table: a method out of a dict is called as interpreted code calls it.
+        # Not a table: calling a method from a dict is as slow as in interpreted code.
         if self._overloaded:
             self._overloaded = False
             self._service.metrics.overload.inc()
             return DONE[kind]
         if kind in HEADERS:
             return self._on_request_headers(message, kind)
-        if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714  # `in` makes a set of them at each call
+        if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714  # `in` makes a new set at each call
             return self._on_request_body(message, kind)
         return self._on_response(message)
 
     def _stay_open(self, reply: MaybeLater) -> MaybeLater:
-        """Pass the reply through `_stay`, now or once it is there."""
+        """Pass the reply through `_stay`, now or when it is there."""
         if isinstance(reply, Reply):
             return self._stay(reply)
         if isinstance(reply, Later):
@@ -177,7 +178,7 @@ class Stream(Waiting):
         return self._stay(await reply)
 
     def _stay(self, reply: Reply) -> Reply:
-        """The same, but for the end of a stream that has bodies to hand back."""
+        """The same reply, but without the end of the stream if there are bodies to hand back."""
         duplex = self._duplex
         if duplex is None or not reply.done or self._transaction.ended or reply.answer is None:
             return reply
@@ -185,28 +186,28 @@ class Stream(Waiting):
         return reply if duplex.over else Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first)
 
     def _stop_deciding(self) -> None:
-        """Leave the place among the streams that decide."""
+        """Give up the place among the streams that decide."""
         if self._decides:
             self._decides = False
             self._service.given_up += 1
 
     def close(self) -> None:
-        """The stream has ended, in whatever way: free what it held."""
+        """Free what the stream held, after it ended in any way."""
         self._service.streams -= 1
         if not self._decides:
             self._service.given_up -= 1
         if self._evaluation is not None or self._upload is not None:
-            # Where Envoy did not say whether it sends bodies, it may be either of the two.
+            # If Envoy did not say whether it sends bodies, this can be either.
             self._leave_uncounted("no_body_phase" if self._body_mode < 0 else "aborted")
         self._transaction.close()
 
     @property
     def carries(self) -> bool:
-        """A body is under way that Envoy does not keep: it would be cut off if the stream ended with OK."""
+        """Whether a body is under way that Envoy does not keep: it would be cut off if the stream ended with OK."""
         return self._duplex is not None and self._duplex.carries
 
     def end_hold(self) -> None:
-        """The answer that was held leaves now; see `Transaction.end_hold`."""
+        """The held answer is sent now; see `Transaction.end_hold`."""
         self._transaction.end_hold()
 
     def give_up(self, reason: str) -> None:
@@ -218,7 +219,7 @@ class Stream(Waiting):
             self.on_given_up()
 
     def _on_request_headers(self, message: EnvoyMessage, last: str) -> MaybeLater:
-        """Meet the policies; `last` is the phase, should there be no body to wait for."""
+        """Match the policies. `last` is the phase to answer if no body follows."""
         if self._evaluation is not None or self.given_up:
             return DONE[last]
         service, transaction = self._service, self._transaction
@@ -234,7 +235,7 @@ class Stream(Waiting):
         return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
 
     def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
-        """Judge the request by the policies that match: now, or once its body is complete."""
+        """Judge the request by the matching policies, now or once its body is complete."""
         transaction, standing = self._transaction, self._service.overrides
         if standing is not None:
             evaluation.apply_overrides(standing, time())
@@ -269,7 +270,7 @@ class Stream(Waiting):
         return self._wait_for_body(watching, await reply)
 
     def _wait_for_body(self, evaluation: Evaluation, reply: Reply) -> Reply:
-        """Answer the headers and wait for the body, unless the request does not go on to have one."""
+        """Answer the headers and wait for the body, unless the answer ends the request."""
         if self._transaction.ended or reply.hold_ms:
             evaluation.give_up(_DECIDED_BEFORE)
             self._service.reporter.report_uncounted(evaluation)
@@ -281,12 +282,12 @@ class Stream(Waiting):
         return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
 
     def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
-        """Judge the request once its body is complete, usually in one message, or known to be cut off."""
+        """Judge the request once its body is complete, usually in one message, or is known to be cut off."""
         evaluation = self._evaluation
         if evaluation is None:
             return DONE[kind]
         chunk = message.body
-        ended = message.ended or kind == "request_trailers"  # with which a streamed body ends
+        ended = message.ended or kind == "request_trailers"  # a streamed body can end with trailers
         if self._upload is not None or not (ended or self._transaction.buffered) or is_grpc(evaluation.request):
             return self._on_chunk(kind, evaluation, chunk, ended=ended)
         self._stop_waiting()
@@ -318,19 +319,19 @@ class Stream(Waiting):
         return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, excerpt)
 
     def _on_response(self, message: EnvoyMessage) -> MaybeLater:
-        """The request was answered before its body arrived: Envoy refused it, or sends no bodies."""
+        """Stop waiting: the request was answered before its body arrived, or Envoy sends no bodies."""
         self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return DONE[message.kind]
 
     def _stop_waiting(self) -> Evaluation | None:
-        """Take the evaluation that waits for the body, if any."""
+        """Remove and return the evaluation that waits for the body, if any."""
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is not None:
             del self._service.waiting[self]
         return evaluation
 
     def _leave_uncounted(self, reason: str) -> None:
-        """The expected body never came: nothing is counted."""
+        """The expected body will not come, so the request is not counted."""
         if self._upload is not None:
             self._upload.drop()
         evaluation = self._stop_waiting()

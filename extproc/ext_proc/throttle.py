@@ -1,4 +1,4 @@
-"""Places for throttled requests: bounded in all and per tenant, and freed when a stream closes."""
+"""Places for throttled requests: bounded in total and per tenant, and freed when a stream closes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Holds:
     """The places for held requests.
 
     Attributes:
-        held: how many are taken.
-        released: set once every hold has ended for good.
+        held: the number of taken places.
+        released: set when all holds, present and future, have ended.
     """
 
     def __init__(self, limit: int) -> None:
-        """Hold at most `limit` requests, a tenth of them for one tenant."""
+        """Hold at most `limit` requests in total, and a tenth of that per tenant."""
         self._limit = limit
         self._tenant_limit = max(1, limit // 10)
         self._tenants: Counter[str] = Counter()
@@ -23,7 +23,7 @@ class Holds:
         self.held = 0
 
     def claim(self, tenant: str) -> bool:
-        """Claim a place; False when there is none."""
+        """Claim a place; returns False if none is free."""
         if self.held >= self._limit or self._tenants[tenant] >= self._tenant_limit:
             return False
         self.held += 1
@@ -38,7 +38,7 @@ class Holds:
             del self._tenants[tenant]
 
     async def wait(self, milliseconds: int) -> None:
-        """Hold the caller, until `release` at the latest."""
+        """Wait this long, or until `release`."""
         try:
             async with asyncio.timeout(milliseconds / 1000):
                 await self.released.wait()

@@ -1,6 +1,6 @@
 """One HTTP request, from matching policies to the answer for Envoy.
 
-Errors in here never reach the client: the request goes on, and the error is counted and logged.
+Errors in here never reach the client: they are counted and logged, and the request continues.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ HOLD_MARGIN_MS = 2_000
 
 _SMALL: Final = 8_192
 _SMALL_SECONDS: Final = 0.001
-"""Shorter bodies are not timed: reading the thread's clock, a system call, would take longer than inspecting them."""
+"""Bodies that take less are not timed: reading the thread's clock, a system call, takes longer than inspecting them."""
 
 _REFUSED_STATUS: Final = 429
-"""Outcome of requests that another guard refused, whatever its reason."""
+"""Outcome of requests that another guard refused for any reason."""
 
 
 class Reply:
     """What to do with one message; never changed.
 
     Attributes:
-        answer: the ProcessingResponse to send; None when the message has no well-formed answer.
-        done: end the stream with status OK once the answer is out.
+        answer: the ProcessingResponse to send; None if the message has no well-formed answer.
+        done: end the stream with status OK after the answer.
         hold_ms: delay before the answer, in milliseconds.
         first: a ProcessingResponse to send before the delay, so that Envoy waits, too.
     """
@@ -71,14 +71,14 @@ _PHASES = (*HEADERS, "request_body", "request_trailers", "response_headers", "re
 _GO_ON_BYTES: Final = {kind: let_go_on(kind) for kind in _PHASES}
 GO_ON: Final = {kind: Reply(answer, done=False) for kind, answer in _GO_ON_BYTES.items()}
 DONE: Final = {kind: Reply(answer, done=True) for kind, answer in _GO_ON_BYTES.items()}
-"""By phase: replies that let the request go on, with or without the end of the stream."""
+"""Replies that let the request continue, by phase."""
 
 
 class Later:
     """A reply that waits only for the store, so that the transport needs no task for it.
 
     Attributes:
-        stay: adapts the reply if the stream has more to do, None for nothing.
+        stay: adapts the reply if the stream has more to do; None if not.
     """
 
     __slots__ = ("_asked", "_evaluation", "_kind", "_shadow_counts", "_transaction", "stay")
@@ -94,7 +94,7 @@ class Later:
         self._shadow_counts = shadow_counts
 
     def notify(self, listener: Listener) -> None:
-        """Call this listener as soon as the store has answered, for it to `finish`."""
+        """Call this listener when the store has answered; it then calls `finish`."""
         self._asked.pending.notify(listener)
 
     def cancel(self) -> None:
@@ -107,7 +107,7 @@ class Later:
         return reply if self.stay is None else self.stay(reply)
 
     async def _wait(self) -> Reply:
-        with suppress(StoreError):  # `finish` sorts it out
+        with suppress(StoreError):  # `finish` handles it
             await self._asked.pending
         return self.finish()
 
@@ -120,10 +120,10 @@ class Transaction:
     """One HTTP request.
 
     Attributes:
-        observed: Envoy waits for no answer.
+        observed: Envoy does not wait for answers.
         buffered: Envoy sends the body as a whole, and accepts an edited one.
         ended: the request was refused.
-        started: when its newest message came, by `perf_counter`.
+        started: the time at which its newest message came, by `perf_counter`.
     """
 
     __slots__ = (
@@ -145,16 +145,16 @@ class Transaction:
         self.ended = False
         self.started = 0.0
         self._service = service
-        self._content: bytes | memoryview | None = None  # of a request that a note may be put into
-        self._unknown = ""  # why there is none
-        self._record: dict[str, Any] | None = None  # of a request that is to be recorded, as far as it is known
-        self._holding: str | None = None  # the tenant whose place it takes
-        self._held: Sequence[SessionCandidate] = ()  # sessions of a request that is held, until its answer leaves
+        self._content: bytes | memoryview | None = None  # of a request that may be edited
+        self._unknown = ""  # why there is no content
+        self._record: dict[str, Any] | None = None  # the record of the request, as far as it is known
+        self._holding: str | None = None  # the tenant whose place this request takes
+        self._held: Sequence[SessionCandidate] = ()  # sessions of a held request, until its answer is sent
 
     def meet(
         self, engine: Engine, request: HttpRequest, scope: str, pinned: Sequence[str], handed_over: Engine | None
     ) -> Evaluation | None:
-        """Match the policies in force and those of the request's route; None if none matches."""
+        """Match the policies in force and those that came with the route; None if none matches."""
         service = self._service
         if pinned and (unknown := engine.list_unknown(pinned)):
             service.reporter.report_unknown_policies(unknown)
@@ -168,13 +168,13 @@ class Transaction:
         return evaluation
 
     def kill(self, request: HttpRequest, switch: Switch) -> Reply | None:
-        """The refusal of a request by a kill switch; None if it must not act."""
+        """Refuse a request because of a kill switch; None if the switch must not act."""
         shadow = self._service.settings.shadow
         self._service.reporter.report_killed(switch, "shadow" if shadow else "enforce")
         return None if shadow else self._end(refuse_killed(request))
 
     def block(self, evaluation: Evaluation) -> Reply | None:
-        """The refusal of a request that an operator has blocked, judged by what is known so far."""
+        """Refuse a request that an operator has blocked, as far as it is known by now; None if no block applies."""
         found = evaluation.enforcing.find_block()
         if found is None:
             return None
@@ -194,7 +194,7 @@ class Transaction:
         self._service.metrics.decision_seconds.observe(perf_counter() - self.started)
         return Reply(refusal, done=True)
 
-    def judge(  # noqa: PLR0913  # all that is known of a body
+    def judge(  # noqa: PLR0913  # everything known about a body
         self,
         kind: str,
         evaluation: Evaluation,
@@ -208,10 +208,10 @@ class Transaction:
         Args:
             kind: the phase of the message to answer.
             evaluation: the request.
-            sums: of its body, None if unknown.
-            reason: why not.
-            content: the body, None if no policy may inspect it.
-            excerpt: of a body that is too long; `content` is then what the excerpt holds.
+            sums: the body's checksums; None if it is unknown.
+            reason: why the body is unknown.
+            content: the body; None if no policy may inspect it.
+            excerpt: an excerpt of a body that is too long; `content` is then the bytes of the excerpt.
         """
         if evaluation.steers:
             self._content, self._unknown = content if excerpt is None else None, reason
@@ -226,7 +226,7 @@ class Transaction:
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow) if evaluation.shadow.candidates else ()
-        if isinstance(shadow_counts, HERE):  # as nearly always
+        if isinstance(shadow_counts, HERE):  # almost always
             if isinstance(counts, Asked):
                 return Later(self, kind, evaluation, counts, shadow_counts)
             if isinstance(counts, HERE):
@@ -241,13 +241,13 @@ class Transaction:
         content: bytes | memoryview,
         excerpt: Excerpt | None,
     ) -> None:
-        """Inspect the body, if the tenant has time left for that."""
+        """Inspect the body if the tenant has time left for it."""
         budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.inspects
         if not budget.allows(tenant, self.started, shadow=watches):
             evaluation.read_body(sums, reason, None, "inspect_budget")
             return
         small = len(content) <= _SMALL
-        clock = perf_counter if small else thread_time  # what other processes take of the processor is no tenant's fault
+        clock = perf_counter if small else thread_time  # a tenant does not pay for other processes' use of the processor
         most = _SMALL_SECONDS if small else inf
         began = clock()
         evaluation.read_body(sums, reason, content, excerpt=excerpt, shadow=False)
@@ -260,24 +260,24 @@ class Transaction:
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
-            # Of a list: else its type says that it gives a tuple, and compiled code insists on that.
+            # A list, because compiled code insists on gather's declared type, a tuple, if the arguments are separate.
             collected = await asyncio.gather(*[wait_for(counts), wait_for(shadow_counts)])
             return self._answer(kind, evaluation, *collected)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+        except Exception as error:  # noqa: BLE001  # no error may stop the request
             return self.fail(kind, error)
 
     def finish(self, kind: str, evaluation: Evaluation, asked: Asked, shadow_counts: Counts) -> Reply:
         """Answer a request that the store has counted."""
         try:
             return self._answer(kind, evaluation, asked.collect(), shadow_counts)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+        except Exception as error:  # noqa: BLE001  # no error may stop the request
             return self.fail(kind, error)
 
     def _answer(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
-        """Answer a request that has been counted; even after an error, the answer says whose call it is, for sessions."""
+        """Answer a request that has been counted. Even after an error, the answer names the call for its sessions."""
         try:
             return self._decide(kind, evaluation, counts, shadow_counts)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request goes on
+        except Exception as error:  # noqa: BLE001  # no error may stop the request
             return self.fail(kind, error, self._describe_calls(evaluation))
 
     def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
@@ -303,14 +303,14 @@ class Transaction:
         return reply
 
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
-        """Claim a place among the held requests; without a free place, a throttled request is rejected."""
+        """Claim a place among the held requests. If none is free, a throttled request is rejected."""
         if self._service.holds.claim(lead.tenant):
             self._holding = lead.tenant
             return decision
         return decision.refuse_instead(lead.change_action(Action.REJECT))
 
     def _change(self, kind: str, evaluation: Evaluation, decision: Decision) -> tuple[Decision, Changed]:
-        """Edit the body of a request that goes on, if Envoy accepts an edited one."""
+        """Edit the body of a request that continues, if Envoy accepts an edited body."""
         if decision.action is Action.REJECT:
             return decision, UNCHANGED
         original = Original(self._content, self._unknown or "inspect_limit")
@@ -323,7 +323,7 @@ class Transaction:
         return self._service.changes.apply(evaluation, decision, original)
 
     def _refuse_uncounted(self, evaluation: Evaluation, decision: Decision, counts: Counts) -> Reply | None:
-        """The refusal of a request that could not be counted, if a policy refuses these; else None."""
+        """Refuse a request that could not be counted, if a policy says so; else None."""
         forbidden = evaluation.enforcing.forbidden
         if counts is None:
             metadata = self._describe(evaluation, decision)
@@ -357,7 +357,7 @@ class Transaction:
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
     def _describe_calls(self, evaluation: Evaluation) -> str:
-        """What an entry of the access log has to say about whose call it is, and what has counted it; empty for nothing."""
+        """Describe for the access log whose call the request is and what has counted it; empty for nothing."""
         if self.observed:
             return ""
         described = [each.describe_call() for each in evaluation.sessions if each.is_let_through]
@@ -380,7 +380,7 @@ class Transaction:
         return {**metadata, "record": self._record}
 
     def _take_back(self, sessions: Sequence[SessionCandidate], outcome: int, status: int) -> None:
-        """Tell ledgers that a request which they let through was refused or withdrawn."""
+        """Tell ledgers that a request they let through was refused or withdrawn."""
         service = self._service
         let_through = [session for session in sessions if session.is_let_through]
         settlements = [session.take_back(outcome) for session in let_through]
@@ -390,22 +390,22 @@ class Transaction:
         """Compare the outcomes of canaries and their policies."""
         try:
             self._service.pairs.compare(evaluation, decision, refused=self.ended)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the answer stands
+        except Exception as error:  # noqa: BLE001  # no error may change the answer
             self._service.reporter.report_shadow_failure(error)
 
     def fail(self, kind: str, error: Exception, calls: str = "") -> Reply:
-        """Let the request go on after an internal error, and report it; `calls` says whose call it is, if it was counted."""
+        """Let the request continue after an internal error and report it. `calls` says whose call it is, if it was counted."""
         self.ended = False
         self._service.metrics.fail_open.labels("internal_error").inc()
         self._service.reporter.report_failure("internal error, request let through", error, phase=kind)
         return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
 
     def end_hold(self) -> None:
-        """The held answer is sent now, so the request goes on, even if the client has left."""
+        """The held answer is sent now, so the request continues, even if the client has left."""
         self._held = ()
 
     def close(self) -> None:
-        """Free what the request held; if it was held and goes no further, its sessions are told."""
+        """Free what the request held. If it was held and never sent on, tell its sessions."""
         if self._holding is not None:
             self._service.holds.free(self._holding)
             self._holding = None

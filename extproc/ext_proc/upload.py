@@ -9,32 +9,34 @@ from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_STR
 from extproc.request.fingerprint import NO_BODY
 
 MAX_KEPT = 64 * 2**20
-"""Most bytes of streamed bodies that are kept at once; buffered ones come in one message and are not kept at all."""
+"""Maximum bytes of streamed bodies kept at once. Buffered bodies come in one message and are not kept."""
 
 SMALLEST_LIMIT: Final = 32_768
-"""Bytes that Envoy collects of a body at least, where it does not say how many. This is the buffer limit in Envoy's own guide
-for the edge, and Envoy Gateway's; its default is 1 MiB."""
+"""Bytes of a body that Envoy is assumed to buffer if the limit is not known.
 
-# What has come of a body.
+This is the limit in Envoy's guide for edge proxies and in Envoy Gateway. Envoy's default is 1 MiB.
+"""
+
+# States of a body.
 MORE: Final = 0
 WHOLE: Final = 1
 CUT_OFF: Final = 2
 
 _LENGTH_DIGITS: Final = 18
 _PREFIX: Final = 5
-"""Bytes before a message of gRPC: a compression flag and a length of 4 bytes."""
+"""Bytes before a gRPC message: a compression flag, and the length in 4 bytes."""
 
 
 class UploadMemory:
-    """Bytes of streamed bodies under way, of all requests together."""
+    """Counts the bytes of all streamed bodies under way."""
 
     def __init__(self, limit: int = MAX_KEPT) -> None:
-        """None yet; `limit` bounds them."""
+        """Start empty, with a bound of `limit` bytes."""
         self._limit = limit
         self.bytes = 0
 
     def claim(self, size: int) -> bool:
-        """Claim room for this number of bytes; False when there is none."""
+        """Claim room for this number of bytes; returns False if there is not enough."""
         if self.bytes + size > self._limit:
             return False
         self.bytes += size
@@ -49,7 +51,7 @@ class Upload:
     """One body.
 
     Attributes:
-        body: what has come so far.
+        body: the checksums of what has come so far.
     """
 
     __slots__ = (
@@ -66,7 +68,7 @@ class Upload:
         "body",
     )
 
-    def __init__(  # noqa: PLR0913  # all that is known of a body before it comes
+    def __init__(  # noqa: PLR0913  # everything known about a body before it comes
         self,
         kept: UploadMemory,
         mode: int,
@@ -75,32 +77,32 @@ class Upload:
         limit: int = SMALLEST_LIMIT,
         excerpt: Excerpt | None = None,
     ) -> None:
-        """Nothing has come yet.
+        """Start with an empty body.
 
         Args:
-            kept: shared by all uploads.
-            mode: Envoy's body mode, negative when it did not say.
-            content_length: the header, empty when absent.
-            inspects: a body of this many bytes at most is going to be looked into.
-            limit: Envoy's buffer limit, in bytes, or less than that.
-            excerpt: of a longer body, which takes as many bytes; None where it is not looked into.
+            kept: memory shared by all uploads.
+            mode: Envoy's body mode; negative if Envoy did not say.
+            content_length: the header; empty if missing.
+            inspects: maximum length of a body to inspect, in bytes.
+            limit: Envoy's buffer limit in bytes, or less.
+            excerpt: takes the bytes of a longer body; None if longer bodies are not inspected.
         """
         self._excerpt = excerpt
-        self._keeps = True  # nothing that is needed was left out
+        self._keeps = True  # every needed byte was kept
         self._kept = kept
         self._limit = limit
         self._mode = mode
         self._content_length = content_length
         self._inspects = inspects
-        self._before = bytearray()  # of a streamed body, all but the last chunk
+        self._before = bytearray()  # all chunks of a streamed body but the last
         self._last: bytes | memoryview = b""
-        self._start = b""  # of all but the last chunk
+        self._start = b""  # the beginning of all chunks but the last
         self.body = NO_BODY
 
     def add(self, chunk: bytes | memoryview, *, ended: bool) -> int:
-        """Take the next chunk; returns MORE, WHOLE or CUT_OFF. With `ended` nothing follows."""
+        """Add the next chunk; returns MORE, WHOLE or CUT_OFF. With `ended`, no chunk follows."""
         self.body = body = self.body.plus(chunk)
-        # With trailers to come, a complete buffered body does not say that it ends the stream.
+        # If trailers follow, a complete buffered body does not say that it ends the stream.
         if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length) or self._has_trailers(body.length):
             self._last = chunk
             return WHOLE
@@ -112,7 +114,7 @@ class Upload:
         return MORE
 
     def _keep(self, chunk: bytes | memoryview) -> None:
-        """Keep a chunk, or as much as the excerpt takes, or nothing more at all."""
+        """Keep the chunk, or as much of it as the excerpt takes, or give up keeping."""
         if self.body.length <= self._inspects:
             self._append(chunk)
             return
@@ -138,15 +140,15 @@ class Upload:
 
     @property
     def is_framed(self) -> bool:
-        """It is complete and begins like a gRPC message, as no JSON does."""
+        """Whether the body is complete and begins like a gRPC message, as no JSON does."""
         start = self._start + bytes(self._last[: _PREFIX - len(self._start)])
         whole = len(start) == _PREFIX and start[0] in (0, 1)
         return whole and _PREFIX + int.from_bytes(start[1:], "big") <= self.body.length
 
     def take_content(self) -> tuple[bytes | memoryview | None, Excerpt | None]:
-        """The kept bytes of the body, None for none, and its excerpt, None if the bytes are complete.
+        """Return the kept bytes and the excerpt, and keep neither.
 
-        The upload keeps neither of them.
+        The bytes are None if none were kept. The excerpt is None if the bytes are complete.
         """
         last, excerpt = self._last, self._excerpt
         if self._before:
@@ -158,15 +160,15 @@ class Upload:
         return (last, excerpt) if keeps and excerpt is not None and not excerpt.lost else (None, None)
 
     def _has_trailers(self, length: int) -> bool:
-        """Whether a body that Envoy buffers up to its limit ended before that, and only trailers follow.
+        """Whether a body that Envoy buffers up to its limit ended before the limit, so that only trailers follow.
 
-        Waiting for trailers is no way to find out: Envoy sends them only after the answer to the body, and also behind a body
+        Waiting for trailers would not show this: Envoy sends them only after the answer to the body, and also behind a body
         that was cut off.
         """
         return self._mode == BODY_BUFFERED_PARTIAL and not self._content_length and length <= self._limit
 
     def _is_expected(self, length: int) -> bool:
-        """Whether that is the content-length."""
+        """Whether this is the content-length."""
         expected = self._content_length
         return expected.isdigit() and len(expected) <= _LENGTH_DIGITS and int(expected) == length
 

@@ -1,8 +1,8 @@
 """Reads Envoy's messages: their phase, their request, and bodies without copying them.
 
-protobuf makes an object of every header, and copies a body twice, which takes longer than all other work on a message. So
+protobuf makes an object of every header and copies a body twice, which takes longer than all other work on a message. So
 request messages are parsed by hand, in the one form that Envoy sends. Any other form is left to protobuf, so the result is
-always the one that protobuf gives. Attributes and metadata are parsed only when a policy asks for them.
+always protobuf's. Attributes and metadata are parsed only when a policy needs them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from extproc.request.http import NO_FACTS, Facts, HttpRequest, decode_claims, op
 from extproc.request.secrets import SECRET_HEADERS
 
 MAX_HEADERS: Final = 10_000
-"""Most headers of a request to read (Envoy itself takes 100 by default); further ones count as missing.
+"""Maximum number of request headers to read (Envoy takes 100 by default); further ones count as missing.
 
 Reading 100,000 takes 40 ms; no client may delay others for longer than 50 ms.
 """
@@ -39,13 +39,13 @@ _ATTRIBUTES = "envoy.filters.http.ext_proc"
 _ROUTE: Final = "xds.route_name"
 _ROUTE_NAME: Final = _ROUTE.encode()
 _ENTRY = 160
-"""Most bytes of an attribute to keep; longer names are cut off."""
+"""Maximum bytes of an attribute to keep; longer names are cut off."""
 
 _ENTRY_VALUE = 0x12  # of a map's entry, field 2
 _STRING_VALUE = 0x1A  # of google.protobuf.Value, field 3
 _JWT_NAMESPACE = "envoy.filters.http.jwt_authn"
 
-# A key on the wire is a field's number and its kind: 0 for a number, 2 for what has a length.
+# A key on the wire is a field's number and its wire type: 0 for a varint, 2 for length-delimited.
 _REQUEST_HEADERS: Final = 2 << 3 | 2
 _REQUEST_BODY: Final = 4 << 3 | 2
 _RESPONSE_BODY: Final = 5 << 3 | 2
@@ -68,16 +68,16 @@ _KIND: Final = 7
 _LENGTH: Final = 2
 _SIZE_BITS: Final = 35
 _MORE: Final = 0x80
-"""Set in every byte of a number but the last."""
+"""The bit set in every byte of a varint but the last."""
 
 _MAX_KNOWN: Final = 64
-"""Requests with more headers are not remembered for the next one."""
+"""Requests with more headers are not remembered."""
 
 _MAX_KNOWN_SIZE: Final = 256
 
 
 class _UnusualError(Exception):
-    """A message has another form than Envoy's."""
+    """A message differs from the form that Envoy sends."""
 
 
 class _KnownHeaders:
@@ -86,7 +86,7 @@ class _KnownHeaders:
     __slots__ = ("_fields", "_headers", "_names")
 
     def __init__(self, fields: list[bytes], headers: dict[str, bytes]) -> None:
-        """Remember headers that may be kept, each with its bytes on the wire."""
+        """Remember headers, given their bytes on the wire, except those that must not be kept."""
         self._names = list(headers)
         self._fields: list[bytes | None] = []
         self._headers: dict[str, bytes] = {}
@@ -98,7 +98,7 @@ class _KnownHeaders:
             self._headers[name] = value if kept else b""
 
     def adapt(self, fields: list[bytes]) -> dict[str, bytes] | None:
-        """Read the headers of a request with the same names, None if the names differ; raises as `_read_header` does."""
+        """Read the headers of a request with the same names; None if the names differ. Raises as `_read_header` does."""
         headers = self._headers.copy()
         for place, field in enumerate(fields):
             known = self._fields[place]
@@ -111,7 +111,7 @@ class _KnownHeaders:
 
 
 _KNOWN: Final[dict[int, _KnownHeaders]] = {}
-"""Earlier headers, by their number: most headers equal those of the last request from the same kind of client."""
+"""Earlier headers, by their count: most headers equal those of the last request from the same kind of client."""
 
 
 class _RouteAlone(Facts):
@@ -129,13 +129,13 @@ class EnvoyMessage(Facts):
     """One ProcessingRequest, with attributes and metadata.
 
     Attributes:
-        kind: the name of its phase, empty for one that does not exist yet.
-        headers: of request_headers: raw values by lower-case name; the first of repeated headers wins.
-        body: of request_body; a large one is a view of the message.
+        kind: the name of its phase; empty for one that does not exist yet.
+        headers: raw values of request_headers by lower-case name; the first of repeated headers wins.
+        body: the body of request_body; a large one is a view of the message.
         ended: nothing more of the request (or of the response, if the message is about one) follows.
         observed: Envoy does not wait for the answer.
-        body_mode: how bodies are sent; BODY_UNTOLD in all messages but a stream's first, and where Envoy does not say.
-        response_mode: the same of responses' bodies.
+        body_mode: how Envoy sends request bodies; BODY_UNTOLD except in a stream's first message, or if Envoy does not say.
+        response_mode: how Envoy sends response bodies, likewise.
         token: an authorization header whose claims are trusted although Envoy did not verify them; empty for none.
     """
 
@@ -157,9 +157,9 @@ class EnvoyMessage(Facts):
         """Start with an empty message.
 
         Args:
-            kind: its phase.
-            beside: bytes that hold attributes and metadata, and perhaps more.
-            parsed: the same, None if it has to be parsed first.
+            kind: the name of its phase.
+            beside: bytes that contain attributes and metadata, and perhaps more.
+            parsed: the same, parsed; None to parse it when needed.
         """
         self.kind = kind
         self._beside = beside
@@ -174,8 +174,8 @@ class EnvoyMessage(Facts):
         self.response_mode = BODY_UNTOLD
 
     def read_attribute(self, name: str) -> str | None:
-        """A configured attribute, None if Envoy did not send it; raises as `parse_beside` does."""
-        if self._beside.find(name.encode()) < 0:  # soon seen, and true of most; `in` first tries whether it is a number
+        """A configured attribute; None if Envoy did not send it. Raises as `parse_beside` does."""
+        if self._beside.find(name.encode()) < 0:  # usually decides, and fast; `in` first tries whether it is a number
             return None
         attributes = self.parse_beside().attributes
         if _ATTRIBUTES not in attributes:
@@ -184,7 +184,7 @@ class EnvoyMessage(Facts):
         return found[name].string_value if name in found else None
 
     def read_status(self) -> bytes:
-        """The status of a response_headers message, empty for every other; raises as `parse_beside` does."""
+        """The status of a response_headers message; empty for others. Raises as `parse_beside` does."""
         headers = self.parse_beside().response_headers.headers.headers
         return next((header.raw_value for header in headers if header.key == ":status"), b"")
 
@@ -192,7 +192,7 @@ class EnvoyMessage(Facts):
         """Attributes and metadata; headers and body may be missing.
 
         Raises:
-            DecodeError: they are malformed, which nothing is that comes from Envoy.
+            DecodeError: they are malformed, which cannot come from Envoy.
         """
         if self._parsed is None:
             self._parsed = ProcessingRequest.FromString(self._beside)
@@ -207,7 +207,7 @@ class EnvoyMessage(Facts):
         return _strip_port(self.read_attribute("source.address") or "")
 
     def claim(self, name: str) -> str:
-        """The claim as Envoy verified it; or, if allowed, an unverified one."""
+        """The claim that Envoy verified or, if allowed, an unverified one."""
         metadata = self.parse_beside().metadata_context.filter_metadata
         found: Value | None = None
         if _JWT_NAMESPACE in metadata:
@@ -224,7 +224,7 @@ class EnvoyMessage(Facts):
         return self._unverified.get(name, "")
 
     def let_go(self) -> Facts:
-        """See `Facts`; the route's bytes are cut out, which is quicker than to read it."""
+        """See `Facts`. The route's bytes are cut out, because parsing takes longer."""
         place = self._beside.find(_ROUTE_NAME)
         if place < 0:
             return NO_FACTS
@@ -249,7 +249,7 @@ def parse_message(data: bytes) -> EnvoyMessage:
 
 
 def _parse_any(data: bytes) -> EnvoyMessage:
-    """A message of any shape."""
+    """Parse a message of any form with protobuf."""
     parsed = ProcessingRequest.FromString(data)
     message = EnvoyMessage(parsed.WhichOneof("request") or "", data, parsed)
     message.observed = parsed.observability_mode
@@ -257,7 +257,7 @@ def _parse_any(data: bytes) -> EnvoyMessage:
         message.body_mode = parsed.protocol_config.request_body_mode
         message.response_mode = parsed.protocol_config.response_body_mode
     if message.kind == "request_headers":
-        # Of headers with one name the first is to win, so it comes last.
+        # The first of repeated headers has to win, so it comes last.
         listed = reversed(parsed.request_headers.headers.headers[:MAX_HEADERS])
         message.headers = {header.key: header.raw_value for header in listed}
         message.ended = parsed.request_headers.end_of_stream
@@ -274,8 +274,8 @@ def _parse_any(data: bytes) -> EnvoyMessage:
 
 
 def cut_body(data: bytes, kind: str) -> bytes | memoryview:
-    """The HttpBody in a message of kind `request_body` or `response_body`, as it stands on the wire."""
-    if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):  # as it comes from Envoy
+    """The HttpBody in a message of kind `request_body` or `response_body`, as bytes on the wire."""
+    if data[0] == (_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):  # the form that Envoy sends
         size, position = read_varint(data, 1)
         return memoryview(data)[position : position + size]
     part: HttpBody = getattr(ProcessingRequest.FromString(data), kind)
@@ -283,12 +283,12 @@ def cut_body(data: bytes, kind: str) -> bytes | memoryview:
 
 
 def _walk_headers(data: bytes) -> EnvoyMessage:
-    """A request_headers message.
+    """Parse a request_headers message.
 
     Raises:
-        _UnusualError: in another shape than Envoy's.
-        IndexError: or cut off.
-        ValueError: or malformed.
+        _UnusualError: it differs from the form that Envoy sends.
+        IndexError: it is cut off.
+        ValueError: it is malformed.
     """
     size, position = _read_size(data, 1)
     end = position + size
@@ -306,7 +306,7 @@ def _walk_headers(data: bytes) -> EnvoyMessage:
 
 
 def _split_header_map(data: bytes, position: int, end: int) -> list[bytes]:
-    """The headers between these positions, each with its bytes on the wire."""
+    """The bytes of each header between these positions."""
     fields: list[bytes] = []
     while position < end:
         if data[position] != _HEADER:
@@ -353,7 +353,7 @@ def _read_header(field: bytes) -> tuple[str, bytes]:
 
 
 def _walk_body(data: bytes) -> EnvoyMessage:
-    """A request_body message; raises as `_walk_headers` does."""
+    """Parse a request_body message; raises as `_walk_headers` does."""
     size, position = _read_size(data, 1)
     end = position + size
     message = EnvoyMessage("request_body", data[end:])
@@ -380,7 +380,7 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
             message.observed, position = _read_flag(data, position, key)
         elif key == _PROTOCOL_CONFIG:
             if data[position + 1] != 2 or data[position + 2] != _BODY_MODE or data[position + 3] >= _MORE:  # noqa: PLR2004  # bytes
-                raise _UnusualError  # the body mode does not stand alone in there
+                raise _UnusualError  # it contains more than the body mode
             message.body_mode, position = data[position + 3], position + 4
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
             size, position = _read_size(data, position + 1)
@@ -392,7 +392,7 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
 
 
 def _read_size(data: bytes, position: int) -> tuple[int, int]:
-    """The length at `position`, and where what has it begins; protobuf takes no longer spelling."""
+    """The length at `position`, and where its content begins. Longer encodings than protobuf accepts are refused."""
     byte = data[position]
     position += 1
     size, bits = byte & ~_MORE, 7
@@ -407,7 +407,7 @@ def _read_size(data: bytes, position: int) -> tuple[int, int]:
 
 
 def _read_text_entry(entry: bytes) -> str:
-    """The text of a google.protobuf.Struct's entry, from behind its key on, perhaps cut off; empty if it is no text."""
+    """The text in a google.protobuf.Struct's entry, given the bytes after its key, perhaps cut off; empty if not a text."""
     try:
         if entry[0] != _ENTRY_VALUE:
             return ""
@@ -421,7 +421,7 @@ def _read_text_entry(entry: bytes) -> str:
 
 
 def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
-    """The flag that should stand at `position` with its key, and where it stops."""
+    """The flag that should be at `position` with this key, and where it ends."""
     value = data[position + 1]
     if data[position] != key or value >= _MORE:
         raise _UnusualError
@@ -429,7 +429,7 @@ def _read_flag(data: bytes, position: int, key: int) -> tuple[bool, int]:
 
 
 def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -> HttpRequest:
-    """The request of a request_headers message; its bearer token may supply claims that Envoy did not verify."""
+    """The request of a request_headers message. If allowed, its bearer token supplies claims that Envoy did not verify."""
     headers = message.headers
     if allow_unverified_jwt:
         message.token = headers.get("authorization", b"")
@@ -445,7 +445,7 @@ def read_request(message: EnvoyMessage, *, allow_unverified_jwt: bool = False) -
 
 
 def _strip_port(address: str) -> str:
-    """`source.address` without its port: `192.0.2.1:443` or `[2001:db8::1]:443`; a Unix socket's path stays as it is."""
+    """`source.address` without its port: `192.0.2.1:443` or `[2001:db8::1]:443`. A Unix socket's path is returned unchanged."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.rpartition(":")[0] if address.count(":") == 1 else address

@@ -1,7 +1,7 @@
 """What a policy bundle is: the JSON's own keys as typed, frozen models, and the JSON Schema made from them.
 
-The format is Fairvisor's bundle plus Loopguard's own keys, so a drop-in bundle loads as it is. Field rules stand here, beside
-the field; rules that compare fields stand in `rules.py`.
+The format is Fairvisor's bundle plus Loopguard's own keys, so a drop-in bundle loads unchanged. Rules about a field are here,
+beside the field; rules that compare fields are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from extproc.request.notes import PLACEHOLDERS
 from extproc.sessions.session_limits import Session, SessionLimits, UnnamedLimits
 
 MAX_DELAY_MS = 30_000
-"""Default and top of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
+"""Default and maximum of `max_delay_ms` (Fairvisor's cap on a throttled request)."""
 
 SHADOW: Final = "shadow"
 
@@ -73,7 +73,7 @@ _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?\Z")
 
 
 def normalize_host(authority: str) -> str:
-    """An authority as selectors compare it: lower-case, without port and trailing dot.
+    """Normalize an authority for selectors: lower-case, without port and trailing dot.
 
     >>> normalize_host("API.Example.com.:8443")
     'api.example.com'
@@ -150,7 +150,7 @@ def _check_note(value: str) -> str:
 
 
 def read_moment(value: object) -> datetime | None:
-    """An ISO 8601 time with a zone; None for anything else."""
+    """An ISO 8601 time with a zone; None for other values."""
     try:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
@@ -265,7 +265,7 @@ class LoopDetection(SimilarityKeys):
 DEFAULT_DETECTOR = "default"
 
 OBJECT, LIST = "(object)", "(list)"
-"""Stand in the places of pydantic's errors below `loop_detection`, where no key can: the loader takes them out again."""
+"""Tags that pydantic adds to the places of errors below `loop_detection`, unlike any key; they are removed again."""
 
 Detections = Annotated[
     Annotated[LoopDetection, Tag(OBJECT)] | Annotated[Annotated[list[LoopDetection], Field(min_length=1)], Tag(LIST)],
@@ -358,7 +358,7 @@ class Spec(JsonObject):
         return list(dict.fromkeys([*keys, *(self.fallback_limit.limit_keys if self.fallback_limit is not None else ())]))
 
     def list_sources(self) -> list[str]:
-        """The same and those of labels; a `first_of` is replaced by its alternatives."""
+        """The limit keys of the policy and its labels; each `first_of` is replaced by its alternatives."""
         return list(dict.fromkeys(list_sources([*self.all_limit_keys(), *self.list_ramp_keys(), *self.labels])))
 
     def list_ramp_keys(self) -> list[str | FirstOf]:
@@ -366,7 +366,7 @@ class Spec(JsonObject):
         return self.ramp_by or [key for key in self.all_limit_keys() if not is_in_body(key)]
 
     def is_enabled(self) -> bool:
-        """Whether any part of it judges requests."""
+        """Whether any part of the policy judges requests."""
         return self.session_limits is not None or bool(self.detectors())
 
     def keeps_counts(self) -> bool:
@@ -375,7 +375,7 @@ class Spec(JsonObject):
         return counting or self.session_limits is not None
 
     def find_session_inspect_bytes(self) -> int:
-        """Longest body that `session_limits` inspect: their own value, or the largest of any detector's and the default."""
+        """Maximum length of a body that `session_limits` inspect: their own, or the largest of detectors' and the default."""
         own = self.session_limits.max_inspect_bytes if self.session_limits is not None else None
         return own or max([INSPECT_BYTES, *[loop.max_inspect_bytes for _, loop in self.detectors()]])
 
@@ -468,7 +468,7 @@ class Bundle(Envelope):
 
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.+(?:\n {5,}.+)*)", re.MULTILINE)
-"""An attribute in a docstring, with the lines that continue it."""
+"""An attribute in a docstring, with its continuation lines."""
 
 
 def _read_attributes(model: type[JsonObject]) -> dict[str, str]:
@@ -482,7 +482,7 @@ def _read_attributes(model: type[JsonObject]) -> dict[str, str]:
 
 
 def _describe(definition: dict[str, Any], model: type[JsonObject]) -> None:
-    """Add the docstrings' text about each attribute to its property, where editors show it."""
+    """Add the text about each attribute to its property, where editors show it."""
     definition["description"] = cleandoc(model.__doc__ or "").partition("\n\nAttributes:\n")[0]
     for name, text in _read_attributes(model).items():
         definition["properties"][name]["description"] = text

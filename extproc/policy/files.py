@@ -1,4 +1,4 @@
-"""Paths to bytes: every policy file below them, or why one cannot be read."""
+"""Reads every policy file below some paths, or reports why one cannot be read."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator
 from extproc.errors import BundleError, BundleErrors
 
 MAX_FILE = 64 * 2**20
-"""Largest policy file, in bytes: room for a hundred thousand policies."""
+"""Maximum size of a policy file, in bytes: room for a hundred thousand policies."""
 
 
 def read_files(paths: Iterable[str]) -> dict[str, bytes]:
     """The bytes of every policy file below `paths`, in a stable order.
 
-    A directory stands for all `*.json` below it, except names that start with a dot: a Kubernetes ConfigMap keeps its older
-    versions in those.
+    A directory stands for all `*.json` below it, except names that start with a dot, in which a Kubernetes ConfigMap keeps its
+    older versions.
 
     Raises:
-        BundleErrors: a path is missing or unreadable, or a directory holds no policy file.
+        BundleErrors: a path is missing or unreadable, or a directory contains no policy file.
     """
     files, errors = read_what_can_be(paths)
     if errors:
@@ -28,7 +28,7 @@ def read_files(paths: Iterable[str]) -> dict[str, bytes]:
 
 
 def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
-    """The same, with errors for files that cannot be read."""
+    """The readable files, and errors for the others."""
     files: dict[str, bytes] = {}
     errors: list[BundleError] = []
     for path in paths:

@@ -1,7 +1,7 @@
-"""Bytes to policies, or every error at once: nothing is half-loaded, nothing is silently dropped.
+"""From bytes to policies, or to every error at once: nothing is loaded partially or dropped silently.
 
-`load` is pure but for reading the files; it runs in a worker thread during a reload, so it checks policies one by one: no
-single call keeps the interpreter lock for long.
+`load` is pure except for reading the files. During a reload, it runs in a worker thread. It checks policies one by one, so that
+no single call holds the interpreter lock for long.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Source:
     """One policy file.
 
     Attributes:
-        policies: in the file's order; none once they are freed.
+        policies: in the file's order; empty after they are freed.
         bundle_version: None for a single policy or a list.
         expires_at: when the bundle expires.
         shadow_until: end of the `global_shadow` that puts the file's policies in shadow mode; None for none.
-        kill_switches: in the file's order, by their number there; none once they are freed.
+        kill_switches: in the file's order, with their numbers there; empty after they are freed.
         override_until: end of the `kill_switch_override` that turns all of them off; None for none.
     """
 
@@ -51,17 +51,17 @@ class Source:
     override_until: datetime | None = None
 
     def forces_shadow(self, now: datetime) -> bool:
-        """True while `global_shadow` holds at `now`."""
+        """Whether `global_shadow` applies at `now`."""
         return self.shadow_until is not None and now < self.shadow_until
 
     def overrides_switches(self, now: datetime) -> bool:
-        """True while `kill_switch_override` holds at `now`."""
+        """Whether `kill_switch_override` applies at `now`."""
         return self.override_until is not None and now < self.override_until
 
 
 @dataclass(frozen=True, slots=True)
 class Unenforced(BundleError):
-    """A part of a drop-in bundle that is not enforced: a key of a policy's spec, or without a policy of the bundle itself."""
+    """A part of a drop-in bundle that is not enforced: a key of a policy's spec or, without a policy, of the bundle."""
 
     policy: str
     part: str
@@ -72,9 +72,9 @@ class PolicySet:
     """Everything that was loaded, with messages for the user.
 
     Attributes:
-        warnings: about parts that work as written, but perhaps not as intended.
+        warnings: about parts that are valid, but may not be what their author intended.
         unenforced: parts of a drop-in bundle that this version does not enforce.
-        scrap: temporary objects of parsing, policy by policy; to be freed together with the policies, and not before: new
+        scrap: temporary objects of parsing, policy by policy, to be freed together with the policies and not before: new
             objects would fill the gaps between these, and keep all of the memory around them allocated.
         notes: what a default means for policies that do not set the key, each once.
     """
@@ -90,25 +90,25 @@ class PolicySet:
         return [policy for source in self.sources for policy in source.policies if policy.spec.is_enabled()]
 
     def list_session_limits(self) -> list[SessionLimits | UnnamedLimits]:
-        """Those of the policies that do something."""
+        """The session limits of enabled policies."""
         specs = [policy.spec for policy in self.list_acting()]
         return [limits for spec in specs for limits in (spec.session_limits, spec.unnamed_limits) if limits is not None]
 
     def needs_answers(self) -> bool:
-        """Some policy that does something has to hear what came back from upstream."""
+        """Whether an enabled policy depends on the upstream's responses."""
         loops = [loop for policy in self.list_acting() for _, loop in policy.spec.detectors()]
         limits = self.list_session_limits()
         return any([limit.needs_answers() for limit in limits] + [not loop.count_failed for loop in loops])
 
     def require_enforced(self) -> None:
-        """Raise BundleErrors with each part of a bundle that is not enforced: no limit is lost without being told."""
+        """Raise BundleErrors with each part of a bundle that is not enforced, so that no limit is lost silently."""
         hint = "remove it, or start with --allow-unenforced"
         if self.unenforced:
             raise BundleErrors([replace(part, message=f"{part.message}; {hint}") for part in self.unenforced])
 
 
 def load(paths: Iterable[str], now: datetime) -> PolicySet:
-    """Read and check every policy file below `paths`, at `now`; raises BundleErrors with every error of every file."""
+    """Read and check every policy file below `paths` as of `now`; raises BundleErrors with every error of every file."""
     files, errors = read_what_can_be(paths)
     try:
         policies = parse(files, now)
@@ -120,12 +120,12 @@ def load(paths: Iterable[str], now: datetime) -> PolicySet:
 
 
 def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) -> PolicySet:
-    """Check policy files that have been read already; otherwise as `load`.
+    """Check policy files that have been read already; otherwise like `load`.
 
-    Those that come with a route (`on_route`) take all of its requests if they name no path and no route.
+    Policies that come with a route (`on_route`) apply to all of its requests if they name no path and no route.
     """
-    # Hashed beforehand, not file by file below: hashing lets go of the interpreter lock for a moment. An event loop that waits
-    # for the lock is woken to find it taken again, and its patience (5 ms) starts anew: every millisecond, that starves it.
+    # Hashed in advance, not file by file below, because hashing releases the interpreter lock for a moment. An event loop that
+    # waits for the lock would wake to find it taken again, and start to wait anew (5 ms). Every millisecond, that starves it.
     hashes = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
     report = _Report(on_route=on_route)
     sources = []
@@ -144,7 +144,7 @@ def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) 
 
 
 def list_raw(data: bytes) -> list[Any]:
-    """The policies of a good policy file, as they are written."""
+    """The raw policies of a valid policy file."""
     document = decode(data).document
     if isinstance(document, dict):
         return cast("list[Any]", document["policies"]) if _is_bundle(document) else [document]
@@ -152,7 +152,7 @@ def list_raw(data: bytes) -> list[Any]:
 
 
 def locate_raw(data: bytes) -> dict[str, tuple[str, Any]]:
-    """The same by id, each with its JSON Pointer."""
+    """The raw policies by id, each with its JSON Pointer."""
     document = decode(data).document
     if isinstance(document, dict) and not _is_bundle(document):
         return {document["id"]: ("", document)}
@@ -161,7 +161,7 @@ def locate_raw(data: bytes) -> dict[str, tuple[str, Any]]:
 
 
 class _Report:
-    """Collects the results of one file after the other."""
+    """Collects the results of all files."""
 
     def __init__(self, *, on_route: bool) -> None:
         self.on_route = on_route
@@ -169,8 +169,8 @@ class _Report:
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
         self.unenforced: list[Unenforced] = []
-        self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and how many policies it is about
-        self.ids: list[tuple[str, str, str]] = []  # (id, file, pointer), of broken policies too
+        self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and the number of policies
+        self.ids: list[tuple[str, str, str]] = []  # (id, file, pointer), including invalid policies
         self.entries: list[object] = []  # raw policies
         self.places: list[tuple[str, Place]] = []  # (file, place) of each
 
@@ -226,7 +226,7 @@ def _decode(data: bytes, report: _Report) -> Any:  # noqa: ANN401  # raw JSON
 
 
 def _is_bundle(document: Mapping[str, Any]) -> bool:
-    """Whether an object is meant as a bundle; a misspelt `policies` must not hide which key is wrong."""
+    """Whether an object is meant as a bundle. A misspelt `policies` must not hide which key is wrong."""
     if "policies" in document:
         return True
     return not {"id", "spec"} & document.keys() and not Envelope.model_fields.keys().isdisjoint(document)
@@ -252,7 +252,7 @@ def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, repor
 
 
 def _list_below(document: Mapping[str, Any], key: str) -> list[Any]:
-    """The array below a key; empty if it is no array, which the models report."""
+    """The array below a key; empty if it is not an array, which the models report."""
     listed = document.get(key)
     return listed if isinstance(listed, list) else []
 
@@ -330,14 +330,14 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
 
 
 def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) -> None:
-    """Refuse an expired bundle; works on raw JSON, so that errors in other fields do not hide this one."""
+    """Refuse an expired bundle. This works on raw JSON, so that errors in other fields do not hide it."""
     expiries: list[tuple[Place, str, object]] = [(("expires_at",), "the bundle expired", document.get("expires_at"))]
     for name in ("global_shadow", "kill_switch_override"):
         override = document.get(name)
         if isinstance(override, dict) and override.get("enabled") is True:
             expiries.append(((name, "expires_at"), "expired", override.get("expires_at")))
     for place, what, value in expiries:
-        moment = read_moment(value)  # the models report what is none
+        moment = read_moment(value)  # the models report other values
         if moment is not None and moment <= now:
             report.refuse(place, f"{what} at {moment.isoformat()}; it must be in the future")
 

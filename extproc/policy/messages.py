@@ -1,4 +1,4 @@
-"""Our sentences for pydantic's errors: which field, what would be right, and what was found."""
+"""Loopguard's sentences for pydantic's errors: which field, what would be right, and what was found."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LONGEST = 60
 _LIMITS: Place = ("spec", "session_limits")
 
 _NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), ("aliases",))
-"""The mappings whose keys are checked as well."""
+"""The mappings whose keys are checked, too."""
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
-"""Makes a sentence from a field's name and pydantic's context of the error."""
+"""Makes a sentence from a field's name and the error's context from pydantic."""
 
 
 def explain(model: type[BaseModel], failure: ValidationError) -> Iterator[tuple[Place, str]]:
-    """Every error of a validation: its place below the value, and our sentence for it."""
+    """Every error of a validation: its place below the value, and the sentence about it."""
     for error in failure.errors(include_url=False):
         place = _leave_out_tags(error["loc"])
         yield place, _phrase(model, place, error)
@@ -44,7 +44,7 @@ def describe(value: object) -> str:
 
 
 def _leave_out_tags(place: Place) -> Place:
-    """A place without pydantic's own additions: the kind of loop_detection that it chose, and a mark for a wrong key."""
+    """A place without pydantic's own additions: the chosen kind of loop_detection, and a mark for a wrong key."""
     if place[:2] == ("spec", "loop_detection") and place[2:3] in ((bundle.OBJECT,), (bundle.LIST,)):
         place = (*place[:2], *place[3:])
     if KEY_TAG in place or OBJECT_TAG in place:
@@ -94,7 +94,7 @@ _NOTHING_LEFT_OUT = {
     "keys": " for the headers that agents send anyway",
     "ramp_by": " for the policy's limit_keys",
 }
-"""What it means to leave out a field, unless it means that any value matches."""
+"""The effect of omitting a field, unless it is that any value matches."""
 
 _NOTHING_FOUND: dict[str, _Phrase] = {
     "missing": _say("is required"),
@@ -104,7 +104,7 @@ _NOTHING_FOUND: dict[str, _Phrase] = {
         f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}"
     ),
 }
-"""By pydantic's type of the error: sentences that do not mention the value."""
+"""Sentences that do not mention the value, by pydantic's type of the error."""
 
 _PHRASES: dict[str, _Phrase] = {
     "literal_error": _phrase_choices,
@@ -122,7 +122,7 @@ _PHRASES: dict[str, _Phrase] = {
 }
 
 _FEW = 12
-"""Most keys of an object to list, if it is unclear which was meant."""
+"""Maximum number of an object's keys to list, if it is unclear which was meant."""
 
 _MODELS: dict[str, type[BaseModel]] = {"the bundle": Envelope, "the policy": Policy}
 _MODELS |= sorted(list_objects(Policy), key=lambda found: "session_limits" in found[0])

@@ -1,4 +1,4 @@
-"""Which shadow policies are compared with which enforcing ones, among all policies of a load."""
+"""Finds the shadow policies to compare with enforcing ones, among all policies of a load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from extproc.policy.bundle import Policy, Selector
 from extproc.policy.rules import is_watching
 
 MAX_PAIRINGS = 100
-"""Most pairs of a load, because their comparisons are kept in memory. Further candidates are ordinary shadow policies."""
+"""Maximum number of pairs, because their comparisons are kept in memory. Further candidates are ordinary shadow policies."""
 
 _DIGEST = 8
 
@@ -32,7 +32,7 @@ class Pairing(NamedTuple):
 
 
 def find_pairings(policies: Sequence[Policy]) -> list[Pairing]:
-    """Every policy in shadow mode that names an enforcing one, or has the selector of exactly one, in their order."""
+    """Every policy in shadow mode that names an enforcing one, or shares the selector of exactly one, in order."""
     candidates = [policy for policy in policies if policy.spec.mode == "shadow" or policy.spec.canary_of is not None]
     if not candidates:
         return []
@@ -63,7 +63,7 @@ def _identify(*policies: Policy) -> str:
 
 
 class Claim(NamedTuple):
-    """What one raw policy says about itself, however broken the rest is; no `canary_of` unless the policy watches."""
+    """The parts of a raw policy that matter here, even if the rest is invalid; no `canary_of` unless the policy watches."""
 
     identity: str
     mode: str

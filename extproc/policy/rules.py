@@ -21,14 +21,14 @@ from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors
 
 MAX_LOG_THRESHOLD = 10_000
-"""Highest threshold of a `sliding_log`, which remembers one timestamp for each request."""
+"""Maximum threshold of a `sliding_log`, which remembers one timestamp for each request."""
 
 MAX_COMBINATIONS = 10_000
-"""Most combinations of a selector's hosts, methods and routes, each of which is indexed."""
+"""Maximum number of combinations of a selector's hosts, methods and routes, each of which is indexed."""
 
 _SHOWN = 3
 ACTIONS = [action.value for action in Action if action is not Action.ALLOW]
-"""What can be done about a loop, the mildest first."""
+"""The actions against a loop, mildest first."""
 
 _ORDER = ", ".join(ACTIONS)
 
@@ -51,7 +51,7 @@ _REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
 
 
 def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
-    """A raw policy that came with a route: without a path or a route of its own it takes all requests of that one."""
+    """Complete a raw policy that came with a route: without a path or a route of its own, it applies to all of its requests."""
     if not isinstance(policy, dict) or not isinstance(policy.get("spec"), dict):
         return policy
     selector = policy["spec"].get("selector", {})
@@ -95,7 +95,7 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
 
 
 def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Find entries of a raw `bypass` without keys."""
+    """Find entries without keys in a raw `bypass`."""
     for number, entry in enumerate(bypasses if isinstance(bypasses, list) else ()):
         if isinstance(entry, dict) and all(entry.get(key) is None for key in Bypass.model_fields):
             needed = f"needs at least one of {', '.join(Bypass.model_fields)}, but has {_list_keys(entry)}"
@@ -187,7 +187,7 @@ def _find_threshold_errors(loop: dict[str, Any], place: Place, kind: type[Simila
 
 
 def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Similarity]) -> Iterator[tuple[Place, str]]:
-    """Find actions of `escalate` that are not stricter and later than the one before, or can never be taken."""
+    """Find actions of `escalate` that are not stricter and later than the previous one, or can never apply."""
     action, escalate = loop.get("action", Action.REJECT.value), loop.get("escalate")
     first = _find_threshold(loop, kind)
     if not isinstance(escalate, dict) or action not in ACTIONS or first is None:
@@ -212,7 +212,7 @@ def _find_escalation_errors(loop: dict[str, Any], place: Place, kind: type[Simil
 def _find_raised_errors(
     loop: dict[str, Any], place: Place, kind: type[Similarity], name: str, more: int
 ) -> Iterator[tuple[Place, str]]:
-    """Find errors in thresholds that an entry of `escalate` raises, those of `tools` by as much as the detector's own."""
+    """Find errors in thresholds that an entry of `escalate` raises; those of `tools` rise as much as the detector's own."""
     tools = loop.get("tools")
     raised = loop | {_THRESHOLD: (_find_threshold(loop, kind) or 0) + more, "weak_threshold": None}
     if isinstance(tools, dict):
@@ -226,7 +226,7 @@ def _find_raised_errors(
 
 
 def _find_threshold(loop: dict[str, Any], kind: type[Similarity]) -> int | None:
-    """The first threshold of a raw loop_detection entry, None if it is not a number."""
+    """The first threshold of a raw loop_detection entry; None if it is not a number."""
     threshold = loop.get(_THRESHOLD)
     if threshold is None:
         return kind.default_threshold
@@ -251,7 +251,7 @@ def _find_similarity_errors(
 
 
 def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """What is valid but has no effect, or hardly any: the place below the policy, and what may have been meant."""
+    """Find settings that are valid but have little or no effect: the place below the policy, and what may be intended."""
     looks = policy.spec.session_limits is not None or any(
         loop.similarity in _REMEMBERING for _, loop in policy.spec.detectors()
     )
@@ -275,7 +275,7 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
 def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:
     """Find keys that choose callers in a policy that acts on all."""
     if spec.mode == SHADOW or spec.enforce_percent is not None:
-        return  # a policy in shadow may be prepared for what is to come
+        return  # a policy in shadow may be prepared for later
     for name in ("ramp_by", "ramp_seed"):
         if getattr(spec, name) is not None:
             yield ("spec", name), f"{name} does nothing without enforce_percent: it acts on all callers"
@@ -337,7 +337,7 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def explain_secrets(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Limit keys whose values are secrets, which earlier versions did not hash: the place, and what is different."""
+    """Find limit keys whose values are secrets, which earlier versions did not hash: the place, and what is different."""
     keys = [key for key in policy.spec.list_sources() if is_secret(key) and key != CREDENTIAL]
     if keys and policy.spec.is_enabled():
         named = " and ".join(keys)
@@ -362,7 +362,7 @@ def _find_retried_refusals(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """What a default means for requests without limit keys or a session, with its place below the policy."""
+    """Explain what a default means for requests without limit keys or a session, with its place below the policy."""
     spec = policy.spec
     if spec.session_limits is not None and spec.unnamed_limits is None:
         passing = "requests without a session are reported as unnamed, and pass"

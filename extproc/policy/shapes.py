@@ -1,4 +1,4 @@
-"""The places of the bundle's models, and their names."""
+"""The places of the bundle's models and their names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from extproc.objects import Place
 
 
 def find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    """The model of the object at a place below another's; None if any key may stand there, or no object at all."""
+    """The model of the object at a place below another model's; None if any key is allowed there, or no object."""
     found: Any = model
     for step in place:
         found = _step_down(found, step)
@@ -20,7 +20,7 @@ def find_object(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
 
 
 def list_objects(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every object below a model, by name: its place, or an entry of the list or mapping that holds it."""
+    """Every object below a model, by name: its place, or an entry of the list or mapping that contains it."""
     found = [
         (f"an entry of {name}" if held else f"{above}{name}", one)
         for name, field in model.model_fields.items()
@@ -32,7 +32,7 @@ def list_objects(model: type[BaseModel], above: str = "") -> Iterator[tuple[str,
 
 
 def _list_models(kind: Any) -> list[tuple[bool, type[BaseModel]]]:  # noqa: ANN401  # an annotation
-    """The models that a field may hold, and whether in a list or a mapping; not so if one may also stand alone."""
+    """The models that a field may contain, and whether only in a list or a mapping."""
     alternatives = _list_alternatives(kind)
     alone = [(False, one) for one in alternatives if _is_model(one)]
     items = [item for one in alternatives if get_origin(one) in (list, dict) for item in _list_alternatives(get_args(one)[-1])]
@@ -40,7 +40,7 @@ def _list_models(kind: Any) -> list[tuple[bool, type[BaseModel]]]:  # noqa: ANN4
 
 
 def _step_down(kind: Any, step: str | int) -> Any:  # noqa: ANN401  # annotations
-    """What is allowed one step below."""
+    """The annotation one step below."""
     for one in _list_alternatives(kind):
         if _is_model(one) and step in one.model_fields:
             return one.model_fields[step].annotation

@@ -18,9 +18,9 @@ class _Item(NamedTuple):
     """The position of an object's member, or of an array's element, in the text.
 
     Attributes:
-        step: its key, or its number.
-        lead: where the white space in front of it starts.
-        start: where it starts itself.
+        step: its key or index.
+        lead: where the white space before it starts.
+        start: where the member or element starts.
         value: where its value starts.
         end: where its value ends.
     """
@@ -33,13 +33,13 @@ class _Item(NamedTuple):
 
 
 def replace_value(text: str, place: Place, value: object) -> str:
-    """The text with another value at a place, which must exist in it."""
+    """Replace the value at a place, which must exist in the text."""
     item, _ = _find_item(text, place)
     return text[: item.value] + json.dumps(value) + text[item.end :]
 
 
 def insert_behind(text: str, place: Place, key: str, value: object) -> str:
-    """The text with another member behind the one at a place, spaced as its neighbours are."""
+    """Insert a member behind the one at a place, spaced like its neighbours."""
     item, follower = _find_item(text, place)
     neighbour = follower or item
     lead = text[neighbour.lead : neighbour.start]
@@ -48,7 +48,7 @@ def insert_behind(text: str, place: Place, key: str, value: object) -> str:
 
 
 def remove_member(text: str, place: Place) -> str:
-    """The text without the member at a place, which must not be the only one of its object."""
+    """Remove the member at a place, which must not be the only one of its object."""
     item, follower = _find_item(text, place)
     if follower is not None:
         return text[: item.start] + text[follower.start :]
@@ -85,6 +85,6 @@ def _list_items(text: str, at: int) -> Iterator[_Item]:
 
 
 def _skip(text: str, at: int) -> int:
-    """Where the white space ends that starts here."""
+    """Where the white space that starts here ends."""
     found = _SPACE.match(text, at)
     return found.end() if found is not None else at

@@ -12,15 +12,15 @@ from extproc.objects import Place
 
 
 class NotJsonError(ValueError):
-    """The bytes are no JSON document for a policy file; the message says why."""
+    """The bytes are not a JSON document for a policy file; the message says why."""
 
 
 class Decoded(NamedTuple):
     """A document, and its repeated keys, which most parsers ignore.
 
     Attributes:
-        document: with the last value of a repeated key, as most parsers have it.
-        repeated: the place of every key that stands more than once in its object, in the document's order.
+        document: the document, with the last value of a repeated key, as in most parsers.
+        repeated: the place of every key that is repeated in its object, in the document's order.
     """
 
     document: Any
@@ -28,7 +28,7 @@ class Decoded(NamedTuple):
 
 
 def decode(data: bytes) -> Decoded:
-    """A JSON document in UTF-8, with or without a byte order mark; raises NotJsonError if it is none."""
+    """Decode a JSON document in UTF-8, with or without a byte order mark; raises NotJsonError if it is invalid."""
     repeating: list[_Repeating] = []
     build = partial(_build_object, repeating)
     try:
@@ -73,11 +73,11 @@ def _explain(error: ValueError | RecursionError) -> str:
             return str(error)
         case RecursionError():
             return "is nested too deeply to be a policy file"
-    return "has a number with thousands of digits"  # what int() takes is bounded
+    return "has a number with thousands of digits"  # int() has a limit
 
 
 def _find_repeated(document: Any) -> Iterator[Place]:  # noqa: ANN401  # raw JSON
-    """In the document's order; without recursion, because the parser goes deeper than Python may."""
+    """Find repeated keys in the document's order, without recursion, because the parser allows more depth than Python."""
     waiting: list[tuple[Place, Any]] = [((), document)]
     while waiting:
         place, value = waiting.pop()

@@ -3,9 +3,8 @@
 Decoding takes bounded time for any body. A body with too much of anything is not inspected (`inspect_limit`), nor is one that
 is not JSON (`not_json`). Both are exceptions that name the reason why the request is not counted.
 
-Numbers are compared by their exact value, whatever their spelling: `1`, `1.0` and `1e0` are one number, and integers keep all
-of their digits. Of a key that stands twice in an object the last one counts, which is what the parsers of the field do
-(RFC 8259 section 4 leaves it open).
+Numbers are compared by their exact value in any spelling: `1`, `1.0` and `1e0` are one number, and integers keep all of their
+digits. If a key is repeated in an object, the last one counts, as in most parsers (RFC 8259 section 4 leaves it open).
 """
 
 from __future__ import annotations
@@ -21,27 +20,27 @@ import msgspec
 from extproc.request.http import write_claim
 
 MAX_CONTAINERS: Final = 100_000
-"""Most `[` and `{` in a body to inspect: decoding this many takes 10 to 20 ms, and so does copying them."""
+"""Maximum number of `[` and `{` in a body to inspect: decoding this many takes 10 to 20 ms, and so does copying them."""
 
 MAX_MEMBERS: Final = 50_000
-"""Most members of objects in a body that is decoded as a whole: sorting their names takes longer than decoding them."""
+"""Maximum number of members of objects in a body that is decoded as a whole: sorting takes longer than decoding them."""
 
 WORTH_COUNTING: Final = 256 * 2**10
-"""Shorter bodies, in bytes, are not checked: they can hardly exceed the bounds, and counting takes half as long as decoding."""
+"""Shorter bodies, in bytes, are not checked: they hardly exceed the bounds, and counting takes half as long as decoding."""
 
 MAX_STEPS: Final = 5_000
-"""Most messages, and parts of them, that one detector walks through; each takes a few microseconds."""
+"""Maximum number of messages, and parts of them, that one detector reads; each takes a few microseconds."""
 
 _MANY_MEMBERS: Final = 256
-"""We sort the members of larger objects ourselves: msgspec's time may grow with the square of their number."""
+"""Loopguard sorts the members of larger objects itself: msgspec's time may grow with the square of their number."""
 
 MAX_FRACTIONS: Final = 10_000
-"""Most numbers with a fraction or an exponent in a body; we normalize the spelling of each."""
+"""Maximum number of numbers with a fraction or an exponent in a body, each of which is converted to one spelling."""
 
 _WORTH_REMEMBERING: Final = 32
 
 MAX_DIGITS: Final = 640
-"""Longest integer in a body, in digits; like most parsers, we reject longer ones."""
+"""Maximum length of an integer in a body, in digits. Like most parsers, Loopguard rejects longer ones."""
 
 _PLACE = re.compile(r"(?:0|[1-9][0-9]{0,8})\Z")  # of an array's element (RFC 6901 section 4)
 _NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?\Z")
@@ -50,22 +49,22 @@ Json: TypeAlias = Any
 """A decoded value: dict, list, str, int, bool, None, or Raw, which stands for a number with a fraction or an exponent."""
 
 ABSENT = msgspec.Raw()
-"""Stands for a missing raw value."""
+"""A missing raw value."""
 
 _NESTING = frozenset((dict, list))
 _MISSING: Final[Json] = object()
 
 
 def limit_integers() -> None:
-    """Have this process reject longer integers: parsing them takes time that grows with the square of their length."""
+    """Make this process reject longer integers, because parsing takes time that grows with the square of their length."""
     sys.set_int_max_str_digits(MAX_DIGITS)
 
 
-class NotCounted(Exception):  # says what becomes of the request
+class NotCounted(Exception):  # not an error: the request continues uncounted
     """The request is not counted.
 
     Attributes:
-        reason: why, as `uncounted_total` shows it.
+        reason: as in `uncounted_total`.
     """
 
     def __init__(self, reason: str) -> None:
@@ -85,7 +84,7 @@ class NotJson(NotCounted):
 
 
 class _Left:
-    """What is left of the current body's bounds; only one thread at a time inspects bodies."""
+    """The rest of the current body's bounds; only one thread at a time inspects bodies."""
 
     __slots__ = ("in_body", "in_parts", "steps")
 
@@ -99,7 +98,7 @@ _LEFT: Final = _Left()
 
 
 def walk(count: int, fractions: int = 0) -> None:
-    """Count this many messages, or parts of messages, as read; known ones have held `fractions` numbers with fractions.
+    """Count this many messages, or parts of messages, as read; known ones contain `fractions` numbers with fractions.
 
     Raises:
         NotCounted: there were too many.
@@ -111,17 +110,17 @@ def walk(count: int, fractions: int = 0) -> None:
 
 
 def start_looking() -> None:
-    """Start to read a body, with full bounds."""
+    """Begin to read a body, with full bounds."""
     _LEFT.in_parts, _LEFT.steps = MAX_FRACTIONS, MAX_STEPS
 
 
 def count_left() -> tuple[int, int]:
-    """How many steps of `walk`, and how many numbers in parts of the body, are left."""
+    """The remaining steps of `walk`, and numbers in parts of the body."""
     return _LEFT.steps, _LEFT.in_parts
 
 
 def _hook_number(text: str) -> msgspec.Raw:
-    """The one spelling of a number that has a fraction or an exponent, where a body is decoded as a whole.
+    """The only spelling of a number that has a fraction or an exponent, in a body that is decoded as a whole.
 
     Raises:
         NotCounted: there were too many.
@@ -133,7 +132,7 @@ def _hook_number(text: str) -> msgspec.Raw:
 
 
 def hook_number_in_part(text: str) -> msgspec.Raw:
-    """The same for the `float_hook` of decoders of parts of a body, which have bounds of their own."""
+    """The `float_hook` of decoders of parts of a body, which have bounds of their own."""
     _LEFT.in_parts -= 1
     if _LEFT.in_parts < 0:
         raise NotCounted("inspect_limit")
@@ -141,7 +140,7 @@ def hook_number_in_part(text: str) -> msgspec.Raw:
 
 
 def write_number(text: str) -> msgspec.Raw:
-    """The one spelling of a number; short ones, which repeat, are remembered."""
+    """The only spelling of a number. Short ones are remembered, because they repeat."""
     return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _write_number(text)
 
 
@@ -152,17 +151,17 @@ _encode_as_is = msgspec.json.Encoder().encode
 _decode_copy = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
 
 
-# Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at what stands beside it: who cuts a text in
-# JavaScript may leave one, and most parsers take it. It starts with a literal, which the engine finds fast.
+# Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at its neighbours. Cutting a text in JavaScript
+# may leave one, and most parsers accept it. It starts with a literal, which the engine finds fast.
 _HALF = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
 )
 _MOST_HALVES: Final = 10_000
-"""Most halves to replace in one body."""
+"""Maximum number of halves to replace in one body."""
 
 _MOST_ESCAPED: Final = 256
-"""Most backslashes to distinguish in front of a half."""
+"""Maximum number of backslashes to distinguish in front of a half."""
 
 _FIRST_HALF: Final = 8
 """Halves are U+D800 to U+DFFF, and become U+E000 to U+E7FF."""
@@ -186,19 +185,19 @@ def _mend_half(found: re.Match[bytes]) -> bytes:
 class Document:
     """A body to inspect.
 
-    What a detector gets never depends on what others request, so a shadow policy cannot change what an enforcing one sees: if
-    the whole body cannot be decoded, or has too much in it, a requested part is still decoded.
+    A detector's input never depends on what other detectors read, so a shadow policy cannot change what an enforcing one sees:
+    if the whole body cannot be decoded, or is too large, a requested part is still decoded.
 
     Attributes:
-        conversation: the result of `open_conversation`, or the exception.
-        shortened: older messages have been left out.
+        conversation: the result of `open_conversation`, or its exception.
+        shortened: older messages were left out.
     """
 
     __slots__ = ("_data", "_value", "conversation", "shortened")
 
     def __init__(self, data: bytes | memoryview, *, shortened: bool = False) -> None:
         self._data = data if isinstance(data, bytes) else data.tobytes()
-        self._value: Json = _MISSING  # or the exception that it is
+        self._value: Json = _MISSING  # or the exception in place of it
         self.conversation: Any = None
         self.shortened = shortened
 
@@ -214,7 +213,7 @@ class Document:
         """The whole body, decoded.
 
         Raises:
-            NotCounted: it is not JSON, or too much of it.
+            NotCounted: it is not JSON, or too large.
         """
         if self._value is _MISSING:
             self._value = self._decode()
@@ -223,14 +222,14 @@ class Document:
         return self._value
 
     def may_be_json(self) -> bool:
-        """Whether it begins as an object or an array, so that another parser may accept it although ours does not."""
+        """Whether it begins as an object or an array, so that another parser may accept it although msgspec does not."""
         return self._data.lstrip()[:1] in (b"{", b"[")
 
     def data(self) -> bytes:
-        """The raw body, for readers that leave its arrays undecoded; each starts with full bounds.
+        """The raw body, for readers that do not decode its arrays; each starts with full bounds.
 
         Raises:
-            NotCounted: there are too many objects and arrays in it.
+            NotCounted: it contains too many objects and arrays.
         """
         start_looking()
         if len(self._data) > WORTH_COUNTING:
@@ -249,10 +248,10 @@ class Document:
 
 
 def check_containers(data: bytes | memoryview | str) -> None:
-    """Check that JSON does not have too many objects and arrays.
+    """Check that JSON does not contain too many objects and arrays.
 
     Raises:
-        NotCounted: it has.
+        NotCounted: it does.
     """
     if len(data) > WORTH_COUNTING:
         data = data.encode() if isinstance(data, str) else bytes(data)
@@ -261,22 +260,22 @@ def check_containers(data: bytes | memoryview | str) -> None:
 
 
 def check_members(data: bytes) -> None:
-    """Check that the objects of JSON do not have too many members.
+    """Check that the objects in JSON do not have too many members.
 
     Raises:
-        NotCounted: they have.
+        NotCounted: they do.
     """
     if data.count(b":") > MAX_MEMBERS:
         packed = data.translate(None, b" \t\r\n").replace(rb"\\", b"")
-        if packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS:  # those whose quote is escaped stand in a string
+        if packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS:  # a key with an escaped quote is in a string
             raise NotCounted("inspect_limit")
 
 
 def decode_json(data: bytes | memoryview | msgspec.Raw | str, decode: Any = _decode_part) -> Json:  # noqa: ANN401  # msgspec's own
-    """JSON, decoded; a part of a body that has been decoded as a whole shares its bounds.
+    """Decode JSON. A part of a body that was decoded as a whole shares its bounds.
 
     Raises:
-        NotCounted: it is not JSON (also: nested hundreds of levels deep, numbers of hundreds of digits), or too much of it.
+        NotCounted: it is not JSON (or nested hundreds of levels deep, or with numbers of hundreds of digits), or too large.
         msgspec.ValidationError: its types are not those that `decode` expects.
     """
     try:
@@ -292,15 +291,15 @@ def _decode_strictly(data: bytes | memoryview | msgspec.Raw | str, decode: Any) 
     try:
         return decode(data)
     except msgspec.ValidationError:
-        if decode in (_decode_part, _decode_whole):  # an integer beyond what Python takes
+        if decode in (_decode_part, _decode_whole):  # an integer with more digits than Python accepts
             raise NotJson from None
         raise
-    except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+    except (ValueError, RecursionError):  # errors of msgspec and Unicode are ValueErrors
         raise NotJson from None
 
 
 def open_value(value: Json) -> Json:
-    """Decode a raw value; return any other unchanged."""
+    """Decode a raw value; return any other value unchanged."""
     if type(value) is not msgspec.Raw:
         return value
     return None if value is ABSENT else decode_json(value)
@@ -322,7 +321,7 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
                 wide.clear()
                 wide.update(members)
         return _encode(value)
-    except RecursionError:  # it could be decoded further up the stack
+    except RecursionError:  # it was decoded with less of the stack in use
         raise NotJson from None
 
 
@@ -352,7 +351,7 @@ def split_pointer(pointer: str) -> list[str]:
 
 
 def remove_at(value: Json, pointer: Sequence[str]) -> Json:
-    """A value without the part that the pointer names, copied as far as necessary; a step `*` matches any one.
+    """A value without the part that the pointer names, copied as far as necessary; a step `*` matches any key or index.
 
     Array elements are replaced by null, so that the others keep their indexes.
     """
@@ -372,7 +371,7 @@ def remove_at(value: Json, pointer: Sequence[str]) -> Json:
 
 
 def find(value: Json, pointer: Sequence[str]) -> str:
-    """The scalar that a pointer names, as text; empty if there is none."""
+    """The scalar at a pointer, as text; empty if there is none."""
     for step in pointer:
         if isinstance(value, dict):
             value = value.get(step)
@@ -384,12 +383,12 @@ def find(value: Json, pointer: Sequence[str]) -> str:
 
 
 def _write_number(text: str) -> msgspec.Raw:
-    """The one spelling of a number that has a fraction or an exponent: an integer's, or digits and an exponent.
+    """The only spelling of a number that has a fraction or an exponent: an integer's, or digits and an exponent.
 
     >>> [bytes(_write_number(text)) for text in ("1.50", "15e-1", "1.0", "-0.0", "1e3", "1e999")]
     [b'15e-1', b'15e-1', b'1', b'0', b'1000', b'1e999']
     """
-    sign, whole, fraction, exponent = _NUMBER.match(text).groups(default="")  # type: ignore[union-attr]  # msgspec has checked
+    sign, whole, fraction, exponent = _NUMBER.match(text).groups(default="")  # type: ignore[union-attr]  # msgspec has checked it
     digits = (whole + fraction).lstrip("0")
     kept = digits.rstrip("0")
     if not kept:

@@ -1,7 +1,7 @@
-"""The text of a body: its content-encoding undone (RFC 9110 section 8.4) and its Unicode read, within a bound.
+"""The text of a body, after decoding its content-encoding (RFC 9110 section 8.4) and its Unicode, within a bound.
 
-A body that is compressed, or in UTF-16, is read as its server would read it. A decompression bomb of any ratio costs no more
-than the bound, because no more is ever unpacked.
+A compressed body, or one in UTF-16, is read as its server would read it. A decompression bomb of any ratio costs no more than
+the bound, because no more is ever unpacked.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import brotli
 import zstandard
 
 _MAX_ENCODINGS: Final = 2
-"""Most nested encodings to decode; clients use fewer."""
+"""Maximum number of nested encodings to decode; clients use fewer."""
 
 _ENOUGH: Final = 4
-"""Bytes at the start of a body that determine its encoding."""
+"""Number of bytes at the start of a body that determine its encoding."""
 
 _MARKS: Final = 0x80
-"""A body is UTF-8 without a mark if its first byte is from 1 up to this and its second is not 0: byte order marks begin with 0
-or a larger byte, and ASCII in UTF-16 or UTF-32 has a 0 in the first two."""
+"""A body is UTF-8 without a mark if its first byte is from 1 to below this, and its second is not 0. Byte order marks begin
+with 0 or a larger byte, and ASCII in UTF-16 or UTF-32 has a 0 in the first two bytes."""
 
 _ZSTD_WINDOW: Final = 2**23
-"""Largest window that a decoder has to support (RFC 8878 section 3.1.1.1.2), in bytes."""
+"""Maximum window that a decoder has to support (RFC 8878 section 3.1.1.1.2), in bytes."""
 
 
 class UnreadableError(Exception):
     """A body does not match its content-encoding, or the encoding is unknown, or the body exceeds the bound.
 
     Attributes:
-        reason: `content_encoding` or `inspect_limit`, as `uncounted_total` shows it.
+        reason: `content_encoding` or `inspect_limit`, as in `uncounted_total`.
     """
 
     def __init__(self, reason: str) -> None:
@@ -45,9 +45,9 @@ def read_text(body: bytes | memoryview, content_encoding: bytes, limit: int) -> 
     """The body's text in UTF-8, without a byte order mark.
 
     Args:
-        body: as it was sent.
-        content_encoding: the header, empty when absent.
-        limit: most bytes that are unpacked.
+        body: the body as it was sent.
+        content_encoding: the header; empty if missing.
+        limit: maximum number of unpacked bytes.
 
     Raises:
         UnreadableError: it cannot be read.
@@ -62,7 +62,7 @@ def list_encodings(content_encoding: bytes) -> list[bytes]:
 
 
 def split_mark(body: bytes) -> tuple[bytes, bytes]:
-    """A body's byte order mark, which is no part of its JSON, and the rest."""
+    """Split a body into its byte order mark, which is not part of the JSON, and the rest."""
     size = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0
     return body[:size], body[size:]
 
@@ -89,9 +89,9 @@ def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | me
 
 
 def _decode(body: bytes | memoryview) -> bytes | memoryview:
-    """Convert any encoding of Unicode to UTF-8: Python's own JSON parser, which servers use, accepts them all."""
+    """Convert any encoding of Unicode to UTF-8: Python's own JSON parser, which servers use, accepts all of them."""
     if len(body) >= _ENOUGH and 0 < body[0] < _MARKS and body[1]:
-        return body  # as nearly always
+        return body  # almost always
     start = bytes(body[:_ENOUGH])
     encoding = json.detect_encoding(start)
     if encoding == "utf-8":
@@ -108,7 +108,7 @@ def _inflate(body: bytes | memoryview, limit: int, wbits: int) -> bytes:
     inflater = zlib.decompressobj(wbits)
     unpacked = inflater.decompress(body, limit + 1)
     if len(unpacked) <= limit and (not inflater.eof or inflater.unused_data):
-        raise EOFError  # cut off, or something follows that a server may read and we do not
+        raise EOFError  # cut off, or followed by bytes that a server may read and Loopguard does not
     return unpacked
 
 
@@ -117,7 +117,7 @@ def _unpack_gzip(body: bytes | memoryview, limit: int) -> bytes:
 
 
 def _unpack_deflate(body: bytes | memoryview, limit: int) -> bytes:
-    """Zlib's format, or without it, as some clients send it and most servers take it (RFC 9110 section 8.4.1.2)."""
+    """Unpack zlib's format, or raw deflate, which some clients send and most servers accept (RFC 9110 section 8.4.1.2)."""
     try:
         return _inflate(body, limit, zlib.MAX_WBITS)
     except zlib.error:

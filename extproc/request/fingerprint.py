@@ -1,8 +1,8 @@
-"""The fingerprint: what makes two requests the same.
+"""The fingerprint, which is equal for requests that count as the same.
 
 A request's composite is `METHOD|path|query|body|descriptors`, with enough percent-encoding that equal composites mean equal
 parts. Its CRC32 is the fingerprint that people see. The counter key adds a 64-bit check and a hash of the tenant, so that a
-CRC32 collision refuses no one.
+CRC32 collision never causes a refusal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Final
 from zlib_ng.zlib_ng import adler32, crc32
 
 MAX_TARGET = 65_536
-"""Longest path with query that is fingerprinted, in bytes (Envoy's own default for all headers together is 60 KiB)."""
+"""Maximum length of a path with query, in bytes (Envoy's default for all headers together is 60 KiB)."""
 
 MAX_MARKS = 10_000
-"""Most `&`, and most `%`, in a query that is fingerprinted.
+"""Maximum number of `&`, and of `%`, in a query.
 
-They determine the time of decoding: 19 ms with the maximum of both; 64 KiB of them would take 29 ms, and twice that on a busy
+They determine the time of decoding: 19 ms with the maximum of both. 64 KiB of them would take 29 ms, and twice that on a busy
 machine. No client may delay others for longer than 50 ms.
 """
 
@@ -35,7 +35,7 @@ _ENCODED = re.compile("%[0-9A-Fa-f]{2}")
 _SLASHES = re.compile("//+")
 
 
-# A constant of the module, compiled, is had at once; a name that it imported has to be looked up.
+# Compiled code reads a module's constant at once, but has to look up an imported name.
 _crc32: Final = crc32
 _adler32: Final = adler32
 
@@ -44,7 +44,7 @@ _IDENTITY: Final = Struct(">II")
 
 _LONGEST_KNOWN: Final = 2_048
 _MAX_KNOWN: Final = 1_024
-"""Longest text, in characters, and number of texts to remember with their hashes: most requests have a known one."""
+"""Maximum length of a text, in characters, and number of texts whose hashes are remembered: most requests have a known one."""
 
 
 class Body:
@@ -67,7 +67,7 @@ NO_BODY: Final = Body(0, 0, 1)
 
 
 def normalize_path(path: str) -> str:
-    """A path as a server would read it, so that no spelling of it is another path.
+    """A path as a server would read it, so that different spellings of a path are equal.
 
     Percent-encoded characters that need no encoding are decoded, the hex digits of the others are upper-case, and dot segments
     are removed (RFC 3986 section 6.2.2); then slashes are merged, as Envoy's `merge_slashes` does.
@@ -90,7 +90,7 @@ def _decode_unreserved(found: re.Match[str]) -> str:
 
 
 def _remove_dot_segments(path: str) -> str:
-    """RFC 3986 section 5.2.4."""
+    """Remove dot segments (RFC 3986 section 5.2.4)."""
     kept: list[str] = []
     segments = path.split("/")[1:]
     for segment in segments:
@@ -104,25 +104,25 @@ def _remove_dot_segments(path: str) -> str:
 
 
 def is_too_long(target: str, query: str) -> bool:
-    """Whether a target is too long to be fingerprinted; `query` is the part of it to be decoded."""
+    """Whether a target is too long for a fingerprint; `query` is the part of it to decode."""
     if len(target) <= MAX_MARKS:
         return False
     return len(target) > MAX_TARGET or query.count("&") > MAX_MARKS or query.count("%") > MAX_MARKS
 
 
 def write_query(pairs: Iterable[tuple[str, str]]) -> str:
-    """Decoded pairs, sorted and encoded, as the composite carries them."""
+    """Encode and sort decoded pairs for the composite."""
     return "&".join(f"{_escape_pair(name)}={_escape_pair(value)}" for name, value in sorted(pairs))
 
 
 def join_descriptors(values: Sequence[tuple[str, str]]) -> str:
-    """Descriptors as the composite carries them: `name=value`, sorted, joined by `|`."""
+    """Write descriptors for the composite: `name=value`, sorted, joined by `|`."""
     pairs = [f"{_escape_pair(name)}={_escape_pair(value)}" for name, value in values]
     return pairs[0] if len(pairs) == 1 else "|".join(sorted(pairs))
 
 
 def write_head(method: str, path: str, query: str) -> str:
-    """The composite up to the body: `METHOD|path|query|`; `query` comes from `write_query`."""
+    """The composite up to the body, `METHOD|path|query|`; `query` comes from `write_query`."""
     return f"{_escape_path(method)}|{_escape_path(path)}|{query}|"
 
 
@@ -135,14 +135,14 @@ def compose(head: str, body: Body, descriptors: str) -> str:
 
 def write_crc32(number: int) -> str:
     """8 hex digits."""
-    return number.to_bytes(4, "big").hex()  # compiled, a fraction of what formatting takes
+    return number.to_bytes(4, "big").hex()  # compiled, much faster than formatting
 
 
 def digest(composite: str, body: Body) -> tuple[str, str]:
     """A composite's short names.
 
     Returns:
-        the fingerprint: CRC32 of the composite, 8 hex digits, what logs, headers and `explain` show;
+        the fingerprint: CRC32 of the composite, 8 hex digits, shown in logs, headers and `explain`;
         the check: 64-bit hash of the composite, the body's length and its Adler-32, 16 hex digits.
     """
     data = composite.encode("utf-8", "surrogateescape")
@@ -151,18 +151,18 @@ def digest(composite: str, body: Body) -> tuple[str, str]:
 
 
 def identify(head: str, body: Body, session: int) -> bytes:
-    """Digest of 8 bytes that tells a request from the few before it.
+    """A digest of 8 bytes that distinguishes a request from the few before it.
 
     Args:
         head: from `write_head`.
-        body: of the request.
+        body: the request's body.
         session: checksum of its session's name, because sessions may share a ledger.
     """
     return _IDENTITY.pack(sum_up(head) ^ session ^ body.crc32, body.adler32 ^ body.length & _WORD)
 
 
 def sum_up(text: str) -> int:
-    """CRC32 of a text; remembered, because most requests have a known one."""
+    """CRC32 of a text. It is remembered, because most requests have a known text."""
     return _recall_sum(text) if len(text) <= _LONGEST_KNOWN else _sum_up(text)
 
 
@@ -171,7 +171,7 @@ def _sum_up(text: str) -> int:
 
 
 def hash_tenant(descriptors: str) -> str:
-    """blake2b-64 of the joined descriptors, 16 hex digits; requests of different tenants never share a key."""
+    """blake2b-64 of the joined descriptors, 16 hex digits. Requests of different tenants never share a key."""
     return _recall_tenant(descriptors) if len(descriptors) <= _LONGEST_KNOWN else _hash_tenant(descriptors)
 
 

@@ -1,9 +1,9 @@
-"""The key of hashes that only Loopguard can make: the marks of its notes, and what stands for clients' API keys.
+"""The key of hashes that only Loopguard can make: of its notes' marks, and of clients' API keys.
 
-All replicas need the same key, or they do not recognise each other's hashes. It comes from a file, or else from the store: see
-`key_sharing`. With neither, each process has one of its own. The key is never logged or shown.
+All replicas need the same key, or they do not recognize each other's hashes. It comes from a file, or else from the store; see
+`key_sharing`. Without either, each process has a key of its own. The key is never logged or shown.
 """
-# interpreted: read at start
+# interpreted: used at start
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIDDEN: Final = re.compile(f"[0-9a-f]{{{2 * _HIDDEN_BYTES}}}")
 
 
 class HashKey:
-    """The key that is in force.
+    """The current key.
 
     Attributes:
         secret: 32 random bytes. Assign to replace the key between two requests.
@@ -31,27 +31,27 @@ class HashKey:
     __slots__ = ("secret",)
 
     def __init__(self, secret: bytes | None = None) -> None:
-        """Take a key, or make one for this process."""
+        """Use this key, or make one for this process."""
         self.secret = secret if secret is not None else os.urandom(KEY_BYTES)
 
     def start(self, purpose: bytes, size: int) -> blake2b:
         """A keyed hash to feed (BLAKE2b, RFC 7693 section 2.9).
 
         Args:
-            purpose: up to 16 bytes, of our own choice: hashes for one purpose are worth nothing for another.
-            size: of the hash, in bytes.
+            purpose: up to 16 bytes, a constant: hashes for one purpose are useless for another.
+            size: length of the hash, in bytes.
         """
         return blake2b(key=self.secret, digest_size=size, person=purpose)
 
     def hide(self, secret: str) -> str:
-        """What stands for a client's secret wherever it would be seen: 16 hex digits."""
+        """The hash that is shown in place of a client's secret, 16 hex digits."""
         digest = self.start(b"credential", _HIDDEN_BYTES)
         digest.update(secret.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
 
 class RecordedKey(HashKey):
-    """The key for requests in whose records secrets are hidden already."""
+    """The key for recorded requests, whose secrets are already hashed."""
 
     def hide(self, secret: str) -> str:
         """See `HashKey`."""
@@ -59,16 +59,16 @@ class RecordedKey(HashKey):
 
 
 PROCESS_KEY: Final = HashKey()
-"""What a process uses that has not been given a key."""
+"""The key of a process that was not given one."""
 
 
 def read_hash_key(path: str) -> HashKey:
-    """The key in a file; one for this process where no file is named.
+    """Read the key from a file, or make one for this process if no file is named.
 
-    The file may hold raw bytes or text, such as hex digits. Line ends behind them do not count.
+    The file may contain raw bytes or text, such as hex digits. Line ends behind them do not count.
 
     Raises:
-        UsageError: the file cannot be read, or does not hold a key.
+        UsageError: the file cannot be read, or does not contain a key.
     """
     if not path:
         return HashKey()

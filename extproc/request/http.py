@@ -23,41 +23,41 @@ from extproc.request.secrets import (
 )
 
 MAX_DESCRIPTOR = 8_192
-"""Longest descriptor value, in characters; a longer one leaves the request uncounted."""
+"""Maximum length of a descriptor's value, in characters; with a longer one, the request is not counted."""
 
 MAX_TOKEN = 32_768
-"""Longest bearer token that is decoded, in characters; a longer one counts as missing."""
+"""Maximum length of a bearer token to decode, in characters; a longer one counts as missing."""
 
 RESPONSES_WEBSOCKET: Final = "responses_websocket"
-"""The reason for requests that open a WebSocket for model calls, which would pass unseen."""
+"""The reason for requests that open a WebSocket for model calls, which Loopguard would not see."""
 
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
 
 
 class Facts:
-    """What is known about a request beside its headers, read only when a policy asks; here: nothing."""
+    """What is known about a request besides its headers, read only when a policy needs it. This base class knows nothing."""
 
     __slots__ = ()
 
     def route(self) -> str:
-        """Envoy's route name, empty when unknown."""
+        """Envoy's route name; empty if unknown."""
         return ""
 
     def address(self) -> str:
-        """The peer as Envoy trusts it, without its port, empty when unknown."""
+        """The peer that Envoy trusts, without its port; empty if unknown."""
         return ""
 
-    def claim(self, name: str) -> str:  # noqa: ARG002  # nothing is known
-        """A verified (or, by opt-in, merely decoded) JWT claim as a string, empty when there is none."""
+    def claim(self, name: str) -> str:  # noqa: ARG002  # no claims are known
+        """A JWT claim as a string, verified or, if allowed, only decoded; empty if there is none."""
         return ""
 
     def let_go(self) -> Facts:
-        """What is kept once the policies have read them: only the route, for people."""
+        """The facts to keep after the policies have read them: only the route, for people."""
         return NO_FACTS
 
 
 class StatedFacts(Facts):
-    """Facts given one by one."""
+    """Facts that are given as values."""
 
     def __init__(self, *, route: str = "", address: str = "", claims: Mapping[str, str] | None = None) -> None:
         self._route = route
@@ -81,14 +81,14 @@ NO_FACTS = Facts()
 
 
 class HttpRequest:
-    """What Envoy says about one request; header names are lower-case, the first of repeated headers wins.
+    """What Envoy says about one request. Header names are lower-case; the first of repeated headers wins.
 
     Attributes:
         method: as sent.
-        target: `:path` as received, query included.
-        path: the target without its query, normalized, which is what selectors and fingerprints see.
-        query: the part after the first `?`, without it.
-        authority: `:authority`, empty when absent.
+        target: `:path` as received, including the query.
+        path: the target without its query, normalized, for selectors and fingerprints.
+        query: the part after the first `?`.
+        authority: `:authority`; empty if missing.
         headers: raw values by lower-case name.
         facts: what else is known.
         opens_responses: it opens a WebSocket for model calls; set by the reader of Envoy's message.
@@ -117,7 +117,7 @@ class HttpRequest:
         headers: Mapping[str, bytes] | None = None,
         facts: Facts = NO_FACTS,
     ) -> None:
-        """Split the target and normalize its path; everything else is kept as given."""
+        """Split the target and normalize its path."""
         if not target.startswith("/") and (absolute := _ABSOLUTE.match(target)):
             rest = target[absolute.end() :]
             target = rest if rest.startswith("/") else f"/{rest}"
@@ -134,31 +134,31 @@ class HttpRequest:
         self._hidden: dict[str, str] | None = None
 
     def read_header(self, name: str) -> str:
-        """A header's value, empty when absent; bytes that are not UTF-8 survive as surrogates."""
+        """A header's value; empty if missing. Bytes that are not UTF-8 become surrogates."""
         if name == "host":
             return self.authority
         return self.headers.get(name, b"").decode("utf-8", "surrogateescape")
 
     def read_query(self) -> list[tuple[str, str]]:
-        """The decoded pairs of the query in the order sent: `+` is a space, blank values are kept.
+        """The decoded pairs of the query in their order: `+` is a space, blank values are kept.
 
-        Bytes that are not UTF-8 survive as surrogates, so different bytes stay different.
+        Bytes that are not UTF-8 become surrogates, so different bytes stay different.
         """
         if self._pairs is None:
             query = self.query
             if "%" in query or "+" in query:
                 self._pairs = parse_qsl(query, keep_blank_values=True, errors="surrogateescape")
-            else:  # the same answer without decoding, which most queries do not need
+            else:  # the same result without decoding, which few queries need
                 parts = (pair.partition("=") for pair in query.split("&") if pair)
                 self._pairs = [(name, value) for name, _, value in parts]
         return self._pairs
 
     def read_parameter(self, name: str) -> str:
-        """The first value of a query parameter, empty when absent."""
+        """The first value of a query parameter; empty if missing."""
         return next((value for key, value in self.read_query() if key == name), "")
 
     def read_shown_query(self) -> list[tuple[str, str]]:
-        """The same pairs as `read_query`, with hashes of secrets."""
+        """The pairs of `read_query`, with hashes of secrets."""
         pairs = self.read_query()
         if SECRET_PARAMETER not in [name for name, _ in pairs]:
             return pairs
@@ -189,7 +189,7 @@ class HttpRequest:
 
 
 def cut_text(text: str, length: int) -> str:
-    """Shorten a client's text for people; invalid UTF-8, which cannot be written, is escaped."""
+    """Shorten a client's text for people. Invalid UTF-8, which cannot be written, is escaped."""
     if len(text) <= length and text.isascii():
         return text
     return text[:length].encode("utf-8", "backslashreplace").decode()
@@ -212,7 +212,7 @@ def opens_websocket(request: HttpRequest) -> bool:
 def explain_unknowable_body(request: HttpRequest) -> str:
     """Why the request has no body to compare; empty if it may have one.
 
-    The body of an RPC, an upgrade or a tunnel is a stream, which may never end. A body of known length is no stream, and its
+    The body of an RPC, an upgrade or a tunnel is a stream, which may never end. A body of known length is not a stream, and its
     bytes show whether it is gRPC.
     """
     if request.opens_responses:
@@ -242,13 +242,13 @@ class Descriptor(NamedTuple):
     """One limit key, ready to be read from requests.
 
     Attributes:
-        key: as the policy has it.
+        key: as in the policy.
         name: in the composite: the part behind the source, lower-case, or the whole key if two names would be equal.
         source: `jwt`, `header`, `query`, `ip`, `body`, `credential` or `first_of`.
-        argument: which claim, header or parameter, a JSON Pointer, or the limit key of a secret.
+        argument: a claim, header or parameter, a JSON Pointer, or the limit key of a secret.
         read: takes a request and the argument; returns the request's value (the hash of a secret), empty if there is none or it
             is in the body.
-        parts: of `first_of`: its alternatives.
+        parts: the alternatives of `first_of`.
     """
 
     key: str
@@ -256,10 +256,10 @@ class Descriptor(NamedTuple):
     source: str
     argument: str
     read: Callable[[HttpRequest, str], str]
-    parts: tuple[Any, ...] = ()  # of Descriptor, which mypyc takes for a circle
+    parts: tuple[Any, ...] = ()  # Descriptors, which mypyc would reject as circular
 
     def list_sources(self) -> list[Descriptor]:
-        """What is read of a request: the descriptor itself, or its alternatives."""
+        """The descriptor itself, or its alternatives."""
         return list(self.parts) or [self]
 
 
@@ -297,7 +297,7 @@ def compile_plainly(key: str, *, hidden: bool = True) -> Descriptor:
 
 
 def read_plainly(request: HttpRequest, key: str) -> str:
-    """A request's value for a limit key as it was sent; a secret must only go into hashes."""
+    """A request's value for a limit key as it was sent. Use a secret only to make hashes."""
     source, _, argument = key.partition(":")
     return _READERS[source](request, argument)
 
@@ -315,7 +315,7 @@ def _compile_first(key: FirstOf) -> Descriptor:
         for part in parts:
             value = part.read(request, part.argument)
             if value:
-                return f"{part.key}:{value}"  # equal values of two sources are two callers
+                return f"{part.key}:{value}"  # equal values from two sources are two callers
         return ""
 
     return Descriptor(key.name, key.name, FIRST_OF, key.name, read, parts)
@@ -338,7 +338,7 @@ def write_claim(value: object) -> str:
 
 
 def decode_claims(authorization: str) -> dict[str, str]:
-    """The claims of a bearer token whose signature was not checked; empty when it is not a JWT (RFC 7519 section 7.2)."""
+    """The claims of a bearer token, with its signature unchecked; empty if it is not a JWT (RFC 7519 section 7.2)."""
     scheme, _, token = authorization.partition(" ")
     parts = token.strip().split(".")
     if scheme.lower() != "bearer" or len(parts) != 3 or len(token) > MAX_TOKEN:  # noqa: PLR2004  # header.payload.signature
@@ -349,6 +349,6 @@ def decode_claims(authorization: str) -> dict[str, str]:
         return {}
     if not isinstance(payload, dict):
         return {}
-    # JSON can spell half a surrogate pair, which nothing can encode: its bytes stay, as those of any text that is not UTF-8.
+    # JSON can contain half a surrogate pair, which cannot be encoded. Its bytes are kept, as in any text that is not UTF-8.
     texts = {name: write_claim(value).encode("utf-8", "surrogatepass") for name, value in payload.items()}
     return {name: text.decode("utf-8", "surrogateescape") for name, text in texts.items() if text}

@@ -1,4 +1,4 @@
-"""Limit keys: the keys of a bundle that tell a policy's callers apart."""
+"""Limit keys: the keys of a bundle that identify a policy's callers."""
 # interpreted: pydantic reads its types at run time, once
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from extproc.request.secrets import CREDENTIAL
 
 HEADER = "header"
 IP_ADDRESS = "ip:address"
-# What Fairvisor can derive and Loopguard cannot: reported like every other part that is not enforced.
+# Keys that Fairvisor can derive and Loopguard cannot, reported like other parts that are not enforced.
 UNSUPPORTED_KEYS = frozenset({"ip:country", "ip:asn", "ip:type", "ip:tor", "ua:bot", "ua:bot_category"})
 
 BODY = "body"
 
 VENDOR_SESSION = f"{HEADER}:x-*-session-id"
-"""The one limit key that stands for any vendor's session header."""
+"""The only limit key that matches the session header of any vendor."""
 
 _KEY = re.compile(r"(?:jwt|header|query):[A-Za-z0-9_-]+\Z")
 _SCOPE_KEY = re.compile(r"(?:jwt|header|query|ip|ua):[A-Za-z0-9_-]+\Z")
@@ -74,7 +74,7 @@ def _check_scope_key(value: str) -> str:
 
 
 def is_in_body(limit_key: object) -> bool:
-    """Whether its value is in the body."""
+    """Whether a limit key's value is in the body."""
     return isinstance(limit_key, str) and limit_key.startswith(f"{BODY}:")
 
 
@@ -112,12 +112,12 @@ class FirstOf(JsonObject):
     name: Annotated[str, AfterValidator(_check_name), Field(json_schema_extra={"pattern": "^[A-Za-z][A-Za-z0-9_-]{0,63}$"})]
 
     def __hash__(self) -> int:
-        """Of what makes two of them equal."""
+        """Hash the fields that equality compares."""
         return hash((self.name, *self.first_of))
 
 
 KEY_TAG, OBJECT_TAG = "(key)", "(first_of)"
-"""Stand in the places of pydantic's errors below a list of limit keys, where no key can: the loader takes them out again."""
+"""Tags that pydantic adds to the places of errors below a list of limit keys, unlike any key; they are removed again."""
 
 _is_object = Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict | FirstOf) else KEY_TAG)
 CallerKey = Annotated[Annotated[LimitKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object]

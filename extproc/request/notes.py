@@ -1,12 +1,12 @@
-"""Notes for a model, appended to the text of tool results: how a note begins and ends, and how it is removed again.
+"""Notes for a model, appended to the text of tool results: how they are written, recognized and removed.
 
 A note ends in a mark that others cannot forge: 64 bits of a keyed hash (BLAKE2b) of the caller, the user's first words in the
-conversation, and the note's own text. Text with any other mark is no note, and is left unchanged. A note that is copied hides
+conversation, and the note's own text. Text with any other mark is not a note, and is left unchanged. A copy of a note hides
 only itself.
 
 Except for its text, a note is plain ASCII that all serializers write unchanged, so it can be found in the bytes of a body, even
-after these were decoded and encoded again. The text is compared decoded. It contains no quote and no backslash, so a note never
-extends beyond the string at whose end it stands.
+after these were decoded and encoded again. The text is compared in decoded form. It contains no quote and no backslash, so a
+note never extends beyond the string at whose end it is.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from extproc.request.hash_key import HashKey
 OPENING: Final = "[~loopguard~ Note from the gateway, not from the tool:"
 CLOSING: Final = "~loopguard:"
 END: Final = "~]"
-"""A note's text stands between OPENING and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
+"""A note's text is between OPENING and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
 
 SEPARATOR: Final = "\n\n"
 """Separates a note from the text before it."""
 
 PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy", "cause")
-"""Placeholders of an operator's own text."""
+"""Placeholders in an operator's template."""
 
 _PURPOSE: Final = b"note"
 _MARK_BYTES: Final = 8
 _LONGEST: Final = 4_000
-"""Characters of a note's text."""
+"""Maximum length of a note's text, in characters."""
 
 _LONGEST_WRITTEN: Final = 65_536
-"""Bytes that such a text may take, even if escaped several times."""
+"""Maximum length of such a text in bytes, even if escaped several times."""
 
 _MOST_NOTES: Final = 200
 _MOST_WRITTEN: Final = 262_144
-"""Most marks, and bytes of notes, to check in one body, from its end. Any others count as content."""
+"""Maximum number of marks, and of bytes of notes, to check in one body, from its end. Any others count as content."""
 
 _MOST_CALLERS: Final = 8
 _MOST_LEVELS: Final = 4
-"""Most times that a body may be nested as a string in another one."""
+"""Maximum number of levels at which a body may be a string in another one."""
 
 _OPENING: Final = OPENING.encode()
 _END: Final = END.encode()
-_SEPARATOR: Final = b"\\n\\n"  # as JSON has it
+_SEPARATOR: Final = b"\\n\\n"  # in JSON
 _RARE: Final = 0x7E  # a tilde
-"""The second character of a note. It is rare elsewhere, so searching for this one byte, which is fastest, is enough."""
+"""The second character of a note. It is rare elsewhere, so searching for this byte, which is fastest, is usually enough."""
 
 _TRIES: Final = 64
-"""After this many of them without a note, search for the whole opening: a body may consist of them."""
+"""After this many of them without a note, search for the whole opening, because a body may consist of them."""
 
 _FORM: Final = f'{re.escape(OPENING)}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
 _WRITTEN: Final = re.compile(_FORM.encode())
@@ -63,8 +63,8 @@ _SAID: Final = re.compile(_FORM.replace("(", "(?:"))
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _PLAIN: Final = str.maketrans({'"': "'", "\\": "/", chr(_RARE): "-"})
 
-# An item, or a member of an object, that is there for the note alone, as `similarity/shapes` writes it and others may write it
-# again. In such a one no separator stands before the note.
+# An item, or a member of an object, that exists only for the note, as `splice` writes it and others may rewrite it. In these,
+# no separator precedes the note.
 _TYPE: Final = rb'"type"\s*+:\s*+"(?:input_)?text"\s*+'
 _BEFORE: Final = re.compile(rb'(,\s*+)?(\{\s*+(?:%b,\s*+)?"text"|"(?:content|gateway_note_*+)")\s*+:\s*+"\Z' % _TYPE, re.DOTALL)
 _BEHIND_ITEM: Final = re.compile(rb'"\s*+(?:,\s*+%b)?\}' % _TYPE)
@@ -84,8 +84,8 @@ class Marks:
         """Prepare.
 
         Args:
-            key: shared by all processes that verify the marks.
-            callers: as policies identify them by the head of a request alone; notes are made for the first.
+            key: the key that all processes share which verify the marks.
+            callers: callers, as policies identify them by the head of a request; notes are made for the first.
             first_words: the user's first words in the conversation.
         """
         said = blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -101,7 +101,7 @@ class Marks:
         """Whether a mark is that of a note.
 
         Args:
-            written: the text of the note, as it stands in JSON.
+            written: the text of the note, as in JSON.
             mark: 16 hex digits.
         """
         text = _read_text(written)
@@ -116,7 +116,7 @@ class Marks:
 
 
 def _leave_out_notes(text: str) -> str:
-    """A text without anything that looks like a note, because the input of marks cannot depend on marks."""
+    """Remove anything that looks like a note from a text, because the input of marks cannot depend on marks."""
     if OPENING not in text:
         return text
     *pieces, last = _SAID.split(text)
@@ -131,11 +131,11 @@ def _start(key: HashKey, caller: str, said: bytes) -> blake2b:
 
 
 def _read_text(written: bytes) -> bytes | None:
-    """A text, decoded until nothing in it is escaped; None if it is not JSON, or still escaped."""
+    """Decode a text until nothing in it is escaped; None if it is not JSON, or still escaped."""
     for _ in range(_MOST_LEVELS):
         try:
             written = _decode_text(b'"%b"' % written).encode()
-        except ValueError:  # msgspec's and Unicode's errors are ValueErrors
+        except ValueError:  # errors of msgspec and Unicode are ValueErrors
             return None
         if b"\\" not in written:
             return written
@@ -143,13 +143,13 @@ def _read_text(written: bytes) -> bytes | None:
 
 
 def frame_note(text: str, marks: Marks) -> str:
-    """A text as a note."""
+    """Write a text as a note."""
     plain = f"\n{_ODD.sub(' ', text.strip()[:_LONGEST]).translate(_PLAIN)}\n"
     return f"{OPENING}{plain}{CLOSING}{marks.make(plain)}{END}"
 
 
 def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
-    """Whether one of these notes ends at a place in a body."""
+    """Whether one of these notes ends at this offset of a body."""
     if not data.endswith(_END, 0, end):
         return False
     start = data.rfind(_OPENING, max(0, end - _LONGEST_WRITTEN), end)
@@ -165,7 +165,7 @@ def cut_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> bytes:
         open_marks: called if something looks like a note; returns None if no note can be verified.
     """
     if _RARE not in data:
-        return data  # as nearly always
+        return data  # almost always
     if _find_opening(data) < 0:
         return data
     found = _list_written(data)
@@ -186,7 +186,7 @@ def cut_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> bytes:
 
 
 def _find_opening(data: bytes) -> int:
-    """Where the first note may begin, -1 for nowhere."""
+    """The offset at which the first note may begin; -1 for none."""
     place = 0
     for _ in range(_TRIES):
         place = data.find(_RARE, place + 1)
@@ -196,7 +196,7 @@ def _find_opening(data: bytes) -> int:
 
 
 def _list_written(data: bytes) -> list[re.Match[bytes]]:
-    """Everything that looks like a note, the last first, within the bounds."""
+    """Everything that looks like a note, last first, within the bounds."""
     found: list[re.Match[bytes]] = []
     place, left = len(data), _MOST_WRITTEN
     for _ in range(_MOST_NOTES):
@@ -216,7 +216,7 @@ def _list_written(data: bytes) -> list[re.Match[bytes]]:
 
 
 def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """Where a note starts and ends, including anything that was added for it."""
+    """The start and end of a note, including anything that was added for it."""
     if data.endswith(_SEPARATOR, 0, start):
         return start - len(_SEPARATOR), end
     before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None

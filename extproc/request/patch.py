@@ -1,8 +1,9 @@
 """Edits a JSON body in a few places, and leaves every other byte unchanged.
 
-msgspec finds the length of each value, so no parser of our own is needed to walk over offsets: after a bracket, space and a key
-comes a value of known length. Nothing recurses, no value is decoded twice on the way down, and all work on one body is charged
-to one budget of steps. Changed parts are decoded again and compared with the original: an edit is either correct, or not made.
+msgspec finds the length of each value, so no parser of our own has to walk over offsets: a bracket, space and a key are
+followed by a value of known length. Nothing recurses, no value is decoded twice on the way down, and all work on one body is
+charged to one budget of steps. Changed parts are decoded again and compared with the original, so an edit is either correct or
+not made.
 """
 
 from __future__ import annotations
@@ -17,34 +18,34 @@ from msgspec import Raw, ValidationError, defstruct, json
 from extproc.request.document import NotCounted, NotJson, check_containers, check_members, mend, start_looking
 
 MAX_BYTES: Final = 2 * 2**20
-"""Longest body to edit: work that is not charged, such as counting brackets, takes 3 ms for it."""
+"""Maximum length of a body to edit, in bytes: work that is not charged, such as counting brackets, takes 3 ms for it."""
 
 MAX_STEPS: Final = 8_448
-"""Most steps of one edit: one for each KiB that is decoded, and one for each value that is visited."""
+"""Maximum steps of one edit: one for each KiB that is decoded, and one for each value that is visited."""
 
 _DENSE_BITS: Final = 4
 _DENSE_STEPS: Final = MAX_STEPS // 3
-"""Most steps where 2 to the power of this many bytes hold more than one comma or bracket: these take three times as long."""
+"""Maximum steps if 2 to the power of `_DENSE_BITS` bytes contain several commas or brackets, which take three times as long."""
 
 AMBIGUOUS: Final = "ambiguous_body"
-"""The reason for a body that two parsers may read differently; no client of an API writes one."""
+"""The reason for a body that two parsers may read differently; no API's client writes one."""
 
 UNVERIFIED: Final = "unverified"
 """The reason for an edit that would change more than intended."""
 
 _INSPECT_LIMIT: Final = "inspect_limit"
 _MAX_SPACE: Final = 256
-"""Most white space in front of an element of a list that is walked backwards, in bytes."""
+"""Maximum white space before an element of a list that is read backwards, in bytes."""
 
 _STEP_BITS: Final = 10
 _RAW_BITS: Final = 4
 _HALF_BITS: Final = 3
 _CONTAINER_BITS: Final = 1
-"""2 to the power of this many bytes, elements that are only passed by, escapes that may be halves of a pair, or objects and
-arrays that are decoded with all that is in them, take one step."""
+"""2 to the power of these costs one step: bytes to decode, elements to skip, escapes that may be halves of a pair, and objects
+and arrays that are decoded with their contents."""
 
 _LONGEST_NAME: Final = 1_024
-"""Longest name of a tool or a kind, in bytes; longer ones are unknown to us."""
+"""Maximum length of a tool's name or a kind, in bytes; longer ones are unknown."""
 
 _SPACE: Final = b" \t\n\r"
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("(?:[^"\\]|\\.)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
@@ -58,14 +59,14 @@ _decode_text: Final = json.Decoder(str).decode
 
 
 class Value:
-    """Where a value stands in a body.
+    """The position of a value in a body.
 
     Attributes:
-        key: of a member of an object; empty elsewhere.
-        at: the offset at which the member starts, with its key's quote; elsewhere that at which the value starts.
+        key: the key of an object's member; empty elsewhere.
+        at: the offset at which the member starts, with its key's quote; elsewhere the value's own.
         start: the offset at which the value starts.
         end: the offset behind it.
-        within: the object or list in which it stands; None where an edit of it is verified without what is around it.
+        within: the object or list that contains it; None if an edit of it is verified without its surroundings.
     """
 
     __slots__ = ("at", "end", "key", "start", "within")
@@ -111,7 +112,7 @@ class Patch:
         check_containers(data)
         check_members(data)
         self.data = data
-        self._text = data  # the same, as msgspec can read it, byte for byte
+        self._text = data  # the same length, but readable for msgspec
         dense = data.count(b",") + data.count(b"[") + data.count(b"{") > len(data) >> _DENSE_BITS
         self._left = _DENSE_STEPS if dense else MAX_STEPS
         self._children: dict[Value, list[Value]] = {}
@@ -132,7 +133,7 @@ class Patch:
             self._validate()
 
     def _validate(self) -> None:
-        """See that all of it is JSON, of which only the objects that are opened need be UTF-8."""
+        """Check that all of it is JSON; only the objects that are opened need be UTF-8."""
         if self.is_object(self.root):
             self._open_object(self.root)
         else:
@@ -185,10 +186,10 @@ class Patch:
         return Raw(self._text[value.start : value.end])
 
     def shorten(self, value: Value) -> bytes:
-        """An object without its long members, which is enough to see its kind; anything else as null.
+        """An object without its long members, which is enough to see its kind; other values become null.
 
         Raises:
-            NotCounted: a key is repeated, or it is too much.
+            NotCounted: a key is repeated, or the object is too large.
         """
         if not self.is_object(value):
             return b"null"
@@ -196,10 +197,10 @@ class Patch:
         return b"{%b}" % b",".join([self._text[member.at : member.end] for member in members])
 
     def read_text(self, value: Value | None) -> str:
-        """A name, or another short string; empty for anything else.
+        """A name or another short string; empty for other values.
 
         Raises:
-            NotCounted: it is invalid UTF-8, or too much.
+            NotCounted: it is invalid UTF-8, or too long.
         """
         if value is None or self.is_long(value) or not self.is_text(value):
             return ""
@@ -207,20 +208,20 @@ class Patch:
         return text
 
     def open_fields(self, value: Value | None) -> Fields:
-        """The members of an object by their keys, in order; empty for anything else.
+        """The members of an object by key, in order; empty for other values.
 
         Raises:
-            NotCounted: a key is repeated, or it is too much.
+            NotCounted: a key is repeated, or the object is too large.
         """
         if value is None or not self.is_object(value):
             return {}
         return {child.key: child for child in self._open_object(value)}
 
     def open_items(self, value: Value) -> list[Value]:
-        """The elements of a list, in order; empty for anything else.
+        """The elements of a list, in order; empty for other values.
 
         Raises:
-            NotCounted: they are too many.
+            NotCounted: there are too many.
         """
         if not self.is_list(value):
             return []
@@ -238,10 +239,10 @@ class Patch:
         return found
 
     def open_newest(self, value: Value) -> Iterator[tuple[Raw, Value]]:
-        """The elements of a list, the last one first; an edit of one is verified without the others.
+        """The elements of a list, last first; an edit of one is verified without the others.
 
         Raises:
-            NotCounted: they are too many, or there is too much space between them.
+            NotCounted: there are too many, or too much space between them.
         """
         text, place = self._text, value.end - 1
         items = self._decode_items(value, self._left << _RAW_BITS) if self.is_list(value) else []
@@ -257,12 +258,12 @@ class Patch:
             yield item, Value("", start, start, end, None)
 
     def _skip_space_backwards(self, place: int) -> int:
-        """Where the space in front of a place starts; what has too much of it does not add up."""
+        """The start of the space before an offset; with too much space, the offsets do not add up, which is noticed."""
         space = self._text[max(0, place - _MAX_SPACE) : place]
         return place - len(space) + len(space.rstrip(_SPACE))
 
     def _decode_items(self, value: Value, most: int) -> list[Raw]:
-        """The elements of a list as they stand there; where they may be more than `most`, they have to be objects."""
+        """The raw elements of a list; if there may be more than `most`, they have to be objects."""
         raw = self._text[value.start : value.end]
         if raw.count(b",") >= most:
             try:
@@ -275,10 +276,10 @@ class Patch:
         return items
 
     def _open_object(self, value: Value) -> list[Value]:
-        """The members of an object, in their order.
+        """The members of an object, in order.
 
-        A value is where its bytes stand behind a key: no JSON value begins with another one but for a number, and behind that
-        would come neither a comma nor the end. Of a key that stands twice msgspec finds one value, so something is left over.
+        A member is found by its bytes behind its key. No JSON value is the beginning of another, except a number, and that
+        would be followed by neither a comma nor the end. Of a repeated key, msgspec returns one value, so bytes are left over.
         """
         found = self._children.get(value)
         if found is not None:
@@ -299,18 +300,18 @@ class Patch:
         return found
 
     def decode(self, raw: bytes | Raw, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
-        """What a part of the body is.
+        """Decode a part of the body.
 
         Raises:
-            NotCounted: it is not JSON, or too much.
-            ValidationError: it is of another type than it should be.
+            NotCounted: it is not JSON, or too large.
+            ValidationError: it is of another type than expected.
         """
         self.take(1 + (len(raw) >> _STEP_BITS))
         try:
             return decode(raw)
         except ValidationError:
             raise
-        except (ValueError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+        except (ValueError, RecursionError):  # errors of msgspec and Unicode are ValueErrors
             raise NotJson from None
 
     # --- changing
@@ -328,12 +329,12 @@ class Patch:
         self._new[value] = text
 
     def remove(self, value: Value, gone: Collection[int]) -> None:
-        """Remove members of an object, or elements of a list, by their indexes; call it once for each value."""
+        """Remove members of an object, or elements of a list, by their indexes. Call this only once for each value."""
         if gone:
             self._gone[value] = gone
 
     def change(self, value: Value, changes: Mapping[str, bytes | None]) -> None:
-        """Set or add members of an object, or remove them (None); call it once for each object."""
+        """Set, add or (None) remove members of an object. Call this only once for each object."""
         members = self._open_object(value)
         fields = {member.key: member for member in members}
         self.remove(value, {place for place, member in enumerate(members) if changes.get(member.key, b"") is None})
@@ -344,7 +345,7 @@ class Patch:
                 self.append(value, text, key)
 
     def apply(self) -> bytes:
-        """The body with all changes, which must not overlap.
+        """Apply all changes, which must not overlap.
 
         Raises:
             NotCounted: they would change anything else, or this is too expensive to check.
@@ -365,7 +366,7 @@ class Patch:
         return changed if self._text is self.data else _write(self.data, edits)
 
     def _list_edits(self) -> list[_Edit]:
-        """The changes by their bytes."""
+        """The changes as replacements of bytes."""
         edits = [_Edit(value.start, value.end, text) for value, text in self._new.items()]
         edits += [_Edit(text.end - 1, text.end - 1, dumps(tail)[1:-1].encode()) for text, tail in self._tails.items()]
         for value, gone in self._gone.items():
@@ -381,8 +382,8 @@ class Patch:
     def _verify(self, changed: bytes, edits: Sequence[_Edit]) -> None:
         """Check, by decoding, that only the intended parts have changed.
 
-        Each value with a change inside is decoded, from the outermost one that is verified as a whole. The bytes around that
-        one are the same, and it ends at the same place.
+        Each value with a change inside is decoded, starting from the outermost one that is verified as a whole. The bytes
+        around that one are unchanged, and it ends at the same place.
         """
         touched: set[Value] = set()
         wholes: dict[Value, None] = {}
@@ -409,7 +410,7 @@ class Patch:
                 raise NotCounted(UNVERIFIED)
 
     def _compare(self, value: Value, new: bytes, left: list[tuple[Value, bytes]]) -> bool:
-        """Whether an object or a list has the members that it should have; `left` takes what is to be compared of them."""
+        """Whether an object or a list has the expected members; members still to be compared are added to `left`."""
         children, gone, added = self._children[value], self._gone.get(value, ()), self._added.get(value, [])
         kept = [child for place, child in enumerate(children) if place not in gone]
         keys = [child.key for child in kept] + [key for key, _ in added]
@@ -428,9 +429,9 @@ class Patch:
 
 
 def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edit]:
-    """What takes members out, each with one comma."""
+    """The edits that remove members, each with one comma."""
     edits = []
-    kept = False  # something in front of the next one
+    kept = False  # a member before the next one
     for place, member in enumerate(members):
         if place not in gone:
             kept = True
@@ -443,7 +444,7 @@ def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edi
 
 
 def _write(data: bytes, edits: Sequence[_Edit]) -> bytes:
-    """A body with replacements applied, which are in order."""
+    """Apply replacements, which are in order, to a body."""
     whole = memoryview(data)
     parts: list[bytes | memoryview] = []
     done = 0

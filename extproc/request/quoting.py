@@ -1,5 +1,5 @@
 """Quotes names that clients and models choose, for sentences that a model reads: bounded, and unable to carry instructions."""
-# interpreted: writes names into what is refused or steered, which is str's time
+# interpreted: runs for refused or steered requests
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Final
 
 MAX_QUOTED: Final = 64
-"""Longest name of a tool, in characters: the APIs' own limit."""
+"""Maximum length of a tool's name to quote, in characters: the APIs' own limit."""
 
 _MOST_NAMES: Final = 16
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.:/@%+,;=!$&()*-]+")
 _CLOSERS: Final = frozenset("'\"`\\~")
-"""What could end the quotes, or a note."""
+"""Characters that could end the quotes or a note."""
 
 
 def quote(text: str, most: int = MAX_QUOTED) -> str:

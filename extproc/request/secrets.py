@@ -1,4 +1,4 @@
-"""Where requests have secrets, such as API keys; outside requests, only keyed hashes of these exist."""
+"""Where requests contain secrets, such as API keys. Outside a request, only keyed hashes of these exist."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from functools import lru_cache
 from typing import Final
 
 CREDENTIAL: Final = "credential"
-"""The limit key that stands for the secret of a request, wherever it is."""
+"""The limit key for the secret of a request, wherever it is."""
 
-SECRET_PARAMETER: Final = "key"  # noqa: S105  # its name
-"""Of a query."""
+SECRET_PARAMETER: Final = "key"  # noqa: S105  # the parameter's name, not a secret
+"""A query parameter."""
 
 ANYWHERE: Final[list[str]] = []
-"""The limit keys for the places of secrets, whatever the API, in the order in which they are looked at; `apis` fills it."""
+"""Limit keys for the places of secrets of any API, in the order in which they are tried; `apis` fills it."""
 
 SECRET_HEADERS: Final = {"authorization", "proxy-authorization", "cookie"}
-"""Headers whose values must not leave a request; `apis` adds its own."""
+"""Headers whose values must not be kept outside a request; `apis` adds its own."""
 
 OWN_PLACES: Final[list[tuple[Callable[[str], object], tuple[str, ...]]]] = []
-"""Functions that recognize an API by the path, and limit keys for the places of its secrets; `apis` fills it."""
+"""Functions that recognize an API by its path, and limit keys for the places of its secrets; `apis` fills it."""
 
 _LONGEST_KNOWN: Final = 256
 _MAX_KNOWN: Final = 1_024
-"""Longest path, in characters, and number of paths to remember with their places."""
+"""Maximum length of a path, in characters, and number of paths whose places are remembered."""
 
 _ACCESS_KEY = re.compile(r"Credential=([^/,\s]+)")
 _SCHEMES = frozenset({"bearer", "basic"})
 
 
 def is_secret(limit_key: str) -> bool:
-    """Whether the value of a limit key is a secret, which is only ever compared by its hash."""
+    """Whether the value of a limit key is a secret, which is compared only by its hash."""
     source, _, name = limit_key.partition(":")
     if source == "header":
         return name in SECRET_HEADERS
@@ -39,12 +39,12 @@ def is_secret(limit_key: str) -> bool:
 
 
 def may_stand_in_query(limit_key: str) -> bool:
-    """Whether the query may have the secret that a limit key names."""
+    """Whether the query may contain the secret that a limit key names."""
     return limit_key in (CREDENTIAL, f"query:{SECRET_PARAMETER}")
 
 
 def list_places(path: str) -> tuple[str, ...]:
-    """Where a request may have its credential, as limit keys in the order in which they are tried."""
+    """The places where a request may have its credential, as limit keys in the order in which they are tried."""
     return _recall_places(path) if len(path) <= _LONGEST_KNOWN else _list_places(path)
 
 
@@ -59,7 +59,7 @@ _recall_places: Final = lru_cache(_MAX_KNOWN)(_list_places)
 
 
 def extract_secret(value: str) -> str:
-    """The secret part of a header's value: everything but the scheme (RFC 9110 section 11.4); empty if there is nothing else.
+    """The secret in a header's value: everything but the scheme (RFC 9110 section 11.4); empty if there is nothing else.
 
     For AWS signatures, which change with every request, it is the access key id (Signature Version 4, `Credential=`).
 

@@ -1,1 +1,1 @@
-"""Sessions: their names, their histories, what they cost and what limits them."""
+"""Sessions: names, histories, costs and limits."""

@@ -1,8 +1,8 @@
-"""Names that change with every request name no session: they are noticed by histories that go on under another name.
+"""Notices names that change with every request, and so do not name sessions, by histories that continue under another name.
 
-A conversation that begins has a name of its own, and shows no history. One whose name changes shows under each new name what
-was shown before under another one. `MOST_IN_A_ROW` such requests of a caller, without a name that comes again, are the rule.
-What a caller sends is compared with its own requests alone, and none of it is kept but digests.
+A conversation that begins has a name of its own, and shows no history. If the name changes, each new name shows what was shown
+before under another. A key is ignored after `MOST_IN_A_ROW` such requests of a caller in which no name comes again. A caller's
+requests are compared only with its own, and only digests of them are kept.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from extproc.request.document import Document, NotCounted
 
 MOST_IN_A_ROW: Final = 8
 TRIED_AGAIN: Final = 1_000
-"""A key that is left out is looked at again after this many requests: its client may have been mended."""
+"""A key that is ignored is checked again after this many requests, because its client may have been fixed."""
 
 _CALLERS: Final = 256
 _NAMES: Final = 512
 _SHOWN: Final = 64
 _LOOKED_AT: Final = 4
-"""Of a caller's names and turns this many of the newest are known, and this many of a history's newest turns are looked at.
-Runs that are equal to the byte are told from one whose name changes by their names, which come again."""
+"""Number of a caller's newest names and turns to compare, and of a history's newest turns to read.
+
+Identical runs differ from a run whose name changes in their names, which come again.
+"""
 
 _DIGEST: Final = 8
 _encode: Final = json.Encoder().encode
 
 
 class CallerNames:
-    """Those of one caller under one key.
+    """The names of one caller under one key.
 
     Attributes:
-        newest: what the newest turn was that each of them showed last, the oldest name first.
-        shown: under which name each of the newest turns was shown first.
-        row: how many names in a row went on with what another one had shown.
-        left: for how many requests the key is left out.
+        newest: the newest turn that each name showed last; oldest name first.
+        shown: the name under which each of the newest turns was shown first.
+        row: number of consecutive names that continued what another name had shown.
+        left: number of requests for which the key is still ignored.
     """
 
     __slots__ = ("left", "newest", "row", "shown")
@@ -51,11 +53,11 @@ class CallerNames:
 
 
 class ChangingNames:
-    """The names by which the callers of one policy have called their sessions recently.
+    """The names that the callers of one policy recently gave their sessions.
 
     Attributes:
-        callers: by caller and key.
-        finds_any: some key was found to change.
+        callers: names by caller and key.
+        finds_any: a key was found to change.
     """
 
     def __init__(self) -> None:
@@ -63,7 +65,7 @@ class ChangingNames:
         self.finds_any = False
 
     def passes_over(self, caller: str, key: str) -> bool:
-        """Whether a caller's names under this key are no sessions; asked once for each of its requests."""
+        """Whether a caller's names under this key are not sessions. Called once for each of its requests."""
         names = self.callers.get((caller, key))
         if names is None or not names.left:
             return False
@@ -73,11 +75,11 @@ class ChangingNames:
         return True
 
     def note(self, caller: str, key: str, name: str, document: Document | None) -> bool:
-        """Know one more request; returns whether its key has just been found to change with every request."""
+        """Note a request; returns whether its key has just been found to change with every request."""
         names = self.callers.get((caller, key))
         if names is None:
             if len(self.callers) >= _CALLERS:
-                self.callers.clear()  # what is forgotten is noticed again
+                self.callers.clear()  # what is forgotten will be noticed again
             names = self.callers[caller, key] = CallerNames()
         again = name in names.newest
         if names.left or (again and not names.row):
@@ -85,7 +87,7 @@ class ChangingNames:
         turns = _list_newest(document)
         newest = turns[0] if turns else b""
         if again:
-            names.row = names.row if names.newest[name] == newest else 0  # the same again is a retry
+            names.row = names.row if names.newest[name] == newest else 0  # repeating the same turn is a retry
             return False
         if any(names.shown.get(turn, name) != name for turn in turns[1:]):
             names.row += 1
@@ -103,7 +105,7 @@ class ChangingNames:
 
 
 def _list_newest(document: Document | None) -> list[bytes]:
-    """Digests of the assistant's newest messages, the newest first; none where they cannot be read."""
+    """Digests of the assistant's newest messages, newest first; empty if they cannot be read."""
     if document is None:
         return []
     found = []

@@ -1,13 +1,13 @@
-"""The calls of tools that a request's history shows, each under digests by which it is known again in later requests.
+"""The tool calls in a request's history, with digests by which later requests recognize them.
 
-A client sends its history again and again, so a call is told from one that was counted by what it is itself: its id, its tool
-and its arguments; of those whose ids are equal as well, by how many stand before it. No digest depends on what else the history
-holds: a client that sends a history again gets the same digests, and one that appends to it gets them and new ones behind.
+A client sends its history again and again. So a call that was counted is recognized by its own properties: its id, tool and
+arguments and, among calls with equal ids, the number of those before it. No digest depends on the rest of the history: a client
+that sends a history again gets the same digests, and one that appends to it gets new ones at the end.
 
-A call without an id has the digests of its tool and arguments alone, as all its equals have, and so have calls whose ids are
-made anew for each request. They are known again by their place; see `store.rules.session`.
+Calls without an id, or with an id made anew for each request, have only the digests of tool and arguments in common. They are
+recognized by their position; see `store.rules.session`.
 
-A client that changes the arguments of a call that it has made has made another one.
+A client that changes the arguments of an earlier call has made another call.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _LONGEST_MODEL: Final = 256
 
 
 class CallHistory:
-    """What a request's history shows; never changed.
+    """The calls and tools in a request's history; never changed.
 
     Attributes:
-        records: RECORD bytes for each call, the oldest first; no two with ids are equal.
+        records: RECORD bytes for each call, oldest first; no two with ids are equal.
         total: the sum of the last digests of all records, as numbers.
-        newest: how many the assistant's last turn has.
-        tools: digest and name, cut to 64 characters, of the tools among them, the first to be called first.
-        model: that the body names, cut to 256 characters; empty where it names none.
-        offer: what it offers the model, as in `Step`.
+        newest: number of calls in the assistant's last turn.
+        tools: digest and name, cut to 64 characters, of each called tool, in the order of their first calls.
+        model: the model's name in the body, cut to 256 characters; empty if missing.
+        offer: whether the request offers tools, as in `Step`.
     """
 
     __slots__ = ("model", "newest", "offer", "records", "tools", "total")
@@ -66,10 +66,10 @@ class CallHistory:
 
 
 def read_tool_calls(document: Document) -> CallHistory:
-    """The calls that a history shows; where the server keeps the history, a result stands for its call.
+    """The calls in a history. If the server keeps the history, a result stands for its call.
 
     Raises:
-        NotCounted: there is no conversation, it cannot be read, or it is too much.
+        NotCounted: there is no conversation, it cannot be read, or it is too large.
     """
     conversation = open_conversation(document)
     shown = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).messages
@@ -96,7 +96,7 @@ def read_tool_calls(document: Document) -> CallHistory:
 
 
 def _read_kept(conversation: Conversation) -> list[ShownMessage]:
-    """What a request shows whose server keeps the history: its calls, and results in place of those that are there."""
+    """The calls in a request whose server keeps the history; results stand for calls that only the server has."""
     shape = conversation.shape
     parts = [part for _, value in conversation.list_spoken() for part in _read_parts(shape, value)]
     called = {part.id for part in parts if part.kind == CALL}
@@ -105,13 +105,13 @@ def _read_kept(conversation: Conversation) -> list[ShownMessage]:
 
 
 def find_called(patch: Patch, names: Collection[str]) -> str | None:
-    """Which of some tools a history has called last.
+    """The tool, among these, that a history called last.
 
     Returns:
-        its name; empty where the history has called others alone, or the server keeps it; None where nothing was called.
+        its name; empty if only others were called, or the server keeps the history; None if no tool was called.
 
     Raises:
-        NotCounted: the history cannot be read in one way alone, or is too much.
+        NotCounted: the history is ambiguous, or too large.
     """
     try:
         shape, given = find_conversation(patch)

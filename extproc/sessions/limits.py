@@ -1,4 +1,4 @@
-"""The session guard: a policy's session_limits, ready to run. What a session has used up is the ledger's, in the store."""
+"""The session guard: a policy's session_limits, ready to run. What a session has used is in its ledger, in the store."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 
 DETECTOR: Final = "session"
-"""Where outcomes name their detector."""
+"""The detector's name in outcomes."""
 
 NARROW: Final = "narrow"
-"""What is done to a request that loses tools, beside the actions."""
+"""What happens to a request that loses tools, beside the actions."""
 
 NO_CALLS: Final = CallHistory(b"", 0, 0, (), "", 0)
 NO_GRANTS: Final = (0, 0, 0)
@@ -32,12 +32,12 @@ NO_GRANTS: Final = (0, 0, 0)
 KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
 
 UNNAMED: Final = "unnamed"
-"""In place of the name of a session: all requests of a caller for which nothing names one."""
+"""The name of a session for all requests of a caller without one."""
 
 _MOST_SESSIONS: Final = 2**31
 _SHARED: Final = "shared"
 _NONE: Final = -1
-# Where they stand in a record.
+# Offsets in a record.
 _TOOL: Final = 6
 _ACTION: Final = 10
 
@@ -46,15 +46,15 @@ _WORDS: Final = {
     MAX_TOOL_CALLS: "tool calls",
     MAX_COST: "dollars",
 }
-"""What the limits count."""
+"""Units of the limits."""
 
 
 class Narrowing(NamedTuple):
-    """Tools that a request must not offer any more.
+    """Tools that a request must no longer offer.
 
     Attributes:
-        every: all of them.
-        tools: these, by name.
+        every: all tools.
+        tools: these tools, by name.
     """
 
     every: bool
@@ -62,13 +62,13 @@ class Narrowing(NamedTuple):
 
 
 class SessionKeys:
-    """Where the store keeps what is known of a session; never changed.
+    """The keys of a session's state in the store; never changed.
 
     Attributes:
-        ledger: its own.
-        tenant: of how many sessions its tenant has begun.
-        shared: the ledger of those of its tenant's sessions that are too many.
-        checksum: of the session's name.
+        ledger: the key of its own ledger.
+        tenant: the key of the number of sessions that its tenant has begun.
+        shared: the key of the ledger that excess sessions of its tenant share.
+        checksum: checksum of the session's name.
     """
 
     __slots__ = ("checksum", "ledger", "shared", "tenant")
@@ -82,24 +82,24 @@ class SessionKeys:
 
 _KEYS: Final[Memo[tuple[str, str, str, str], SessionKeys]] = Memo(2_048)
 _MODELS: Final[Memo[str, str]] = Memo(512)
-"""Models as JSON. Most requests come from a session that is known, and ask a model that is."""
+"""Models as JSON, because most requests name a known model."""
 
 
 class SessionSubject:
-    """What a model is told about its session: a `Subject`.
+    """What a model is told about its session; a `Subject`.
 
     Attributes:
         limit: one of `session.LIMITS`.
-        used: of that.
-        allowed: of that.
-        tool: that it is about, empty where that is no single one.
+        used: use of that limit.
+        allowed: the limit, including grants.
+        tool: the tool that it is about; empty if it is not about a single one.
         ordered: an operator has killed the session.
     """
 
     __slots__ = ("allowed", "limit", "ordered", "tool", "used")
 
     def __init__(self, limit: str, used: int, allowed: int, tool: str = "", *, ordered: bool = False) -> None:
-        """Keep them as given; money in nano-dollars."""
+        """Keep the values as given; money in nano-dollars."""
         self.limit = limit
         self.ordered = ordered
         self.used = used
@@ -155,7 +155,7 @@ class SessionSubject:
 
 
 class UnnamedSubject(SessionSubject):
-    """The same of the requests of a caller for which nothing names a session."""
+    """What a model is told about the requests of a caller that name no session."""
 
     __slots__ = ()
 
@@ -170,31 +170,31 @@ class UnnamedSubject(SessionSubject):
 
 
 WITHIN: Final = SessionSubject("", 0, 0)
-"""Of a session that has not used up anything."""
+"""The subject of a session within its limits."""
 
 
 class SessionGuard:
-    """What does not depend on the request is worked out once, at the load.
+    """A policy's session limits, with everything that does not depend on the request worked out at load time.
 
     Attributes:
-        policy: its id.
-        name: of it among the policy's detectors.
-        similarity_name: the same, where a detector says what it compares.
+        policy: the policy's id.
+        name: the guard's name among the policy's detectors.
+        similarity_name: the same name, where a detector has the name of its similarity.
         mode: `enforce` or `shadow`.
         shadow: it only watches.
-        names: of sessions.
-        limits: as the ledger takes them.
-        rates: what models cost.
-        looks: into histories, for the calls that they show.
-        max_inspect_bytes: of a body that it looks into.
-        gives_notice: before some limit is reached.
-        steers: some notice puts a note into requests.
-        steer_note: the operator's words for it; the guard has its own.
-        refuses_later: what is noticed ends in refusals.
-        narrows: it may take tools out of requests.
-        needs_answers: some limit is about what came back from upstream.
-        refusal: how it refuses.
-        unnamed: the limits of requests that name no session, as the ledger takes them; None for none.
+        names: finds the names of sessions.
+        limits: the limits for the ledger.
+        rates: prices of models.
+        looks: it reads the calls in histories.
+        max_inspect_bytes: maximum length of a body that it inspects.
+        gives_notice: it acts before some limit is reached.
+        steers: a notice adds a note to requests.
+        steer_note: the operator's words for the note; the guard has its own.
+        refuses_later: notices are followed by refusals.
+        narrows: it may remove tools from requests.
+        needs_answers: a limit depends on responses of the upstream.
+        refusal: the form of refusals.
+        unnamed: the ledger's limits for requests that name no session; None for none.
     """
 
     __slots__ = (
@@ -227,7 +227,7 @@ class SessionGuard:
         "unnamed",
     )
 
-    def __init__(  # noqa: PLR0913  # what a policy says of it
+    def __init__(  # noqa: PLR0913  # a policy's settings for it
         self,
         policy: str,
         limits: SessionLimits,
@@ -250,7 +250,7 @@ class SessionGuard:
         self.names = names
         self.limits = compile_limits(limits, session)
         self.unnamed = None if unnamed is None else _compile_unnamed(unnamed, session)
-        self._fewest = min([limit for _, limit in self.limits.tools], default=0)  # calls that use up a tool
+        self._fewest = min([limit for _, limit in self.limits.tools], default=0)  # fewest calls that use up a tool
         self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions, narrows=self.limits.narrows)
         self.needs_answers = limits.needs_answers() or (unnamed is not None and unnamed.needs_answers())
         self.rates = Rates(
@@ -272,11 +272,11 @@ class SessionGuard:
 
     @property
     def lifetime_seconds(self) -> int:
-        """How long after a request something of it may still be known."""
+        """How long a request may have an effect in the store."""
         return self.limits.idle_ms // 1000
 
     def describe(self) -> str:
-        """The limits in a few words for people."""
+        """The limits in a few words, for people."""
         limits = self.limits
         shown = [(limits.steps, "steps"), (limits.tool_calls, "tool calls")]
         words = [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
@@ -289,29 +289,29 @@ class SessionGuard:
         return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
 
     def find_limits(self, session: str) -> Limits:
-        """Those of a session, or of the requests that have none."""
+        """The limits of a session, or of requests without one."""
         return self.unnamed if session == UNNAMED and self.unnamed is not None else self.limits
 
     def owns(self, key: str) -> bool:
-        """Whether a key may be that of one of its ledgers."""
+        """Whether a key may belong to one of its ledgers."""
         return key.startswith(self._key)
 
     def find_keys(self, scope: str, tenant: str, session: str) -> SessionKeys:
-        """Where a session is kept; `session` is the hash of its name, or what takes the place of that since a release."""
+        """The keys of a session's state. `session` is the hash of its name, or what replaces it since a release."""
         place = (self._key, scope, tenant, session)
         keys = _KEYS.get(place)
         if keys is None:
             ledger, shared = f"{self._key}{scope}:{session}:{tenant}", f"{self._key}{scope}:{_SHARED}:{tenant}"
-            begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # which is no session that is begun
+            begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # does not count as a session of the tenant
             keys = SessionKeys(ledger, f"{self._tenants}{begun}:{tenant}", shared, sum_up(session))
             _KEYS.put(place, keys)
         return keys
 
     def make_link(self, scope: str, tenant: str, place: ChainPlace, fresh: bytes) -> ChainLink:
-        """What the store is asked about the conversation that a request shows; `fresh` is its name if it begins there."""
+        """The store's question about the conversation in a request; `fresh` becomes its name if it begins there."""
         return self._chains.make_link(self.name, scope, tenant, "", place, b"")._replace(fresh=fresh)
 
-    def make_step(  # noqa: PLR0913  # all that a ledger is told
+    def make_step(  # noqa: PLR0913  # everything that a ledger needs
         self,
         keys: SessionKeys,
         identity: bytes,
@@ -324,18 +324,18 @@ class SessionGuard:
         unnamed: bool = False,
         earlier: int = 0,
     ) -> Step:
-        """What the store is asked about a request.
+        """The store's question about a request.
 
         Args:
-            keys: of the session.
+            keys: the session's keys.
             identity: digest of the request, 8 bytes.
-            call: name of it, 16 bytes.
-            reserve: what it will cost, in nano-dollars.
-            calls: that its history shows.
-            grants: from `sum_grants`.
-            allowed: an operator has ordered that it is let through.
-            unnamed: nothing names its session.
-            earlier: steps that its history shows, where the ledger begins with them.
+            call: name of the request, 16 bytes.
+            reserve: estimated cost, in nano-dollars.
+            calls: the calls in its history.
+            grants: the result of `sum_grants`.
+            allowed: an operator has ordered to let it through.
+            unnamed: it names no session.
+            earlier: number of steps in its history, for a ledger that begins with them.
         """
         limits = self.limits if self.unnamed is None or not unnamed else self.unnamed
         if allowed:
@@ -358,16 +358,16 @@ class SessionGuard:
         )
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
-        """What an entry of the access log has to repeat, so that it is known whose call it is about, as JSON.
+        """JSON that an access log entry has to repeat, so that the call it is about is known.
 
-        The name is that of the ledger that has counted the request; `reserve` is in nano-dollars.
+        `name` is that of the ledger that counted the request; `reserve` is in nano-dollars.
         """
         return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_model(model)},"reserve":{reserve}}}'
 
     def judge(
         self, fingerprint: str, tenant: str, standing: Standing, calls: CallHistory, grants: tuple[int, int, int]
     ) -> Outcome:
-        """What the guard makes of a request that the store has counted."""
+        """The verdict on a request that the store has counted."""
         if standing.limit:
             tool = self._find_tool_name(standing.tool, calls)
             subject = SessionSubject(LIMITS[standing.limit], standing.used, standing.allowed, tool)
@@ -381,14 +381,14 @@ class SessionGuard:
         return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
 
     def judge_unnamed(self, fingerprint: str, tenant: str, standing: Standing) -> Outcome:
-        """The same where nothing names the request's session."""
+        """The verdict on a counted request that names no session."""
         if not standing.limit:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
         subject = UnnamedSubject(LIMITS[standing.limit], standing.used, standing.allowed)
         return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
 
     def find_narrowing(self, standing: Standing, calls: CallHistory, grants: tuple[int, int, int]) -> Narrowing | None:
-        """The tools that have no budget left, of a request that is let through; None for none."""
+        """The used-up tools to remove from a request that is let through; None for none."""
         limits = self.limits
         every = limits.narrows and standing.tool_calls >= limits.tool_calls + grants[1]
         used_up = []
@@ -408,7 +408,7 @@ class SessionGuard:
     def refuse_unnarrowed(
         self, fingerprint: str, tenant: str, standing: Standing, narrowing: Narrowing, grants: tuple[int, int, int]
     ) -> Outcome:
-        """The verdict on a request that should go on without these tools, and cannot."""
+        """The verdict on a request from which these tools should be removed, but cannot be."""
         if narrowing.every:
             subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, self.limits.tool_calls + grants[1])
         else:
@@ -424,7 +424,7 @@ class SessionGuard:
         return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
 
     def find_last_tool(self, calls: CallHistory) -> str:
-        """The tool that a history shows to be called last, empty for none."""
+        """The tool that a history called last; empty for none."""
         return self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls) if calls.records else ""
 
     def _find_tool_name(self, digest: bytes, calls: CallHistory) -> str:
@@ -453,7 +453,7 @@ class SessionGuard:
 
 
 def compile_limits(limits: SessionLimits, session: Session) -> Limits:
-    """A policy's limits as the ledger takes them."""
+    """A policy's limits in the form for the ledger."""
     breaker, recent = limits.circuit_breaker, limits.loop_detection
     cost = limits.max_cost_per_session
     return Limits(
@@ -496,14 +496,14 @@ def _or_none(limit: int | None) -> int:
 
 
 def _read_price(price: Price) -> TokenPrice:
-    """As rates take it: what stands in a file is decimal, and stays what it says."""
+    """A price in the form for `Rates`. Numbers in a file are decimal, and stay exact."""
     given = (price.input, price.output, price.cache_read, price.cache_write)
     first, second, third, fourth = [None if rate is None else Decimal(str(rate)) for rate in given]
     return TokenPrice(first or Decimal(), second or Decimal(), third, fourth)
 
 
 def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:
-    """From when on, for each limit that it is about."""
+    """The count at which notice starts, for each limit."""
     cost = notice.max_cost_per_session
     starts = {
         MAX_STEPS: notice.max_steps,
@@ -514,7 +514,7 @@ def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:
 
 
 def _find_notice(notice: tuple[tuple[str, int], ...], standing: Standing) -> str:
-    """The first limit of which notice is to be given; empty for none."""
+    """The first limit that needs notice; empty for none."""
     for limit, start in notice:
         if _read_used(standing, limit) >= start:
             return limit
@@ -528,7 +528,7 @@ def _read_used(standing: Standing, limit: str) -> int:
 
 
 def _find_last_but_one(calls: CallHistory, window: int, threshold: int) -> str:
-    """The tool that one more equal call would refuse the session for; empty for none."""
+    """The tool for which one more equal call would refuse the session; empty for none."""
     records = calls.records[-RECORD * (window - 1) :]
     newest: Sequence[bytes] = [records[at : at + RECORD] for at in range(0, len(records), RECORD)]
     if not newest:

@@ -1,7 +1,6 @@
-"""Which session a request belongs to, and where the store keeps what its turns have shown.
+"""Finds the session that a request belongs to, and the keys of its turns in the store.
 
-A client chooses these names, so they only ever tell sessions of one tenant apart, and none of them is longer in a key than any
-other.
+Clients choose the names of sessions. So names only distinguish sessions of one tenant, and all have the same length in keys.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from extproc.store.rules.ring import Push
 
 _DIGEST: Final = 8
 _LONGEST_KNOWN: Final = 256
-"""Longest name of a session that is remembered, in characters; longer ones fill no memory."""
+"""Maximum length of a session's name to remember, in characters, so that long names do not fill the memory."""
 
 _MAX_MS: Final = 2**32 - 1
 
 MAX_CALLER_BYTES: Final = 16 * 2**20
-"""The store takes conversations of this many bytes that a caller begins within ten minutes, for one detector."""
+"""Bytes of conversations that the store keeps if a caller begins them within ten minutes, for one detector."""
 
 _KNOWN: Final[Memo[tuple[str, str], str]] = Memo(2_048)
 
 _VENDOR_START, _, _VENDOR_END = VENDOR_SESSION.partition(":")[2].partition("*")
 _NO_VENDORS: Final = frozenset({*SESSION_HEADERS, PARENT_SESSION})
-"""Headers of that form that have a key of their own, or name another session than the request's."""
+"""Headers of that form with keys of their own, or that name another session than the request's."""
 
 _SAME: Final = {f"{HEADER}:{PARENT_SESSION}": f"{HEADER}:x-session-id"}
-"""Default keys whose values are those of another one: an agent names by it what its parent is called by the other."""
+"""Default keys that name the same sessions: an agent sends its parent's id in the first, its parent sends it in the second."""
 
 _SESSION_PART: Final = "_session_"
-"""Of a user's id in which older clients name a session, before that."""
+"""Precedes the session's name in a user's id from older clients."""
 
 _SESSION_ID: Final = "session_id"
 _decode_named: Final = json.Decoder(defstruct("Named", [(_SESSION_ID, str, "")])).decode
@@ -56,10 +55,10 @@ _decode_object = json.Decoder(dict[str, Raw]).decode
 
 
 class SessionNames:
-    """Where a policy looks for the name of a session."""
+    """The limit keys in which a policy looks for the name of a session."""
 
     def __init__(self, limit_keys: Sequence[str], *, usual: bool = False) -> None:
-        """Compile; `usual` says that these are the default keys, of which some are read as the clients mean them."""
+        """Compile; `usual` means that these are the default keys, some of which are read as clients mean them."""
         keys = [_open_vendors(key) for key in compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])]
         self._keys = keys
         self._usual = usual
@@ -71,14 +70,14 @@ class SessionNames:
         self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
 
     def list_keys(self) -> list[Descriptor]:
-        """Where the name may stand."""
+        """The descriptors that may contain the name."""
         return self._keys
 
     def read(self, request: HttpRequest, caller: str | None = None) -> list[str]:
         """A request's value for each key, up to the first that it has; empty for the others, and for those in the body.
 
-        Of `VENDOR_SESSION` it is the name of the header that it has, and its value behind a `=`. What was found to change with
-        every request of this caller is left out of default keys; None stands for a caller who is not known yet.
+        For `VENDOR_SESSION`, the value is the header's name, a `=`, and its value. Default keys that were found to change with
+        every request of this caller are left out; None means a caller that is not known yet.
         """
         values = []
         changing = self._changing if self._usual and self._changing.finds_any and caller is not None else None
@@ -92,34 +91,34 @@ class SessionNames:
         return values
 
     def watch(self, values: Sequence[str], name: str, document: Document | None, caller: str | None) -> str:
-        """Notice a header that changes with every request of its caller; the key of one that was just found, else empty.
+        """Notice a header that changes with every request of its caller; returns the key of one just found, else empty.
 
         Args:
-            values: what `read` returned.
-            name: what `find` returned.
+            values: the result of `read`.
+            name: the result of `find`.
             document: the body.
-            caller: who sends it, None where that is not known from the head.
+            caller: the caller; None if it is not known from the head.
         """
         if caller is None or not name or not values[-1] or len(values) > self._in_head:
             return ""
         key = self._keys[len(values) - 1].key
         known = self._changing.callers.get((caller, key))
-        if known is not None and not known.row and name in known.newest:  # as of most requests
+        if known is not None and not known.row and name in known.newest:  # most requests
             return ""
         return key if self._changing.note(caller, key, name, document) else ""
 
     def find(self, values: Sequence[str], document: Document | None) -> str:
-        """The name of a request's session, 16 hex digits; empty where it has none.
+        """The name of a request's session, 16 hex digits; empty if it has none.
 
         Args:
-            values: what `read` returned.
-            document: the body, None where it cannot be read.
+            values: the result of `read`.
+            document: the body; None if it cannot be read.
         """
         if values and values[-1] and len(values) <= self._in_head:
             key, found = self._places[len(values) - 1][0], values[-1]
             return _KNOWN.get((key, found)) or hash_session(key, found)
         fields: _Fields | None = None
-        for place in range(self._in_head, len(values)):  # up to there the request has none
+        for place in range(self._in_head, len(values)):  # the request has none of the keys before these
             key, pointer = self._places[place]
             found = values[place]
             if pointer:
@@ -132,19 +131,19 @@ class SessionNames:
 
 
 class Chains:
-    """Where the store keeps a policy's conversations that are known by what they show."""
+    """The store's keys for conversations that are recognized by what requests show."""
 
     __slots__ = ("_start", "_ttl_ms")
 
     def __init__(self, policy: str, idle_seconds: int, *, namespace: str) -> None:
-        """Every key starts with the namespace; `idle_seconds` after its last request a conversation is forgotten."""
+        """Every key starts with the namespace. A conversation is forgotten `idle_seconds` after its last request."""
         self._start = f"{namespace}chain2:{policy}:"
         self._ttl_ms = min(idle_seconds * 1000, _MAX_MS)
 
-    def make_link(  # noqa: PLR0913  # all that tells conversations apart
+    def make_link(  # noqa: PLR0913  # everything that distinguishes conversations
         self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes
     ) -> ChainLink:
-        """What the store is asked about a request, for one detector; below the session's name, where it has one."""
+        """The store's question about a request, for one detector, below the session's name if it has one."""
         start, end = f"{self._start}{detector}:{scope}:{session}:", f":{tenant}"
         return ChainLink(
             f"{start}{place.node.hex()}{end}",
@@ -161,15 +160,15 @@ class Chains:
 
 
 class Rings(SessionNames):
-    """What a policy's conversations remember of their turns: by their names, and by what they show.
+    """The store's keys for turns of a policy's conversations, by name and by what requests show.
 
     Attributes:
-        idle_seconds: how long after its last request a conversation is forgotten.
-        chains: where they are by what they show.
+        idle_seconds: time after its last request at which a conversation is forgotten.
+        chains: keys for conversations that are recognized by what requests show.
     """
 
     def __init__(self, policy: str, session: Session | None, *, namespace: str) -> None:
-        """Compile; every key starts with the namespace. Without a session no conversation has a name."""
+        """Compile; every key starts with the namespace. Without a session, conversations have no names."""
         super().__init__(session.keys if session is not None else (), usual=session is not None and not session.has_own_keys)
         self._ring = f"{namespace}ring:{policy}:"
         self.idle_seconds = (session or Session()).idle_seconds
@@ -177,13 +176,13 @@ class Rings(SessionNames):
         self._idle_ms = self.idle_seconds * 1000
 
     def make_push(self, detector: str, scope: str, tenant: str, session: str, memory: Memory) -> Push:
-        """What the store is asked to keep of a request for one detector."""
+        """The entry that the store has to keep of a request, for one detector."""
         key = f"{self._ring}{detector}:{scope}:{tenant}:{session}"
         return Push(key, memory.entry, memory.identity, MAX_TURNS, self._idle_ms)
 
 
 def hash_session(key: str, value: str) -> str:
-    """What a session is called, by the limit key that names it and the value of that: 16 hex digits."""
+    """The hash of a session's name, 16 hex digits, given the limit key that names it and its value."""
     if key == VENDOR_SESSION:  # people name such a session by its header
         header, _, value = value.partition("=")
         return hash_session(f"{HEADER}:{header}", value)
@@ -201,7 +200,7 @@ def _open_vendors(key: Descriptor) -> Descriptor:
 
 
 def _read_vendor(request: HttpRequest, _: str) -> str:
-    """The first header by name that has the form of `VENDOR_SESSION`, its name and its value; empty where there is none."""
+    """The first header by name that matches `VENDOR_SESSION`, as name and value; empty if there is none."""
     for name in find_vendor_headers(request):
         value = request.read_header(name)
         if value:
@@ -210,18 +209,18 @@ def _read_vendor(request: HttpRequest, _: str) -> str:
 
 
 def find_vendor_headers(request: HttpRequest) -> list[str]:
-    """The names of a request's headers that `VENDOR_SESSION` stands for, sorted: proxies may change their order."""
+    """The names of a request's headers that match `VENDOR_SESSION`, sorted, because proxies may change their order."""
     return sorted([name for name in request.headers if name.endswith(_VENDOR_END) and is_vendor_session(name)])
 
 
 def is_vendor_session(header: str) -> bool:
-    """Whether `VENDOR_SESSION` stands for a header, by its name in lower case."""
+    """Whether a header, in lower case, matches `VENDOR_SESSION`."""
     vendor = header.removeprefix(_VENDOR_START).removesuffix(_VENDOR_END)
     return len(vendor) + len(_VENDOR_START) + len(_VENDOR_END) == len(header) and bool(vendor) and header not in _NO_VENDORS
 
 
 def _cut_session(user_id: str) -> str:
-    """The part of a user's id that names a session; all of it where no part does."""
+    """The part of a user's id that names a session; the whole id if no part does."""
     if user_id.startswith("{"):
         try:
             named = str(getattr(_decode_named(user_id), _SESSION_ID))
@@ -233,7 +232,7 @@ def _cut_session(user_id: str) -> str:
 
 
 class _Fields:
-    """The fields of a body in which a session may be named, decoded only as far as is asked."""
+    """The fields of a body that may name a session, decoded only as needed."""
 
     def __init__(self, document: Document | None) -> None:
         self._document = document
@@ -244,7 +243,7 @@ class _Fields:
         self._fields: dict[str, Raw] | None = None
 
     def find(self, pointer: Sequence[str]) -> str:
-        """The scalar that a pointer leads to, as text; empty where there is none."""
+        """The scalar at a pointer, as text; empty if there is none."""
         value = self._conversation.find_field(pointer[0]) if self._conversation is not None else None
         if value is None:
             if self._fields is None:
@@ -257,7 +256,7 @@ class _Fields:
 
 
 def _decode_fields(document: Document | None) -> dict[str, Raw]:
-    """The fields of the object that a body is, as they stand there; none where it is something else."""
+    """The raw fields of a body; empty if it is not an object."""
     if document is None:
         return {}
     try:

@@ -1,8 +1,8 @@
-"""What calls of models cost, in integers of nano-dollars (1e-9 US dollars), so that sums never drift.
+"""The cost of model calls, in integers of nano-dollars (1e-9 US dollars), so that sums never drift.
 
-A rate is found by the model's name: the policy's own first, then what the package genai-prices knows, where it is installed,
-then the policy's for unknown models. Some APIs call one model by several names, and a price for any of them is taken.
-What was found is kept by name: the package takes 100 us to look.
+A rate is found by the model's name: first the policy's own, then that of the package genai-prices, if it is installed, then the
+policy's for unknown models. Some APIs call one model by several names; a price for any of them is used. Rates are cached by
+name, because the package takes 100 us for a look-up.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from extproc.apis import list_models
 from extproc.bounded import Memo
 
 BYTES_PER_TOKEN: Final = 4
-"""An estimate, and said to be one wherever it is shown: what a request's body holds is mostly English text in JSON."""
+"""An estimate, and shown as one everywhere: most of a request's body is English text in JSON."""
 
 _NANO_PER_MILLION: Final = 1_000
-"""A dollar for a million tokens is this many nano-dollars for one."""
+"""One dollar per million tokens is this many nano-dollars per token."""
 
 _MAX_MODELS: Final = 1_000
-"""Clients choose a model's name, so what is kept by name is bounded."""
+"""The cache is bounded, because clients choose the names of models."""
 
 ANY_MODEL: Final = "*"
 
 _VAGUE: Final = 0
 _PACKAGE: Final = 1
 _POLICY: Final = 2
-"""Who tells a model's price: no source for this one alone, the package, or the policy."""
+"""Sources of a model's price: none for this model in particular, the package, or the policy."""
 
 _PROVIDERS: Final = (("", None), (".", "aws"), ("/", "openrouter"))
-"""Whose names of models the package is asked for, and what is in them: it guesses, but does not guess these two."""
+"""Providers whose names to look up in the package, and what such names contain. The package does not guess the last two."""
 
 _WELL_KNOWN: Final = "gpt-4o"
 
 
 class Usage(NamedTuple):
-    """The tokens of one call, each in one place alone, whichever way the API counts them.
+    """The tokens of one call. Each counts in one place only, however the API counts them.
 
     Attributes:
-        input: of the prompt, without those that a cache took part in.
-        output: of the answer, thoughts included.
-        cache_read: of the prompt that came from a cache.
-        cache_write: of the prompt that went into one.
+        input: tokens of the prompt that no cache was used for.
+        output: tokens of the response, including thoughts.
+        cache_read: tokens of the prompt that were read from a cache.
+        cache_write: tokens of the prompt that were written to a cache.
     """
 
     input: int
@@ -56,7 +56,7 @@ class Usage(NamedTuple):
 
 
 class TokenPrice(NamedTuple):
-    """US dollars for a million tokens of each kind; None costs what input does."""
+    """US dollars per million tokens of each kind; None means the price of `input`."""
 
     input: Decimal
     output: Decimal
@@ -65,11 +65,11 @@ class TokenPrice(NamedTuple):
 
 
 DEAREST: Final = TokenPrice(Decimal(15), Decimal(75), Decimal("1.5"), Decimal("18.75"))
-"""For a model of which nothing at all is known. Large models in wide use cost no more than that, so no name is a way around."""
+"""The price of unknown models. Large models in wide use cost no more, so an unknown name is no way around a limit."""
 
 
 class _Rate:
-    """A Price in integers: this many nano-dollars for `per` tokens, in prompts of more than `above` tokens; never changed."""
+    """A price in integers: nano-dollars for `per` tokens, in prompts of more than `above` tokens; never changed."""
 
     __slots__ = ("above", "cache_read", "cache_write", "input", "output", "per")
 
@@ -86,9 +86,9 @@ class Rates:
         """Compile them, and load the package, which takes a while.
 
         Args:
-            prices: by pattern of models' names, as fnmatch has them. The most specific pattern wins: the one with the most
-                characters that stand for themselves.
-            unknown: for models that are in none of these patterns and not in the package; None: DEAREST.
+            prices: by patterns of models' names, in the syntax of fnmatch. The most specific pattern wins: the one with the
+                most literal characters.
+            unknown: for models that match no pattern and are not in the package; None means DEAREST.
         """
         by_pattern = sorted(prices.items(), key=lambda item: _rank(item[0]), reverse=True)
         self._prices = [(pattern, (_compile(price),)) for pattern, price in by_pattern]
@@ -97,7 +97,7 @@ class Rates:
         look_up(_WELL_KNOWN)
 
     def find_cost(self, model: str, usage: Usage) -> int:
-        """What a call cost in nano-dollars, rounded half up once."""
+        """The cost of a call in nano-dollars, rounded once, half up."""
         rate = self._choose(model, usage.input + usage.cache_read + usage.cache_write)
         total = (
             usage.input * rate.input
@@ -108,17 +108,17 @@ class Rates:
         return _divide(total, rate.per)
 
     def estimate(self, model: str, input_bytes: int, output_bytes: int) -> int:
-        """The same for a call of which nothing but the sizes of its bodies is known."""
+        """The cost of a call of which only the sizes of its bodies are known."""
         prompt = estimate_tokens(input_bytes)
         rate = self._choose(model, prompt)
         return _divide(prompt * rate.input + estimate_tokens(output_bytes) * rate.output, rate.per)
 
     def choose_name(self, answered: str, asked: str) -> str:
-        """Of a model's two names the one whose price is known best: by the policy, else by the package; its own if both are."""
+        """Choose the name, in response or request, with the better source of a price; the response's if both are equal."""
         return asked if asked and self._find_teller(answered) < self._find_teller(asked) else answered or asked
 
     def _find_teller(self, model: str) -> int:
-        """Who tells its price."""
+        """The source of its price."""
         return self._look_up(model)[0]
 
     def _choose(self, model: str, prompt: int) -> _Rate:
@@ -137,7 +137,7 @@ class Rates:
         return known
 
     def _find(self, model: str) -> tuple[int, tuple[_Rate, ...]]:
-        """Who tells what holds for a model, and that: the rate for the longest prompts first; the last one is for all."""
+        """The source of a model's rates, and the rates: that for the longest prompts first; the last one is for all prompts."""
         names = list_models(model)
         for pattern, rates in self._prices:
             for name in names:
@@ -156,15 +156,15 @@ def _divide(total: int, per: int) -> int:
 
 
 def estimate_tokens(size: int) -> int:
-    """Tokens in this many bytes."""
+    """Estimate the tokens in this many bytes."""
     return size // BYTES_PER_TOKEN
 
 
 def look_up(model: str) -> list[tuple[int, TokenPrice]]:
-    """What the package genai-prices knows about a model; empty where that is nothing, or where it is not installed.
+    """A model's prices in the package genai-prices; empty if it is unknown, or the package is not installed.
 
     Returns:
-        Prices for prompts of more than this many tokens, those for the longest first. The last one is for all: it has -1.
+        prices for prompts of more than this many tokens, longest prompts first. The last one, with -1, is for all prompts.
     """
     try:
         from genai_prices import Usage as Counted  # noqa: PLC0415  # optional, and takes 0.2 s to import
@@ -181,14 +181,14 @@ def look_up(model: str) -> list[tuple[int, TokenPrice]]:
     return []
 
 
-def _list_tiers(found: Any) -> set[int]:  # noqa: ANN401  # the package's ModelPrice has its fields at run time alone
-    """From above how many tokens of a prompt on other prices hold; -1 is the first."""
+def _list_tiers(found: Any) -> set[int]:  # noqa: ANN401  # the package's ModelPrice has its fields only at run time
+    """The prompt lengths, in tokens, above which other prices apply; -1 is the first."""
     priced = (getattr(found, f"{name}_mtok") for name in TokenPrice._fields)
     return {-1, *(tier.start for price in priced for tier in getattr(price, "tiers", ()))}
 
 
 def _read_price(found: Any, above: int) -> TokenPrice:  # noqa: ANN401  # as above
-    """The package's price for prompts that are just longer than this."""
+    """The package's price for prompts just above this length."""
     return TokenPrice._make(_read_tier(getattr(found, f"{name}_mtok"), above) for name in TokenPrice._fields)
 
 
@@ -199,13 +199,13 @@ def _read_tier(price: Any, above: int) -> Any:  # noqa: ANN401  # a Decimal, or 
 
 
 def _rank(pattern: str) -> tuple[int, bool]:
-    """Orders patterns by how specific they are."""
+    """Order patterns by how specific they are."""
     fixed = sum(char not in "*?" for char in pattern)
     return fixed, fixed == len(pattern)
 
 
 def _compile(price: TokenPrice, above: int = -1) -> _Rate:
-    """A Price in integers, exactly."""
+    """A price in integers, exactly."""
     exact = [Fraction(rate) * _NANO_PER_MILLION for rate in _list_rates(price)]
     per = lcm(*(rate.denominator for rate in exact))
     return _Rate(above, [int(rate * per) for rate in exact], per)

@@ -1,4 +1,4 @@
-"""`session` and `session_limits`: which conversation a request belongs to, what one may use up, and what that costs.
+"""`session` and `session_limits`: which session a request belongs to, what a session may use, and what that costs.
 
 The names of the limits are those of in-process SDKs' session files.
 """
@@ -18,24 +18,24 @@ from extproc.request.limit_keys import BODY, HEADER, VENDOR_SESSION, SessionKey
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
 MAX_WINDOW: Final = 500
-"""Calls among which equal ones are looked for: as many as a ledger knows, see `session.MAX_RECORDS`."""
+"""Maximum number of calls to compare, as many as a ledger remembers; see `session.MAX_RECORDS`."""
 
 MAX_TOOLS: Final = 64
-"""This many tools are counted each for itself."""
+"""Maximum number of tools with counts of their own."""
 
 MAX_COST: Final = 1_000_000.0
-"""Dollars, so that nano-dollars stay exact wherever they are counted."""
+"""Dollars, so that nano-dollars stay exact in all calculations."""
 
 ANY_MODEL: Final = "*"
 
 _COUNTED = ("max_steps", "max_tool_calls", "max_cost_per_session")
-"""The limits of which some is left, so that a model can be told how much."""
+"""Limits with a rest that a model can be told."""
 
 PARENT_SESSION = "x-parent-session-id"
-"""In which an agent names the `x-session-id` of the one that started it."""
+"""Header in which an agent names the `x-session-id` of its parent."""
 
 USER_ID = f"{BODY}:/metadata/user_id"
-"""In which some clients name a session, alone or beside the user."""
+"""Field in which some clients name a session, alone or beside the user."""
 
 _LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker")
 
@@ -48,18 +48,18 @@ _GATEWAYS = (
 )
 
 SESSION_HEADERS = (
-    "x-claude-code-agent-id",  # goes first: an agent that another one starts has a history of its own
-    "thread-id",  # Codex, for the same reason before
-    "x-session-id",  # opencode, whose agents have one each
+    "x-claude-code-agent-id",  # first: an agent that another one started has a history of its own
+    "thread-id",  # Codex; early for the same reason
+    "x-session-id",  # opencode, in which each agent has its own
     "x-claude-code-session-id",
     "session-id",
     "x-session-affinity",
     *_GATEWAYS,
 )
-"""Headers by which clients and gateways name a conversation of their own accord, in the order in which they are looked for."""
+"""Headers by which clients and gateways name a conversation unasked, in the order in which they are tried."""
 
 AGENT_HEADERS: Final = ("x-claude-code-agent-id", "thread-id")
-"""Those of them that tell agents of one session apart."""
+"""The headers among these that distinguish agents of one session."""
 
 _ROOT_HEADERS = (
     "x-claude-code-session-id",
@@ -72,14 +72,14 @@ _ROOT_HEADERS = (
 )
 
 _CONVERSATIONS = [
-    f"{BODY}:/conversation",  # of the Responses API: its id, or an object that has it
+    f"{BODY}:/conversation",  # of the Responses API: its id, or an object that contains it
     f"{BODY}:/conversation/id",
     f"{BODY}:/metadata/session_id",
     USER_ID,
 ]
 
 CONVERSATION_KEYS = [*(f"{HEADER}:{name}" for name in SESSION_HEADERS), VENDOR_SESSION, *_CONVERSATIONS]
-"""What names a conversation, where a policy does not say it; what bodies say comes last."""
+"""What names a conversation by default; fields of the body come last."""
 
 BUDGET_KEYS = [
     *(f"{HEADER}:{name}" for name in _ROOT_HEADERS),
@@ -87,7 +87,7 @@ BUDGET_KEYS = [
     f"{BODY}:/prompt_cache_key",  # Codex; behind the headers, because other programs send the same one in all sessions
     *_CONVERSATIONS,
 ]
-"""The same for `session_limits`, where agents count together with the one that started them, whose session goes first."""
+"""The defaults for `session_limits`. Agents count together with their parent, so the parent's session comes first."""
 
 _NEEDS_PRICES = f'needs a price for every model: set unknown_model, or "{ANY_MODEL}" in prices'
 _OR_PACKAGE = "or install the package genai-prices: pip install '.[prices]' in a checkout"
@@ -119,7 +119,7 @@ class Session(JsonObject):
 
     @property
     def has_own_keys(self) -> bool:
-        """The policy says what names a session."""
+        """Whether the policy says what names a session."""
         return "keys" in self.model_fields_set
 
     def list_budget_keys(self) -> list[str]:
@@ -226,7 +226,7 @@ class SessionLimits(JsonObject):
     escalate: SessionEscalation = SessionEscalation()
 
     def needs_answers(self) -> bool:
-        """Some limit is about what came back from upstream: its tokens, or whether it failed."""
+        """Whether a limit depends on responses of the upstream: on their tokens, or on failures."""
         breaker = self.circuit_breaker
         return self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
 
@@ -290,7 +290,7 @@ def _knows_all_prices(limits: dict[str, Any]) -> bool:
 
 
 def _find_notice_errors(limits: dict[str, Any]) -> Iterator[tuple[Place, str]]:
-    """Notices of limits that are not there, or that come too late."""
+    """Notices of limits that are missing, or notices that come too late."""
     escalate = limits.get("escalate")
     for action in SessionEscalation.model_fields if isinstance(escalate, dict) else ():
         notice = escalate.get(action) if isinstance(escalate, dict) else None

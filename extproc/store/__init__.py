@@ -17,68 +17,68 @@ from extproc.store.rules.session import Question
 
 
 class SharedDocuments(Protocol):
-    """Documents by name, of a kind in `documents.KINDS` and about a subject, which is one of our own words.
+    """Documents by name, of a kind in `documents.KINDS`, about a subject. Subjects are Loopguard's own words.
 
-    No request waits for them. Every method raises StoreError if the store is away; the requests' part of it goes on as it was.
+    No request waits for them. Every method raises StoreError if the store is unavailable, which does not affect requests.
     """
 
-    async def put(  # noqa: PLR0913  # a document, where it stands, and until when
+    async def put(  # noqa: PLR0913  # a document and its place
         self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
     ) -> None:
-        """Keep a document for that long, in place of the one of that name; raises StoreError if there is no room for it."""
+        """Keep a document for this long, in place of one with the same name; raises StoreError if there is no room for it."""
 
     async def drop(self, kind: str, subject: str, name: str, now: int | None = None) -> bool:
-        """Take a document back; whether there was one."""
+        """Remove a document; returns whether there was one."""
 
     async def read(self, kind: str, subject: str, known: str = "", now: int | None = None) -> Documents | None:
-        """Those that have not ended, None where nothing has changed since the version that is known (empty for none)."""
+        """Read the documents that have not ended; None if nothing changed since the `known` version (empty for none)."""
 
 
 class Store(Protocol):
     """Shared state of several kinds. Each key of a call is read, judged and written in one atomic step.
 
-    Every store answers exactly as the rules in `extproc.store.rules` do: the one in this process at once, a remote one with an
+    Every store answers exactly as the rules in `extproc.store.rules` do: the memory store at once, a remote store with an
     awaitable. Keys in one call are distinct. `now`, in milliseconds, is for tests only; None uses the store's own clock.
     """
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
-        """Count every hit once, and decide whether to act on it; answers come in the order of the hits.
+        """Count every hit once, and decide whether to act on it. Answers are in the order of the hits.
 
-        Questions of sessions go in the same call: a hit is answered with a `Count`, a step or settlement with a `Standing`.
+        Questions about sessions go in the same call: a hit is answered with a `Count`, a step or settlement with a `Standing`.
 
         Raises:
-            StoreError: at once or from the awaitable; nothing else ever.
+            StoreError: at once or from the awaitable; no other error is raised.
         """
 
     def push(
         self, pushes: Sequence[Push | ChainLink], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
-        """Push every entry once; answers come in the order of the pushes.
+        """Push every entry once. Answers are in the order of the pushes.
 
-        A push is answered with the ring's entries, oldest first and the new one included, a link with a `Trail`.
+        A push is answered with the ring's entries, oldest first and including the new one, a link with a `Trail`.
 
         Raises:
-            StoreError: at once or from the awaitable; nothing else ever.
+            StoreError: at once or from the awaitable; no other error is raised.
         """
 
     @property
     def documents(self) -> SharedDocuments:
-        """What replicas and operators leave there for all of them."""
+        """Documents that replicas and operators share."""
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:
-        """Agree with the other replicas on random bytes: those that the store has, else `secret`, which it keeps.
+        """Agree with the other replicas on random bytes: those in the store, else `secret`, which it then keeps.
 
-        No request waits for that. Raises StoreError if the store is away, or has something else there.
+        No request waits for this. Raises StoreError if the store is unavailable, or has a value of another type there.
         """
 
     def health(self) -> str:
-        """`ok`, or what is wrong in a few words, for `/readyz`."""
+        """`ok`, or a short description of the trouble, for `/readyz`."""
 
     async def start(self) -> None:
-        """Connect, where there is something to connect to; failing is no error, and shows in `health`."""
+        """Connect, if there is a server. A failure is not an error; `health` reports it."""
 
     async def close(self) -> None:
-        """Let go of connections; the store is not used again."""
+        """Close connections; the store is not used again."""
 
 
 _REDIS = "extproc.store.redis:open_redis"
@@ -95,7 +95,7 @@ _SCHEMES = {
 
 
 def open_store(url: str, metrics: Metrics, settings: Settings | None = None) -> Store:
-    """The store that `url` names, with timeout and password of `settings`; raises UsageError if the URL cannot be used."""
+    """Open the store that `url` names, with timeout and password of `settings`; raises UsageError for an invalid URL."""
     scheme, separator, _ = url.partition("://")
     if scheme not in _SCHEMES or not separator:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)

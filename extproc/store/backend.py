@@ -1,7 +1,7 @@
-"""The wire to Redis or Valkey: the calls of a batch become one write to each server.
+"""Sends batches to Redis or Valkey: the calls of a batch become one write to each server.
 
-There is one command for each script, and on a cluster one for each script and hash tag, so that keys of one command are in one
-slot. If a server rejects a command without running it, it is sent again, as a whole script or to another server.
+There is one command per script and, on a cluster, per hash tag, so that the keys of a command are in one slot. If a server
+rejects a command without running it, it is sent again, as a whole script or to another server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 class _ScriptBatch:
-    """Calls of a round trip that share a script and a hash tag, and go as one command; and their positions in the batch."""
+    """Calls of a round trip that share a script and a hash tag, sent as one command, and their positions in the batch."""
 
     __slots__ = ("calls", "positions", "script", "tag", "weight")
 
@@ -35,7 +35,6 @@ class _ScriptBatch:
         self.positions: list[int] = []
 
     def add(self, call: ScriptCall, position: int) -> _ScriptBatch:
-        """Take one more."""
         self.weight += call.weight
         self.calls.append(call)
         self.positions.append(position)
@@ -51,7 +50,7 @@ class _ScriptBatch:
         return keys
 
     def list_arguments(self) -> list[int | bytes]:
-        """Arguments of all calls, or of one where they are alike, as those of hits of one policy are."""
+        """Arguments of all calls, or of one call if all are equal, as for hits of one policy."""
         first = self.calls[0].arguments
         for call in self.calls:
             if call.arguments != first:
@@ -59,7 +58,7 @@ class _ScriptBatch:
         return list(first)
 
     def split(self) -> list[_ScriptBatch]:
-        """A group for each call; one call that takes several keys goes with its first alone, without which it is nothing."""
+        """A group for each call, or one for the first key of a single call, without which its other keys are useless."""
         calls = self.calls if len(self.calls) > 1 else [call.narrow() for call in self.calls]
         return [
             _ScriptBatch(self.script, self.tag).add(call, position)
@@ -73,7 +72,7 @@ class _PendingBatch(Pending):
     Attributes:
         answers: those received so far, in the order of the calls.
         refused: commands that servers rejected without running them.
-        unanswered: servers that have not answered yet.
+        unanswered: the number of servers that have not answered yet.
     """
 
     __slots__ = ("_work", "answers", "refused", "unanswered")
@@ -92,54 +91,53 @@ class _PendingBatch(Pending):
             self._work.cancel()
 
     def fail(self, error: Exception) -> None:
-        """Fail: there will be no answer."""
         self.settle(None, error if isinstance(error, StoreError) else blame_bug(error))
 
     def follow(self, work: Coroutine[Any, Any, None]) -> None:
-        """Hand the rest over to a task, because it has to wait."""
+        """Continue in a task, because the rest has to wait."""
         self._work = asyncio.get_running_loop().create_task(self._follow(work))
 
     async def _follow(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception as error:  # noqa: BLE001  # the caller has to be told
+        except Exception as error:  # noqa: BLE001  # the caller must get an answer
             self.fail(error)
 
 
 class RedisBackend:
-    """The wire to a shard's server, for one round trip at a time; raises only StoreError."""
+    """The connection to a shard's server, for one round trip at a time; raises only StoreError."""
 
     def __init__(self, topology: ShardServers, prefix: str) -> None:
-        """Keep state on a server of `topology`; every key starts with `prefix`."""
+        """Keep state on the servers of `topology`; every key starts with `prefix`."""
         self._topology = topology
         self._prefix = prefix
 
     def call(self, calls: list[ScriptCall]) -> Pending:
-        """Make every call once; each server gets one write, at once if its connection is open.
+        """Make every call once, with one write to each server, at once if its connection is open.
 
-        A caller that cancels the pending answer also drops the connections.
+        Cancelling the pending answer also drops the connections.
         """
         batch = _PendingBatch(len(calls))
         try:
             groups = self._group(calls)
             if not self._send(batch, groups):
                 batch.follow(self._connect(batch, groups))
-        except Exception as error:  # noqa: BLE001  # as all that goes wrong later
+        except Exception as error:  # noqa: BLE001  # reported like later errors
             batch.fail(error)
         return batch
 
     async def probe(self) -> None:
-        """Count once for every hash tag of the shard: a server that answers but cannot write is not healthy.
+        """Count once for every hash tag of the shard, because a server that answers but cannot write is not healthy.
 
         This also finds out which keys the shard has.
         """
         keys = [f"probe:{number:02x}" for number in await self._topology.learn()]
         hits = [Hit(key, "sliding_ttl", 1_000, 2, 0, count_refused=True, count_to=2) for key in keys]
-        if hits:  # else its keys are elsewhere now
+        if hits:  # else its keys have moved
             await self.call([count_call(hit) for hit in hits])
 
     def drop(self) -> None:
-        """End the connections, whose pending replies can no longer be assigned. They open again when needed."""
+        """Close the connections, whose pending replies can no longer be assigned. They open again when needed."""
         self._topology.drop()
 
     def _group(self, calls: list[ScriptCall]) -> list[_ScriptBatch]:
@@ -148,7 +146,7 @@ class RedisBackend:
         group: _ScriptBatch | None = None
         for position, call in enumerate(calls):
             script, tag = call.script, self._tag(call.subject.key)
-            if group is None or group.script is not script or group.tag != tag:  # else as the one before, as nearly always
+            if group is None or group.script is not script or group.tag != tag:  # else as before, as usual
                 group = groups.get((script.sha, tag))
                 if group is None:
                     group = groups[script.sha, tag] = _ScriptBatch(script, tag)
@@ -163,14 +161,14 @@ class RedisBackend:
         return tags[find_part(key, len(tags))] if tags else ""
 
     async def _connect(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> None:
-        """Send once every connection is open; raises StoreError if one could not be opened, or did not stay open."""
+        """Send when every connection is open; raises StoreError if one cannot be opened or does not stay open."""
         for group in groups:
             await self._topology.find(group.tag)
         if not self._send(batch, groups):
             raise StoreError("a connection was lost while others were opened", kind="connection")
 
     def _send(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> bool:
-        """Ask all servers at the same time; False, with nothing sent, if a connection is not open."""
+        """Ask all servers at the same time; returns False, with nothing sent, if a connection is not open."""
         parts: dict[Link, list[_ScriptBatch]] = {}
         for group in groups:
             link = self._topology.get(group.tag)
@@ -184,7 +182,7 @@ class RedisBackend:
         return True
 
     def _take(self, batch: _PendingBatch, groups: list[_ScriptBatch], replies: Pending) -> None:
-        """Take a server's answer, or its failure."""
+        """Process a server's answer or failure."""
         if batch.done:
             return
         try:
@@ -210,7 +208,7 @@ class RedisBackend:
         batch.settle(batch.answers)
 
     async def _ask_again(self, group: _ScriptBatch, error: ErrorReply, answers: list[Any]) -> None:
-        """Ask in another way for what a server turned down without running anything; raises StoreError if there is none."""
+        """Ask again for what a server rejected without running anything; raises StoreError if there is no other way."""
         word = error.word
         if word == "NOSCRIPT":  # a new primary, or SCRIPT FLUSH
             link = await self._topology.find(group.tag)
@@ -222,11 +220,11 @@ class RedisBackend:
             link = await self._topology.at(place)
             [reply] = await link.send(self._pack(group, whole=True), 1)
             _read(group, reply, answers)
-        elif word == "ASK" and len(group.list_keys()) == 1:  # the slot is on its way to another server
+        elif word == "ASK" and len(group.list_keys()) == 1:  # the slot is moving to another server
             link = await self._topology.at(_read_address(error))
             _, reply = await link.send(_ASKING + self._pack(group, whole=True), 2)
             _read(group, reply, answers)
-        elif word in ("ASK", "TRYAGAIN") and len(group.list_keys()) > 1:  # some keys have gone, some not
+        elif word in ("ASK", "TRYAGAIN") and len(group.list_keys()) > 1:  # some keys have moved, some not
             link = await self._topology.find(group.tag)
             singles = group.split()
             replies = await link.send(b"".join([self._pack(single) for single in singles]), len(singles))
@@ -239,7 +237,7 @@ class RedisBackend:
             raise explain_refusal(error)
 
     def _pack(self, group: _ScriptBatch, *, whole: bool = False) -> bytes:
-        """The group's command, as the server reads it."""
+        """The group's command in the format of the server."""
         start = f"{self._prefix}{{{group.tag}}}:" if group.tag else self._prefix
         keys, arguments = group.list_keys(), group.list_arguments()
         return b"".join(
@@ -261,7 +259,7 @@ def _read(group: _ScriptBatch, reply: RedisReply, answers: list[Any]) -> None:
 
 
 def _read_address(error: ErrorReply) -> ServerAddress:
-    """The last word of `MOVED 1234 10.0.0.1:6379`, and of ASK."""
+    """The last word of `MOVED 1234 10.0.0.1:6379` or of an ASK reply."""
     host, _, port = str(error).rpartition(" ")[2].rpartition(":")
     if not (port.isascii() and port.isdecimal()):
         raise explain_refusal(error)
@@ -269,5 +267,5 @@ def _read_address(error: ErrorReply) -> ServerAddress:
 
 
 def find_part(key: str, tags: int) -> int:
-    """The number of a key's hash tag, by the last two digits of the key; 0 where there are no tags."""
+    """The number of a key's hash tag, from the key's last two digits; 0 without tags."""
     return int(key[-2:], 16) % tags if tags else 0

@@ -15,7 +15,7 @@ from extproc.store.link import ErrorReply, Link, RedisReply, ServerAddress, expl
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to get into a server; credentials, asked at every connect, and TLS are None for a server without them."""
+    """Access to a server: credentials, which are read at every connect, and TLS; either is None if not used."""
 
     credentials: CredentialProvider | None = None
     tls: ssl.SSLContext | None = None
@@ -23,7 +23,7 @@ class Access:
 
 
 async def connect(address: ServerAddress, access: Access) -> Link:
-    """Connect and log in, within the caller's deadline; raises StoreError if there is no server, or it refuses us."""
+    """Connect and log in, within the caller's deadline; raises StoreError if that fails."""
     link, loop = Link(address), asyncio.get_running_loop()
     try:
         if address.path:
@@ -37,18 +37,18 @@ async def connect(address: ServerAddress, access: Access) -> Link:
             raise
         refused = explain(error, address)
         if access.credentials is not None and refused.kind == "response":
-            # What the server says may quote what it was sent.
+            # The server's message may quote what it was sent.
             refused = StoreError(f"{address}: the server rejects this login, or has no such database", kind="auth")
         raise refused from None
     return link
 
 
 async def _log_in(link: Link, access: Access) -> None:
-    """Say who we are, and nothing else: an old server does not know HELLO, and a user may lack the right to CLIENT SETINFO."""
+    """Send only the login: an old server does not know HELLO, and a user may lack the right to CLIENT SETINFO."""
     credentials = await access.credentials.get_credentials_async() if access.credentials is not None else ()
     if credentials:
         reply = await link.ask(("AUTH", *credentials))
-        if isinstance(reply, ErrorReply) and "wrong number of arguments" in str(reply):  # before Redis 6 there were no users
+        if isinstance(reply, ErrorReply) and "wrong number of arguments" in str(reply):  # before Redis 6, there were no users
             reply = await link.ask(("AUTH", credentials[-1]))
         _check(reply)
     if access.database:

@@ -1,4 +1,4 @@
-"""Credentials for a server: user and password from the URL, the environment or a file, or from a provider that users write."""
+"""Credentials for a server: user and password from the URL, the environment or a file, or from a user's own provider."""
 # interpreted: waits for a network
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _FORM = "it takes MODULE:FACTORY, a function without arguments that returns a re
 
 
 class PasswordCredentials(CredentialProvider):
-    """User and password; a file is read at every connect, so that a password can be changed."""
+    """User and password. A file is read at every connect, so that the password can be changed."""
 
     def __init__(self, user: str, password: str, file: str) -> None:
-        """Any of them may be empty; raises UsageError if the file cannot be read."""
+        """Take user, password or file, any of which may be empty; raises UsageError if the file cannot be read."""
         self._user = user
         self._password = password
         self._file = file
@@ -30,7 +30,7 @@ class PasswordCredentials(CredentialProvider):
             raise UsageError(f"--store-password-file {file}: {reason}") from None
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """See redis-py; nothing where there is no password."""
+        """See redis-py; empty without a password."""
         password = self._password or (Path(self._file).read_text().strip() if self._file else "")
         if not password:
             return ()  # type: ignore[return-value]  # redis-py then does not log in
@@ -41,7 +41,7 @@ class PasswordCredentials(CredentialProvider):
         return bool(self.get_credentials())
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """See redis-py; raises StoreError if the file has gone."""
+        """See redis-py; raises StoreError if the file is missing."""
         try:
             return self.get_credentials()
         except OSError as error:
@@ -51,13 +51,13 @@ class PasswordCredentials(CredentialProvider):
 
 
 class ProvidedCredentials(CredentialProvider):
-    """Credentials of a provider that a user wrote, which may fail, block or answer nonsense.
+    """Credentials of a user's own provider, which may fail, block or return anything.
 
     Its errors may contain a secret, so only their names are repeated.
     """
 
     def __init__(self, name: str) -> None:
-        """Make the provider; raises UsageError unless `name` is the MODULE:FACTORY of one."""
+        """Make the provider; raises UsageError unless `name` is the MODULE:FACTORY of a provider."""
         self._name = name
         self._provider = _make_provider(name)
         self._asked: asyncio.Task[object] | None = None
@@ -70,11 +70,11 @@ class ProvidedCredentials(CredentialProvider):
         raise self._make_error("must return (PASSWORD,) or (USER, PASSWORD)")
 
     async def _ask(self) -> object:
-        """Ask asynchronously or, if the provider cannot, in a thread: never in two at the same time."""
+        """Ask asynchronously or, if the provider cannot, in a thread, but never in two threads at once."""
         if type(self._provider).get_credentials_async is not CredentialProvider.get_credentials_async:
             try:
                 return await self._provider.get_credentials_async()
-            except Exception as error:  # noqa: BLE001  # whatever the user's own code raises
+            except Exception as error:  # noqa: BLE001  # a user's code may raise anything
                 raise self._make_error(f"raised {type(error).__name__}") from None
         if self._asked is None or self._asked.done():
             self._asked = asyncio.get_running_loop().create_task(asyncio.to_thread(self._ask_here))
@@ -83,7 +83,7 @@ class ProvidedCredentials(CredentialProvider):
     def _ask_here(self) -> object:
         try:
             return self._provider.get_credentials()
-        except Exception as error:  # noqa: BLE001  # whatever the user's own code raises
+        except Exception as error:  # noqa: BLE001  # a user's code may raise anything
             raise self._make_error(f"raised {type(error).__name__}") from None
 
     def _make_error(self, what: str) -> StoreError:
@@ -107,17 +107,17 @@ def _find_factory(name: str) -> Callable[[], object]:
         raise _make_error(name, f"cannot import {module} ({error})") from None
     except AttributeError:
         raise _make_error(name, f"{module} has no {factory}") from None
-    except Exception as error:  # noqa: BLE001  # whatever the user's own code raises
+    except Exception as error:  # noqa: BLE001  # a user's code may raise anything
         raise _make_error(name, f"importing {module} raised {type(error).__name__}") from None
     if not callable(found):
         raise _make_error(name, f"{factory} is not a function")
-    return found  # type: ignore[no-any-return]  # called without arguments, whatever it is
+    return found  # type: ignore[no-any-return]  # the factory may return anything
 
 
 def _call_factory(name: str, factory: Callable[[], object]) -> object:
     try:
         return factory()
-    except Exception as error:  # noqa: BLE001  # whatever the user's own code raises
+    except Exception as error:  # noqa: BLE001  # a user's code may raise anything
         raise _make_error(name, f"calling it raised {type(error).__name__}") from None
 
 

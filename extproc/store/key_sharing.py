@@ -23,7 +23,7 @@ _LOOK_SECONDS: Final = 60.0
 
 
 class KeySharing:
-    """One replica's part in the key of all of them; `is_shared` says that the key is the one in the store."""
+    """One replica's part in sharing the key; `is_shared` says that its key is the one in the store."""
 
     def __init__(self, key: HashKey, store: Store) -> None:
         self._key = key
@@ -32,16 +32,16 @@ class KeySharing:
         self._trouble = ""
 
     async def run(self) -> None:
-        """Follow the shared key, until cancelled."""
+        """Keep the key in step with the store until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS if self.is_shared and not self._trouble else _RETRY_SECONDS)
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Use the key in the store, or put this process's own there if there is none."""
+        """Use the key in the store, or store this process's own if there is none."""
         try:
             secret = await self._store.share_secret(_NAME, self._key.secret)
-        except Exception as error:  # noqa: BLE001  # whatever it is, requests are none of its business
+        except Exception as error:  # noqa: BLE001  # no error may affect requests
             self._report(str(error) or type(error).__name__)
             return
         if secret != self._key.secret and (self.is_shared or self._trouble):  # else it is the start

@@ -1,14 +1,15 @@
-"""Answers loops in this process, without asking the server, while clients hammer it and the next verdict is certain.
+"""Refuses loops in this process, without asking the server, while clients repeat them quickly and the next verdict is certain.
 
-A loop that is refused stays refused until its window or cooldown ends, whatever other clients do. While this is certain, a
-hammering client costs the server almost nothing: its requests are added up and sent as one, ten times a second, so the window
-is still extended and the count still rises.
+A refused loop stays refused until its window or cooldown ends, whatever other clients do. While this is certain, such a client
+costs the server almost nothing: its requests are added up and sent together ten times a second, so the window is still extended
+and the count still rises.
 
 The verdict is certain, but the count is not, because other processes count, too. So this process answers only after ten
 refusals of a loop within a second, and only within a tenth of a second of the server's last answer. Before that, each count is
 the server's own, and rises by one from request to request, whichever process answers. After that, a count is the server's last
 one plus those answered here since. The server is told of these before it is asked again, so the counts of one process never
-decrease. Keys that an operator deletes are soon forgotten here, too. Bounded: the loop that was learned first is dropped.
+decrease. Keys that an operator deletes are soon forgotten here, too. The number of loops is bounded: the one that was learned
+first is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from extproc.store.rules.windows import Count, Hit
 
 MAX_LOOPS = 10_000
 SETTLE_MS = 100
-"""How long requests are added up, and how old the server's last answer may be."""
+"""How long requests are added up, and the maximum age of the server's last answer."""
 
 HAMMERED = 10
 """After this many refusals within `_HAMMERED_MS`, this process answers."""
@@ -33,14 +34,14 @@ class _KnownRefusal:
     """What is known about one loop; times in milliseconds of this process's clock.
 
     Attributes:
-        hit: what is counted.
+        hit: the counted hit.
         answer: the server's last answer.
-        learned: when it came.
+        learned: when that answer came.
         until: when it expires.
-        asked: number of such answers since `began`.
+        asked: number of the server's answers since `began`.
         began: start of the period in which refusals are counted.
-        owed: refusals that the server has not been told of.
-        told: refusals on their way to the server, which are not in its last answer.
+        owed: refusals that were not reported to the server yet.
+        told: refusals in a report under way to the server, which are not in its last answer.
     """
 
     __slots__ = ("answer", "asked", "began", "hit", "learned", "owed", "told", "until")
@@ -53,15 +54,15 @@ class _KnownRefusal:
 
 
 class KnownRefusals:
-    """The loops known to this process."""
+    """The refused loops known to this process."""
 
     def __init__(self, settle: Callable[[Hit, int], None]) -> None:
-        """`settle` takes a hit and how often it was answered here."""
+        """Report with `settle`, which takes a hit and the number of times it was answered here."""
         self._settle = settle
         self._known: dict[str, _KnownRefusal] = {}
 
     def __len__(self) -> int:
-        """Loops known now."""
+        """The number of known loops."""
         return len(self._known)
 
     @property
@@ -73,15 +74,15 @@ class KnownRefusals:
         """Remember the server's last answer, or forget the loop.
 
         Args:
-            hit: what was counted.
-            answer: its result.
-            stands_ms: how long a looping verdict would stand if nothing more were counted.
-            told: refusals that were answered here, and that the server was told of with this hit.
+            hit: the counted hit.
+            answer: the server's answer.
+            stands_ms: how long a looping verdict would last if nothing more were counted.
+            told: refusals answered here that this hit reported to the server.
         """
         if not (answer.looping or self._known):
             return
         known = self._known.get(hit.key)
-        lasts = min(stands_ms - SETTLE_MS, SETTLE_MS)  # leaves time to send what is owed
+        lasts = min(stands_ms - SETTLE_MS, SETTLE_MS)  # leaves time to report what is owed
         if not answer.looping or lasts <= 0:
             if known is not None:
                 del self._known[hit.key]
@@ -98,9 +99,9 @@ class KnownRefusals:
         known.asked += 1
 
     def answer(self, hit: Hit) -> Count | None:
-        """The verdict, if it is certain; the hit is then counted here, and reported to the server soon."""
+        """The verdict, if it is certain. The hit is then counted here, and reported to the server soon."""
         known = self._known.get(hit.key)
-        if known is None or known.asked < HAMMERED or known.hit != hit:  # or the policy has changed
+        if known is None or known.asked < HAMMERED or known.hit != hit:  # a different hit: the policy has changed
             return None
         now = _read_clock()
         if now >= known.until:
@@ -117,20 +118,20 @@ class KnownRefusals:
         return Count(count, True, cooldown, span)
 
     def take_owed(self, hit: Hit) -> int:
-        """The number of refusals that the server has not been told of; the next question must include it."""
+        """The number of refusals not reported yet; the next question to the server must include it."""
         known = self._known.get(hit.key) if self._known else None
         if known is None or known.hit != hit:
             return 0
         return _take_owed(known)
 
     def forget_told(self, lost: Callable[[str], bool]) -> None:
-        """Forget what was on its way to a server that failed; `lost` says for which keys."""
+        """Forget reports under way to a server that failed; `lost` returns whether a key is on that server."""
         for key, known in self._known.items():
             if lost(key):
                 known.told = 0
 
     def close(self) -> None:
-        """Settle everything now."""
+        """Report everything now."""
         for known in self._known.values():
             self._pay(known)
         self._known.clear()

@@ -1,7 +1,7 @@
-"""An open connection to a server: commands out, replies back, and what its errors mean.
+"""An open connection to a server: sends commands, receives replies, explains errors.
 
 The peer may be anything: a server of another protocol, or a broken one. Its replies are checked, and the memory that they can
-make us allocate is bounded. Nothing is ever sent twice, because a command that was sent may have counted.
+make this process allocate is bounded. Nothing is ever sent twice, because a command that was sent may have counted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from extproc.store.pending import Pending
 Command: TypeAlias = tuple[str | int | bytes, ...]
 RedisReply: TypeAlias = "int | bytes | list[Any] | ErrorReply | None"
 
-_pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]  # its stub takes one-tuples alone
+_pack: Callable[[Command], bytes] = hiredis.pack_command  # type: ignore[assignment]  # its stub takes only one-tuples
 _NOT_ENOUGH_DATA: Final = object()
 
 _MAX_BYTES = 8 * 1024 * 1024
 _MAX_ELEMENTS = 500_000
-"""Longest reply. A cluster whose every slot is a range of its own comes near; 256 answers of scripts are far below."""
+"""Longest reply. A cluster in which every slot is a separate range comes near; 256 script answers are far below."""
 
 _LIST = re.compile(rb"\n[*%~>|]([0-9]{1,20})\r(?=\n)")
-"""Where a reply announces elements, in any version of the protocol."""
+"""A place where a reply announces elements, in any version of the protocol."""
 
 _LONGEST_TEXT = 200
 _KINDS = {
@@ -47,31 +47,31 @@ _KINDS = {
     "MOVED": "cluster",
     "ASK": "cluster",
 }
-"""The first word of an error reply, and its kind for metrics."""
+"""Kinds of error replies for metrics, by their first word."""
 
 _PROBE_SECONDS: Final = 5
-"""A server that is gone is noticed while nothing is asked."""
+"""Seconds between probes of an idle connection, so that a lost server is noticed although nothing is asked."""
 
 
 class ErrorReply(Exception):  # a reply like others; never raised
-    """What a server answers in place of a reply."""
+    """An error in place of a reply."""
 
     @property
     def word(self) -> str:
-        """The first one, which says what kind of error it is."""
+        """The first word, which says what kind of error it is."""
         return str(self).partition(" ")[0]
 
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server listens: host and port, or the path of a Unix socket."""
+    """The address of a server: host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
     path: str = ""
 
     def __str__(self) -> str:
-        """As a person would write it."""
+        """The address as people write it."""
         return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
 
 
@@ -79,7 +79,7 @@ class ReplyBounds:
     """Bounds of one reply: hiredis allocates memory for all elements that a list announces, and buffers texts of any length."""
 
     def __init__(self) -> None:
-        self._line = b"\n"  # the one that has begun, as far as it could announce a list
+        self._line = b"\n"  # the current line, as far as it could announce a list
         self._bytes = 0
         self._elements = 0
 
@@ -88,7 +88,7 @@ class ReplyBounds:
         self._bytes = self._elements = 0
 
     def check(self, data: bytes) -> None:
-        """Look at what has arrived; raises ValueError if it is too much."""
+        """Check data that has arrived; raises ValueError if it is too much."""
         text = self._line + data
         self._line = text[text.rfind(b"\n") :][:_LONGEST_TEXT]
         self._bytes += len(data)
@@ -99,10 +99,10 @@ class ReplyBounds:
 
 
 class Link(asyncio.Protocol):
-    """A connection: commands go out in one write, replies come back in their order."""
+    """A connection: commands are sent in one write, and replies come back in their order."""
 
     def __init__(self, address: ServerAddress) -> None:
-        """Nothing is connected yet; the address is for error messages."""
+        """Start without a connection; the address is for error messages."""
         self._address = address
         self._reader = hiredis.Reader(replyError=ErrorReply, notEnoughData=_NOT_ENOUGH_DATA)
         self._bounds = ReplyBounds()
@@ -113,21 +113,24 @@ class Link(asyncio.Protocol):
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is open."""
+        """The connection is open."""
         self._transport = transport
         keep_alive(transport.get_extra_info("socket"), _PROBE_SECONDS)
 
     def is_usable(self) -> bool:
-        """Whether it is open, with no reply still to come."""
+        """Whether the connection is open and no reply is pending."""
         return self._lost is None and self._answer is None
 
     def send(self, packed: bytes, commands: int) -> Pending:
-        """Send a number of packed commands in one write; returns a list of their replies, including error replies.
+        """Send packed commands in one write.
 
         The link is unusable after a cancelled wait.
 
+        Returns:
+            a list of their replies, including error replies.
+
         Raises:
-            StoreError: the connection has ended, at once or from what is pending.
+            StoreError: the connection has ended, at once or from the pending reply.
         """
         if self._lost is not None:
             raise self._lost
@@ -138,7 +141,7 @@ class Link(asyncio.Protocol):
         return self._answer
 
     def exchange(self, commands: Sequence[Command]) -> Pending:
-        """The same for commands that are not packed yet."""
+        """Send commands that are not packed yet; see `send`."""
         return self.send(b"".join(map(_pack, commands)), len(commands))
 
     async def ask(self, command: Command) -> RedisReply:
@@ -151,12 +154,12 @@ class Link(asyncio.Protocol):
         self._lose(StoreError(f"{self._address}: the connection was dropped", kind="connection"))
 
     def data_received(self, data: bytes) -> None:
-        """The server said something."""
+        """Data has arrived."""
         try:
             self._bounds.check(data)
             self._reader.feed(data)
             self._take_replies()
-        except Exception as error:  # noqa: BLE001  # see explain
+        except Exception as error:  # noqa: BLE001  # see `explain`
             self._lose(explain(error, self._address))
             return
         if len(self._replies) < self._asked:
@@ -169,7 +172,7 @@ class Link(asyncio.Protocol):
             answer.settle(replies)  # last, because the caller may ask again at once
 
     def _take_replies(self) -> None:
-        """Take complete replies, and no more than were asked for."""
+        """Read complete replies, and no more than the number of commands."""
         while len(self._replies) < self._asked:
             reply = self._reader.gets()
             if reply is _NOT_ENOUGH_DATA:
@@ -177,7 +180,7 @@ class Link(asyncio.Protocol):
             self._replies.append(reply)
 
     def eof_received(self) -> None:
-        """The server has closed the connection; asyncio reports this again, but later."""
+        """The server closed the connection; asyncio would report this later."""
         self.connection_lost(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -196,7 +199,7 @@ class Link(asyncio.Protocol):
 
 
 def explain(error: Exception, address: ServerAddress) -> StoreError:
-    """Describe an error of a connection, of any type, because a server can answer anything."""
+    """Describe a connection's error, which may be of any type, because a server can answer anything."""
     if isinstance(error, StoreError):
         return error
     if isinstance(error, OSError):
@@ -206,11 +209,11 @@ def explain(error: Exception, address: ServerAddress) -> StoreError:
 
 
 def explain_refusal(reply: ErrorReply) -> StoreError:
-    """What an error reply means."""
+    """Describe an error reply."""
     text = str(reply)[:_LONGEST_TEXT]
-    if "unauthenticated" in text:  # a script is longer than what strangers may say, and that is heard first
+    if "unauthenticated" in text:  # a script exceeds the length that a server accepts before login, which it reports first
         text = "NOAUTH Authentication required."
-    words = [text.partition(" ")[0], *(word for word in _KINDS if f"-{word} " in text)]  # Redis 6 quotes it behind its own
+    words = [text.partition(" ")[0], *(word for word in _KINDS if f"-{word} " in text)]  # Redis 6 quotes it behind its own word
     return StoreError(text, kind=next((_KINDS[word] for word in words if word in _KINDS), "response"))
 
 

@@ -1,7 +1,7 @@
-"""State in this process: for one replica, and as the oracle that every other store is tested against.
+"""State in this process: for one replica, and as the reference against which every other store is tested.
 
 Bounded: beyond `max_entries`, or if entries are longer than `_MEAN_BYTES` on average, expired entries are dropped first, then
-the least recently used. Everything is O(1) amortised, and no operation stalls the event loop: entries are spread over many
+the least recently used. Everything is O(1) amortised, and no operation stalls the event loop. Entries are spread over many
 small dicts ("shards"), because growing one dict of a million entries takes 30 ms, and because finding the oldest entry of a
 large dict means stepping over the gaps that older ones left.
 
@@ -36,13 +36,13 @@ _SWEEP_EVERY: Final = 16
 """Number of insertions between two searches for expired entries, most of which find none."""
 
 _SWEEP: Final = 2 * _SWEEP_EVERY
-"""Most expired entries to remove from a dict at once: more than were inserted, so that sweeping overtakes inserting."""
+"""Maximum number of expired entries to remove from a dict at once: more than were inserted, so sweeping overtakes inserting."""
 
 _MEAN_BYTES: Final = 256
 """Average bytes of state in an entry: a count takes 28, a log or a ring can take thousands."""
 
 _CHAINS_SHARE: Final = 4
-"""Chains may take this fraction of that memory in addition."""
+"""Chains may use this fraction of that memory in addition."""
 
 _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
@@ -51,13 +51,14 @@ _AT_HAND_SHARE: Final = 32
 _LATELY_MS: Final = 60_000
 """A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
 
-# A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never looks at it. Every entry but a log
-# begins with when it was last used, and until when it lasts whatever its lifetime says: where it began, for one of a session.
+# A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits it. Every entry but a log
+# begins with the time of its last use, and the time until which it is kept regardless of its lifetime. For a session, the
+# latter is the time at which it began.
 _TIMES: Final = struct.Struct("<qq")
 _TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
 
-_monotonic_ns: Final = monotonic_ns  # a constant of the module, compiled, is had at once
+_monotonic_ns: Final = monotonic_ns  # compiled code reads a module's constant fastest
 
 _Entry: TypeAlias = bytes | bytearray
 _Shard: TypeAlias = dict[int, dict[str, _Entry]]  # lifetime in ms -> key -> entry
@@ -73,14 +74,14 @@ class MemoryStore:
     def __init__(
         self, metrics: Metrics, max_entries: int = DEFAULT_MAX_ENTRIES, clock: Callable[[], int] = _read_clock
     ) -> None:
-        """Start empty; the clock tells the time in milliseconds."""
+        """Start empty; `clock` returns the time in milliseconds."""
         self._clock = clock
         self._max_entries = max_entries
         self._max_bytes = max_entries * _MEAN_BYTES
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
         self._most_at_hand = min(_AT_HAND, max_entries // _AT_HAND_SHARE)
-        self._at_hand: LRU[str, Ledger] = LRU(self._most_at_hand)  # unpacked
-        self._entries = 0  # ledgers at hand among them
+        self._at_hand: LRU[str, Ledger] = LRU(self._most_at_hand)  # ledgers kept unpacked
+        self._entries = 0  # including unpacked ledgers
         self._bytes = 0
         self._puts = 0
         self._hand = 0
@@ -90,16 +91,16 @@ class MemoryStore:
         metrics.store_entries.set_function(self.__len__)
 
     def __len__(self) -> int:
-        """Entries kept now, some of which may have expired."""
+        """The number of entries, some of which may have expired."""
         return self._entries + len(self._chains)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
-        """Count every hit once; answers at once and never raises a StoreError."""
+        """Count every hit once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now
         return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
 
     def push(self, pushes: Sequence[Push | ChainLink], now: int | None = None) -> list[list[bytes] | Trail]:
-        """Push every entry once; answers at once and never raises a StoreError."""
+        """Push every entry once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now
         return [self._push(pushed, moment) if isinstance(pushed, Push) else self._follow(pushed, moment) for pushed in pushes]
 
@@ -108,14 +109,14 @@ class MemoryStore:
         return secret
 
     def health(self) -> str:
-        """Memory is always well."""
+        """Always `ok`."""
         return "ok"
 
     async def start(self) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no server."""
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no connection."""
 
     def _answer(self, asked: Step | Settlement | TakeBack, now: int) -> Standing | Count:
         if isinstance(asked, TakeBack):
@@ -153,7 +154,7 @@ class MemoryStore:
     def _step(self, asked: Step, now: int) -> Standing:
         limits, key = asked.limits, asked.key
         ledger = self._at_hand.use(key)
-        if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():  # as most are: it stays there
+        if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():  # usually; it stays unpacked
             return ledger.take_step(asked, now)
         ledger = self._take_ledger(key, limits, now)
         shared = ledger is None and not self._enter(asked, now)
@@ -175,7 +176,7 @@ class MemoryStore:
         return standing
 
     def _enter(self, asked: Step, now: int) -> bool:
-        """Whether the tenant may begin one more session."""
+        """Whether the tenant may begin another session."""
         lifetime = asked.limits.idle_ms
         entry = self._take(asked.tenant, lifetime)
         begun, room = enter(entry if isinstance(entry, bytes) else None, asked.limits, now)
@@ -183,7 +184,7 @@ class MemoryStore:
         return room
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
-        """Take out a session's ledger, to be changed and put back; None if there is none, or it has expired."""
+        """Take out a session's ledger, to be changed and put back; None if there is none or it has expired."""
         ledger = self._at_hand.use(key)
         if ledger is None:
             entry = self._take(key, limits.idle_ms)
@@ -249,7 +250,7 @@ class MemoryStore:
         return entry
 
     def _put(self, key: str, lifetime: int, entry: _Entry, now: int) -> None:
-        """Keep an entry as the one used last, and make room for it."""
+        """Keep an entry as the most recently used, and make room for it."""
         shard = self._shards[hash(key) % len(self._shards)]
         entries = shard.get(lifetime)
         if entries is None:
@@ -281,14 +282,14 @@ class MemoryStore:
                 self._take(key, lifetime)
 
     def _shrink(self, shard: _Shard, newest: str) -> None:
-        """Drop entries until the bounds are met, or only the newest, in this shard, and unpacked ledgers are left."""
+        """Drop entries until the bounds are met, or only unpacked ledgers and this shard's newest entry are left."""
         while self._entries > self._max_entries or self._bytes > self._max_bytes:
             if self._entries - len(self._at_hand) <= 1:
                 return
             self._evict(shard, newest)
 
     def _evict(self, shard: _Shard, newest: str) -> None:
-        """Drop the shard's least recently used entry other than the newest; if there is none, that of the next shard."""
+        """Drop the shard's least recently used entry other than the newest, or that of the next shard that has one."""
         position = self._hand
         while True:
             fronts = [
@@ -312,12 +313,12 @@ def _read_tally(entry: bytes) -> Tally:
 
 
 def _read_times(entry: _Entry) -> tuple[int, int]:
-    """When the entry was last used, and until when it lasts regardless of its lifetime."""
+    """When the entry was last used, and until when it is kept regardless of its lifetime."""
     return read_log_times(entry) if isinstance(entry, bytearray) else _TIMES.unpack_from(entry)
 
 
 def open_memory(url: str, metrics: Metrics, _: Settings) -> MemoryStore:
-    """`memory://` with `?max_entries=N`; raises UsageError if anything else stands in the URL."""
+    """Open `memory://` with `?max_entries=N`; raises UsageError for any other URL."""
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     limit = options.pop("max_entries", str(DEFAULT_MAX_ENTRIES))

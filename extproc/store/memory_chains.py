@@ -1,7 +1,7 @@
 """Chains in this process: the state of `rules/chain.py`, bounded in bytes.
 
 The least useful values are dropped first: nodes that all of their conversations have left, then conversations of one node, then
-others; within each kind, the one that was written longest ago.
+others. Within each kind, the value that was written longest ago is dropped first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from extproc.store.rules.chain import CUT_MS, FIRST_MS, OVERHEAD, ends_at
 
 _SWEEP: Final = 4
-"""Most expired values of each kind to remove at once: as many as one turn writes."""
+"""Maximum number of expired values of each kind to remove at once: as many as one turn writes."""
 
 
 class MemoryChains:
@@ -27,11 +27,11 @@ class MemoryChains:
         self._kinds: list[OrderedDict[str, bytes]] = [OrderedDict(), OrderedDict(), OrderedDict()]
 
     def __len__(self) -> int:
-        """Values kept now, some of which may have expired."""
+        """The number of values, some of which may have expired."""
         return sum([len(kind) for kind in self._kinds])
 
     def get(self, key: str) -> bytes | None:
-        """The value of a key, None where there is none."""
+        """The value of a key; None if there is none."""
         for kind in self._kinds:
             value = kind.get(key)
             if value is not None:
@@ -39,13 +39,13 @@ class MemoryChains:
         return None
 
     def change(self, key: str, change: Callable[[bytes], bytes]) -> None:
-        """Have another value of the same length under a key, if there is one, which otherwise stays as it is."""
+        """Replace a key's value, if there is one, by a value of the same length; its place and expiry do not change."""
         for kind in self._kinds:
             if key in kind:
                 kind[key] = change(kind[key])
 
     def put(self, key: str, value: bytes, life: int) -> None:
-        """Keep a value for a number of milliseconds, as the one of its kind that was written last."""
+        """Keep a value for this many milliseconds, as the most recently written of its kind."""
         for kind in self._kinds:
             old = kind.pop(key, None)
             if old is not None:

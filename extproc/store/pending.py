@@ -1,4 +1,4 @@
-"""An answer that is on its way from a server."""
+"""An answer that a server has not sent yet."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from extproc.errors import StoreError
 
 
 class Listener:
-    """Is called with an answer; calling such an object is cheaper than calling a closure."""
+    """An object that is called with an answer; calling it is cheaper than calling a closure."""
 
     __slots__ = ()
 
     def hear(self) -> None:
-        """Take the answer, which has arrived."""
+        """Process the answer, which has arrived."""
 
 
 class _Function(Listener):
@@ -52,21 +52,21 @@ class Pending:
         self._listener: Listener | None = None
 
     def notify(self, listener: Listener) -> None:
-        """Call this listener when the answer arrives, unless it is cancelled; it must not have arrived yet."""
+        """Call this listener when the answer arrives, unless it is cancelled. The answer must not have arrived yet."""
         self._listener = listener
 
     def then(self, function: Callable[[], object]) -> None:
-        """The same for a function."""
+        """Call this function when the answer arrives; see `notify`."""
         self._listener = _Function(function)
 
     def cancel(self) -> None:
-        """Call no listener any more."""
+        """Stop waiting; no listener is called any more."""
         if not self.done:
             self.done = self.cancelled = True
             self._listener = None
 
     def settle(self, answer: Any, error: StoreError | None = None) -> None:  # noqa: ANN401  # the caller knows its type
-        """Set the answer or the error, unless it is done."""
+        """Set the answer or the error, unless one is set or the wait was cancelled."""
         if self.done:
             return
         self.done, self._answer, self.error = True, answer, error
@@ -75,12 +75,12 @@ class Pending:
             return
         try:
             listener.hear()
-        except Exception as bug:  # noqa: BLE001  # the callers that are told next must not pay for it
+        except Exception as bug:  # noqa: BLE001  # a listener's bug must not affect others
             told = {"message": "an answer of the store's was not taken", "exception": bug}
             asyncio.get_running_loop().call_exception_handler(told)
 
     def result(self) -> Any:  # noqa: ANN401  # as above
-        """The answer, once it is done; raises StoreError if there is none."""
+        """The answer, after it has arrived; raises StoreError if there is none."""
         if self.error is not None:
             raise self.error
         return self._answer

@@ -1,5 +1,5 @@
 """Opens a store in Redis or Valkey by its URL: one server, Sentinel or Cluster; TLS, ACL users, Unix sockets."""
-# interpreted: read once, at the start
+# interpreted: used only at the start
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ TAGS = 16
 """Number of hash tags over which a cluster's keys are spread: a batch needs few commands, and still reaches every primary."""
 
 MAX_TAGS = 256
-"""Number of values of the two hex digits in which every key ends."""
+"""Number of values of the two hex digits at the end of every key."""
 
 DEFAULT_PREFIX = "loopguard:"
 
 
 class _StoreUrl:
-    """A store URL taken apart."""
+    """The parts of a store URL."""
 
     def __init__(self, url: str) -> None:
-        """Take it apart; raises UsageError if something in it cannot be used."""
+        """Take the URL apart; raises UsageError if part of it is invalid."""
         self._url = url
         try:
             parts = urlsplit(url)
@@ -74,12 +74,12 @@ class _StoreUrl:
         return int(text)
 
     def explain(self, message: str) -> UsageError:
-        """An error about this URL that does not show its password."""
+        """An error about this URL, without its password."""
         return UsageError(f"cannot use store {redact_url(self._url)}: {message}")
 
 
 def _choose_credentials(url: _StoreUrl, settings: Settings) -> CredentialProvider | None:
-    """What the URL names, or the password that stands there or in the settings; None where there is neither."""
+    """The URL's credentials, or the password in the URL or the settings; None if there is none."""
     name, file = url.options.get("credential_provider"), settings.store_password_file
     password = url.password or ("" if file else settings.store_password)
     if name is not None:
@@ -113,7 +113,11 @@ def _make_tls(url: _StoreUrl) -> ssl.SSLContext | None:
 
 
 def open_redis(url: str, metrics: Metrics, settings: Settings) -> RemoteStore:
-    """`redis://`, `rediss://`, `unix://`, with `+sentinel` or `+cluster`, as in docs/operations.md; else raises UsageError."""
+    """Open `redis://`, `rediss://` or `unix://`, with `+sentinel` or `+cluster`, as docs/operations.md says.
+
+    Raises:
+        UsageError: the URL is invalid.
+    """
     parts = _StoreUrl(url)
     prefix = parts.options.get("prefix", DEFAULT_PREFIX)
     access = Access(_choose_credentials(parts, settings), _make_tls(parts))

@@ -50,7 +50,7 @@ class _JoinedAnswers(Pending):
         part.then(partial(self._take, positions, part))
 
     def miss(self, error: StoreError) -> None:
-        """Some answers will not come."""
+        """Note that some answers will not come."""
         self._lost = self._lost or error
 
     def cancel(self) -> None:
@@ -80,10 +80,10 @@ class RemoteStore:
     """A store on servers that share the keys; see `Store`."""
 
     def __init__(self, layout: Layout, prefix: str, metrics: Metrics, timeout: float, *, whole: bool = False) -> None:
-        """Nothing is connected yet.
+        """Start without connections.
 
         Every key begins with `prefix`, and a request waits at most `timeout` seconds. With `whole`, nothing of a request is
-        counted while one of its shards is known to be away, because it will be refused.
+        counted while one of its shards is known to be unavailable, because the request will be refused.
         """
         self._layout = layout
         self._prefix = prefix
@@ -96,7 +96,7 @@ class RemoteStore:
         self._by_part: list[Shard] = []
         self._retiring: set[asyncio.Task[None]] = set()
         self._known_refusals = KnownRefusals(self._settle)
-        self._finish: Finish = self._learn  # a method that is looked up for each hit is made for each hit
+        self._finish: Finish = self._learn  # looking up a method makes a new object each time
         self._seen = -1
         self._assign()
         self._only = self._by_part[0] if len(self._by_part) == 1 else None
@@ -113,7 +113,7 @@ class RemoteStore:
         """Count every hit once; answers at once if the verdict is certain.
 
         Raises:
-            StoreError: no server counts any of them; if some do, the awaitable raises PartlyAwayError.
+            StoreError: no server counts any of them. If only some do, the awaitable raises PartlyAwayError.
         """
         if self._whole and self._only is None:
             self._check_whole(hits)
@@ -144,7 +144,7 @@ class RemoteStore:
         return found
 
     def health(self) -> str:
-        """`ok`, or what is wrong."""
+        """`ok`, or a description of the trouble."""
         owners = dict.fromkeys(self._layout.owners)
         away = [shard for name, shard in self._shards.copy().items() if name in owners and shard.trouble is not None]
         if not away:
@@ -155,7 +155,7 @@ class RemoteStore:
         return f"{len(away)} of {len(owners)} shards unavailable: {shown}"
 
     async def close(self) -> None:
-        """Send refusals that were counted here, then drop the connections."""
+        """Report refusals that were counted here, then drop the connections."""
         self._known_refusals.close()
         await asyncio.gather(*[shard.close() for shard in self._shards.values()], *self._retiring)
         self._side_connections.drop()
@@ -187,7 +187,7 @@ class RemoteStore:
         return self._list_shards()[find_part(key, len(self._layout.tags))]
 
     def _check_side(self, subject: str) -> None:
-        """Raise StoreError if the shard is away that has what is asked on the side about a subject."""
+        """Raise StoreError if the shard with an operator's subject is unavailable."""
         self._list_shards()[self._side_connections.find_part(subject)].check_open()
 
     def _list_shards(self) -> list[Shard]:
@@ -196,11 +196,11 @@ class RemoteStore:
         return self._by_part
 
     def _forget_told(self, lost: Shard) -> None:
-        """Forget refusals that were on their way to a shard that failed."""
+        """Forget reports of refusals under way to a shard that failed."""
         self._known_refusals.forget_told(lambda key: self._find(key) is lost)
 
     def _ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
-        """Have calls made with the next round trip of each shard that has their keys; raises StoreError if all are away."""
+        """Add calls to the next round trip of each shard that has their keys; raises StoreError if all are unavailable."""
         if self._only is not None:
             return self._only.ask(calls, finish)
         shares: dict[Shard, list[int]] = {}
@@ -220,10 +220,10 @@ class RemoteStore:
         return joined
 
     def _check_whole(self, asked: Sequence[Question]) -> None:
-        """Count all of a request or nothing, as far as is known beforehand; what settles or takes back is no request.
+        """Count all of a request or nothing, as far as is known beforehand. Settlements and take-backs are always sent.
 
         Raises:
-            StoreError: some shard is away.
+            StoreError: a shard is unavailable.
         """
         for question in asked:
             if isinstance(question, Hit | Step):
@@ -231,7 +231,7 @@ class RemoteStore:
 
     def _settle(self, hit: Hit, times: int) -> None:
         """Report refusals that were answered from memory."""
-        with suppress(StoreError):  # whose keys cannot be counted, of them nothing is owed
+        with suppress(StoreError):  # keys that cannot be counted owe nothing
             self._ask([count_call(hit, 0, None, times)], self._finish)
 
     def _make_call(self, asked: Question, now: int | None) -> ScriptCall:

@@ -15,14 +15,14 @@ _SCRIPT = read_script("documents")
 
 
 class RemoteDocuments:
-    """Documents on a server that is asked beside the requests; see `SharedDocuments`."""
+    """Documents on a server, over connections separate from those of requests; see `SharedDocuments`."""
 
     def __init__(self, connections: SideConnections, check: Callable[[str], None]) -> None:
-        """`check` raises StoreError if the server that has a subject is known to be away."""
+        """Use these connections; `check` raises StoreError if the server with a subject is known to be unavailable."""
         self._connections = connections
         self._check = check
 
-    async def put(  # noqa: PLR0913  # a document, where it stands, and until when
+    async def put(  # noqa: PLR0913  # a document and its place
         self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
     ) -> None:
         """See `SharedDocuments`."""
@@ -62,7 +62,7 @@ class RemoteDocuments:
         }
 
     async def _run(self, kind: str, subject: str, what: str, *arguments: str | bytes | int, now: int | None) -> RedisReply:
-        """The reply of the script, whose last argument is the time in milliseconds, -1 for the server's own clock."""
+        """Run the script, whose last argument is the time in milliseconds, -1 for the server's own clock."""
         self._check(subject)
         keys = [self._name_key(kind, subject, part) for part in ("ends", "documents", "version")]
         moment = -1 if now is None else now

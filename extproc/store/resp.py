@@ -1,4 +1,4 @@
-"""Commands as the server reads them: arrays of bulk strings (RESP, redis.io/docs/latest/develop/reference/protocol-spec).
+"""Commands in the server's format: arrays of bulk strings (RESP, redis.io/docs/latest/develop/reference/protocol-spec).
 
 hiredis can pack them, too, but word by word. Most words of a batch are keys, which can all be written as one text.
 """
@@ -19,10 +19,10 @@ def write_keys(start: str, keys: Sequence[str]) -> bytes:
     width = len(start)
     size, head, words = -1, "", []
     for key in keys:
-        if len(key) != size:  # most are as long as the one before
+        if len(key) != size:  # most are as long as the previous one
             size = len(key)
             head = f"${width + size}\r\n{start}"
         words.append(f"{head}{key}\r\n")
     text = "".join(words)
-    # A length is one of bytes, and only ASCII has as many of them as letters.
+    # Lengths are in bytes; only for ASCII are these as many as the characters.
     return text.encode() if text.isascii() else b"".join([write_word(start + key) for key in keys])

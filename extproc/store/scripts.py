@@ -1,7 +1,7 @@
-"""The kinds of state that a Redis store keeps: for each a Lua file, the question for one key, and how its answer is read.
+"""The kinds of state in a Redis store: for each a Lua file, the question for one key, and how its answer is read.
 
-A script takes any number of keys, and reads and writes all of them in one atomic step; its contract is on top of its file. So a
-batch of any size needs few commands.
+A script takes any number of keys, and reads and writes all of them in one atomic step. Its contract is at the top of its file.
+So a batch of any size needs few commands.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 MAX_WEIGHT: Final = 16
-"""Largest total weight of calls in one script, which blocks the server for all other clients: 1 ms at worst."""
+"""Maximum total weight of calls in one script, which blocks the server for all other clients: 1 ms at worst."""
 
 
 class Script:
     """One Lua file.
 
     Attributes:
-        sha: the server's name for it.
-        by_name: the start of a command that runs it, for a server that knows it.
-        whole: the same for any server, which knows it from then on.
+        sha: the server's name for the script.
+        by_name: the start of a command that runs it on a server that knows it.
+        whole: the start of a command that runs it on any server, which knows it from then on.
         read: splits the server's answer by calls, given their number; raises StoreError if it cannot be this script's answer.
     """
 
@@ -51,10 +51,10 @@ class ScriptCall:
     """One question in a round trip.
 
     Attributes:
-        script: what to run.
+        script: the script to run.
         subject: the hit, step, push or link; has the key, without the store's prefix.
-        arguments: of the script, for this key.
-        owed: how many of the counted hits this process has answered already.
+        arguments: arguments of the script for this key.
+        owed: number of the counted hits that this process has already answered.
         others: further keys of the question, in the same hash slot; usually none.
         weight: share of `MAX_WEIGHT`.
     """
@@ -78,12 +78,12 @@ class ScriptCall:
         self.arguments = arguments
 
     def narrow(self) -> ScriptCall:
-        """The same with the subject's key alone."""
+        """The same call with only the subject's key."""
         return ScriptCall(self.script, self.subject, self.arguments, self.owed, (), self.weight)
 
 
 class CountAnswer:
-    """What a script answers for a counter, and how long a looping verdict would stand if nothing more were counted."""
+    """A script's answer for a counter, and how long a looping verdict would last if nothing more were counted."""
 
     __slots__ = ("answer", "stands_ms")
 
@@ -109,7 +109,7 @@ _LOG = Script("sliding_log", _read_verdicts)
 
 
 def _read_each(read: Callable[[bytes], Any], reply: object, calls: int) -> list[Any]:
-    """A list of strings, one for each call."""
+    """Read a list of strings, one for each call."""
     if not isinstance(reply, list) or len(reply) != calls or set(map(type, reply)) != {bytes}:
         raise _make_error()
     try:
@@ -127,7 +127,7 @@ _CHAIN = Script("chain", partial(_read_each, read_trail))
 def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) -> ScriptCall:
     """Count a hit several times at once, and the refusals that are owed.
 
-    `now` in milliseconds is for tests, None uses the server's clock.
+    `now` in milliseconds is for tests; None uses the server's clock.
     """
     moment = -1 if now is None else now
     is_log = hit.window_type == "sliding_log"
@@ -140,7 +140,7 @@ _SESSION = Script("session", partial(_read_each, read_standing))
 
 
 def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall:
-    """Take or settle a step of a session; `now` as for counts."""
+    """Take or settle a step of a session; `now` as in `count_call`."""
     arguments = (-1 if now is None else now, *pack_question(asked))
     if not isinstance(asked, Step):
         return ScriptCall(_SESSION, asked, arguments, weight=1)
@@ -155,12 +155,12 @@ _TAKE_BACK = Script("take_back", partial(_read_each, _read_nothing))
 
 
 def take_back_call(asked: TakeBack) -> ScriptCall:
-    """Take a request back from what has counted it."""
+    """Take a request back from the counts that include it."""
     return ScriptCall(_TAKE_BACK, asked, (asked.kind.encode(),))
 
 
 def push_call(pushed: Push | ChainLink, now: int | None = None) -> ScriptCall:
-    """Push an entry to a ring, or a turn to a chain; `now` as for counts."""
+    """Push an entry to a ring, or a turn to a chain; `now` as in `count_call`."""
     if isinstance(pushed, ChainLink):
         return _link_call(pushed, now)
     _, entry, request, size, ttl = pushed

@@ -1,10 +1,10 @@
 """One server of a remote store: batches, deadlines, a circuit breaker.
 
-- **Batches.** Calls that arrive while a round trip is under way go together in the next one, which under load waits a few
-  milliseconds for more of them. The cost of a request falls as load rises, and an idle server adds no delay.
+- **Batches.** Calls that arrive during a round trip go together in the next one, which under load waits a few milliseconds for
+  more of them. The cost of a request falls as load rises, and an idle server adds no delay.
 - **Deadlines.** No call waits longer than the timeout, whether for its own round trip or for the one before.
-- **Breaker.** The first round trip that fails, or that exceeds the timeout, opens it. Calls then fail at once, so the caller
-  counts on its own, and only a probe asks the server, until it answers.
+- **Breaker.** The first round trip that fails or exceeds the timeout opens it. Calls then fail at once, so the caller counts
+  locally. Only a probe asks the server until it answers.
 
 Worst case: a server that hangs delays the requests of that moment by one timeout, and no later ones. A request that was sent
 but not answered may have counted, and is never sent again. Other shards are unaffected: each has its own queue and connections.
@@ -30,27 +30,29 @@ from extproc.store.scripts import ScriptCall
 _LOG = logging.getLogger("loopguard")
 
 MAX_BATCH = 256
-"""Calls in one round trip: a script call of that size keeps the server busy for under a millisecond."""
+"""Maximum number of calls in a round trip: a script call of that size keeps the server busy for under a millisecond."""
 
 _GATHER_SECONDS = 0.0002
 _GATHER_AT_MOST = 0.004
-"""Pause between two round trips: per caller in the last one, times the number of shards, which share the callers; and at most.
-A round trip costs as much as twenty of its calls, so calls gather from some 5,000 requests a second on; below that, no call
-waits for others."""
+"""The pause between two round trips, in seconds: per caller in the last one, times the number of shards; and the maximum.
+
+The shards share the callers. A round trip costs as much as twenty of its calls, so calls gather from some 5,000 requests a
+second on. Below that, no call waits for others.
+"""
 
 _SECOND_LOOK = 0.002
-"""After a deadline, the event loop gets this long to read answers that arrived while it was busy."""
+"""After a deadline, the event loop has this long, in seconds, to read answers that arrived while it was busy."""
 
 _LAST_LOOK = 0.001
-"""How often a closing shard checks whether everything has been sent."""
+"""Seconds between checks, by a closing shard, whether everything has been sent."""
 
 _PROBE_SECONDS = (0.0, 0.1, 0.25, 0.5, 1.0)
-"""Pauses before probes; the first probe starts at once, because the failure may be brief. The last pause repeats, so a server
-that is back is found within two seconds."""
+"""Pauses before probes, in seconds. The first probe starts at once, because the failure may be brief. The last pause repeats,
+so a server that is back is found within two seconds."""
 
 _PROBE_TIMEOUT = 1.0
 _WELL_SECONDS = 10.0
-"""A server that fails again within this time after its return is probed as rarely as before."""
+"""A server that fails again within this many seconds after its return is probed as rarely as before."""
 
 _UNASSIGNED = "unassigned"
 """The name of the shard for keys whose server is unknown."""
@@ -60,7 +62,7 @@ Finish: TypeAlias = Callable[[list[ScriptCall], list[Any]], Any]
 
 
 class _Caller(Pending):
-    """One caller, who waits until a deadline in seconds of the event loop's clock; `finish` makes its answer."""
+    """One caller, which waits until `deadline`, in seconds of the event loop's clock; `finish` makes its answer."""
 
     __slots__ = ("calls", "deadline", "finish")
 
@@ -83,7 +85,7 @@ class _RoundTrip:
 
 
 class Shard:
-    """The keys that one server has; `trouble` is why it does not count, `sharing` how many shards share the callers."""
+    """The keys of one server. `trouble` is why it does not count; `sharing` is the number of shards that share the callers."""
 
     def __init__(  # noqa: PLR0913  # the parts of a shard
         self,
@@ -95,7 +97,7 @@ class Shard:
         *,
         alone: bool,
     ) -> None:
-        """Nothing is connected yet; no name is for keys whose server is unknown. `on_lost` is told when the breaker opens."""
+        """Start without connections. `name` is empty for keys whose server is unknown; an opening breaker calls `on_lost`."""
         self.trouble: StoreError | None = None
         self.sharing = 1
         self.name = name or _UNASSIGNED
@@ -109,7 +111,7 @@ class Shard:
         self._round_trip: _RoundTrip | None = None
         self._scheduled = False
         self._sent_at = float("-inf")
-        self._pause = 0.0  # until the next round trip, in seconds
+        self._pause = 0.0  # before the next round trip, in seconds
         self._clock: asyncio.TimerHandle | None = None
         self._probing: asyncio.Task[None] | None = None
         self._pauses: Iterator[float] = iter(())
@@ -124,15 +126,15 @@ class Shard:
             self._fail(error)
 
     def check_open(self) -> None:
-        """Raise StoreError while the breaker is open, so that nothing is asked of a server that is away."""
+        """Raise StoreError while the breaker is open, so that no unavailable server is asked."""
         if self.trouble is not None:
             raise _make_unavailable(self.trouble)
 
     def ask(self, calls: list[ScriptCall], finish: Finish) -> Pending:
-        """Have calls made with the next round trip, and an answer by `finish`; raises StoreError while the breaker is open."""
+        """Add calls to the next round trip, and make an answer with `finish`; raises StoreError while the breaker is open."""
         self.check_open()
         loop = self._loop
-        if loop is None:  # to ask asyncio is a call of the system, each time
+        if loop is None:  # asyncio would make a system call each time
             loop = self._loop = asyncio.get_running_loop()
         waiting = _Caller(calls, finish, loop.time() + self._timeout)
         self._queue.append(waiting)
@@ -149,7 +151,7 @@ class Shard:
     async def close(self) -> None:
         """Send waiting calls, then drop the connections."""
         self._closed = True
-        while self.trouble is None and (self._queue or self._round_trip):  # noqa: ASYNC110  # for as long as a deadline at most
+        while self.trouble is None and (self._queue or self._round_trip):  # noqa: ASYNC110  # at most until a deadline
             await asyncio.sleep(_LAST_LOOK)
         self.trouble = self.trouble or StoreError("closed", kind="closed")
         if self._probing is not None:
@@ -201,7 +203,7 @@ class Shard:
         return [waiting for waiting in batch if not waiting.done or waiting.cancelled]
 
     def _finish_batch(self, round_trip: _RoundTrip) -> None:
-        """Answer the callers in one turn of the event loop, so that their answers to Envoy are sent together."""
+        """Answer all callers in one iteration of the event loop, so that their answers to Envoy are sent together."""
         self._round_trip = None
         if round_trip.replies.error is not None:
             self._fail(round_trip.replies.error, round_trip.batch)
@@ -211,7 +213,7 @@ class Shard:
             until = taken + len(waiting.calls)
             try:
                 waiting.settle(waiting.finish(waiting.calls, answers[taken:until]))
-            except Exception as bug:  # noqa: BLE001  # the others' answers are good
+            except Exception as bug:  # noqa: BLE001  # the other answers are valid
                 waiting.settle(None, blame_bug(bug))
             taken = until
         self._schedule(asyncio.get_running_loop())
@@ -283,7 +285,7 @@ class Shard:
 
 
 async def _try_backend(backend: RedisBackend) -> None:
-    """Probe once, within bounds; raises StoreError if the server cannot count."""
+    """Probe once, with a deadline; raises StoreError if the server cannot count."""
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT):
             await backend.probe()
@@ -291,10 +293,10 @@ async def _try_backend(backend: RedisBackend) -> None:
         raise
     except TimeoutError:
         raise StoreError(f"no answer within {_PROBE_TIMEOUT:g} s", kind="timeout") from None
-    except Exception as bug:  # the prober must outlive it
+    except Exception as bug:  # the prober must survive
         raise blame_bug(bug) from bug
 
 
 def _make_unavailable(trouble: StoreError) -> StoreError:
-    """A new error for a request: raising the same object repeatedly would make its traceback grow."""
+    """Make a new error for each request: raising the same object repeatedly would make its traceback grow."""
     return StoreError(str(trouble), kind="unavailable")

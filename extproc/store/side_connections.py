@@ -1,4 +1,4 @@
-"""Connections to Redis or Valkey for operators' questions, separate from those of requests: no request waits for them.
+"""Connections to Redis or Valkey for operators' questions, separate from those of requests, so that no request waits.
 
 Each question has a deadline. A failure drops the connections, and the next question opens them again.
 """
@@ -21,7 +21,7 @@ _MOVED = ("MOVED", "ASK")
 
 
 class _SideConnection:
-    """One to the server of a part of the keys."""
+    """A connection to the server of a part of the keys."""
 
     def __init__(self, topology: ShardServers) -> None:
         self.topology = topology
@@ -32,7 +32,7 @@ class SideConnections:
     """Connections to the servers of a layout. All keys of a subject are in one hash slot; no server delays another."""
 
     def __init__(self, layout: Layout, prefix: str) -> None:
-        """Nothing is connected yet; every key starts with `prefix`."""
+        """Start without connections; every key starts with `prefix`."""
         self._layout = layout
         self._prefix = prefix
         self._connections: dict[int, _SideConnection] = {}
@@ -43,7 +43,7 @@ class SideConnections:
             connection.topology.drop()
 
     def find_part(self, subject: str) -> int:
-        """The part of the key space in which a subject's keys are."""
+        """The part of the key space with a subject's keys."""
         return zlib.crc32(subject.encode()) % len(self._layout.owners)
 
     def name_key(self, kind: str, subject: str, *below: str) -> str:
@@ -57,7 +57,7 @@ class SideConnections:
         return tags[self.find_part(subject)] if tags else ""
 
     async def ask(self, subject: str, commands: Sequence[Command]) -> list[RedisReply]:
-        """The replies to commands in one write, which may be sent twice without harm; raises StoreError for an error."""
+        """Send commands in one write, perhaps twice; returns their replies, or raises StoreError for an error."""
         part, tag = self.find_part(subject), self._find_tag(subject)
         connection = self._connections.get(part)
         if connection is None:
@@ -69,7 +69,7 @@ class SideConnections:
             except TimeoutError:
                 connection.topology.drop()
                 raise StoreError(f"no answer within {_SECONDS:g} s", kind="timeout") from None
-            except BaseException:  # it is not known what is still on the connections
+            except BaseException:  # unread replies may be left on the connections
                 connection.topology.drop()
                 raise
 

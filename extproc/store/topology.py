@@ -1,8 +1,8 @@
-"""Where keys are stored: on one server, on the primary that Sentinels name, or spread over a cluster.
+"""The servers of the keys: one server, the primary that Sentinels name, or a cluster.
 
 A layout says which server has which part of the keys. Each shard has connections of its own, by hash tag, which are opened when
-needed. This module never decides that a server is down: it raises an error, the breaker of that shard drops the connections,
-and the next probe finds out again which server has the keys.
+needed. This module never decides that a server is down: it raises an error, that shard's breaker drops the connections, and the
+next probe finds out again which server has the keys.
 """
 # interpreted: waits for a network
 
@@ -29,7 +29,7 @@ def find_slot(text: str) -> int:
 
 
 def spread_tags(tags: int) -> tuple[str, ...]:
-    """Hash tags whose slots are spread evenly, so that any number of primaries gets its share."""
+    """Hash tags whose slots are spread evenly, so that each of any number of primaries gets its share."""
     width = SLOTS // tags
     return tuple(next(str(n) for n in count() if find_slot(str(n)) // width == share) for share in range(tags))
 
@@ -38,22 +38,22 @@ class ShardServers(Protocol):
     """Connections of one shard, by hash tag; raises only StoreError."""
 
     tags: Sequence[str]
-    """Hash tags over which keys are spread; empty for a single server, which needs none."""
+    """Hash tags over which keys are spread; empty for a single server."""
 
     def get(self, tag: str) -> Link | None:
-        """An open connection to the server that has the tag's keys, None where that has to be opened first."""
+        """An open connection to the server with the tag's keys; None if it has to be opened first."""
 
     async def find(self, tag: str) -> Link:
-        """The same, opened where it is not open."""
+        """A connection to the server with the tag's keys, opened if necessary."""
 
     async def at(self, place: ServerAddress) -> Link:
-        """One to a server that another one named."""
+        """A connection to a server that another server named."""
 
     def move(self, tag: str, place: ServerAddress) -> None:
-        """Another server has the tag's keys: the one that had them says so."""
+        """Note that another server has the tag's keys, according to the one that had them."""
 
     async def learn(self) -> Sequence[int]:
-        """Find out who has which keys; the numbers of the tags that are the shard's own, 0 for a single server."""
+        """Find out which server has which keys; returns the numbers of the shard's own tags, 0 for a single server."""
 
     def drop(self) -> None:
         """End every connection."""
@@ -63,16 +63,16 @@ class Layout(Protocol):
     """How keys are distributed over servers."""
 
     tags: Sequence[str]
-    """As those of a topology."""
+    """Hash tags over which keys are spread; empty for a single server."""
 
     owners: Sequence[str]
-    """The name of each tag's server, empty if unknown; one for a single server."""
+    """The name of each tag's server, empty if unknown. A single server has one."""
 
     changes: int
     """The number of changes of `owners`."""
 
     def open(self, owner: str) -> ShardServers:
-        """Connections of the shard of that name."""
+        """Make the connections of the shard with this name."""
 
 
 class SingleLayout:
@@ -142,7 +142,7 @@ class SentinelServer(SingleServer):
         self._service = service
 
     async def _choose(self) -> ServerAddress:
-        """Ask the Sentinels in turn, each time another one first: one that was cut off may name a former primary."""
+        """Ask the Sentinels in turn, starting with another one each time: one that was cut off may name a former primary."""
         errors = []
         for sentinel in list(self._sentinels):
             self._sentinels.append(self._sentinels.pop(0))
@@ -176,7 +176,7 @@ class ClusterLayout:
     """A cluster's layout, as far as its nodes have reported it: every tag's slot belongs to one primary."""
 
     def __init__(self, seeds: Sequence[ServerAddress], access: Access, tags: int) -> None:
-        """Nothing is known yet; any of the seeds can be asked for the slots."""
+        """Start without knowledge of the slots; any of the seeds can be asked for it."""
         self.tags: Sequence[str] = spread_tags(tags)
         self.owners: Sequence[str] = [""] * tags
         self.changes = 0
@@ -195,9 +195,9 @@ class ClusterLayout:
         self._assign({**self.places, tag: place})
 
     async def learn(self) -> None:
-        """Ask the nodes in turn who has which slots; raises StoreError if none says so.
+        """Ask the nodes in turn which of them has which slots; raises StoreError if none answers.
 
-        Each time another one is first: one that was cut off may not know.
+        It starts with another node each time: one that was cut off may not know.
         """
         errors = []
         for place in dict.fromkeys([*self._known, *self._seeds]):
@@ -246,7 +246,7 @@ class ClusterServers:
     """A shard's connections to a cluster: for the keys of one primary, or for those whose server is unknown."""
 
     def __init__(self, slots: ClusterLayout, access: Access, owner: str) -> None:
-        """Nothing is connected yet; `owner` is one of the layout's."""
+        """Start without connections; `owner` is one of the layout's."""
         self.tags = slots.tags
         self._slots = slots
         self._access = access

@@ -1,7 +1,7 @@
-"""Accepts connections: few in one turn of the event loop, and with a bound on those that wait.
+"""Accepts connections: a few per iteration of the event loop, with a bound on those that wait.
 
 A TLS handshake takes a millisecond of the event loop. So a connection waits until its peer has sent something, and then for its
-turn, in which a few handshakes begin. Addresses take turns, so that one that opens thousands of connections does not delay the
+turn, in which a few handshakes begin. Addresses take turns, so one that opens thousands of connections does not delay the
 others. If there are too many connections, the address with the most loses one.
 """
 # interpreted: waits for sockets, and OpenSSL
@@ -23,11 +23,11 @@ _LOG = logging.getLogger("loopguard")
 _ACCEPTED_PER_TURN: Final = 16
 _BEGUN_PER_TURN: Final = 4
 _UNDER_WAY: Final = 128
-"""Most handshakes under way at once. During a flood, this delays an honest peer by 100 ms."""
+"""Maximum number of concurrent handshakes. During a flood, this delays an honest peer by 100 ms."""
 
 _WAITING: Final = 1_000
 _AGAIN_SECONDS: Final = 1.0
-"""Pause after which the system may have file descriptors again."""
+"""Pause after which the system may have file descriptors again, in seconds."""
 
 
 class _WaitingClient(NamedTuple):
@@ -48,16 +48,16 @@ class Acceptor:
         make_room: Callable[[], bool],
         handshake_seconds: float | None = None,
     ) -> None:
-        """Accept from now on; `connect` takes a connection until its handshake is over.
+        """Begin to accept. `connect` takes a connection until its handshake is over.
 
-        A peer may be silent for `handshake_seconds` before its handshake; None is for no TLS, where nothing waits.
+        A peer may be silent for `handshake_seconds` before its handshake. None means no TLS, so no connection waits.
         """
         self.socket = listening
         self._connect = connect
         self._make_room = make_room
         self._seconds = handshake_seconds
         self._silent: dict[int, _WaitingClient] = {}  # by file descriptor, oldest first
-        self._lines: dict[str, deque[_WaitingClient]] = {}  # by address; the first is the next
+        self._lines: dict[str, deque[_WaitingClient]] = {}  # by address, in order
         self._lined = 0
         self._under_way: dict[asyncio.Task[None], _Begun] = {}  # oldest first
         self._scheduled = False
@@ -67,7 +67,7 @@ class Acceptor:
         self._loop.add_reader(listening, self._accept)
 
     def close(self) -> None:
-        """Accept no more, and close those that wait. Handshakes under way are finished."""
+        """Stop accepting, and close waiting connections. Handshakes under way are finished."""
         if self.socket.fileno() < 0:
             return  # closed before
         self._loop.remove_reader(self.socket)
@@ -84,7 +84,7 @@ class Acceptor:
                 connection, peer = self.socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no file descriptors, or no memory
+            except OSError as error:  # no file descriptors or memory left
                 self._pause(error)
                 return
             connection.setblocking(False)
@@ -112,7 +112,7 @@ class Acceptor:
             _LOG.warning(message, extra=make_extra(**more, suppressed=suppressed or None))
 
     def _await_word(self, connection: socket.socket, address: str, seconds: float) -> None:
-        """Have a connection wait for its peer's first bytes."""
+        """Let a connection wait for its peer's first bytes."""
         if len(self._silent) + self._lined >= _WAITING:
             self._drop_one()
         number = connection.fileno()
@@ -124,7 +124,7 @@ class Acceptor:
         self._hang_up(self._silent.pop(number))
 
     def _drop_one(self) -> None:
-        """Close one connection to make room: the one that has been silent longest, else the last in the longest queue."""
+        """Close one connection to make room: the one that was silent longest, else the last in the longest queue."""
         if self._silent:
             self._give_up(next(iter(self._silent)))
             return
@@ -140,7 +140,7 @@ class Acceptor:
         waiting.socket.close()
 
     def _line_up(self, number: int) -> None:
-        """A peer has sent something: its handshake can begin."""
+        """Queue a connection for its handshake, because the peer has sent something."""
         waiting = self._silent.pop(number)
         self._loop.remove_reader(waiting.socket)
         waiting.timeout.cancel()
@@ -154,7 +154,7 @@ class Acceptor:
             self._loop.call_soon(self._begin_some)
 
     def _begin_some(self) -> None:
-        """Begin the handshakes of a turn; addresses take turns."""
+        """Begin the handshakes of this turn, address by address."""
         self._scheduled = False
         for _ in range(min(_BEGUN_PER_TURN, self._lined)):
             address, line = next(iter(self._lines.items()))
@@ -170,7 +170,7 @@ class Acceptor:
             self._schedule()
 
     def _cut_one(self) -> None:
-        """End the oldest handshake of the address with the most handshakes."""
+        """End the oldest handshake of the address with the most."""
         busiest, _ = Counter(begun.address for begun in self._under_way.values()).most_common(1)[0]
         task, begun = next((task, begun) for task, begun in self._under_way.items() if begun.address == busiest)
         del self._under_way[task]
@@ -183,7 +183,7 @@ class Acceptor:
         task.add_done_callback(lambda done: self._under_way.pop(done, None))
 
     async def _finish(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # TLS counts and logs them itself
+        with contextlib.suppress(OSError):  # TLS counts and logs errors itself
             await self._connect(connection)
 
 

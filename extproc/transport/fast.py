@@ -1,10 +1,10 @@
-"""The lean transport: sockets and tasks around `grpc.Connection`, serving ext_proc, Envoy's access log and grpc.health.v1.
+"""The lean transport: sockets and tasks around `grpc.GrpcConnection`, serving ext_proc, Envoy's access log and grpc.health.v1.
 
-What arrives in one read is answered in one write, so the cost of the sockets falls as load rises. A message that the service
-answers at once never becomes a task; one does only to wait for a store or for a throttled request's time.
+Messages that arrive in one read are answered in one write, so the cost of the sockets falls as load rises. A message that the
+service answers at once does not become a task. Tasks only wait for a store or for the delay of a throttled request.
 
-Every connection has its turn. After a bounded amount of work, or a large read, it reads no more until the event loop has been
-around once, so that no connection keeps the others waiting.
+Connections take turns. After a bounded amount of work, or a large read, a connection stops reading until the next iteration of
+the event loop, so that no connection keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from extproc.transport.tls import Certificates
 _LOG = logging.getLogger("loopguard")
 
 _LARGE_READ: Final = 65_536
-"""uvloop reads on while its buffer of 256,000 bytes comes full, up to 32 times: after a large read others come first."""
+"""uvloop reads on while its buffer of 256,000 bytes fills up, up to 32 times, so other connections come first after that."""
 
 _MAX_WATCHES: Final = 100
-"""Health watches of one connection; Envoy has none."""
+"""Maximum number of health watches of one connection; Envoy has none."""
 
 _LINES_PER_SECOND: Final = 5
 _GOODBYE_SECONDS: Final = 0.5
-"""How long a peer has to read our last words."""
+"""Time for a peer to read the last bytes before the connection is closed."""
 
 _POLL_SECONDS: Final = 0.02
 
 _RETIRED_SECONDS: Final = 1.0
-"""How long a peer that was asked to leave may take to do so by itself, and every stream that it opens meanwhile."""
+"""Time for a peer to leave by itself after it was asked to, and for every stream that it opens meanwhile."""
 
 _RETIRED_AT_ONCE: Final = 100
-"""One part of this many of all connections: finding them costs a look at each."""
+"""One in this many of all connections is asked at once, because finding idle ones requires a look at each."""
 
 _PROCESS: Final = f"/{EXT_PROC}/Process".encode()
 _CHECK: Final = f"/{HEALTH}/Check".encode()
@@ -67,15 +67,15 @@ _METHODS: Final = {_PROCESS: False, _LOG_ACCESS: False, _CHECK: True, _WATCH: Tr
 _LOGGED: Final = StreamAccessLogsResponse().SerializeToString()
 
 _ENTRY_WORK: Final = 4
-"""What an entry of an access log costs of a turn, in frames."""
+"""The cost of an access log entry in a turn, in frames."""
 
 
 class _Serving(Listener):
-    """What is done for one call: an ext_proc stream, and the answer under way if that takes time; or a health watch.
+    """The work for one call: an ext_proc stream and the answer that it waits for, or a health watch.
 
     Attributes:
-        stream: None for a watch.
-        task: what the answer waits for, or the watch itself; cancelled where the call ends before it does.
+        stream: the stream; None for a watch.
+        task: what the answer waits for, or the watch itself; cancelled if the call ends first.
     """
 
     __slots__ = ("call", "peer", "stream", "task")
@@ -93,7 +93,7 @@ class _Serving(Listener):
 
 
 class _Peer(asyncio.Protocol):
-    """One connection; `heard` is when the peer last said something."""
+    """One connection; `heard` is the time at which the peer last sent something."""
 
     def __init__(self, server: FastServer) -> None:
         self._server = server
@@ -103,10 +103,10 @@ class _Peer(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._hello: asyncio.TimerHandle
-        self._scheduled = False  # a turn will begin once the event loop has been around
-        self._resting = False  # and nothing is read until then
-        self._stalled = False  # the peer reads slower than it asks
-        self._leaving = False  # whatever the peer still says is dropped
+        self._scheduled = False  # a turn begins in the next iteration of the event loop
+        self._resting = False  # reading is paused until then
+        self._stalled = False  # the peer reads too slowly
+        self._leaving = False  # further data from the peer is dropped
         self.heard = self._loop.time()
 
     @property
@@ -115,18 +115,18 @@ class _Peer(asyncio.Protocol):
 
     @property
     def decides(self) -> bool:
-        """Some of them will end by themselves; access logs go on as long as the connection does."""
+        """Whether some call will end by itself; access logs last as long as the connection."""
         return any(call.method != _LOG_ACCESS for call in self._grpc.calls.values())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # what a stream server hands out, uvloop's own class included
+        self._transport = cast("asyncio.Transport", transport)  # a stream server passes this type, or uvloop's own
         keep_alive(transport.get_extra_info("socket"))
         self._server.peers.add(self)
         self._hello = self._loop.call_later(self._server.hello_seconds, self._check_hello)
         self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  # the protocol's signature
-        """The peer is gone, and so are all its calls."""
+        """End all calls, because the peer is gone."""
         self._server.peers.discard(self)
         self._server.retiring.discard(self)
         self._hello.cancel()
@@ -134,18 +134,18 @@ class _Peer(asyncio.Protocol):
         self._drop_all()
 
     def pause_writing(self) -> None:
-        """The peer reads slower than it asks: let it wait."""
+        """Stop reading, because the peer reads more slowly than it asks."""
         self._stalled = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """The peer has caught up."""
+        """Continue, because the peer has caught up."""
         self._stalled = False
         self._resting = True
         self._schedule()
 
     def data_received(self, data: bytes) -> None:
-        """Look at what came and at what is left from before, as far as one turn goes; the answers leave in one write."""
+        """Process new and remaining data for one turn; the answers are sent in one write."""
         connection = self._grpc
         self.heard = self._loop.time()
         connection.receive(data, self.heard)
@@ -170,7 +170,7 @@ class _Peer(asyncio.Protocol):
             self._transport.resume_reading()
 
     def shut(self) -> None:
-        """Ask the peer to open no more calls here."""
+        """Ask the peer to open no more calls."""
         self._grpc.shut()
         for number, serving in list(self._serving.items()):
             if serving.stream is None:  # a health watch would never end by itself
@@ -178,7 +178,7 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def release(self) -> None:
-        """End every call with OK, which makes Envoy go on with its request; where that would lose a body, with an error."""
+        """End every call with OK, so that Envoy continues its request, or with an error if that would lose a body."""
         for call in list(self._grpc.calls.values()):
             serving = self._serving.get(call.number)
             if serving is not None and serving.stream is not None and serving.stream.carries:
@@ -188,14 +188,14 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def retire(self) -> None:
-        """Ask an idle peer to leave, and hang up once it has had time to; streams that it opens meanwhile are served."""
+        """Ask an idle peer to leave, and close the connection after a pause. Streams that it opens meanwhile are served."""
         self._server.retiring.add(self)
         self.shut()
         self._loop.call_later(_RETIRED_SECONDS, self._part)
 
     def _part(self) -> None:
         self._server.retiring.discard(self)
-        if not self.calls:  # else it is one of those that work again
+        if not self.calls:  # else the connection is in use again
             self._transport.close()
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class _Peer(asyncio.Protocol):
             self._transport.close()
 
     def _schedule(self) -> None:
-        """Begin a turn once the event loop has been around; one for everything that becomes ready until then."""
+        """Begin a turn in the next iteration of the event loop, for everything that becomes ready until then."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._go_on)
@@ -223,7 +223,7 @@ class _Peer(asyncio.Protocol):
             self._leave(self._grpc.error)
 
     def _leave(self, error: ProtocolError) -> None:
-        """Hang up on a peer that broke the protocol, once it can have read why: closing now would drop our last words."""
+        """Close the connection to a peer that broke the protocol, after time to read the reason: closing now would drop it."""
         self._leaving = True
         self._server.log_error(error)
         self._grpc.close()
@@ -264,7 +264,7 @@ class _Peer(asyncio.Protocol):
             serving.task = reply
             reply.notify(serving)
         else:
-            # Not by the loop's create_task, which makes up a name for it.
+            # Not with the loop's create_task, which makes up a name.
             serving.task = asyncio.Task(self._process_later(call, serving, reply), loop=self._loop, name="answer")
 
     def settle(self, serving: _Serving, later: Later) -> None:
@@ -302,7 +302,7 @@ class _Peer(asyncio.Protocol):
             self._grpc.send(call, reply.answer)
 
     def _finish(self, call: Call, status: int, message: str = "") -> None:
-        """End a call with a status, and what is done for it."""
+        """End a call with a status, and stop the work for it."""
         self._grpc.finish(call, status, message)
         self._drop(call.number)
 
@@ -313,12 +313,12 @@ class _Peer(asyncio.Protocol):
             self._finish(call, grpc.OK)
 
     def _give_up(self, call: Call) -> None:
-        """The body is not waited for any more: ending with OK makes Envoy go on with the request."""
+        """Stop waiting for the body: after status OK, Envoy continues the request."""
         self._finish(call, grpc.OK)
         self._schedule()
 
     def _drop(self, number: int) -> None:
-        """A call is over, while its answer may still be under way."""
+        """Drop a call that is over; its answer may still be under way."""
         serving = self._serving.pop(number, None)
         if serving is None:
             return
@@ -357,7 +357,7 @@ class _Peer(asyncio.Protocol):
 
 
 def parse_check(message: bytes) -> HealthCheckRequest:
-    """What a health check asks; raises ProtocolError if the bytes are no HealthCheckRequest."""
+    """Parse a health check; raises ProtocolError if the bytes are not a HealthCheckRequest."""
     try:
         return HealthCheckRequest.FromString(message)
     except DecodeError as error:
@@ -365,12 +365,12 @@ def parse_check(message: bytes) -> HealthCheckRequest:
 
 
 class FastServer:
-    """The same door as `grpcio.GrpcServer`, without grpcio.
+    """The same interface as `grpcio.GrpcServer`, without grpcio.
 
     Attributes:
-        cache: of header fields, for all connections.
-        pool: of bytes that connections may hold.
-        hello_seconds: until when a connection must have spoken HTTP/2.
+        cache: cache of header fields, for all connections.
+        pool: bytes that connections may hold.
+        hello_seconds: time within which a new connection must speak HTTP/2.
         retiring: peers that were asked to leave.
     """
 
@@ -394,7 +394,7 @@ class FastServer:
         self._acceptor: Acceptor
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS if there are certificates; returns the address with its real port, else LoopguardError."""
+        """Listen, with mutual TLS if there are certificates; returns the address with its real port. Raises LoopguardError."""
         listening = open_listening_socket(address)
         loop = asyncio.get_running_loop()
         tls = certificates.make_listen_options(self.hello_seconds) if certificates else {}
@@ -403,7 +403,7 @@ class FastServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{listening.getsockname()[1]}"
 
     def _make_room(self) -> bool:
-        """Whether there may be one more connection; past the bound those that have been idle longest are asked to leave."""
+        """Whether another connection is allowed. Above the bound, those that have been idle longest are asked to leave."""
         most = self.service.settings.max_connections
         if len(self.peers) < most:
             return True
@@ -415,20 +415,20 @@ class FastServer:
         return len(self.peers) < most + share
 
     async def stop(self, grace: float) -> None:
-        """Take no more calls, give those in flight `grace` seconds, then end them so that their requests go on."""
+        """Accept no more calls, give those in flight `grace` seconds, then end them so that their requests continue."""
         self._acceptor.close()
         for peer in list(self.peers):
             peer.shut()
         await _until(lambda: not any(peer.decides for peer in self.peers), grace)
         for peer in list(self.peers):
             peer.release()
-        # A peer that has been asked to leave hangs up by itself once it has read its last answer.
+        # A peer that was asked to leave closes the connection itself after reading its last answer.
         await _until(lambda: not self.peers, _GOODBYE_SECONDS)
         for peer in list(self.peers):
             peer.close()
 
     def log_error(self, error: ProtocolError) -> None:
-        """One line for a connection that broke the protocol, unless there are too many of them."""
+        """Log a connection that broke the protocol, at a limited rate."""
         suppressed = self._errors.admit(asyncio.get_running_loop().time())
         if suppressed is not None:
             extra = make_extra(error=str(error), code=error.code, suppressed=suppressed or None)
@@ -436,8 +436,8 @@ class FastServer:
 
 
 async def _until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait for the condition, or that long."""
+    """Wait for the condition, at most this long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while not condition():  # noqa: ASYNC110  # an event for this would cost every call something
+            while not condition():  # noqa: ASYNC110  # an event for this would slow every call down
                 await asyncio.sleep(_POLL_SECONDS)

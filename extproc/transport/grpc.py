@@ -1,8 +1,7 @@
-"""gRPC on HTTP/2 (grpc/doc/PROTOCOL-HTTP2.md), the server's side, without a socket: bytes in, events out, bytes to send.
+"""gRPC on HTTP/2 (grpc/doc/PROTOCOL-HTTP2.md), server side, without a socket: bytes in, events out, bytes to send.
 
-This is the life of a call, from its headers to its status. Its owner learns of a call with its first message, so a peer that
-opens calls without messages costs no more than streams. Requests that are not gRPC, or call an unknown method, are refused
-here.
+This is the life of a call, from its headers to its status. Its owner learns about a call with its first message, so calls
+without messages cost no more than streams. Requests that are not gRPC, or call an unknown method, are refused here.
 
 A call is over when its status is sent, the peer has cancelled it, or it broke a rule. Then nothing more is delivered, and
 anything that its owner sends is dropped.
@@ -30,19 +29,19 @@ UNIMPLEMENTED: Final = 12
 UNAVAILABLE: Final = 14
 
 MAX_MESSAGE: Final = 64 * 2**20
-"""Largest message taken, in bytes: far above any buffer limit that an Envoy should have."""
+"""Maximum length of a message, in bytes: far above any reasonable buffer limit of Envoy."""
 
 METADATA_PREFIX: Final = b"x-loopguard-"
 MAX_METADATA: Final = 16
 MAX_SILENT: Final = 1_000
-"""Most calls of a connection without a message; the oldest is dropped. Envoy sends the first message at once."""
+"""Maximum number of a connection's calls without a message; the oldest is dropped. Envoy sends the first message at once."""
 
 _PREFIX: Final = 5
-"""Bytes before a message: a compression flag and a length of 4 bytes."""
+"""Bytes before a message: a compression flag, and the length in 4 bytes."""
 
 _MESSAGE_WORK: Final = 8
-"""Cost of a message in frames, because its receiver has more to do than HTTP/2; see `Limits.work`. A large one costs as many as
-it has pages."""
+"""Cost of a message in frames, because its receiver has more to do than HTTP/2; see `Http2Limits.work`. A large message costs
+one frame per page."""
 
 _RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application/grpc")])
 _NOT_GRPC: Final = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
@@ -52,9 +51,9 @@ class Call:
     """One call.
 
     Attributes:
-        number: of its stream.
+        number: the number of its stream.
         method: its path, such as `/grpc.health.v1.Health/Check`.
-        metadata: of its request, as far as it is meant for us.
+        metadata: Loopguard's part of the request's metadata.
         over: nothing more is delivered.
     """
 
@@ -77,22 +76,22 @@ class Call:
         self.number = stream.number
         self.method = method
         self.metadata = metadata
-        self.single = single  # it has one message; what follows that is dropped
+        self.single = single  # it has one message; what follows is dropped
         self.over = False
         self.silent = True  # no message yet
-        self.started = False  # response headers are out
-        self.busy = False  # its owner takes no more messages for now
-        self.half_closed = False  # the peer has said all it had to say
-        self.received = bytearray()  # messages that are not delivered, or not whole
+        self.started = False  # response headers are sent
+        self.busy = False  # its owner accepts no messages for now
+        self.half_closed = False  # the peer has ended its side
+        self.received = bytearray()  # messages that are not delivered or not complete
 
     @property
     def size(self) -> int:
-        """Bytes of metadata that are held for it."""
+        """Length of its metadata, in bytes."""
         return sum(len(name) + len(value) for name, value in self.metadata)
 
 
 class MessageReceived:
-    """A message of a call; its first one opens it."""
+    """A message of a call. The first message opens the call."""
 
     __slots__ = ("call", "message")
 
@@ -102,7 +101,7 @@ class MessageReceived:
 
 
 class HalfClosed:
-    """The peer has ended its side, and every message was delivered."""
+    """The peer has ended its side, and all messages were delivered."""
 
     __slots__ = ("call",)
 
@@ -111,7 +110,7 @@ class HalfClosed:
 
 
 class CallEnded:
-    """The call is over, but not by its owner: the peer cancelled it or broke a rule."""
+    """The call was not ended by its owner: the peer cancelled it or broke a rule."""
 
     __slots__ = ("call",)
 
@@ -125,10 +124,10 @@ Event: TypeAlias = MessageReceived | HalfClosed | CallEnded
 class GrpcConnection:
     """All calls of one connection.
 
-    Hand over what came with `receive`, then take events with `next_event` until there are none, then send what `take` returns.
+    Pass data to `receive`, then take events from `next_event` until there are none, then send what `data_to_send` returns.
 
     Attributes:
-        calls: that are not over, by their number.
+        calls: calls that are not over, by number.
     """
 
     def __init__(
@@ -138,46 +137,46 @@ class GrpcConnection:
         cache: Cache | None = None,
         pool: Pool | None = None,
     ) -> None:
-        """Speak first; `methods` are the paths served, True for those whose calls consist of a single message.
+        """Write the first bytes. `methods` are the paths served, with True for those whose calls consist of a single message.
 
-        `cache` and `pool` are for all connections of a server.
+        All connections of a server share `cache` and `pool`.
         """
         self.calls: dict[int, Call] = {}
         self._http = http2.Connection(limits, cache, pool)
         self._methods = methods
-        self._silent: dict[int, Call] = {}  # the oldest first
-        self._ready: deque[Call] = deque()  # calls that may have something to deliver
+        self._silent: dict[int, Call] = {}  # oldest first
+        self._ready: deque[Call] = deque()  # calls that may have events to deliver
 
     @property
     def settled(self) -> bool:
-        """The peer has spoken HTTP/2."""
+        """Whether the peer has spoken HTTP/2."""
         return self._http.settled
 
     @property
     def ended(self) -> bool:
-        """Nothing is received or sent any more, but for what `take` still returns."""
+        """Whether nothing is received or sent any more, except the bytes that `data_to_send` still returns."""
         return self._http.ended
 
     @property
     def error(self) -> ProtocolError | None:
-        """What the peer did wrong, where that has ended the connection."""
+        """The peer's error that ended the connection, if any."""
         return self._http.error
 
     @property
     def unfinished(self) -> bool:
-        """There is more to do than fitted into the turn; `receive(b"")` starts the next one."""
+        """Whether there is more to do than fitted into the turn; `receive(b"")` starts the next one."""
         return self._http.unfinished or (len(self._ready) > 0 and not self._http.ended)
 
     def receive(self, data: bytes, now: float = 0.0) -> None:
-        """Start a turn: see `http2.Connection.receive`."""
+        """Start a turn; see `http2.Connection.receive`."""
         self._http.receive(data, now)
 
     def data_to_send(self) -> bytes:
-        """Everything there is to send now; it counts as sent."""
+        """Return all bytes to send now; they count as sent."""
         return self._http.data_to_send()
 
     def next_event(self) -> Event | None:
-        """What happened next; None when everything is delivered, or this turn is over."""
+        """The next event; None when all are delivered, or this turn is over."""
         http = self._http
         while not http.ended:
             if self._ready:
@@ -209,7 +208,7 @@ class GrpcConnection:
         self._http.send(call.stream, frame_message(message))
 
     def answer(self, call: Call, message: bytes) -> None:
-        """Send the last message, and the status OK."""
+        """Send the last message and the status OK."""
         if call.over:
             return
         self._start(call)
@@ -227,25 +226,25 @@ class GrpcConnection:
         self._close(call)
 
     def charge(self, work: int) -> None:
-        """Cost of a message, in frames, beyond the cost of all messages."""
+        """Add a message's cost, in frames, beyond the cost of every message."""
         self._http.work += work
 
     def pause(self, call: Call) -> None:
-        """Deliver nothing more of this call until it is resumed."""
+        """Deliver nothing more of this call until `resume`."""
         call.busy = True
 
     def resume(self, call: Call) -> None:
-        """Deliver what has come meanwhile, from the next turn on."""
+        """Deliver what has arrived meanwhile, from the next turn on."""
         call.busy = False
         if not call.over and (call.received or call.half_closed):
             self._ready.append(call)
 
     def shut(self) -> None:
-        """Ask the peer to open no more calls here."""
+        """Ask the peer to open no more calls."""
         self._http.goaway()
 
     def close(self) -> None:
-        """The connection is lost, and all its calls are over."""
+        """End all calls, because the connection is lost."""
         for call in self.calls.values():
             call.over = True
         self.calls.clear()
@@ -282,7 +281,7 @@ class GrpcConnection:
         data = got.data
         if call.busy or call.received or got.ended or not _is_message(data):
             return self._keep(call, data)
-        return self._open(call, data[_PREFIX:])  # one whole message, which is what nearly always comes
+        return self._open(call, data[_PREFIX:])  # one whole message, as almost always
 
     def _keep(self, call: Call, data: bytes) -> Event | None:
         if not self._http.share.take(len(data)):
@@ -315,20 +314,20 @@ class GrpcConnection:
         if 0 < size <= len(call.received):
             with memoryview(call.received) as received:
                 message = bytes(received[_PREFIX:size])
-            del call.received[:size]  # which costs nothing at a bytearray's start
+            del call.received[:size]  # free at a bytearray's start
             self._http.share.give(size)
             return self._open(call, message)
         return self._half_close(call) if call.half_closed else None
 
     def _half_close(self, call: Call) -> Event | None:
-        call.half_closed = False  # it is said once
+        call.half_closed = False  # reported only once
         if not call.silent:
             return HalfClosed(call)
         self.finish(call, OK)
         return None
 
     def _refuse(self, call: Call, error: ProtocolError) -> Event | None:
-        """The peer broke a rule; the owner of the call must hear of it, if there is one."""
+        """End a call whose peer broke a rule, and tell its owner, if it has one."""
         self.finish(call, error.code, str(error))
         return None if call.silent else CallEnded(call)
 
@@ -354,20 +353,20 @@ class GrpcConnection:
         self._drop(call)
 
     def _drop(self, call: Call) -> None:
-        """Forget what a call has received and no longer needs."""
+        """Drop received data of a call that is no longer needed."""
         if call.received and not self._http.ended:
             self._http.share.give(len(call.received))
         call.received = bytearray()
 
 
 def read_metadata(headers: Block) -> list[tuple[str, str]]:
-    """A request's metadata, as far as it is meant for us; nothing else is kept while a call lasts."""
+    """Loopguard's part of a request's metadata; nothing else is kept while a call lasts."""
     ours = [field for field in headers.fields if field.name.startswith(METADATA_PREFIX)][:MAX_METADATA]
     return [(field.name.decode("latin-1"), field.value.decode("latin-1")) for field in ours]
 
 
 def read_size(data: bytearray) -> int:
-    """The length of a message with its prefix, 0 while it is unknown; raises ProtocolError, with gRPC's code, if too large."""
+    """The length of a message with its prefix, 0 if unknown yet; raises ProtocolError, with gRPC's code, if it is too large."""
     if len(data) < _PREFIX:
         return 0
     if data[0]:
@@ -379,7 +378,7 @@ def read_size(data: bytearray) -> int:
 
 
 def find_method(headers: Block) -> bytes:
-    """The method that a request calls, empty when it is no gRPC."""
+    """The method that a request calls; empty if it is not gRPC."""
     is_call = headers.method == b"POST" and headers.content_type.lower().startswith(b"application/grpc")
     return headers.path if is_call else b""
 
@@ -390,7 +389,7 @@ def frame_message(message: bytes) -> bytes:
 
 
 def _is_message(data: bytes) -> bool:
-    """Whether this is exactly one message, and not a compressed one."""
+    """Whether this is exactly one message that is not compressed."""
     size = len(data) - _PREFIX
     if size < 0 or data[0]:
         return False
@@ -399,7 +398,7 @@ def _is_message(data: bytes) -> bool:
 
 @lru_cache(maxsize=64)
 def encode_trailers(status: int, message: str = "", *, only: bool = False) -> bytes:
-    """The header block that ends a call; `only` for a response that has nothing before it (Trailers-Only)."""
+    """The header block that ends a call. `only` is for a response that has nothing before it (Trailers-Only)."""
     start = [(b":status", b"200"), (b"content-type", b"application/grpc")] if only else []
     text = [(b"grpc-message", quote(message, safe=" ").encode())] if message else []
     return encode([*start, (b"grpc-status", str(status).encode()), *text])

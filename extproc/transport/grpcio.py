@@ -1,5 +1,5 @@
 """The reference transport: grpc.aio serving ext_proc, Envoy's access log and grpc.health.v1."""
-# interpreted: all of its time is grpcio's
+# interpreted: grpcio takes all of its time
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from extproc.transport.tls import Certificates, Pem, make_name
 _LOG = logging.getLogger("loopguard")
 
 _OPTIONS = [
-    # gRPC's own limits (4 MiB a message, 8 KiB of metadata) would fail requests that Envoy is happy with.
+    # gRPC's own limits (4 MiB per message, 8 KiB of metadata) would refuse requests that Envoy accepts.
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_metadata_size", 1 << 20),
     ("grpc.absolute_max_metadata_size", 4 << 20),
-    # Two servers on one port would share it in silence.
+    # Two servers on one port would share it silently.
     ("grpc.so_reuseport", 0),
-    # An Envoy whose machine vanished must not hold its streams for hours.
+    # An Envoy whose machine has vanished must not hold its streams for hours.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # A connection that says nothing ends as it does on the other transport; gRPC's default is two minutes.
+    # A silent connection ends as on the other transport; gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 
@@ -47,7 +47,7 @@ class GrpcServer:
     """A grpc.aio server around a service."""
 
     def __init__(self, service: Service, health: Health) -> None:
-        """Register the handlers; nothing listens yet."""
+        """Register the handlers, without listening yet."""
         self._service = service
         most = ("grpc.max_allowed_incoming_connections", service.settings.max_connections)
         self._server = grpc.aio.server(options=[*_OPTIONS, most])
@@ -72,8 +72,8 @@ class GrpcServer:
         )
 
     async def start(self, address: Address, certificates: Certificates | None = None) -> str:
-        """Listen, with mutual TLS if there are certificates; returns the address with its real port, else LoopguardError."""
-        # grpc does not say why it cannot listen, and takes a Unix socket away from its owner.
+        """Listen, with mutual TLS if there are certificates; returns the address with its real port. Raises LoopguardError."""
+        # grpc does not say why it cannot listen, and would take a Unix socket away from its owner.
         probe = open_listening_socket(address)
         probe.close()
         try:
@@ -84,7 +84,7 @@ class GrpcServer:
         return address.text if address.is_unix else f"{address.text.rpartition(':')[0]}:{port}"
 
     async def stop(self, grace: float) -> None:
-        """Take no more streams, give those in flight `grace` seconds, then end them; logs and watches would never end."""
+        """Accept no more streams, give those in flight `grace` seconds, then end them; logs and watches would never end."""
         self._is_stopping = True
         for call in self._endless:
             call.cancel()
@@ -105,7 +105,7 @@ class GrpcServer:
         await self._check_peer(context)
         stream = Stream(self._service, context.invocation_metadata() or ())
         call = cast("asyncio.Task[None]", asyncio.current_task())
-        # grpc cannot end a call cleanly while it reads: only a stop is worth that. Otherwise the next message ends the call.
+        # grpc cannot end a call cleanly while it reads. Only a stop justifies that; otherwise the next message ends the call.
         stream.on_given_up = lambda: self._service.released and call.cancel()
         try:
             while True:
@@ -126,7 +126,7 @@ class GrpcServer:
         except asyncio.CancelledError:
             if not stream.given_up:
                 raise
-            # The body is not waited for any more: ending with OK makes Envoy go on with the request.
+            # Stop waiting for the body: after status OK, Envoy continues the request.
         except ProtocolError as error:
             await context.abort(_STATUS[error.code], str(error))
         finally:
@@ -161,7 +161,7 @@ class GrpcServer:
     def _until_stop(self) -> Iterator[None]:
         """Wrap a handler that never ends by itself, so that a stop ends it.
 
-        A call whose handler is cancelled goes on; one whose handler returns is over.
+        A call whose handler is cancelled continues; a call whose handler returns is over.
         """
         call = cast("asyncio.Task[None]", asyncio.current_task())
         self._endless.add(call)
@@ -186,14 +186,14 @@ def read_names(properties: Mapping[str, Iterable[bytes]]) -> list[SubjectName]:
 
 
 def _make_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """Server credentials that follow the files: gRPC asks at every handshake, from threads of its own."""
+    """Server credentials that follow the files: gRPC asks for them at every handshake, from its own threads."""
     given = certificates.pem
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         nonlocal given
         newest = certificates.pem
         if newest is given:
-            return None  # as before
+            return None  # unchanged
         given = newest
         return _configure(newest)
 

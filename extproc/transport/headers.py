@@ -1,8 +1,8 @@
-"""Header blocks (HPACK, RFC 7541): a decoder, and literals for what we send.
+"""Header blocks (HPACK, RFC 7541): a decoder, and an encoder that writes only literals.
 
-We ask for a SETTINGS_HEADER_TABLE_SIZE of 0. Once the peer's encoder has shrunk its table, equal blocks mean the same anywhere.
-A field without a reference into the dynamic table always does. Envoy repeats nearly all of its fields and most of its blocks,
-so both are remembered by their bytes; this cache is exact, and all connections share it.
+Loopguard asks for a SETTINGS_HEADER_TABLE_SIZE of 0. When the peer's encoder has shrunk its table, equal blocks mean the same
+everywhere. A field without a reference into the dynamic table always does. Envoy repeats nearly all of its fields and most of
+its blocks, so both are remembered by their bytes. This cache is exact, and all connections share it.
 
 All work for a peer is bounded: the bytes of a block before and after decoding, the number of its fields, and the cache.
 """
@@ -22,12 +22,12 @@ COMPRESSION_ERROR: Final = 0x9
 ENHANCE_YOUR_CALM: Final = 0xB
 
 MAX_BLOCK: Final = 65_536
-"""Most bytes of a header block and, as RFC 9113 section 6.5.2 counts them, of its fields; Envoy itself takes 60 KiB."""
+"""Maximum bytes of a header block and of its fields, as RFC 9113 section 6.5.2 counts them; Envoy itself accepts 60 KiB."""
 
 MAX_FIELDS: Final = 256
-"""Most fields of a block; Envoy itself takes 100."""
+"""Maximum number of fields in a block; Envoy itself accepts 100."""
 
-# Kinds of fields, found out once. Pseudo-header fields are bits, so that a second one of a name shows.
+# Kinds of fields. Pseudo-header fields are bits, so that a repeated one is noticed.
 REGULAR: Final = 0
 METHOD: Final = 1
 SCHEME: Final = 2
@@ -54,17 +54,17 @@ _LENGTH_DIGITS: Final = 18
 
 _TABLE_SIZE: Final = 4_096
 _ENTRY_OVERHEAD: Final = 32
-"""What RFC 7541 section 4.1 adds to the bytes of a field."""
+"""The bytes that RFC 7541 section 4.1 adds to a field."""
 
 _OBJECTS: Final = 300
 """Memory of a field, or of a block, in addition to its bytes."""
 
 _MAX_UPDATES: Final = 2
-"""Table size updates at the start of a block: the smallest size and the last one (RFC 7541 section 4.2)."""
+"""Maximum number of table size updates at the start of a block: the smallest size and the last one (RFC 7541 section 4.2)."""
 
 _INTEGER_BITS: Final = 28
 
-# First bits of a field (RFC 7541 section 6).
+# The first bits of a field (RFC 7541 section 6).
 _INDEXED: Final = 0x80
 _INDEXING: Final = 0x40
 _TABLE_SIZE_UPDATE: Final = 0x20
@@ -77,10 +77,10 @@ class Field:
 
     Attributes:
         name: lower-case unless it is malformed.
-        value: of that name.
+        value: the field's value.
         size: as RFC 7541 section 4.1 counts it.
-        kind: what kind of field it is.
-        encoded: its bytes in a block, where it is a literal that refers to nothing; else empty.
+        kind: the kind of field.
+        encoded: its bytes in a block, if it is a literal without references; else empty.
     """
 
     __slots__ = ("encoded", "kind", "name", "size", "value")
@@ -96,7 +96,7 @@ class Field:
 def classify(name: bytes, value: bytes) -> int:
     """A field's kind; MALFORMED for one that no request may have (RFC 9113 sections 8.2 and 8.3)."""
     kind = classify_name(name)
-    if 13 in value or 10 in value or 0 in value:  # noqa: PLR2004  # CR, LF, NUL; compiled, numbers are found at once
+    if 13 in value or 10 in value or 0 in value:  # noqa: PLR2004  # CR, LF, NUL; compiled code reads literals fastest
         return MALFORMED
     if kind == REGULAR:
         return REGULAR
@@ -121,12 +121,12 @@ class Block:
 
     Attributes:
         fields: in order; not to be changed.
-        malformed: it is no request, but may be trailers.
-        method: a request's, as the other pseudo-header fields.
+        malformed: it is not a request, but may be trailers.
+        method: the request's method; the other pseudo-header fields likewise.
         path: as the peer sent it.
-        content_type: empty without one.
-        content_length: -1 without one.
-        size: of all fields.
+        content_type: empty if missing.
+        content_length: -1 if missing.
+        size: the size of all fields.
     """
 
     __slots__ = ("content_length", "content_type", "fields", "malformed", "method", "path", "size")
@@ -166,21 +166,21 @@ class Block:
         return seen & needed == needed
 
     def _read_length(self, length: int) -> bool:
-        """Whether it agrees with an earlier block."""
+        """Set the content-length; returns whether it agrees with an earlier one."""
         before, self.content_length = self.content_length, length
         return before in (-1, length)
 
 
 class _Model:
-    """A block of literals and static fields, one of which was new: requests that are traced differ in one field.
+    """A block of literals and static fields of which only one was new, because traced requests differ in one field.
 
     Attributes:
-        start: the bytes of the fields before that one.
-        end: the bytes of those behind it.
-        place: of that one among all fields.
-        block: all of it.
-        size: of the others, as RFC 7541 section 4.1 counts them.
-        plain: that field is an ordinary header.
+        start: the bytes of the fields before the new one.
+        end: the bytes of the fields behind it.
+        place: its position among all fields.
+        block: the whole block.
+        size: the size of the other fields, as RFC 7541 section 4.1 counts them.
+        plain: the new field is an ordinary header.
     """
 
     __slots__ = ("block", "end", "place", "plain", "size", "start")
@@ -198,11 +198,11 @@ class Cache:
     """Names, fields and blocks of all connections, by their bytes; each of the three holds at most `limit` bytes.
 
     Attributes:
-        names: of fields.
+        names: names of fields.
         fields: literals without references.
-        blocks: of such fields.
-        before: the fields of the last block that was not known.
-        model: the last unknown block of which only one field was new.
+        blocks: blocks of such fields.
+        before: the fields of the last unknown block.
+        model: the last unknown block with only one new field.
     """
 
     def __init__(self, limit: int = 2**20) -> None:
@@ -229,23 +229,23 @@ class Decoder:
     """The receiving end of one connection's header compression.
 
     Attributes:
-        news: number of new fields in the last block, and of tables that it enlarged; a block without any may well come again.
+        news: number of new fields in the last block, and of tables that it enlarged; a block without any may come again.
     """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._table: list[Field] = []  # the newest first
+        self._table: list[Field] = []  # newest first
         self._used = 0
         self._limit = _TABLE_SIZE
         self._allowed = _TABLE_SIZE
         self.news = 0
 
     def forbid_table(self) -> None:
-        """The peer has acknowledged that our table has size 0."""
+        """Note that the peer has acknowledged a table size of 0."""
         self._allowed = 0
 
     def decode(self, encoded: bytes) -> Block:
-        """What a block says; raises ProtocolError, with HTTP/2's code, if it is malformed or too large."""
+        """Decode a block; raises ProtocolError, with HTTP/2's code, if it is malformed or too large."""
         self.news = 0
         stateless = not self._limit
         if stateless:
@@ -261,7 +261,7 @@ class Decoder:
         return block
 
     def _adapt(self, block: bytes) -> Block | None:
-        """Decode a block that equals the model except for one literal; None for any other block."""
+        """Decode a block that differs from the model in only one literal; None for any other block."""
         model = self._cache.model
         if model is None or not (block.startswith(model.start) and block.endswith(model.end)):
             return None
@@ -332,14 +332,14 @@ class Decoder:
         return position
 
     def _find_literal(self, encoded: bytes, place: int) -> Field | None:
-        """A literal field that is known, most likely from the same place in the block before."""
+        """A known literal field, most likely from the same position in the previous block."""
         before = self._cache.before
         if place < len(before) and before[place].encoded == encoded:
             return before[place]
         return self._cache.fields.get(encoded)
 
     def _read_literal(self, encoded: bytes, index: int, middle: int) -> Field:
-        """A literal field that is new. Its name is what `index` stands for, or spelled out; its value begins at `middle`."""
+        """Read a new literal field. Its name is the one at `index`, or spelled out; its value begins at `middle`."""
         self.news += 1
         name = self._find(index).name if index else self._read_name(encoded[1:middle])
         field = Field(name, read_string(encoded[middle:]))
@@ -377,8 +377,8 @@ def read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
     """An integer whose prefix is `mask` (RFC 7541 section 5.1), and where it ends.
 
     Raises:
-        IndexError: it ends too early.
-        ProtocolError: it is larger than anything here can be.
+        IndexError: it is cut off.
+        ProtocolError: it is larger than any valid value.
     """
     value = block[position] & mask
     position += 1
@@ -389,7 +389,7 @@ def read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
         byte = block[position]
         position += 1
         value += (byte & 0x7F) << shift
-        if byte < 0x80:  # noqa: PLR2004  # 7 bits a byte
+        if byte < 0x80:  # noqa: PLR2004  # 7 bits per byte
             return value, position
         shift += 7
         if shift > _INTEGER_BITS:
@@ -397,11 +397,11 @@ def read_integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
 
 
 def skip_string(block: bytes, position: int) -> int:
-    """Where the string ends that begins here.
+    """Where the string that begins here ends.
 
     Raises:
         IndexError: behind the block's end.
-        ProtocolError: its length is larger than anything here can be.
+        ProtocolError: its length is larger than any valid value.
     """
     length, start = read_integer(block, position, 0x7F)
     if start + length > len(block):
@@ -417,14 +417,14 @@ def read_string(encoded: bytes) -> bytes:
 
 
 def decode_huffman(data: bytes) -> bytes:
-    """A string in HPACK's Huffman code (RFC 7541 section 5.2).
+    """Decode a string in HPACK's Huffman code (RFC 7541 section 5.2).
 
     Raises:
-        ProtocolError: it holds the end-of-string symbol, or is not padded as it has to be.
+        ProtocolError: it contains the end-of-string symbol, or its padding is wrong.
     """
-    out: list[str] = []  # to join texts takes a third of what it takes to join bytes
-    window, have = 0, 0  # the last bytes, and how many of their bits are still to be decoded
-    for place in range(len(data)):  # compiled, cheaper than an iterator
+    out: list[str] = []  # joining texts takes a third of the time of joining bytes
+    window, have = 0, 0  # the last bytes, and the number of their bits that are not decoded yet
+    for place in range(len(data)):  # compiled, faster than an iterator
         window = (window << 8 | data[place]) & _WINDOW
         have += 8
         while have >= _GLANCE:
@@ -451,7 +451,7 @@ def decode_huffman(data: bytes) -> bytes:
 
 
 def _take_last(window: int, have: int) -> tuple[int, str]:
-    """As `_find_symbol`, and where that is quick two symbols, when nothing follows: all further bits may be ones."""
+    """Like `_find_symbol`, when nothing follows, so that all further bits may be ones; two symbols if they are short."""
     if have < _GLANCE:
         index = (window + 1 << _GLANCE - have) - 1 & _GLANCE_MASK
         length = _GLANCE_LENGTHS[index]
@@ -461,7 +461,7 @@ def _take_last(window: int, have: int) -> tuple[int, str]:
 
 
 def _find_symbol(window: int, have: int) -> tuple[int, str]:
-    """The code at the start of what is to be decoded: its length and its symbol; 0 when it needs more bits."""
+    """The length and symbol of the first code in these bits; 0 if more bits are needed."""
     more = _LONGEST - have
     bits = (window << more if more > 0 else window >> -more) & (1 << _LONGEST) - 1
     group = bisect_right(_FIRST_CODES, bits) - 1
@@ -474,7 +474,7 @@ def _find_symbol(window: int, have: int) -> tuple[int, str]:
     return length, chr(symbol)
 
 
-# The Huffman code (RFC 7541 appendix B) is canonical: the lengths of its codes say it all. One letter each, "a" for 5 bits.
+# The Huffman code (RFC 7541 appendix B) is canonical, so its codes' lengths define it. One letter each, "a" for 5 bits.
 _CODE_LENGTHS: Final = [
     letter - ord("a") + 5
     for letter in b"isxxxxxxxtzxxzxxxxxxxxzxxxxxxxxxbffhibdgffdgdbbbaaabbbbbbbcdkbhfibccccccccccccccccccccccdc"
@@ -488,11 +488,11 @@ _SYMBOLS: Final = sorted(range(257), key=lambda symbol: (_CODE_LENGTHS[symbol], 
 _GROUP_LENGTHS: Final = sorted(set(_CODE_LENGTHS))
 _GROUP_STARTS: Final = [
     sum(length < shortest for length in _CODE_LENGTHS) for shortest in _GROUP_LENGTHS
-]  # where a length's first symbol stands
+]  # the position of each length's first symbol
 _FIRST_CODES: Final = [
     0,
     *accumulate(_CODE_LENGTHS.count(length) << _LONGEST - length for length in _GROUP_LENGTHS[:-1]),
-]  # a length's first code, filled up with zeros
+]  # each length's first code, padded with zeros
 _STATIC_TABLE: Final = b"""
 :authority:
 :method: GET
@@ -559,13 +559,13 @@ www-authenticate:
 
 
 _GLANCE: Final = 12
-"""Bits that are decoded at a time: two symbols of most texts."""
+"""Number of bits to decode at a time: two symbols of most texts."""
 
 _GLANCE_MASK: Final = 2**_GLANCE - 1
 
 
 def _glance(bits: int) -> tuple[int, str]:
-    """The symbols, two at most, that these bits hold completely, and how many bits they take."""
+    """Up to two symbols that these bits contain completely, and the number of bits that they take."""
     first, text = _find_symbol(bits, _GLANCE)
     if not first:
         return 0, ""
@@ -579,7 +579,7 @@ _GLANCE_TEXTS: Final = [text for _, text in _GLANCES]
 
 
 def _read_static() -> list[Field]:
-    """RFC 7541 appendix A, which counts from 1."""
+    """The static table (RFC 7541 appendix A), which counts from 1."""
     found = [Field(b"", b"")]
     for line in _STATIC_TABLE.split(b"\n")[1:-1]:
         name, _, value = line[1:].partition(b":")
@@ -591,17 +591,17 @@ _STATIC: Final = _read_static()
 
 
 def encode(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """A header block of literals that are never indexed (RFC 7541 section 6.2.2): it means the same everywhere."""
+    """A header block of literals that are never indexed (RFC 7541 section 6.2.2), so it means the same everywhere."""
     return b"".join(b"\0" + _encode_length(len(name)) + name + _encode_length(len(value)) + value for name, value in headers)
 
 
 def _encode_length(value: int) -> bytes:
     """A string length: an integer with a prefix of 7 bits (RFC 7541 section 5.1)."""
-    if value < 127:  # noqa: PLR2004  # what the prefix holds
+    if value < 127:  # noqa: PLR2004  # the largest value of the prefix
         return bytes((value,))
     value -= 127
     made = bytearray((127,))
-    while value >= 128:  # noqa: PLR2004  # 7 bits a byte
+    while value >= 128:  # noqa: PLR2004  # 7 bits per byte
         made.append(value & 127 | 128)
         value >>= 7
     made.append(value)

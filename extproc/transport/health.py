@@ -1,4 +1,4 @@
-"""grpc.health.v1: what it says about this process, and asking another one."""
+"""grpc.health.v1: reports this process's health, and asks another process for its health."""
 # interpreted: answers probes; mypyc has no asynchronous generators
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Health:
 
 
 def ask_health(channel: grpc.Channel, timeout: float) -> str:
-    """What another process reports within `timeout` seconds, such as `SERVING`, or why there is no answer."""
-    import grpc  # noqa: PLC0415  # takes 0.2 s, and a server on the other transport needs none
+    """Ask another process within `timeout` seconds; returns its status, such as `SERVING`, or why there is no answer."""
+    import grpc  # noqa: PLC0415  # takes 0.2 s; a server on the other transport does not need it
 
     check = channel.unary_unary(f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)
     try:

@@ -1,16 +1,16 @@
-"""HTTP/2 (RFC 9113), the server's side, without a socket: bytes in, events out, bytes to send.
+"""HTTP/2 (RFC 9113), server side, without a socket: bytes in, events out, bytes to send.
 
-It has as much of HTTP/2 as gRPC needs, but checks every frame completely. Errors of a stream reset that stream; errors of the
-connection end it with a GOAWAY.
+It implements as much of HTTP/2 as gRPC needs, but checks every frame completely. Errors of a stream reset that stream; errors
+of the connection end it with a GOAWAY.
 
 No peer can cause unbounded work or memory:
 
-- A frame costs time in proportion to its own size. Nothing walks over all streams: a stream's window is kept relative to the
+- A frame costs time in proportion to its own size. No operation visits all streams: a stream's window is stored relative to the
   peer's initial window, and streams that wait for a window are listed.
-- A turn handles a bounded number of frames (`Limits.work`). The rest waits for the next turn, so that the transport can serve
-  other connections in between.
-- Frames cost patience, and messages earn it (`Limits.patience`). A peer that sends too many useless frames is disconnected with
-  ENHANCE_YOUR_CALM.
+- A turn handles a bounded number of frames (`Http2Limits.work`). The rest waits for the next turn, so that the transport can
+  serve other connections in between.
+- Frames cost patience, and messages earn it (`Http2Limits.patience`). A peer that sends too many useless frames is
+  disconnected with ENHANCE_YOUR_CALM.
 - Bytes that wait for the peer (answers for a closed window, an incomplete header block) come from a `Pool` that all connections
   share.
 """
@@ -26,7 +26,7 @@ from extproc.transport.headers import ENHANCE_YOUR_CALM, MAX_BLOCK, Block, Cache
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
-# Error codes (RFC 9113 section 7); those of header blocks stand with these.
+# Error codes (RFC 9113 section 7); the others are in `headers`.
 NO_ERROR: Final = 0x0
 PROTOCOL_ERROR: Final = 0x1
 FLOW_CONTROL_ERROR: Final = 0x3
@@ -63,7 +63,7 @@ _MAX_FRAME: Final = 5
 _MAX_HEADER_LIST: Final = 6
 
 MAX_FRAME: Final = 16_384
-"""Largest payload we take: the protocol's own default."""
+"""Maximum payload to accept: the protocol's own default."""
 
 _FRAME_HEADER: Final = 9
 _PRIORITY_BYTES: Final = 5
@@ -72,14 +72,14 @@ _DEFAULT_WINDOW: Final = 65_535
 _MAX_WINDOW: Final = 2**31 - 1
 _STREAM_WINDOW: Final = 2**30
 _UPDATE_AFTER: Final = 2**24
-"""Bytes to receive before a window is opened again: everything is consumed at once, so windows only have to stay open."""
+"""Bytes to receive before a window is opened again. Everything is consumed at once, so windows only have to stay open."""
 
 _CONNECTION: Final = bytes(4)
 """The stream number of frames that concern the whole connection."""
 
 _STREAM_ERROR_COST: Final = 20
 _NEWS_WORK: Final = 2
-"""Cost of a new header field, in frames; see `Limits.work`."""
+"""Cost of a new header field, in frames; see `Http2Limits.work`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +87,13 @@ class Http2Limits:
     """Limits of one connection; the defaults are far above what an Envoy needs.
 
     Attributes:
-        streams: open at once.
-        work: frames in one turn; a large one counts as several.
-        patience: frames without effect before the connection is ended.
+        streams: maximum number of open streams.
+        work: maximum number of frames in one turn; a large one counts as several.
+        patience: maximum number of frames without effect; then the connection is ended.
         patience_per_second: how fast patience recovers.
         message_earns: patience that each message earns. Envoy sends up to 10 WINDOW_UPDATEs for each DATA frame.
-        lingering: streams that we have answered and the peer has not ended.
-        shut: streams whose answers wait for a window of their own.
+        lingering: maximum number of answered streams that the peer has not ended.
+        shut: maximum number of streams whose answers wait for a window of their own.
     """
 
     streams: int = 16_384
@@ -117,7 +117,7 @@ class Share:
     """One connection's part of the pool: at most as much as is left for others.
 
     This is how switches share buffers (Choudhury and Hahne, "Dynamic queue length thresholds", 1998): a single greedy
-    connection gets half of the pool, many get equal parts, and something is always left for the next one.
+    connection gets half of the pool, several get equal parts, and something is always left for the next one.
     """
 
     __slots__ = ("_pool", "held")
@@ -127,7 +127,7 @@ class Share:
         self.held = 0
 
     def take(self, size: int) -> bool:
-        """Hold this many more bytes; False if that is too much."""
+        """Hold this many more bytes; returns False if that is too much."""
         if size and self.held + size > self._pool.limit - self._pool.held - size:
             return False
         self.held += size
@@ -135,12 +135,12 @@ class Share:
         return True
 
     def give(self, size: int) -> None:
-        """Hold this many bytes less."""
+        """Hold this many fewer bytes."""
         self.held -= size
         self._pool.held -= size
 
     def give_all(self) -> None:
-        """Hold nothing any more."""
+        """Hold no bytes any more."""
         self.give(self.held)
 
 
@@ -149,9 +149,9 @@ class Http2Stream:
 
     Attributes:
         number: as the peer chose it.
-        name: the same in four bytes, as frames carry it.
-        lost: the peer has reset it, or the connection has ended: anything sent on it is dropped.
-        local_closed: we have ended our side.
+        name: the number in four bytes, as in frames.
+        lost: the peer has reset it, or the connection has ended. Anything sent on it is dropped.
+        local_closed: this side has ended it.
     """
 
     __slots__ = (
@@ -169,7 +169,7 @@ class Http2Stream:
     )
 
     def __init__(self, number: int, expected: int, *, remote_closed: bool) -> None:
-        """A request has begun; `expected` is its content-length."""
+        """Begin a request; `expected` is its content-length."""
         self.number = number
         self.name = number.to_bytes(4, "big")
         self.expected = expected
@@ -178,13 +178,13 @@ class Http2Stream:
         self.lost = False
         self.received = 0
         self.consumed = 0  # received since the last WINDOW_UPDATE
-        self.spent = 0  # sent, less what WINDOW_UPDATEs gave back: the peer's initial window less this is open
-        self.blocked: bytearray | None = None  # what waits for the peer to open a window
-        self.trailers: bytes | None = None  # what ends the stream once that is out
+        self.spent = 0  # sent, less WINDOW_UPDATEs; the open window is the peer's initial window less this
+        self.blocked: bytearray | None = None  # bytes that wait for the peer to open a window
+        self.trailers: bytes | None = None  # ends the stream after these bytes
 
 
 class RequestReceived:
-    """A stream has begun; `ended` when nothing follows."""
+    """A stream has begun; with `ended`, nothing follows."""
 
     __slots__ = ("ended", "headers", "stream")
 
@@ -195,7 +195,7 @@ class RequestReceived:
 
 
 class DataReceived:
-    """Part of a request's body, possibly empty; `ended` when it was the last."""
+    """Part of a request's body, possibly empty; `ended` for the last part."""
 
     __slots__ = ("data", "ended", "stream")
 
@@ -206,7 +206,7 @@ class DataReceived:
 
 
 class StreamReset:
-    """The stream is gone, reset by the peer or by us for an error of the peer's; it may never have begun."""
+    """The stream was reset, by the peer or because of the peer's error; it may never have begun."""
 
     __slots__ = ("code", "number")
 
@@ -230,19 +230,19 @@ class _StreamError(Exception):
 class Connection:
     """One connection, from its preface to its end.
 
-    Hand over what came with `receive`, then take events with `next_event` until there are none, then send what `take` returns.
+    Pass data to `receive`, then take events from `next_event` until there are none, then send what `data_to_send` returns.
 
     Attributes:
         settled: the peer has sent its preface and SETTINGS.
-        ended: nothing is received or sent any more, but for what `take` still returns.
-        error: what the peer did wrong, where that has ended the connection; the code is HTTP/2's.
+        ended: nothing is received or sent any more, except the bytes that `data_to_send` still returns.
+        error: the peer's error that ended the connection; its code is HTTP/2's.
         work: frames handled in this turn; callers add the cost of their own work.
         patience: frames without effect that the peer may still send; callers add to it for each message.
         share: part of the bytes that all connections may hold.
     """
 
     def __init__(self, limits: Http2Limits | None = None, cache: Cache | None = None, pool: Pool | None = None) -> None:
-        """Our SETTINGS go first; the cache and the pool are for all connections of a server."""
+        """Write SETTINGS first. All connections of a server share the cache and the pool."""
         self.limits = limits or Http2Limits()
         self.share = Share(pool or Pool())
         self.settled = False
@@ -254,18 +254,18 @@ class Connection:
         self._now = 0.0
         self._data = b""
         self._position = 0
-        self._more = False  # frames are left that this turn had no room for
+        self._more = False  # frames are left for the next turn
         self._preface = False
         self._streams: dict[int, Http2Stream] = {}
-        self._lingering: dict[int, None] = {}  # answered, not ended by the peer; the oldest first
+        self._lingering: dict[int, None] = {}  # answered, but not ended by the peer; oldest first
         self._last = 0
-        self._block = bytearray()  # what came of a header block that goes on
-        self._block_stream = 0  # 0 when none does
+        self._block = bytearray()  # the start of an incomplete header block
+        self._block_stream = 0  # 0 if there is none
         self._block_flags = 0
         self._decoder = Decoder(cache or Cache())
-        self._window = _DEFAULT_WINDOW  # what we may still send on the whole connection
-        self._waiting: dict[int, Http2Stream] = {}  # streams with something to send that wait for that window
-        self._shut: dict[int, Http2Stream] = {}  # and those that wait for their own
+        self._window = _DEFAULT_WINDOW  # the peer's window for the whole connection
+        self._waiting: dict[int, Http2Stream] = {}  # streams with bytes to send that wait for that window
+        self._shut: dict[int, Http2Stream] = {}  # streams that wait for their own window
         self._peer_window = _DEFAULT_WINDOW
         self._peer_frame = MAX_FRAME
         self._consumed = 0
@@ -284,28 +284,28 @@ class Connection:
 
     @property
     def streams(self) -> int:
-        """Streams that are not over on both sides."""
+        """The number of streams that are not closed on both sides."""
         return len(self._streams)
 
     @property
     def turn_over(self) -> bool:
-        """This turn is over."""
+        """Whether this turn is over."""
         return self.work >= self._turn
 
     @property
     def unfinished(self) -> bool:
-        """There is more to do than fitted into the turn; `receive(b"")` starts the next one."""
+        """Whether there is more to do than fitted into the turn; `receive(b"")` starts the next one."""
         return not self.ended and (self._more or (self._window > 0 and len(self._waiting) > 0))
 
     def data_to_send(self) -> bytes:
-        """Everything there is to send now; it counts as sent."""
+        """Return all bytes to send now; they count as sent."""
         if not self._out:
             return b""
         out, self._out = b"".join(self._out), []
         return out
 
     def receive(self, data: bytes, now: float = 0.0) -> None:
-        """Start a turn with what came, cut anywhere, or with nothing to go on with what is left; `now` is in seconds."""
+        """Start a turn with new data, cut anywhere, or with nothing, to continue; `now` is in seconds."""
         if data and not self.ended:
             self._data = self._data[self._position :] + data if self._position < len(self._data) else data
             self._position = 0
@@ -314,7 +314,7 @@ class Connection:
         if now > self._now:
             self.patience += (now - self._now) * self.limits.patience_per_second
             self._now = now
-        if self.patience > self._most_patience:  # noqa: PLR1730  # min() is slow when compiled
+        if self.patience > self._most_patience:  # noqa: PLR1730  # compiled, min() is slow
             self.patience = self._most_patience
 
     def next_event(self) -> Event | None:
@@ -329,7 +329,7 @@ class Connection:
             self.patience -= _STREAM_ERROR_COST
             self._reset(error.number, error.code)
             return StreamReset(error.number, error.code)
-        except ProtocolError as fault:  # not `error`: where it is compiled, a variable has one type
+        except ProtocolError as fault:  # not `error`: compiled, a variable has one type
             self._end(fault)
             return None
 
@@ -458,7 +458,7 @@ class Connection:
         self._block += payload
 
     def _on_block(self, number: int, flags: int, encoded: bytes) -> Event | None:
-        """A whole header block: a request, or the trailers of one."""
+        """Handle a whole header block: a request or its trailers."""
         block = self._decoder.decode(encoded)
         self.work += (len(encoded) >> 7) + _NEWS_WORK * self._decoder.news
         ended = flags & END_STREAM != 0
@@ -555,7 +555,7 @@ class Connection:
             raise ProtocolError("GOAWAY on a stream", code=PROTOCOL_ERROR)
         if len(payload) < 8:  # noqa: PLR2004  # last stream and error code
             raise ProtocolError("GOAWAY of a wrong size", code=FRAME_SIZE_ERROR)
-        return None  # the peer opens no more streams; those it has finish as they would anyway
+        return None  # the peer opens no more streams; existing ones finish as usual
 
     def _on_window_update(self, _: int, number: int, payload: bytes) -> Event | None:
         if len(payload) != 4:  # noqa: PLR2004  # an increment
@@ -565,11 +565,11 @@ class Connection:
             self._window += increment
             if not increment or self._window > _MAX_WINDOW:
                 raise ProtocolError("WINDOW_UPDATE", code=FLOW_CONTROL_ERROR if increment else PROTOCOL_ERROR)
-            return None  # whatever waits for it is sent before the next frame is looked at
+            return None  # bytes that wait for it are sent before the next frame is read
         if number > self._last:
             raise ProtocolError("WINDOW_UPDATE on an idle stream", code=PROTOCOL_ERROR)
         stream = self._streams.get(number)
-        if stream is None:  # it may have crossed our last frame
+        if stream is None:  # it may have crossed the last frame of this side
             return None
         stream.spent -= increment
         if not increment or self._peer_window - stream.spent > _MAX_WINDOW:
@@ -579,31 +579,31 @@ class Connection:
         return None
 
     def _describe_missing(self, number: int) -> Exception:
-        """The error for a frame that only an open stream may get."""
+        """The error for a frame that only an open stream may receive."""
         if not number or number > self._last:
             return ProtocolError(f"DATA on stream {number}, which is idle", code=PROTOCOL_ERROR)
         return _StreamError(number, STREAM_CLOSED)
 
     def respond(self, stream: Http2Stream, block: bytes, *, end: bool = False) -> None:
-        """Send response headers; `block` comes from `encode`. On a stream that is lost this does nothing, as `send`."""
+        """Send response headers; `block` comes from `encode`. Like `send`, this does nothing on a lost stream."""
         if stream.lost:
             return
-        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # the caller has lost count
+        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # a bug of the caller
         self._write(HEADERS, END_HEADERS | END_STREAM if end else END_HEADERS, stream.name, block)
         if end:
             self._end_local(stream)
 
     def send(self, stream: Http2Stream, data: bytes, trailers: bytes | None = None) -> None:
-        """Send body bytes as far as the peer's windows allow, the rest when it opens them.
+        """Send body bytes as far as the peer's windows allow, and the rest when it opens them.
 
         Args:
-            stream: where.
-            data: what to send.
-            trailers: the header block that ends the stream, empty to end it without; None keeps it open.
+            stream: the stream to send on.
+            data: the bytes to send.
+            trailers: the header block that ends the stream; empty to end it without one; None keeps it open.
         """
         if stream.lost:
             return
-        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # the caller has lost count
+        assert not stream.local_closed, "the stream is answered"  # noqa: S101  # a bug of the caller
         assert stream.trailers is None, "the stream is answered"  # noqa: S101  # as above
         size = len(data)
         if (
@@ -622,13 +622,13 @@ class Connection:
             self._write_last(stream, trailers)
 
     def goaway(self) -> None:
-        """Ask the peer to open no more streams here; those that it has opened meanwhile are served."""
+        """Ask the peer to open no more streams; those that it has opened meanwhile are served."""
         if self.ended:
             return
         self._write(GOAWAY, 0, _CONNECTION, _MAX_WINDOW.to_bytes(4, "big") + NO_ERROR.to_bytes(4, "big"))
 
     def close(self) -> None:
-        """The connection is lost: free what is held for it."""
+        """Free everything that is held, because the connection is lost."""
         self.ended = True
         self.share.give_all()
         for stream in self._streams.values():
@@ -641,7 +641,7 @@ class Connection:
         self._data, self._position = b"", 0
 
     def _block_output(self, stream: Http2Stream, data: bytes, trailers: bytes | None) -> None:
-        """Keep what a window does not allow now."""
+        """Keep bytes that a window does not allow now."""
         if not self.share.take(len(data)):
             self._end(ProtocolError("too much data that the peer does not read", code=ENHANCE_YOUR_CALM))
             return
@@ -653,19 +653,19 @@ class Connection:
         self._send_blocked(stream)
 
     def _send_waiting(self) -> None:
-        """Send what waits for the connection's window; each of these streams sends something, or shows that its own is shut."""
+        """Send bytes that wait for the connection's window; each stream sends some, or its own window is found to be shut."""
         while self._waiting and self._window > 0 and not self.turn_over:
             number = next(iter(self._waiting))
             self._send_blocked(self._waiting.pop(number))
 
     def _reopen_shut(self) -> None:
-        """Open the windows of all streams, and charge for that: no other frame affects more than one stream."""
+        """Open the windows of all streams, and charge for it, because no other frame affects more than one stream."""
         self._spend(len(self._shut))
         self._waiting.update(self._shut)
         self._shut.clear()
 
     def _send_blocked(self, stream: Http2Stream) -> None:
-        """Send what the windows and this turn allow of what is blocked."""
+        """Send blocked bytes as far as the windows and this turn allow."""
         blocked = stream.blocked
         while blocked:
             size = min(len(blocked), self._peer_window - stream.spent, self._window, self._peer_frame)
@@ -674,7 +674,7 @@ class Connection:
                 return
             self.work += 1 + (size >> 10)
             self._write(DATA, 0, stream.name, bytes(blocked[:size]))
-            del blocked[:size]  # which costs nothing at a bytearray's start
+            del blocked[:size]  # free at a bytearray's start
             self.share.give(size)
             stream.spent += size
             self._window -= size
@@ -691,10 +691,10 @@ class Connection:
             self._end(ProtocolError("too many streams whose windows stay shut", code=ENHANCE_YOUR_CALM))
 
     def _write(self, kind: int, flags: int, name: bytes, payload: bytes) -> None:
-        self._out.append(b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload))  # compiled, made in one go
+        self._out.append(b"%b%b%b" % (make_head(len(payload), kind, flags), name, payload))  # compiled, formatted at once
 
     def _write_last(self, stream: Http2Stream, trailers: bytes) -> None:
-        """The frame that ends a stream: trailers, or an empty DATA frame without any."""
+        """Write the frame that ends a stream: trailers, or an empty DATA frame."""
         if trailers:
             self._write(HEADERS, END_HEADERS | END_STREAM, stream.name, trailers)
         else:
@@ -711,7 +711,7 @@ class Connection:
             return
         self._lingering[stream.number] = None
         if len(self._lingering) > self.limits.lingering:
-            self._reset(next(iter(self._lingering)), NO_ERROR)  # section 8.1: we want no more of its request
+            self._reset(next(iter(self._lingering)), NO_ERROR)  # section 8.1: the rest of its request is not needed
 
     def _end_remote(self, stream: Http2Stream) -> None:
         stream.remote_closed = True
@@ -726,7 +726,7 @@ class Connection:
             self._forget(stream)
 
     def _forget(self, stream: Http2Stream) -> None:
-        """The stream is over before its time."""
+        """Drop a stream that ended early."""
         stream.lost = True
         del self._streams[stream.number]
         self._lingering.pop(stream.number, None)

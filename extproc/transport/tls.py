@@ -3,10 +3,10 @@
 - A thread reads the files a few times a second. Comparing their contents works on any file system, and for any kind of
   rotation: writing, renaming, or swapping a link, as the kubelet does.
 - A change takes effect if it is unchanged at the next look, so that a new certificate is not tried with an old key.
-- Unusable files are logged and counted, and change nothing. Usable ones apply to new connections; old connections go on.
-- Each rotation makes a new context, so sessions from before cannot be resumed with it.
+- Unusable files are logged and counted, and change nothing. Usable ones apply to new connections; old connections continue.
+- Each rotation makes a new context, so earlier sessions cannot be resumed with it.
 """
-# interpreted: subclasses ssl's own, whose time is OpenSSL's
+# interpreted: subclasses of ssl's classes, where OpenSSL takes the time
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _LOG = logging.getLogger("loopguard")
 
 _LOOK_SECONDS: Final = 0.25
 _GOODBYE_SECONDS: Final = 5.0
-"""How long to wait for a peer's own close_notify."""
+"""Time to wait for a peer's own close_notify, in seconds."""
 
 _LINES_PER_SECOND: Final = 5
 _AGAIN: Final = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Pem(NamedTuple):
-    """What the files hold: the certificate and those between it and an authority, its key, and the clients' authorities."""
+    """The contents of the files: the certificate with its chain, its key, and the clients' authorities."""
 
     chain: bytes
     key: bytes
@@ -46,18 +46,18 @@ class Pem(NamedTuple):
 
 
 def open_certificates(settings: Settings, metrics: Metrics) -> Certificates | None:
-    """The certificates of a port with mutual TLS, None for plain text; raises UsageError if something is missing or wrong."""
+    """The certificates of a port with mutual TLS, None for plain text; raises UsageError if a setting or file is wrong."""
     require_together(settings, ("tls_cert", "tls_key", "tls_client_ca"), ("tls_client_san",))
     return Certificates(settings, metrics) if settings.tls_cert else None
 
 
 class Certificates:
-    """The certificates in use, and who may ask with them."""
+    """The certificates in use, and the clients that they admit."""
 
     pem: Pem
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        """Load them for the first time; raises UsageError, naming the file, if one cannot be used."""
+        """Load the files for the first time; raises UsageError, naming the file, if one is unusable."""
         self._settings = settings
         self._metrics = metrics
         self._names = frozenset(settings.tls_client_san)
@@ -76,7 +76,7 @@ class Certificates:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For a new connection."""
+        """The context for new connections."""
         return self._context
 
     def admits(self, names: Iterable[SubjectName]) -> bool:
@@ -100,7 +100,7 @@ class Certificates:
         self._looked_at = seen
 
     def log_refusal(self, reason: str) -> None:
-        """Count a peer that was refused, and log it at a limited rate."""
+        """Count a refused peer, and log it at a limited rate."""
         self._metrics.tls_refused.inc()
         suppressed = self._refusals.admit(time.monotonic())
         if suppressed is not None:
@@ -128,13 +128,13 @@ class Certificates:
             return str(error)
 
     def _load(self) -> None:
-        """Read and check everything, then take it; raises UsageError if a file cannot be used."""
+        """Read and check everything, then use it; raises UsageError if a file is unusable."""
         pem = _read(self._settings)
         not_after = _check_certificate(self._settings, pem)
         context = _Guarded(self)
         _load_pair(context, self._settings)
         _trust_clients(context, self._settings, pem)
-        if _read(self._settings) != pem:  # Python reads a key from its file alone: bytes and context have to be of one state
+        if _read(self._settings) != pem:  # Python reads a key only from its file, so bytes and context have to be of one state
             raise UsageError(f"--tls-cert {self._settings.tls_cert}: is being changed")
         self.pem, self._context = pem, context
         self._metrics.tls_not_after.set(not_after)
@@ -144,7 +144,7 @@ class _ServerContext(ssl.SSLContext):
     """A server's context that knows the certificates."""
 
     def __new__(cls, certificates: Certificates) -> Self:
-        """Made by a protocol, of which there is one."""
+        """Make a context for the server's protocol."""
         del certificates
         return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
 
@@ -169,7 +169,7 @@ class _GuardedObject(ssl.SSLObject):
     """One connection's TLS."""
 
     def do_handshake(self) -> None:
-        """Fail for a peer that is not allowed, before it can send a request."""
+        """Refuse a peer that is not allowed, before it can send a request."""
         certificates = cast("_Guarded", self.context).certificates
         try:
             super().do_handshake()
@@ -198,12 +198,12 @@ class _Current(_ServerContext):
 
 
 def read_names(certificate: Mapping[str, Any] | None) -> list[SubjectName]:
-    """The subjectAltNames of a certificate, as `SSLObject.getpeercert` has it."""
+    """The subjectAltNames of a certificate, in the format of `SSLObject.getpeercert`."""
     return [make_name(kind, value) for kind, value in (certificate or {}).get("subjectAltName", ())]
 
 
 def make_name(kind: str, value: str) -> SubjectName:
-    """A subjectAltName in the form that names are compared in."""
+    """A subjectAltName in the form in which names are compared."""
     if kind == "IP Address":
         with contextlib.suppress(ValueError):
             value = str(ip_address(value.strip()))
@@ -227,9 +227,9 @@ def read_file(flag: str, path: str) -> bytes:
 
 
 def _check_certificate(settings: Settings, pem: Pem) -> float:
-    """When a certificate expires that clients can trust today, in seconds since 1970; else raises UsageError.
+    """When a certificate that clients can trust today expires, in seconds since 1970; else raises UsageError.
 
-    A client that trusts this certificate alone tries it, in memory.
+    A client that trusts only this certificate tries it, in memory.
     """
     flag = f"--tls-cert {settings.tls_cert}"
     client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -246,7 +246,7 @@ def _check_certificate(settings: Settings, pem: Pem) -> float:
                 side.do_handshake()
     except ssl.SSLError as error:
         raise UsageError(f"{flag}: {_explain(error)}") from None
-    found = cast("dict[str, str]", asking.getpeercert())  # verified, so it is there
+    found = cast("dict[str, str]", asking.getpeercert())  # present, because it was verified
     return ssl.cert_time_to_seconds(found["notAfter"])
 
 
@@ -265,7 +265,7 @@ def _load_pair(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 class _PassphraseError(Exception):
-    """A person would have to type it."""
+    """The key needs a passphrase, which someone would have to type."""
 
 
 def _refuse_passphrase() -> str:
@@ -285,12 +285,12 @@ def _trust_clients(context: ssl.SSLContext, settings: Settings, pem: Pem) -> Non
 def _trust(context: ssl.SSLContext, pem: bytes, flag: str) -> None:
     try:
         context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))  # comments may be in any language
-    except (ssl.SSLError, ValueError):  # the latter where there is nothing
+    except (ssl.SSLError, ValueError):  # ValueError if there is nothing
         raise UsageError(f"{flag}: contains no PEM certificate") from None
 
 
 def _explain(error: ssl.SSLError) -> str:
     """OpenSSL's reason in words."""
     told: str = getattr(error, "verify_message", "")
-    reason: str = getattr(error, "reason", "") or ""  # an error that OpenSSL did not raise has neither
+    reason: str = getattr(error, "reason", "") or ""  # an error that OpenSSL did not raise has no reason
     return told or reason.replace("_", " ").lower() or str(error.args[-1])

@@ -1,9 +1,9 @@
 """The subcommands of `loopguard`, one file each.
 
 Each has `HELP`, a line that says what it does; `EXAMPLES`, the end of its --help; `add_flags`, which declares its flags; and
-`run`, which does it and returns the exit code. What only `run` needs and takes long to import is imported there. It raises
-UsageError for a flag that cannot be used, BundleErrors with everything that is wrong in the policies, and any other
-LoopguardError where a server, a log or a file fails it: `main` prints them.
+`run`, which runs it and returns the exit code. Slow imports that only `run` needs are in `run`. It raises UsageError for a flag
+that cannot be used, BundleErrors with all errors in the policies, and any other LoopguardError if a server, a log or a file
+fails. `main` prints them.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ COMMANDS = (
     "overrides",
     "healthcheck",
 )
-"""In the order of `loopguard --help`; `envoy-config` is in `envoy_config.py`."""
+"""In the order of `loopguard --help`. Dashes are underscores in file names, as in `envoy_config.py`."""
 
 
 def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """The flag that names policies; if it is not `required`, the preset is the default."""
+    """Add the flag that names policies. If it is not `required`, the preset is the default."""
     text = f"policy file or directory; repeatable{'' if required else ' (default: the preset agents)'}"
     parser.add_argument("--policy", action="append", required=required, metavar="PATH", help=text)
 
 
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag that names the file of the hash key."""
+    """Add the flag that names the file of the hash key."""
     parser.add_argument(
         "--hash-key-file",
         default="",
@@ -61,13 +61,13 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
 
 def check_paths(paths: Sequence[str]) -> Sequence[str]:
     """The policy paths of a command line; raises UsageError if one is empty."""
-    if not all(paths):  # such as that of a shell's variable that is not set
+    if not all(paths):  # such as an unset shell variable
         raise UsageError("a policy path is empty; give a policy file or a directory of them")
     return paths
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things; the noun gets its `s`."""
+    """A number of things; the noun gets an `s` if needed."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -80,10 +80,10 @@ def write_caller(row: Mapping[str, Any]) -> str:
 
 
 def write_coverage(report: Mapping[str, Any]) -> list[str]:
-    """How much of the traffic is guarded, a line for each server that knows of its own alone; none from an older version."""
+    """The share of the traffic that is guarded, a line for each server without a shared store; empty from an older version."""
     return [seen["line"] for seen in report.get("coverage", ())]
 
 
 def load_policies(paths: Sequence[str]) -> PolicySet:
-    """The policies of a command line, as they are valid now; raises UsageError or BundleErrors if they cannot be used."""
+    """The policies of a command line, as of now; raises UsageError or BundleErrors if they cannot be used."""
     return load(check_paths(paths), datetime.now(UTC))

@@ -1,4 +1,4 @@
-"""`loopguard block`: refuse a caller, a session, a loop or a tool, for a while."""
+"""`loopguard block`: refuses a caller, a session, a loop or a tool for a while."""
 
 from __future__ import annotations
 

@@ -95,14 +95,14 @@ def show_status(options: argparse.Namespace) -> int:
 
 
 def _explain_nothing(policy: str | None, compared: Sequence[str]) -> str:
-    """Why there is no verdict: what is compared, or how a policy comes to be."""
+    """Why there is no verdict: what is compared instead, or how to compare a policy."""
     named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
     hint = f"compared are: {', '.join(compared)}" if compared else "set canary_of, or give both the same selector"
     return f"{named} is compared with an enforcing one; {hint}"
 
 
 def collect_states(clients: Sequence[AdminClient]) -> list[State]:
-    """The counts of all replicas, each taken once; raises LoopguardError if a server gives no usable answer."""
+    """The counts of all replicas, each once; raises LoopguardError if a server gives no usable answer."""
     newest: dict[tuple[str, str, str], State] = {}
     for client in clients:
         answer = client.ask("/canary/states")
@@ -114,7 +114,7 @@ def collect_states(clients: Sequence[AdminClient]) -> list[State]:
     return list(newest.values())
 
 
-def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # whatever a server said
+def _read_replicas(answer: Any) -> dict[str, list[Any]]:  # noqa: ANN401  # a server may answer anything
     replicas = answer.get("replicas") if isinstance(answer, dict) else None
     if not isinstance(replicas, dict) or not all(isinstance(states, list) for states in replicas.values()):
         raise LoopguardError("the server did not return canary counts")
@@ -148,7 +148,7 @@ def review_samples(options: argparse.Namespace) -> int:
 
 
 def _collect_samples(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
-    """The samples of all replicas, each once, the oldest first; raises LoopguardError if no server keeps any."""
+    """The samples of all replicas, each once, oldest first; raises LoopguardError if no server keeps any."""
     found: dict[str, dict[str, Any]] = {}
     kept = False
     for client in clients:
@@ -174,7 +174,7 @@ def _print_sample(sample: dict[str, Any]) -> None:
 
 
 def _ask_person() -> str:
-    """One of the answers, skip, or quit, which the end of the input means as well."""
+    """Ask for one of the answers, skip or quit; the end of the input means quit."""
     while True:
         try:
             text = input("would it be right to refuse this? right, wrong, unsure, skip, quit [r/w/u/s/q] ").strip().lower()
@@ -195,7 +195,7 @@ def _print_tally(policy: str, counts: dict[str, int]) -> None:
 
 
 def _print_canaries(canaries: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console  # noqa: PLC0415  # takes 0.1 s to import; other commands need none
+    from rich.console import Console  # noqa: PLC0415  # takes 0.1 s to import; other commands do not need it
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
     console = Console(highlight=False, markup=False, emoji=False, width=width)

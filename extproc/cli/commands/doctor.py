@@ -1,4 +1,4 @@
-"""`loopguard doctor`: what is not guarded and why, and what to change, from the admin port of running servers."""
+"""`loopguard doctor`: what is not guarded and why, and what to change, according to the admin ports of running servers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
-    """The report of each server; one report for servers that share a store."""
+    """The report of each server; only one for servers that share a store."""
     reports: list[dict[str, Any]] = []
     for client in clients:
         report = client.ask("/coverage")
@@ -52,7 +52,7 @@ def _ask(clients: Sequence[AdminClient]) -> list[dict[str, Any]]:
 
 
 def _blame_memory(report: dict[str, Any], servers: int) -> None:
-    """One server that counts alone is fine; several are a problem."""
+    """Report several servers that count separately; a single one is fine."""
     for finding in report["findings"]:
         if finding["reason"] == "memory_store":
             finding["level"] = _PROBLEM

@@ -1,4 +1,4 @@
-"""`loopguard explain`: what the policies make of one request, described with curl's flags."""
+"""`loopguard explain`: what the policies do with one request, described with curl's flags."""
 
 from __future__ import annotations
 
@@ -229,14 +229,14 @@ def _describe_decision(candidate: LoopCandidate) -> str:
 
 def _describe_steps(candidate: LoopCandidate) -> str:
     first, *others = candidate.detector.list_thresholds(candidate.subject)
-    begins = candidate.repeat.threshold if candidate.repeat is not None else first  # a tool may have one of its own
+    begins = candidate.repeat.threshold if candidate.repeat is not None else first  # a tool may have a threshold of its own
     later = [(step, threshold - first + begins) for step, threshold in enumerate(others, 1)]
     described = [f"from {threshold} on {_describe_action(candidate, step)}" for step, threshold in later]
     return ", ".join([_describe_action(candidate, 0), *described])
 
 
 def _make_outcome(candidate: LoopCandidate, step: int) -> Outcome:
-    """What the detector makes of the request that reaches the threshold of this step."""
+    """The outcome of the request that reaches the threshold of this step."""
     detector, found, subject = candidate.detector, candidate.repeat, candidate.subject
     threshold = detector.list_thresholds(subject)[step]
     last = step == len(detector.actions) - 1 and not (found is not None and found.held)
@@ -275,10 +275,10 @@ def _read_body(data: str | None) -> bytes:
 
 
 def _split_url(text: str) -> SplitResult:
-    """A URL as curl takes it, without its scheme or, because only policies look at it, with nothing but its path."""
+    """Split a URL as curl does: without its scheme or, because only policies read it, with only a path."""
     try:
         url = urlsplit(text if "://" in text else f"http://{text}")
-        _ = url.port  # checked as it is read
+        _ = url.port  # reading it checks it
     except ValueError as error:
         raise UsageError(f"{text!r} is not a URL: {error}") from None
     if url.scheme not in ("http", "https"):

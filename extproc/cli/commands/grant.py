@@ -27,5 +27,5 @@ def run(options: argparse.Namespace) -> int:
     amounts = {"steps": options.steps, "tool_calls": options.tool_calls, "cost": options.cost}
     if all(amount is None for amount in amounts.values()):
         raise UsageError("give at least one of --steps, --tool-calls and --cost")
-    key = secrets.token_hex(8)  # servers that share a store take it once, however many of them are asked
+    key = secrets.token_hex(8)  # servers that share a store grant it only once
     return give("grant", options, **amounts, key=key)

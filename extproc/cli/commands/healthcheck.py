@@ -35,7 +35,7 @@ class HealthcheckTls:
     tls_server_name: str = option("", str, "name in the server's certificate, if it is not the host", "NAME")
 
     def __post_init__(self) -> None:
-        """Refuse half of what TLS needs."""
+        """Refuse incomplete TLS settings."""
         require_together(self, ("tls_ca", "tls_cert", "tls_key"), ("tls_server_name",))
 
 
@@ -74,7 +74,7 @@ def _open_channel(target: str, tls: HealthcheckTls) -> grpc.Channel:
 
 
 def _find_listen_address() -> str:
-    """Where this machine's server listens, according to the environment."""
+    """This machine's server address, according to the environment."""
     text = os.environ.get(f"{settings.ENV_PREFIX}LISTEN", "127.0.0.1:50051")
     try:
         address = settings.parse_address(text)

@@ -1,4 +1,4 @@
-"""`loopguard init`: prints one of the presets, which its user keeps and makes their own."""
+"""`loopguard init`: prints one of the presets, for its user to keep and change."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from extproc.policy.presets import DEFAULT_PRESET, PRESETS, find_preset
 
 
 def read_preset(name: str) -> str:
-    """A policy file, as text."""
+    """The text of a preset's policy file."""
     return Path(find_preset(name)).read_text(encoding="utf-8")
 
 
 def _describe_presets() -> Iterator[str]:
-    """What each one does, in lines for `--help`."""
+    """Describe each preset in lines for `--help`."""
     indent = " " * 15
     for name in PRESETS:
         description = json.loads(read_preset(name))["description"]

@@ -1,4 +1,4 @@
-"""`loopguard kill`: refuse a session, or all of a caller's, until it is released."""
+"""`loopguard kill`: refuses a session, or all sessions of a caller, until it is released."""
 
 from __future__ import annotations
 

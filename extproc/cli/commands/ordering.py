@@ -1,4 +1,4 @@
-"""What the commands that give orders have in common; no command by itself."""
+"""What the commands for operators' orders have in common."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPERATOR_HEADER = "x-loopguard-operator"
 
 
 def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", sessions: bool = False) -> None:
-    """The flags of an order: --for only with a default (`lasts`), --fingerprint and --tool only without `sessions`."""
+    """Add the flags of an order: --for only with a default (`lasts`), --fingerprint and --tool only without `sessions`."""
     parser.add_argument(
         "--caller",
         action="append",
@@ -44,7 +44,7 @@ def add_order_flags(parser: argparse.ArgumentParser, *, lasts: str = "", session
 
 
 def add_asking_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which server is asked, and with what credential."""
+    """Add the flags for the servers to ask, and for the credential."""
     add_admin_flag(parser)
     parser.add_argument(
         "--token-file",
@@ -54,7 +54,7 @@ def add_asking_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def give(kind: str, options: argparse.Namespace, **more: object) -> int:
-    """Give every server an order, with more fields than flags have (None is left out); returns the exit code."""
+    """Send an order to every server, with `more` fields (None is left out); returns the exit code."""
     order = make_order(kind, options) | {name: value for name, value in more.items() if value is not None}
     headers = make_headers(options)
     for client in open_clients(options.admin):
@@ -66,7 +66,7 @@ def give(kind: str, options: argparse.Namespace, **more: object) -> int:
 
 
 def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """An order as `POST /overrides` takes it; raises UsageError if a flag cannot be used."""
+    """An order for `POST /overrides`; raises UsageError if a flag cannot be used."""
     about: dict[str, Any] = {
         "caller": _read_caller(options.caller),
         "session": _split(options.session, "--session") if options.session and "=" in options.session else options.session,
@@ -82,7 +82,7 @@ def make_order(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_duration(text: str) -> int:
-    """A number with a unit, in seconds; raises UsageError for anything else, and if no order stands for so long."""
+    """Read a number with a unit, in seconds; raises UsageError if it is malformed, or too long for an order."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise UsageError(f"--for must be a number with a unit, such as 90s, 30m, 2h or 1d, not {text!r}")
@@ -93,7 +93,7 @@ def read_duration(text: str) -> int:
 
 
 def make_headers(options: argparse.Namespace) -> dict[str, str]:
-    """Who asks, and the credential; raises UsageError if the token file cannot be read."""
+    """The operator's name and credential; raises UsageError if the token file cannot be read."""
     headers = {_OPERATOR_HEADER: _find_operator()}
     path = options.token_file or os.environ.get(f"{ENV_PREFIX}ADMIN_TOKEN_FILE", "")
     if path:

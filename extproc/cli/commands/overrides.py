@@ -1,4 +1,4 @@
-"""`loopguard overrides`: what operators have ordered, and how to end it."""
+"""`loopguard overrides`: lists operators' orders, and revokes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopguard promote`: makes a policy act on more callers, by changing its file and no other byte in it."""
+"""`loopguard promote`: makes a policy act on more callers, by editing its file and no other byte in it."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def _list_remarks(options: argparse.Namespace, spec: Mapping[str, Any], known: P
 
 
 def _print_note(text: str) -> None:
-    """Beside the diff, which may be piped elsewhere."""
+    """Print beside the diff, which may be piped elsewhere."""
     print(escape_controls(text), file=sys.stderr)
 
 
 def _read_files(file: str, beside: Sequence[str]) -> dict[str, bytes]:
-    """The policy file, and what is loaded along with it; raises UsageError or BundleErrors if something cannot be read."""
+    """The policy file and the files loaded with it; raises UsageError or BundleErrors if something cannot be read."""
     check_paths([file, *beside])
     if Path(file).is_dir():
         raise UsageError(f"{file} is a directory; give the file in it that has the policy")
@@ -109,7 +109,7 @@ def _read_files(file: str, beside: Sequence[str]) -> dict[str, bytes]:
 
 
 def _find_spec(document: Any, policy: str) -> tuple[Place, dict[str, Any]]:  # noqa: ANN401  # raw JSON
-    """Where the spec of a policy stands in a valid policy file, and the spec; raises UsageError if there is no such policy."""
+    """The place of a policy's spec in a valid policy file, and the spec; raises UsageError if there is no such policy."""
     entries: dict[Place, Any] = {(): document}
     if isinstance(document, list):
         entries = {(number,): entry for number, entry in enumerate(document)}
@@ -123,7 +123,7 @@ def _find_spec(document: Any, policy: str) -> tuple[Place, dict[str, Any]]:  # n
 
 
 def _find_share(spec: Mapping[str, Any]) -> int:
-    """The percentage of its callers that a policy acts on; 0 in shadow."""
+    """The percentage of its callers that a policy acts on; 0 in shadow mode."""
     if spec.get("mode") == SHADOW:
         return 0
     percent = spec.get("enforce_percent")
@@ -135,7 +135,7 @@ def _describe_share(percent: int) -> str:
 
 
 def _promote(text: str, place: Place, spec: Mapping[str, Any], percent: int) -> str:
-    """The text of a policy file in which the policy whose spec stands at a place acts on a larger share."""
+    """The text of a policy file in which the policy with the spec at this place acts on a larger share."""
     if spec.get("mode") == SHADOW:
         text = replace_value(text, (*place, "mode"), "enforce")
     if "enforce_percent" in spec:
@@ -148,7 +148,7 @@ def _promote(text: str, place: Place, spec: Mapping[str, Any], percent: int) -> 
 
 
 def _list_changes(file: str, before: str, after: str) -> Iterator[str]:
-    """Lines of a unified diff, each with its end; `patch` and `git apply` take them."""
+    """Lines of a unified diff, each with its end, for `patch` and `git apply`."""
     for line in difflib.unified_diff(_split_lines(before), _split_lines(after), file, file):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
@@ -159,12 +159,12 @@ def _split_lines(text: str) -> list[str]:
 
 
 def _write(file: Path, before: bytes, after: bytes) -> None:
-    """Replace the file in one step, so that it is never read half-written; a LoopguardError leaves the old one."""
+    """Replace the file atomically, so that it is never read half-written. After a LoopguardError, the old one is unchanged."""
     if file.is_symlink():
         place = "change its target, or the ConfigMap if Kubernetes mounted it"
         raise LoopguardError(f"{file} is a symbolic link, which is not replaced; {place}")
     try:
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")  # a name that no policy directory shows
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")  # a name that is not read as a policy
         try:
             with os.fdopen(handle, "wb") as opened:
                 _keep_owner(handle, file.stat())
@@ -181,7 +181,7 @@ def _write(file: Path, before: bytes, after: bytes) -> None:
 
 
 def _keep_owner(handle: int, was: os.stat_result) -> None:
-    """Give a new file the mode of the old one, and its owner where we may."""
+    """Give a new file the mode of the old one, and its owner if permitted."""
     with suppress(PermissionError):
         os.fchown(handle, was.st_uid, was.st_gid)
     os.fchmod(handle, stat.S_IMODE(was.st_mode))

@@ -13,10 +13,10 @@ EXAMPLES = """examples:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """Add no flags."""
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print it; returns the exit code."""
+    """Print the schema; returns the exit code."""
     print(json.dumps(make_schema(), indent=2))
     return 0

@@ -30,16 +30,16 @@ add_flags = settings.add_flags
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal ends it; returns the exit code."""
+    """Serve until a signal; returns the exit code."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it would end a process that cannot reload yet
     hush_grpc()
     import uvloop  # noqa: PLC0415  # only the server needs it
 
-    from extproc.server import Server  # noqa: PLC0415  # the server's parts take 0.3 s to import; other commands need none
+    from extproc.server import Server  # noqa: PLC0415  # takes 0.3 s to import; other commands do not need it
 
     chosen = settings.read_settings(vars(options), os.environ)
     variable = f"{settings.ENV_PREFIX}POLICY"
-    if not chosen.policy and variable in os.environ:  # such as that of a template that lacks a value
+    if not chosen.policy and variable in os.environ:  # such as from a template that lacks a value
         raise UsageError(f"{variable} is empty; name policy files or directories, or unset it to watch without a policy")
     check_paths(chosen.policy)
     setup(chosen.log_format, chosen.log_level)
@@ -49,12 +49,12 @@ def run(options: argparse.Namespace) -> int:
     async def serve() -> None:
         await Server(chosen).run()
 
-    # Our own transport gains from uvloop; grpcio brings its own poller and does not.
+    # Loopguard's own transport is faster with uvloop; grpcio brings its own poller.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if chosen.transport == "fast" else None) as runner:
         runner.run(serve())
     return 0
 
 
 def hush_grpc() -> None:
-    """Before grpc is imported: its core would write lines of its own form to stderr, about what we report ourselves."""
+    """Silence grpc before it is imported: its core would log errors, in its own format, that Loopguard reports itself."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,4 +1,4 @@
-"""`loopguard sessions`: what sessions have used up, and the report of one run, from the admin port."""
+"""`loopguard sessions`: what sessions have used, and the report of one run, from the admin port."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
 
 
 def _explain_none(report: Mapping[str, Any]) -> str:
-    seen = report.get("coverage", ())  # which servers of an older version do not have
+    seen = report.get("coverage", ())  # missing from servers of an older version
     unlimited = seen and not any(each["limits_sessions"] for each in seen)
     return f"no session in the last hour{': no policy has session_limits' if unlimited else ''}"
 

@@ -89,7 +89,7 @@ def make_table(report: dict[str, Any]) -> Table:
     now = _read_time(report["at"])
     for loop in report["loops"]:
         style = "" if loop["looping"] else "dim"
-        # Text, because what clients choose must be no markup of ours.
+        # Text objects, because clients' values must not be interpreted as markup.
         table.add_row(*(Text(escape_controls(cell), style) for cell in (write(loop, now) for write in _COLUMNS.values())))
     return table
 

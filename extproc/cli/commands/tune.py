@@ -1,4 +1,4 @@
-"""`loopguard tune`: which window and threshold a policy should have, by recorded traffic."""
+"""`loopguard tune`: recommends a policy's window and threshold, according to recorded traffic."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Dete
 
 
 def _read_numbers(flag: str, text: str, highest: int, own: int, lowest: int) -> list[int]:
-    """The numbers of a flag and the policy's own, ascending; raises UsageError if one is out of range, or they are too many."""
+    """The numbers of a flag and the policy's own, ascending; raises UsageError for one out of range, or for too many."""
     parts = text.split(",")
     if not all(part.isdecimal() and lowest <= int(part) <= highest for part in parts) or len(parts) > _MAX_VALUES:
         raise UsageError(
@@ -124,10 +124,10 @@ def _read_numbers(flag: str, text: str, highest: int, own: int, lowest: int) -> 
 
 
 def _find_problems(ready: dict[str, Any] | None) -> list[str]:
-    """What else has to be changed in a policy, such as later thresholds that are not later any more."""
+    """Further changes that a policy needs, such as later thresholds that are no longer later."""
     if ready is None:
         return []
-    from datetime import UTC, datetime  # noqa: PLC0415  # beside its only use
+    from datetime import UTC, datetime  # noqa: PLC0415  # only used here
 
     from extproc.policy.loader import parse  # noqa: PLC0415  # same
 

@@ -1,4 +1,4 @@
-"""`loopguard validate`: what is wrong with policy files, all of it at once."""
+"""`loopguard validate`: reports all errors in policy files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from extproc.reload import build  # noqa: PLC0415  # with the engine, which takes long to import
+    from extproc.reload import build  # noqa: PLC0415  # includes the engine, which takes long to import
 
     files, unreadable = read_what_can_be(check_paths(options.path))
     policies, _ = build(files, datetime.now(UTC), allow_unenforced=_allows_unenforced(options), unreadable=unreadable)

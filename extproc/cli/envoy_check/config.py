@@ -1,7 +1,7 @@
-"""What a configuration holds, whichever way it came: listeners, their routes, clusters.
+"""The contents of a configuration in any form: listeners, their routes, clusters.
 
-A bootstrap has them in `static_resources`, a config dump in one section for each kind of resource, and what xDS delivers is a
-list. Whatever comes from elsewhere later is not there: that is told, and not guessed.
+A bootstrap has them in `static_resources`, a config dump in one section for each kind of resource, and xDS delivers a list.
+Resources that other sources deliver later are not in it. That is reported, not guessed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _KINDS = {
 _WITH_MATCHER = "envoy.extensions.common.matching.v3.ExtensionWithMatcher"
 
 _KINDS_BY_NAME = {"envoy.filters.http.router": "envoy.extensions.filters.http.router.v3.Router"}
-"""Of filters that older configurations only name."""
+"""Kinds of filters that older configurations only name."""
 
 
 @dataclass(slots=True)
 class Resources:
-    """All that is configured, each thing once.
+    """All configured resources, each once.
 
     Attributes:
-        routes: RouteConfigurations that do not stand in a listener.
-        extensions: configurations of filters that come by themselves (ECDS).
+        routes: RouteConfigurations outside listeners.
+        extensions: configurations of filters that are delivered separately (ECDS).
         comes_later: xDS delivers more resources, which are not here.
-        version: of Envoy, None if unknown.
+        version: Envoy's version; None if unknown.
     """
 
     listeners: list[ConfigPlace] = field(default_factory=list)
@@ -46,19 +46,19 @@ class Resources:
     version: tuple[int, int] | None = None
 
     def add(self, resource: ConfigPlace) -> None:
-        """Sort in what an Any holds."""
+        """Add the content of an Any by its kind."""
         kind, message = resource.message()
         if kind in _KINDS:
             getattr(self, _KINDS[kind]).append(message)
 
 
 def find_named(places: Sequence[ConfigPlace], name: str) -> ConfigPlace | None:
-    """The one that has this name."""
+    """The first place with this name."""
     return next((place for place in places if place.get("name").text() == name), None)
 
 
 def find_resources(document: ConfigPlace) -> Resources:
-    """Everything in a bootstrap, a config dump or a list of resources; raises UsageError for anything else."""
+    """All resources in a bootstrap, a config dump or a list of resources; raises UsageError for anything else."""
     found = Resources()
     if document.get("configs").is_there:
         _read_dump(document.get("configs"), found)
@@ -123,17 +123,17 @@ class Route:
 
     @property
     def name(self) -> str:
-        """Its own, or what people can find it by."""
+        """Its own name, or one by which people can find it."""
         return self.place.get("name").text() or f"{self.around[0].get('name').text()}[{self.number - 1}]"
 
     @property
     def levels(self) -> tuple[ConfigPlace, ConfigPlace, ConfigPlace]:
-        """Itself and what is around it: what is said nearer to it counts."""
+        """The entry, its host and its RouteConfiguration; the innermost setting applies."""
         return (self.place, *self.around)
 
     @property
     def is_answered_here(self) -> bool:
-        """Envoy itself answers, and no upstream is asked."""
+        """Whether Envoy itself answers, so that no upstream is asked."""
         return any(self.place.get(name).is_there for name in ("direct_response", "redirect"))
 
     def describe_match(self) -> str:
@@ -151,9 +151,9 @@ class Manager:
     """An HTTP connection manager: filters and routes behind one port.
 
     Attributes:
-        filters: of HTTP, in the order in which requests meet them.
-        routes: in the order in which Envoy tries them.
-        missing: why the routes are unknown, empty if they are known.
+        filters: HTTP filters, in the order in which requests pass through them.
+        routes: routes, in the order in which Envoy tries them.
+        missing: why the routes are unknown; empty if they are known.
     """
 
     resources: Resources
@@ -165,7 +165,7 @@ class Manager:
 
     @property
     def name(self) -> str:
-        """What people know it by."""
+        """The name by which people know it."""
         address = self.listener.get("address", "socket_address")
         where = f"{address.get('address').text()}:{address.get('port_value').number(0):g}" if address.is_there else ""
         return " ".join(filter(None, (self.listener.get("name").text(), where))) or self.listener.pointer
@@ -173,7 +173,7 @@ class Manager:
 
 @dataclass(frozen=True, slots=True)
 class HttpFilter:
-    """An entry of `http_filters`; `kind` is the name of its configuration's message, empty if that is unknown."""
+    """An entry of `http_filters`; `kind` is the name of its configuration's message, empty if unknown."""
 
     place: ConfigPlace
     kind: str
@@ -181,12 +181,12 @@ class HttpFilter:
 
     @property
     def name(self) -> str:
-        """By which routes speak of it."""
+        """The name by which routes refer to it."""
         return self.place.get("name").text()
 
     @property
     def is_of_envoy_gateway(self) -> bool:
-        """Envoy Gateway has made it, of an EnvoyExtensionPolicy, which cannot say everything."""
+        """Whether Envoy Gateway made it from an EnvoyExtensionPolicy, which cannot express everything."""
         return self.name.startswith("envoy.filters.http.ext_proc/envoyextensionpolicy/")
 
     def is_a(self, *kinds: str) -> bool:
@@ -229,7 +229,7 @@ def _read_filter(place: ConfigPlace, resources: Resources) -> HttpFilter:
         kind, config = (extension or place.get("config_discovery")).get("typed_config").message()
     else:
         kind, config = place.get("typed_config").message()
-    if kind == _WITH_MATCHER:  # which chooses when the filter inside is used
+    if kind == _WITH_MATCHER:  # which chooses when the inner filter is used
         kind, config = config.get("extension_config", "typed_config").message()
     return HttpFilter(place, kind or _KINDS_BY_NAME.get(place.get("name").text(), ""), config)
 
@@ -242,11 +242,11 @@ def _list_routes(configuration: ConfigPlace) -> Iterator[Route]:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A filter that asks Loopguard, and the routes on which it does.
+    """A filter that calls Loopguard, and its routes.
 
     Attributes:
-        guarded: routes on which it shows something of each request.
-        blind: routes that configure the filter but on which it shows nothing.
+        guarded: routes on which it sends part of each request.
+        blind: routes that configure the filter but on which it sends nothing.
     """
 
     needs: Needs
@@ -257,18 +257,18 @@ class Guard:
 
     @property
     def observes(self) -> bool:
-        """It only observes; responses from Loopguard are ignored."""
+        """Whether it only observes, so that responses from Loopguard are ignored."""
         return self.filter.config.get("observability_mode").flag()
 
     @property
     def cluster(self) -> str:
-        """The name of the cluster that it asks; empty if it asks in another way."""
+        """The name of the cluster that it calls; empty if it does not call a cluster."""
         return self.filter.config.get("grpc_service", "envoy_grpc", "cluster_name").text()
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedRoute:
-    """A route on which a filter is on, with its processing mode (a route's own replaces it as a whole) and its overrides."""
+    """A route on which a filter is on, with its processing mode (a route's own replaces it completely) and its overrides."""
 
     route: Route
     mode: ConfigPlace
@@ -276,23 +276,23 @@ class GuardedRoute:
 
     @property
     def name(self) -> str:
-        """The route's."""
+        """The route's name."""
         return self.route.name
 
     @property
     def body_mode(self) -> str:
-        """How bodies of requests are shown."""
+        """How request bodies are sent."""
         return self.mode.get("request_body_mode").text("NONE")
 
     @property
     def is_shown(self) -> bool:
-        """Something of its requests is: Envoy opens no stream where nothing is."""
+        """Whether part of its requests is sent: otherwise, Envoy opens no stream."""
         headers, trailers = self.mode.get("request_header_mode").text(), self.mode.get("request_trailer_mode").text()
         return headers != "SKIP" or trailers == "SEND" or self.body_mode != "NONE"
 
 
 def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Guard]:
-    """The filters of a manager that ask Loopguard: those of these names, and without any those that mention Loopguard."""
+    """The filters of a manager that call Loopguard: those with these names or, without names, those that mention Loopguard."""
     processors = [item for item in manager.filters if item.is_a("ext_proc.v3.ExternalProcessor")]
     meant = [item for item in processors if (item.name in names if names else mentions_loopguard(item))]
     return [_make_guard(manager, needs, item) for item in meant]
@@ -310,7 +310,7 @@ def list_processors(manager: Manager) -> list[str]:
 
 
 def mentions_loopguard(item: HttpFilter) -> bool:
-    """By its name, by whom it asks, or by what it takes from there."""
+    """Whether it mentions Loopguard in its name, its service, or the metadata that it accepts."""
     service = item.config.get("grpc_service")
     told = (
         item.name,
@@ -323,7 +323,7 @@ def mentions_loopguard(item: HttpFilter) -> bool:
 
 
 def _list_on(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
-    """The routes on which it is on, whatever it shows."""
+    """The routes on which it is on, whatever it sends."""
     for route in manager.routes:
         if is_on(item, route):
             overrides = [_read_per_route(entry).get("overrides") for entry in _list_said(item, route)]
@@ -333,7 +333,7 @@ def _list_on(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
 
 
 def is_on(item: HttpFilter, route: Route) -> bool:
-    """Whether a filter looks at the route's requests: what is said nearest to it counts."""
+    """Whether a filter is on for the route's requests: the innermost setting applies."""
     said = _list_said(item, route)
     if not said:
         return not item.place.get("disabled").flag()
@@ -341,12 +341,12 @@ def is_on(item: HttpFilter, route: Route) -> bool:
 
 
 def _list_said(item: HttpFilter, route: Route) -> list[ConfigPlace]:
-    """What is said of a filter, the nearest first."""
+    """The settings for a filter, innermost first."""
     said = [level.get("typed_per_filter_config").entry(item.name) for level in route.levels]
     return [entry for entry in said if entry.is_there]
 
 
 def _read_per_route(entry: ConfigPlace) -> ConfigPlace:
-    """The ExtProcPerRoute, which may stand in a FilterConfig."""
+    """The ExtProcPerRoute, which may be inside a FilterConfig."""
     kind, message = entry.message()
     return message.get("config").message()[1] if kind.endswith(".FilterConfig") else message

@@ -1,4 +1,4 @@
-"""A configuration as Envoy takes it, YAML or JSON, where each value knows its place."""
+"""A configuration for Envoy, YAML or JSON, in which each value knows its place."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from extproc.policy.strict_json import write_pointer
 _TYPED_STRUCTS = (".udpa.type.v1.TypedStruct", ".xds.type.v3.TypedStruct")
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)s\Z")
 _MAX_VALUES = 1_000_000
-"""A file with more values is one of aliases of aliases."""
+"""A file with more values consists of aliases of aliases."""
 
 _TIMEOUT = 10.0
-"""Seconds that Envoy may take to answer."""
+"""Time for Envoy to answer, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigPlace:
     """A value with its JSON Pointer (RFC 6901), and line numbers by pointer if they are known.
 
-    A missing value has a place, too: the one where it would be, with None for its value.
+    A missing value has a place, too: the one where it would be, with the value None.
     """
 
     value: Any
@@ -38,12 +38,12 @@ class ConfigPlace:
 
     @property
     def is_there(self) -> bool:
-        """It is set, possibly to its default."""
+        """Whether it is set, possibly to its default."""
         return self.value is not None
 
     @property
     def line(self) -> int | None:
-        """Of the file, or that of the nearest thing around it that has one."""
+        """The line in the file, or that of the nearest enclosing value that has one."""
         pointer = self.pointer
         while pointer not in self.lines:
             if not pointer:
@@ -52,7 +52,7 @@ class ConfigPlace:
         return self.lines[pointer]
 
     def get(self, *names: str) -> ConfigPlace:
-        """A field, or a field of a field, by its name in the .proto files; JSON may spell it in camelCase as well."""
+        """A field, or a field of a field, by its name in the .proto files; JSON may spell it in camelCase."""
         place = self
         for name in names:
             value = place.value if isinstance(place.value, dict) else {}
@@ -61,7 +61,7 @@ class ConfigPlace:
         return place
 
     def entry(self, key: str) -> ConfigPlace:
-        """What a map holds under this very key."""
+        """The value of a map under exactly this key."""
         return self._step(key, self.value.get(key) if isinstance(self.value, dict) else None)
 
     def items(self) -> Iterator[ConfigPlace]:
@@ -73,7 +73,7 @@ class ConfigPlace:
             yield self._step(str(number), value)
 
     def entries(self) -> Iterator[tuple[str, ConfigPlace]]:
-        """The entries of a map; none for anything else."""
+        """The entries of a map; none for other values."""
         for key in self.value if isinstance(self.value, dict) else ():
             yield key, self.entry(key)
 
@@ -85,14 +85,14 @@ class ConfigPlace:
         return self.value if isinstance(self.value, str) else default
 
     def number(self, default: float) -> float:
-        """A number; JSON may have it as a string, and a message of its own around it."""
+        """A number; in JSON, it may be a string, or be wrapped in a message."""
         found = self.value.get("value") if isinstance(self.value, dict) else self.value
         if isinstance(found, str):
             found = float(found) if re.fullmatch(r"\d+(\.\d+)?", found) else None
         return found if isinstance(found, int | float) and not isinstance(found, bool) else default
 
     def flag(self, *, default: bool = False) -> bool:
-        """A bool, which may have a message of its own around it."""
+        """A bool, which may be wrapped in a message."""
         found = self.value.get("value") if isinstance(self.value, dict) else self.value
         return found if isinstance(found, bool) else default
 
@@ -108,7 +108,7 @@ class ConfigPlace:
         return [item.text() for item in self.items()]
 
     def message(self) -> tuple[str, ConfigPlace]:
-        """The name of the message in an Any, and where its fields stand, which a TypedStruct has one step further in."""
+        """The name of the message in an Any, and the place of its fields, which are one level deeper in a TypedStruct."""
         kind = self.entry("@type").text().rpartition("/")[2]
         if f".{kind}".endswith(_TYPED_STRUCTS):
             return self.get("type_url").text().rpartition("/")[2], self.get("value")
@@ -126,11 +126,11 @@ def read_file(path: str) -> ConfigPlace:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {error.strerror if isinstance(error, OSError) else 'is not UTF-8'}") from None
-    if text.lstrip().startswith("{"):  # a config dump has megabytes, and JSON is read a hundred times as fast as YAML
+    if text.lstrip().startswith("{"):  # a config dump has megabytes, and parsing JSON is a hundred times as fast as YAML
         try:
             return ConfigPlace(msgspec.json.decode(text))
         except msgspec.DecodeError:
-            pass  # a mapping of YAML may begin like this as well
+            pass  # a YAML mapping may begin like this, too
     return _read_yaml(path, text)
 
 
@@ -145,14 +145,14 @@ def _read_yaml(path: str, text: str) -> ConfigPlace:
 
 
 class _Loader(yaml.SafeLoader):
-    """Makes plain values, and notes on which line each of them starts."""
+    """Makes plain values, and records the line on which each of them starts."""
 
     def __init__(self, text: str, lines: dict[str, int]) -> None:
         super().__init__(text)
         self._lines = lines
 
     def read(self) -> Any:  # noqa: ANN401  # whatever the document holds
-        """The one document; raises YAMLError if it is malformed, or not alone."""
+        """The only document; raises YAMLError if it is malformed, or there are several."""
         node = self.get_single_node()
         return None if node is None else self._note(node, "", ())
 
@@ -174,12 +174,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def fetch_dump(url: str) -> ConfigPlace:
-    """What a running Envoy has in force, from its admin page; raises UsageError if no Envoy answers."""
+    """The configuration of a running Envoy, from its admin port; raises UsageError if no Envoy answers."""
     if not re.match(r"https?://", url):
         raise UsageError(f"--admin must be a URL, such as http://127.0.0.1:9901, not {url!r}")
     address = f"{url.rstrip('/')}/config_dump"
     try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT) as answer:  # noqa: S310  # http or https, as was seen to
+        with urllib.request.urlopen(address, timeout=_TIMEOUT) as answer:  # noqa: S310  # http or https, checked above
             return ConfigPlace(msgspec.json.decode(answer.read()))
     except (OSError, msgspec.DecodeError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error

@@ -1,4 +1,4 @@
-"""What a check has to say."""
+"""What checks report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CODES = {
     "upgrades": "WebSockets use a filter chain without Loopguard.",
     "usage": "Tokens in answers are not read, so costs are estimated.",
 }
-"""What findings are called, in alphabetical order, and what each means."""
+"""Codes of findings, in alphabetical order, and their meanings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Finding:
     """Something that would cause problems, or that is worth knowing, once Loopguard is attached.
 
     Attributes:
-        code: its name, by which it can be ignored.
+        code: the name by which it can be ignored.
         problem: what is wrong, and its consequence.
-        right: what would be right, in Envoy's words where it is a setting.
+        right: what would be right, in Envoy's words if it is a setting.
         routes: names of the routes concerned; empty for all guarded routes.
         hurts: False for a note, which does not make the check fail.
     """

@@ -1,4 +1,4 @@
-"""All of a configuration, route by route."""
+"""Inspects a whole configuration, route by route."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SNIPPET = "what `loopguard envoy-config --snippet` prints"
 
 @dataclass(frozen=True, slots=True)
 class RouteReport:
-    """One route, and how each filter that guards it shows bodies: no `modes` if it is not guarded."""
+    """One route, and how each filter that guards it sends bodies; no `modes` if it is not guarded."""
 
     listener: str
     route: Route
@@ -26,19 +26,19 @@ class RouteReport:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What is there and what is wrong with it."""
+    """The routes and the findings of a configuration."""
 
     routes: Sequence[RouteReport]
     findings: Sequence[Finding]
 
     @property
     def is_good(self) -> bool:
-        """There is no finding, only notes."""
+        """Whether there are no findings, only notes."""
         return not any(finding.hurts for finding in self.findings)
 
 
 def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignored: Sequence[str] = ()) -> CheckReport:
-    """Look at everything; without `names`, the filters that mention Loopguard are those that ask it."""
+    """Run all checks; without `names`, on the filters that mention Loopguard."""
     routes: list[RouteReport] = []
     findings: list[Finding] = []
     guards: list[Guard] = []
@@ -75,7 +75,7 @@ def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs) -> I
 
 
 def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:
-    """Two filters that act on one route count each request twice, unless their counts are apart."""
+    """Two filters that act on one route count each request twice, unless their counts are separate."""
     acting = [guard for guard in guards if not guard.observes]
     for number, guard in enumerate(acting):
         for other in acting[number + 1 :]:
@@ -89,7 +89,7 @@ def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:
 
 
 def _check_selectors(manager: Manager, guards: Sequence[Guard], needs: Needs) -> Iterator[Finding]:
-    """Requests that a policy selects have to meet Loopguard."""
+    """Requests that a policy selects have to reach Loopguard."""
     guarded = {route.route.place.pointer for guard in guards for route in guard.guarded}
     for identity, selector in needs.selectors:
         missed = [route for route in find_taken(manager.routes, selector) if route.place.pointer not in guarded]
@@ -118,7 +118,7 @@ def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: 
 
 
 def _merge_routes(routes: Sequence[RouteReport]) -> list[RouteReport]:
-    """A listener with a filter chain for each certificate has the same routes in each; they are reported once."""
+    """Merge equal routes: a listener with a filter chain for each certificate has the same routes in each."""
     merged: dict[tuple[str, str], RouteReport] = {}
     for report in routes:
         key = (report.listener, report.route.place.pointer)
@@ -128,7 +128,7 @@ def _merge_routes(routes: Sequence[RouteReport]) -> list[RouteReport]:
 
 
 def _merge(findings: Sequence[Finding]) -> list[Finding]:
-    """One finding for each place and problem, with the names of all routes that have it."""
+    """Merge findings with the same place and problem; each lists all of its routes."""
     merged: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         key = (finding.code, finding.place.pointer, finding.problem)

@@ -1,4 +1,4 @@
-"""What policies need of Envoy; without policies, everything that any policy could need."""
+"""What policies need from Envoy; without policies, everything that any policy could need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from extproc.request.secrets import CREDENTIAL, list_places
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What has to work.
+    """The needs of policies.
 
     Attributes:
         known: policies were given.
@@ -22,9 +22,9 @@ class Needs:
         warns: some requests are forwarded with a warning.
         keys: limit keys, including those of `first_of` and of labels.
         required: the keys without an alternative.
-        selectors: of the policies that do something, by id.
-        outcomes: some policy depends on what comes of answers: what they cost, or whether they are errors.
-        usage: some policy limits what they cost.
+        selectors: selectors of enabled policies, by id.
+        outcomes: a policy depends on the cost or the errors of responses.
+        usage: a policy limits their cost.
     """
 
     known: bool
@@ -38,26 +38,26 @@ class Needs:
     required: Sequence[str] = ()
 
     def reads(self, source: str) -> bool:
-        """Whether some limit key begins like this."""
+        """Whether a limit key begins like this."""
         return any(key.startswith(source) for key in self.keys)
 
     def requires(self, source: str) -> bool:
-        """The same, where nothing else can take its place."""
+        """Whether a limit key without an alternative begins like this."""
         return any(key.startswith(source) for key in self.required)
 
     def list_headers(self) -> list[str]:
-        """The headers in which callers are looked for."""
+        """The headers that may identify callers."""
         places = [place for key in self.keys for place in (list_places("") if key == CREDENTIAL else (key,))]
         return list(dict.fromkeys([place.removeprefix("header:") for place in places if place.startswith("header:")]))
 
     @property
     def names_routes(self) -> bool:
-        """Some selector is for routes by their names."""
+        """Whether a selector names routes."""
         return any(selector.routes for _, selector in self.selectors)
 
 
 def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
-    """What these policies need; None: what any could."""
+    """The needs of these policies; None means any policies."""
     if policies is None:
         hold = (MAX_DELAY_MS + HOLD_MARGIN_MS) / 1000
         return Needs(known=False, uploads=uploads, hold=hold, warns=True, keys=["ip:address"], selectors=())

@@ -1,4 +1,4 @@
-"""Which of Envoy's routes take requests that a policy selects, as far as paths and names tell."""
+"""Finds the Envoy routes whose requests a policy selects, as far as paths and names tell."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from extproc.policy.bundle import Selector, is_below, normalize_host
 
 
 def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[Route]:
-    """The routes, as Envoy tries them, that may get a request which the selector takes.
+    """The routes, in Envoy's order, that may get a request which the selector matches.
 
-    Headers, methods and queries in a route's match are not looked at: such a route takes some requests of its paths, and leaves
-    the others to the next one.
+    Headers, methods and queries in a route's match are ignored: such a route takes some requests of its paths, and leaves the
+    others to the next route.
     """
     if selector.hosts is not None:
         serving = _find_hosts(routes, selector.hosts)
@@ -28,7 +28,7 @@ def find_taken(routes: Sequence[Route], selector: Selector) -> Iterator[Route]:
 
 
 def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
-    """Pointers of the virtual hosts that serve these: by their names, else by a wildcard, else the one for all others."""
+    """Pointers of the virtual hosts that serve these hosts: by name, else by a wildcard, else the one for all others."""
     domains = {route.around[0].pointer: route.around[0].get("domains").names() for route in routes}
     found: set[str] = set()
     for host in map(normalize_host, hosts):
@@ -38,7 +38,7 @@ def _find_hosts(routes: Sequence[Route], hosts: Sequence[str]) -> set[str]:
 
 
 def _rank(domain: str, host: str) -> int:
-    """How closely a domain matches a host: 3 by its name, 2 by a wildcard, 1 by `*`, 0 not at all."""
+    """How closely a domain matches a host: 3 by name, 2 by a wildcard, 1 by `*`, 0 not at all."""
     inside = domain.strip("*")
     if normalize_host(domain) == host:
         return 3
@@ -48,7 +48,7 @@ def _rank(domain: str, host: str) -> int:
 
 
 def _find_by_path(routes: Sequence[Route], path: str, *, below: bool) -> Iterator[Route]:
-    done: set[str] = set()  # virtual hosts in which the path, or everything below it, has found its route
+    done: set[str] = set()  # virtual hosts in which the path, or everything below it, has its route
     for route in routes:
         host = route.around[0].pointer
         takes = host not in done and _takes(route, path)
@@ -59,7 +59,7 @@ def _find_by_path(routes: Sequence[Route], path: str, *, below: bool) -> Iterato
 
 
 def _takes(route: Route, path: str) -> bool:
-    """Whether it matches exactly this path."""
+    """Whether it matches this exact path."""
     match = route.place.get("match")
     if match.get("path").is_there:
         return match.get("path").text() == path
@@ -75,19 +75,19 @@ def _takes(route: Route, path: str) -> bool:
 def _matches(regex: str, path: str) -> bool:
     try:
         return re.fullmatch(regex, path) is not None
-    except re.error:  # RE2 has some that Python does not
+    except re.error:  # RE2 accepts patterns that Python does not
         return False
 
 
 def _takes_all_of_a_path(route: Route) -> bool:
-    """Whether it matches by the path alone."""
+    """Whether it matches by path only."""
     return not any(
         route.place.get("match", name).is_there for name in ("headers", "query_parameters", "dynamic_metadata", "grpc")
     )
 
 
 def _is_wide(route: Route) -> bool:
-    """Whether it matches everything below a path, too."""
+    """Whether it also matches everything below a path."""
     return any(route.place.get("match", name).is_there for name in ("prefix", "path_separated_prefix"))
 
 
@@ -97,7 +97,7 @@ def takes_everything(route: Route) -> bool:
 
 
 def _is_inside(route: Route, prefix: str) -> bool:
-    """Whether what it takes is below the prefix."""
+    """Whether its path is below the prefix."""
     match = route.place.get("match")
     named = match.get("path").text() or match.get("prefix").text() or match.get("path_separated_prefix").text()
     return bool(named) and is_below(named, prefix)

@@ -1,4 +1,4 @@
-"""A report for people, as tables and sentences, and one for programs."""
+"""A report for people, as tables and sentences, and a report for programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _make_finding(finding: Finding) -> dict[str, Any]:
 
 
 def print_report(report: CheckReport, source: str, console: Console) -> None:
-    """Tables of routes and of what was found; text of the configuration is printed as it is, whatever is in it."""
+    """Print tables of routes and findings. The configuration's text is printed literally, without markup."""
     for listener in dict.fromkeys(item.listener for item in report.routes):
         console.print(_make_route_table(listener, [item for item in report.routes if item.listener == listener]))
     for finding in sorted(report.findings, key=lambda finding: not finding.hurts):

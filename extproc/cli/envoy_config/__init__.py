@@ -1,8 +1,8 @@
-"""A complete Envoy bootstrap, made from policies: what `loopguard envoy-config` prints.
+"""A complete Envoy bootstrap, made from policies: the output of `loopguard envoy-config`.
 
-`templates/bootstrap.yaml` is the document; its comments go out with it, because users read those and not these
-files. The code only works out what depends on the policies: which paths Envoy shows to Loopguard, and what those routes are
-called. Any other request never meets Loopguard, and is not buffered either.
+`templates/bootstrap.yaml` is the document. Its comments are part of the output, because users read the output and not these
+files. The code only adds what depends on the policies: the paths that Envoy sends to Loopguard, and the names of their routes.
+Other requests never reach Loopguard, and are not buffered either.
 
-`snippet` prints parts of the same document, for an Envoy that has one of its own.
+`snippet` prints parts of the same document, for an existing Envoy.
 """

@@ -1,4 +1,4 @@
-"""What the bootstrap needs beyond the policies; every field is a flag."""
+"""The bootstrap's settings besides the policies; every field is a flag."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from extproc.settings import Address, SubjectName, parse_address, parse_subject_
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
 _WINDOW = range(65_535, 2**31)
-"""What an HTTP/2 flow-control window may be, in bytes (RFC 9113 section 6.5.2): request bodies are buffered in one."""
+"""The range of an HTTP/2 flow-control window, in bytes (RFC 9113 section 6.5.2): request bodies are buffered in one."""
 
 
 def is_ip(host: str) -> bool:
-    """An address rather than a name."""
+    """Whether a host is an address rather than a name."""
     try:
         ip_address(host)
     except ValueError:
@@ -36,7 +36,7 @@ def _parse_fitting(text: str, fits: Callable[[Address], object], wanted: str) ->
 
 
 def _is_peer(address: Address) -> object:
-    """Envoy can connect there."""
+    """Whether Envoy can connect to it."""
     return address.is_unix or (address.port and (is_ip(address.host) or _HOST_NAME.match(address.host)))
 
 
@@ -50,7 +50,7 @@ def _parse_peer(text: str, example: str = "127.0.0.1:50051 or unix:/run/loopguar
 def _parse_endpoints(text: str) -> tuple[Address, ...]:
     peers = tuple(_parse_peer(item.strip()) for item in text.split(","))
     resolved = [peer.text for peer in peers if not (peer.is_unix or is_ip(peer.host))]
-    if resolved and any(peer.is_unix for peer in peers):  # validates, and then Envoy never finds any of them healthy
+    if resolved and any(peer.is_unix for peer in peers):  # it is valid, but Envoy never finds any of them healthy
         raise ValueError(f"must not mix Unix sockets with host names such as {resolved[0]!r}: give its IP address")
     return peers
 
@@ -64,7 +64,7 @@ def _parse_upstream(text: str) -> Address:
 
 
 def _parse_local(text: str) -> Address:
-    """Where Envoy listens; it resolves no names for that."""
+    """Parse the address on which Envoy listens, for which it resolves no names."""
     wanted = "IP:PORT, such as 127.0.0.1:10000 or 0.0.0.0:10000"
     return _parse_fitting(text, lambda local: not local.is_unix and is_ip(local.host), wanted)
 
@@ -154,11 +154,11 @@ class EnvoyOptions:
 
     @property
     def observes(self) -> bool:
-        """Requests never wait for Loopguard."""
+        """Whether requests never wait for Loopguard."""
         return self.shadow_mode == "observability"
 
     def __post_init__(self) -> None:
-        """Raise UsageError, naming the flag, for half of what TLS needs, and for what another flag has decided already."""
+        """Raise UsageError, naming the flag, for incomplete TLS settings and for flags that contradict another."""
         self._check_kind()
         self._check_tls()
         if self.shadow_mode != "off":

@@ -28,8 +28,8 @@ _ESCAPE = re.compile("%[0-9A-F]{2}")
 
 
 def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
-    """The whole configuration as commented YAML; raises UsageError if the route that a policy selects cannot be placed."""
-    assert options.upstream is not None  # noqa: S101  # the options have seen to that
+    """The whole configuration as commented YAML; raises UsageError if a route that a policy selects cannot be placed."""
+    assert options.upstream is not None  # noqa: S101  # checked by the options
     routes = plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
     upstream = _describe_upstream(options.upstream, options)
@@ -51,7 +51,7 @@ def render_bootstrap(policies: PolicySet, options: EnvoyOptions) -> str:
 
 
 def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[GuardedPath]:
-    """The routes meant by name or by path; raises UsageError, with those that are there, if one is missing."""
+    """The routes with these names or paths; raises UsageError, with the existing routes, if one is missing."""
     for one in wanted:
         if not any(one in (route.name, route.path) for route in routes):
             there = ", ".join(dict.fromkeys(route.path or route.name for route in routes)) or "none"
@@ -60,7 +60,7 @@ def find_tolerant(routes: Sequence[GuardedPath], wanted: Sequence[str]) -> set[G
 
 
 def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """The templates' values, but for those of routes and of the upstream."""
+    """The templates' values, except those of routes and of the upstream."""
     needed = policies.needs_answers()
     by_name = any(not (endpoint.is_unix or is_ip(endpoint.host)) for endpoint in options.endpoints)
     return {
@@ -85,13 +85,13 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
 
 
 def _is_tolerant(options: EnvoyOptions) -> bool:
-    """Bodies above the limit pass on every guarded route."""
+    """Whether bodies above the limit pass on every guarded route."""
     return options.shadow_mode == "partial" or (options.shadow_mode == "off" and options.body_mode == "tolerant")
 
 
 def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool) -> Mapping[str, str | bool]:
-    """What a guarded route shows; `tolerant` if it is so beside strict routes."""
-    observes = options.observes  # answers are ignored: there is nothing to hold, to tell or to receive
+    """What a guarded route sends; `tolerant` if it is so beside strict routes."""
+    observes = options.observes  # answers are ignored, so nothing is held, reported or received
     buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else "strict"]
     return {
         "usage": _reads_usage(policies, options),
@@ -108,7 +108,7 @@ def _reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
 
 
 def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
-    """What is the same for every Envoy, as YAML: `entries` and `usage`, which report what answers cost, and the `cluster`."""
+    """The parts that are the same for every Envoy, as YAML: `entries` and `usage`, which report costs, and the `cluster`."""
     values = defaultdict[str, str | bool](str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True})
     found = cut_parts(read_template("bootstrap"), values)
     return {name: found[name] for name in ("entries", "usage", "cluster")}
@@ -119,7 +119,7 @@ def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:
         "event_rules": write_event_rules(),
         "answer_rules": write_rules(),
         "streamed_matchers": write_streamed_matchers(),
-        # As many digits as the limit has, or more, are no less than a tenth of it.
+        # A number with as many digits as the limit, or more, is at least a tenth of it.
         "large_digits": str(len(str(options.buffer_limit))),
     }
 
@@ -141,7 +141,7 @@ def _describe_loopguard_tls(options: EnvoyOptions) -> Mapping[str, str | bool]:
 
 
 def _describe_upstream(upstream: Address, options: EnvoyOptions) -> Mapping[str, str | bool]:
-    """Where requests go; with TLS, the certificate must be for the host's name, or for its address if it has none."""
+    """The upstream. With TLS, its certificate must be for the host's name, or for its address if it has no name."""
     host = upstream.host
     return {
         "upstream": upstream.text,
@@ -162,11 +162,11 @@ def _render_route(route: GuardedPath, action: str, shown: Mapping[str, str | boo
         "match": _write_match(route),
         "action": action,
     }
-    return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})  # that is done for all routes at once
+    return fill(read_template("guarded_route"), {**values, **shown, "bounded": False})  # done for all routes together
 
 
 def _write_match(route: GuardedPath) -> str:
-    """Envoy's `RouteMatch`, which agrees with what the selectors mean."""
+    """Envoy's `RouteMatch`, which matches what selectors do."""
     if "%" in route.path:
         return f"{{safe_regex: {{regex: {_quote(_write_regex(route))}}}}}"
     if route.exact:
@@ -177,7 +177,7 @@ def _write_match(route: GuardedPath) -> str:
 
 
 def _write_regex(route: GuardedPath) -> str:
-    """A match for either case of an escape's hex digits, which Envoy leaves as the client wrote them."""
+    """A regex for either case of an escape's hex digits, which Envoy does not normalize."""
     path = _ESCAPE.sub(lambda found: "".join(_either_case(digit) for digit in found[0]), re.escape(route.path))
     if route.exact:
         return path
@@ -196,7 +196,7 @@ def _write_address(place: Address) -> str:
 
 
 def _quote(text: str) -> str:
-    """A string that YAML takes for exactly that string: as in JSON, with Unicode's own line breaks escaped as well."""
+    """Quote a string so that YAML reads exactly this string: as in JSON, with Unicode's line breaks escaped, too."""
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False))
 
 

@@ -1,4 +1,4 @@
-"""Which paths Envoy shows to Loopguard, in which order it tries them, and what those routes are called."""
+"""Chooses the paths that Envoy sends to Loopguard, their order, and the names of their routes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from extproc.policy.loader import PolicySet
 
 
 class GuardedPath(NamedTuple):
-    """A path that Envoy shows to Loopguard, with all below it unless `exact`, for some policies, as a route of that name."""
+    """A path that Envoy sends to Loopguard, with all below it unless `exact`, for some policies, and its route's name."""
 
     path: str
     exact: bool
@@ -26,7 +26,7 @@ class _Anchor(NamedTuple):
     exact: bool
 
     def list_around(self) -> Iterator[_Anchor]:
-        """This one and every prefix that its requests have, the longest first."""
+        """This anchor and every prefix that its requests have, longest first."""
         yield self
         yield _Anchor(self.path, exact=False)
         for end in range(len(self.path) - 1, -1, -1):
@@ -35,7 +35,7 @@ class _Anchor(NamedTuple):
                 yield _Anchor(self.path[:end], exact=False)
 
     def rank(self) -> tuple[bool, int]:
-        """Orders anchors as Envoy has to try them: exact paths, then prefixes, the longest first."""
+        """Order anchors as Envoy has to try them: exact paths, then prefixes, longest first."""
         return not self.exact, -len(self.path)
 
 
@@ -43,7 +43,7 @@ _EVERYWHERE = _Anchor("/", exact=False)
 
 
 def plan_routes(policies: PolicySet) -> list[GuardedPath]:
-    """The guarded paths, most specific first; raises UsageError if policies want route names that cannot stand together."""
+    """The guarded paths, most specific first; raises UsageError if policies need route names that conflict."""
     users: dict[_Anchor, list[Policy]] = {}
     by_name_alone: list[Policy] = []
     for policy in policies.list_acting():
@@ -53,7 +53,7 @@ def plan_routes(policies: PolicySet) -> list[GuardedPath]:
         if not anchors:
             by_name_alone.append(policy)
     for _, switch in (numbered for source in policies.sources for numbered in source.kill_switches):
-        if switch.route is not None:  # which may be no policy's path
+        if switch.route is not None:  # which may not be any policy's path
             users.setdefault(_Anchor(switch.route, exact=True), [])
     names = {anchor: _choose_name(anchor, asking) for anchor, asking in users.items()}
     homeless = [policy for policy in by_name_alone if not set(names.values()) & set(_list_wanted_names(policy))]
@@ -79,7 +79,7 @@ def _list_wanted_names(policy: Policy) -> Sequence[str]:
 
 
 def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
-    """The first route name that suits every policy anchored here; empty when none of them asks for one."""
+    """The first route name that suits every policy anchored here; empty if no policy needs one."""
     asking = [policy for policy in users if _list_wanted_names(policy)]
     if not asking:
         return ""
@@ -96,7 +96,7 @@ def _choose_name(anchor: _Anchor, users: Sequence[Policy]) -> str:
 
 
 def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Policy]) -> str:
-    """The name of the catch-all route, which is where policies go that select by a route's name alone."""
+    """The name of the catch-all route, for policies that select only by a route's name."""
     wanted = dict.fromkeys(name for policy in homeless for name in _list_wanted_names(policy))
     if len(wanted) > 1:
         raise UsageError(
@@ -107,6 +107,6 @@ def _choose_name_of_everywhere(homeless: Sequence[Policy], users: Sequence[Polic
 
 
 def _name(anchor: _Anchor, names: Mapping[_Anchor, str]) -> str:
-    """A route's name: its own, else that of the nearest path around it, whose policies see this route's requests too."""
+    """A route's name: its own, else that of the nearest enclosing path, whose policies also match this route's requests."""
     name = next((names[around] for around in anchor.list_around() if names.get(around)), "")
     return name or f"guarded:{anchor.path}{'' if anchor.exact else '*'}"

@@ -1,4 +1,4 @@
-"""What a configuration needs that exists, part by part, cut out of the same templates as a whole bootstrap."""
+"""The parts that an existing configuration needs, cut out of the templates for a whole bootstrap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOST = f"{_MANAGER}.route_config.virtual_hosts[]"
 
 
 class _Place(NamedTuple):
-    """Where a part goes: its path in a bootstrap, and how it is found there."""
+    """The place of a part: its path in a bootstrap, and how to find it there."""
 
     path: str
     words: str
@@ -44,14 +44,14 @@ _PLACES = {  # by their names in the templates, in the order of the templates
     ),
     "usage": _Place(f"{_MANAGER}.http_filters", "right before envoy.filters.http.router"),
     "virtual_host": _Place(_HOST, "those that have routes to guard"),
-    "route": _Place(f"{_HOST}.routes[]", ""),  # the routes say which
-    "action": _Place(f"{_HOST}.routes[].route", ""),  # as above
+    "route": _Place(f"{_HOST}.routes[]", ""),  # described by the routes
+    "action": _Place(f"{_HOST}.routes[].route", ""),  # described by the routes
     "cluster": _Place("static_resources.clusters", "one more cluster"),
 }
 
 
 def render_snippet(policies: PolicySet, options: EnvoyOptions) -> str:
-    """All parts as YAML documents, each with its place in a comment; raises UsageError if a route cannot be placed or found."""
+    """All parts as YAML documents, with their places in comments; raises UsageError if a route cannot be placed or found."""
     parts = enumerate(_make_parts(policies, options), 1)
     return _HEAD + "".join(f"---\n# {number}. {place.path}: {place.words}\n{text}" for number, (place, text) in parts)
 
@@ -76,7 +76,7 @@ def _make_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_P
 
 
 def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tuple[_Place, str]]:
-    """One part for the routes that are as strict as the filter, and one for those that are not."""
+    """One part for the routes that are as strict as the filter, and one for the others."""
     routes = [GuardedPath("", exact=False, policies=(), name=name) for name in options.routes] or plan_routes(policies)
     tolerant = find_tolerant(routes, options.tolerant_routes)
     for is_tolerant in (False, True):
@@ -90,7 +90,7 @@ def _make_route_parts(policies: PolicySet, options: EnvoyOptions) -> Iterator[tu
 
 
 def _name_routes(routes: Sequence[GuardedPath]) -> str:
-    """How the routes to guard are found among all that are there."""
+    """Describe how to find the routes to guard among all routes."""
     if not routes[0].path:
         return f"the routes named {', '.join(route.name for route in routes)}"
     lines = (f"\n#    {route.path}{'' if route.exact else ' and below'}, for {', '.join(route.policies)}" for route in routes)

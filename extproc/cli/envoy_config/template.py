@@ -1,11 +1,11 @@
-"""YAML with gaps, which stays YAML to an editor.
+"""YAML with placeholders, which is still YAML to an editor.
 
-- `$name` stands for a value.
-- `#$name`, alone on its line, stands for a block, each line of which takes on the indentation; an empty one leaves no line.
-- `#if name`, `#else`, `#end`, each alone on its line: what stands between goes out only where the value is there, or is not.
-- `#part place`, `#end`: what stands between can also be had alone. Parts of one place are one.
+- `$name` is replaced by a value.
+- `#$name`, alone on its line, is replaced by a block, whose lines get its indentation; an empty block leaves no line.
+- `#if name`, `#else`, `#end`, each alone on its line: the lines between are printed only if the value is set, or not set.
+- `#part place`, `#end`: the lines between can also be printed alone. Parts with the same place are one part.
 
-Comments that go out start with `# `.
+Comments to print start with `# `.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from textwrap import dedent
 
 
 def fill(template: str, values: Mapping[str, str | bool]) -> str:
-    """The template with its gaps filled."""
+    """Fill the template's placeholders."""
     return "".join(line for _, line in _fill_lines(template, values))
 
 
 def cut_parts(template: str, values: Mapping[str, str | bool]) -> dict[str, str]:
-    """The filled parts by their places, without the indentation that they have there."""
+    """The filled parts by place, without their indentation in the template."""
     parts: dict[str, str] = {}
     for place, line in _fill_lines(template, values):
         if place:
@@ -30,8 +30,8 @@ def cut_parts(template: str, values: Mapping[str, str | bool]) -> dict[str, str]
 
 
 def _fill_lines(template: str, values: Mapping[str, str | bool]) -> Iterator[tuple[str, str]]:
-    """Each line that goes out, with the place of the part that it is in, empty outside of all."""
-    shown, places = [True], [""]  # whether lines go out, and where: at first, then inside of all that is open
+    """Each printed line, with the place of its part, empty outside of parts."""
+    shown, places = [True], [""]  # whether lines are printed, and their part: at first, then in each open block
     for line in template.splitlines(keepends=True):
         match line.split():
             case ["#if", name]:

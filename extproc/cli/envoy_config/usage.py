@@ -1,4 +1,4 @@
-"""Envoy's rules for reading token counts in responses; `apis` knows where they are, and reads what Envoy finds."""
+"""Envoy's rules for reading token counts in responses. `apis` knows their places, and reads what Envoy finds."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _STREAMED = """\
 
 
 def write_rules() -> str:
-    """For an answer in one document: a rule for each count."""
+    """For a response in one document: a rule for each count."""
     counts = [_write_rule(place, name, _NUMBER) for name, places in COUNT_PLACES.items() for place in places]
     return "\n".join(f"- {rule}" for rule in [*counts, *_write_model_rules()])
 
 
 def write_event_rules() -> str:
-    """For an event of a stream: a rule for each object that has counts; the parser makes text of it."""
+    """For an event of a stream: a rule for each object with counts, which the parser passes as text."""
     objects = [_write_rule(place, place, _TEXT) for place in EVENT_OBJECTS]
     return "\n".join(f"- rule: {rule}" for rule in [*objects, *_write_model_rules()])
 
 
 def write_streamed_matchers() -> str:
-    """For paths whose answers stream although they are one document: clients read it as it comes, so Envoy must not hold it."""
+    """For paths with one document streamed in pieces: clients read it as it arrives, so Envoy must not hold it."""
     return "\n".join(_STREAMED.replace("$part", part) for part in STREAMED_DOCUMENTS)
 
 

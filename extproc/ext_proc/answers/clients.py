@@ -1,5 +1,5 @@
 """The status of a refusal, where it depends on whether waiting helps, and on the client."""
-# interpreted: looks at a few headers of what is refused
+# interpreted: reads a few headers of refused requests
 
 from __future__ import annotations
 

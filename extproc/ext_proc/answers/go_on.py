@@ -1,4 +1,4 @@
-"""Answers that let a request go on, as serialized bytes."""
+"""Answers that let a request continue, as serialized bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from extproc.policy.bundle import DEFAULT_DETECTOR
 from extproc.sessions.limits import SessionSubject
 
 LAST_HEADERS: Final = "last_request_headers"
-"""The phase of headers without waiting for the body, if Envoy would buffer a part of it (BUFFERED_PARTIAL).
+"""A phase of our own: headers whose request continues without waiting for its body, which Envoy would buffer partially.
 
-After a plain CONTINUE, Envoy begins to buffer, and passes on what it has when the stream ends. If its router keeps bodies for
-retries, it does so twice (source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). After
-CONTINUE_AND_REPLACE without a new body, it does not begin.
+After a plain CONTINUE, Envoy (BUFFERED_PARTIAL) begins to buffer, and passes on what it has when the stream ends. If its router
+keeps bodies for retries, it does so twice (source/extensions/filters/http/ext_proc/processor_state.cc, clearAsyncState). After
+CONTINUE_AND_REPLACE without a new body, it does not begin to buffer.
 """
 
 _TOOLS_SHOWN = 256
@@ -29,9 +29,9 @@ STEERED: Final[Header] = ("x-loopguard-steered", "1")
 NARROWED: Final[Header] = ("x-loopguard-narrowed", "1")
 
 _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
-"""What a warning is about."""
+"""The subject of a warning."""
 
-# The numbers of the fields that lead to a body, and to headers (envoy/service/ext_proc/v3/external_processor.proto).
+# Numbers of the fields that lead to a body and to headers (envoy/service/ext_proc/v3/external_processor.proto).
 _REQUEST_BODY, _RESPONSE_BODY, _RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 3, 4, 1, 3, 1, 3
 _HEADER_MUTATION, _SET_HEADERS, _HEADER, _KEY, _RAW_VALUE = 2, 1, 1, 1, 3
 _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
@@ -42,45 +42,47 @@ _DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
 
 _WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS])
 
-# By name: looking an enum's value up on its message class costs microseconds.
+# Constants, because looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _REPLACE = CommonResponse.CONTINUE_AND_REPLACE
 
 
 def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "") -> bytes:
-    """The answer of a phase that lets the request go on.
+    """The answer to a phase that lets the request continue.
 
     Args:
-        kind: the phase, as the message's field is called, or LAST_HEADERS.
-        metadata: dynamic metadata that goes with it.
-        warning: tells the upstream that a loop was seen, empty for none.
+        kind: the phase, named as the message's field, or LAST_HEADERS.
+        metadata: dynamic metadata to add.
+        warning: tells the upstream about a loop; empty for none.
     """
     response = ProcessingResponse()
     phase = getattr(response, "request_headers" if kind == LAST_HEADERS else kind)
     phase.SetInParent()
     if kind == LAST_HEADERS:
         phase.response.status = _REPLACE
-    if warning and kind != "request_trailers":  # headers have gone by then
+    if warning and kind != "request_trailers":  # by then, the headers are sent
         set_headers(phase.response.header_mutation, [(_WARNING, warning)])
     answer = response.SerializeToString()
     return answer if metadata is None else answer + write_metadata(metadata)
 
 
 def end_headers(answer: bytes) -> bytes:
-    """The answer to LAST_HEADERS, made from an answer to plain headers: protobuf merges the two."""
+    """The answer to LAST_HEADERS, made from an answer to plain headers, because protobuf merges the two."""
     return answer + _LAST
 
 
 def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> bytes:
-    """The answer that lets a request go on with another body, written from the inside out: protobuf would copy it four times.
+    """The answer that lets a request continue with another body.
+
+    It is written from the inside out, because protobuf would copy the body four times.
 
     Args:
-        body: in place of the request's own, which was buffered.
-        metadata: dynamic metadata that goes with it.
-        warning: tells the upstream that a loop was seen, empty for none.
-        marks: headers that tell the upstream what was done to the body.
+        body: replaces the request's body, which was buffered.
+        metadata: dynamic metadata to add.
+        warning: tells the upstream about a loop; empty for none.
+        marks: headers that tell the upstream how the body was edited.
     """
-    # Envoy compares the body with its content-length, and answers 500 where they differ.
+    # Envoy compares the body with its content-length, and answers 500 if they differ.
     headers = [_write_header(name, value) for name, value in [*marks, ("content-length", str(len(body)))]]
     if warning:
         headers.append(_write_header(_WARNING, warning))
@@ -93,7 +95,7 @@ def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: 
 
 
 def hand_back(kind: str, body: bytes | memoryview) -> bytes:
-    """The answer that hands a part of a body back unchanged: if Envoy keeps no bodies, only these parts go on.
+    """The answer that hands a part of a body back unchanged. If Envoy keeps no bodies, only these parts are sent on.
 
     Args:
         kind: `request_body` or `response_body`.
@@ -106,7 +108,7 @@ def hand_back(kind: str, body: bytes | memoryview) -> bytes:
 
 
 def _write_header(name: str, value: str) -> bytes:
-    """One header that Envoy sets, whatever stood there."""
+    """A header that Envoy sets, replacing any of the same name."""
     header = write_field(_KEY, name.encode()) + write_field(_RAW_VALUE, value.encode())
     return write_field(_SET_HEADERS, write_field(_HEADER, header) + _OVERWRITTEN)
 
@@ -122,7 +124,7 @@ def make_wait(milliseconds: int) -> bytes:
 
 
 def find_warning(decision: Decision) -> str:
-    """The headers that mark a request that goes on, empty for none."""
+    """The warning for the headers of a request that continues; empty for none."""
     if decision.steer is not None:
         return f"{_KIND[decision.steer.reason]}_{decision.steer.action.value}"
     if not decision.warning:
@@ -131,7 +133,7 @@ def find_warning(decision: Decision) -> str:
 
 
 def make_metadata(decision: Decision) -> dict[str, Any]:
-    """The dynamic metadata of a decision, empty for a plain allow."""
+    """The dynamic metadata of a decision; empty for a plain allow."""
     metadata: dict[str, Any] = {}
     lead, shadow = decision.lead, decision.shadow
     if lead is not None:
@@ -165,8 +167,8 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
 
 
 def set_headers(mutation: HeaderMutation, headers: Sequence[tuple[str, str]]) -> None:
-    """Have Envoy set headers, replacing any of the same name."""
+    """Make Envoy set headers, replacing any of the same name."""
     for name, value in headers:
         option = mutation.set_headers.add(append_action=_OVERWRITE)
         option.header.key = name
-        option.header.raw_value = value.encode()  # Envoy drops what stands in `value`
+        option.header.raw_value = value.encode()  # Envoy drops `value`

@@ -1,4 +1,4 @@
-"""Writes dynamic metadata as bytes: to fill protobuf's own Struct takes ten times as long.
+"""Writes dynamic metadata as bytes, because filling protobuf's Struct takes ten times as long.
 
 The field is appended to the rest of a ProcessingResponse: a message's fields may come in any order (protobuf.dev, Encoding).
 """
@@ -11,15 +11,15 @@ from typing import Any, Final
 from extproc.bounded import Memo
 
 NAMESPACE: Final = "loopguard"
-"""Of the dynamic metadata that answers carry."""
+"""The namespace of Loopguard's dynamic metadata."""
 
 SESSIONS: Final = "sessions"
-"""In there: whose call the request is, and what has counted it, for the entry of the access log, as one text of JSON."""
+"""Key of a JSON text for the access log: the request's sessions, and the counts that include it."""
 
 _DYNAMIC_METADATA: Final = 8
-"""The number of the field in envoy.service.ext_proc.v3.ProcessingResponse."""
+"""The number of its field in envoy.service.ext_proc.v3.ProcessingResponse."""
 
-# Of google.protobuf.Struct, Value and ListValue.
+# Field numbers of google.protobuf.Struct, Value and ListValue.
 _FIELDS, _KEY, _VALUE = 1, 1, 2
 _STRING, _STRUCT, _LIST, _VALUES = 3, 5, 6, 1
 _NULL: Final = b"\x08\x00"
@@ -33,26 +33,26 @@ _DELIMITED: Final = 2
 _SEVEN_BITS: Final = 0x7F
 _MORE: Final = 0x80
 
-# To make bytes of numbers takes longer than to look them up.
+# Looking bytes up is faster than making them.
 _TAGS: Final = [bytes([number << 3 | _DELIMITED]) for number in range(_DYNAMIC_METADATA + 1)]
 _LENGTHS: Final = [bytes([length]) for length in range(_MORE)]
 _CONTINUED: Final = [bytes([length | _MORE]) for length in range(_MORE)]
 
 _BEFORE: Final[Memo[int, bytes]] = Memo(512)
-"""What stands before a text that is all of the metadata, by its length."""
+"""The bytes before a SESSIONS text that is the only metadata, by its length."""
 
 
 def write_metadata(metadata: dict[str, Any]) -> bytes:
-    """The field of a ProcessingResponse that carries it, in our namespace.
+    """The ProcessingResponse field with this metadata in our namespace.
 
     Args:
-        metadata: texts, numbers, switches, None, and dicts and lists of these.
+        metadata: texts, numbers, booleans, None, and dicts and lists of these.
     """
     return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
 
 
 def write_sessions(calls: str) -> bytes:
-    """The same of `SESSIONS` alone, which is not empty."""
+    """The same field with SESSIONS only; `calls` must not be empty."""
     text = calls.encode()
     before = _BEFORE.get(len(text))
     if before is None:
@@ -76,7 +76,7 @@ def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold
 
 
 def _write_entry(key: str, value: bytes) -> bytes:
-    """One field of a Struct."""
+    """An entry of a Struct's fields."""
     return write_field(_FIELDS, write_field(_KEY, _write_text(key)) + write_field(_VALUE, value))
 
 
@@ -85,7 +85,7 @@ def _write_text(text: str) -> bytes:
 
 
 def write_head(number: int, length: int) -> bytes:
-    """What stands in front of a string or a message of that length: the tag of its field, of at most `_DYNAMIC_METADATA`."""
+    """The tag and length of a string or message; the field's number is at most `_DYNAMIC_METADATA`."""
     if length <= _SEVEN_BITS:
         return _TAGS[number] + _LENGTHS[length]
     head = b""
@@ -96,5 +96,5 @@ def write_head(number: int, length: int) -> bytes:
 
 
 def write_field(number: int, content: bytes) -> bytes:
-    """A string or a message, behind its tag and its length."""
+    """A string or a message with its tag and length."""
     return write_head(number, len(content)) + content

@@ -22,7 +22,7 @@ _LOOP = "recursive_loop_detected"
 
 KILLED_STATUS: Final = 429
 KILLED_SECONDS: Final = "3600"
-"""`Retry-After`, as Fairvisor sends it: it is not known when an operator will lift the switch."""
+"""`Retry-After`, as Fairvisor sends it: it is unknown when an operator will lift the switch."""
 
 _PAYMENT_REQUIRED = 402
 _QUOTA = "insufficient_quota"
@@ -33,7 +33,7 @@ _RESOURCE_EXHAUSTED = 8
 _UNAVAILABLE = 14
 
 Content = bytes | memoryview | None
-"""A request's body, None where it could not be read."""
+"""A request's body; None if it could not be read."""
 
 
 def refuse(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
@@ -46,7 +46,7 @@ def refuse(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, conten
 def refuse_session(
     lead: Outcome, subject: SessionSubject, metadata: dict[str, Any], request: HttpRequest, content: Content
 ) -> bytes:
-    """The immediate response for a session that has used up a limit: waiting does not help, so it has no Retry-After."""
+    """The immediate response for a session that has used up a limit. It has no Retry-After, because waiting does not help."""
     reason = Reason.SESSION_LIMIT_EXCEEDED
     status = lead.refusal.status or choose_status(request, final=True)
     code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
@@ -89,7 +89,7 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, c
 
 
 def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
-    """The immediate response to a request that a policy cannot count, and refuses for that reason."""
+    """The immediate response to a request that a policy refuses because it cannot count it."""
     status, words = CHOSEN_BY_CLIENTS[why]
     message = f"The request was refused because {words}, and policy {policy} refuses requests that it cannot count ({why})."
     reason = Reason.UNCOUNTABLE
@@ -111,12 +111,12 @@ def refuse_killed(request: HttpRequest) -> bytes:
 
 
 def refuse_blocked(plan: Plan, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
-    """The immediate response to a request that an operator has blocked under a policy, for this many seconds more."""
+    """The immediate response to a request that an operator has blocked under a policy for this many more seconds."""
     status = choose_status(request, final=True) if plan.chooses_status else KILLED_STATUS
     return _refuse_stopped(Reason.BLOCKED, status, str(seconds), plan.id, request, content, subject)
 
 
-def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
+def _refuse_stopped(  # noqa: PLR0913  # everything in which the two kinds differ
     reason: Reason,
     status: int,
     seconds: str,
@@ -125,7 +125,7 @@ def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
     content: Content,
     subject: Subject | None = None,
 ) -> bytes:
-    """A refusal by an operator's order, without the operator's reason, which clients must not see."""
+    """Refuse by an operator's order. The operator's reason is omitted: clients must not see it."""
     message = (
         "An operator has blocked requests like this one. Do not send it again: tell the user, and wait for the operator."
         f" ({reason.value})"
@@ -144,7 +144,7 @@ def _refuse_stopped(  # noqa: PLR0913  # all that two kinds of it differ in
 
 
 def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
-    """The immediate response if nothing can be counted, with `--on-store-error reject`."""
+    """The immediate response with `--on-store-error reject` while the store is unavailable."""
     reason = Reason.STORE_UNAVAILABLE
     words = "The request could not be checked because the state store is unavailable. Try again shortly."
     framed = _frame(Refusal(503, f"{words} ({reason.value})", reason.value, reason.value, {}), request, content)
@@ -154,7 +154,7 @@ def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content
 
 
 def _frame(refusal: Refusal, request: HttpRequest, content: Content, *, completes: bool = False) -> Framed:
-    """A refusal as an error of the called API or, with `completes` and if the API can, as an answer of its model."""
+    """Write a refusal as an error of the called API or, with `completes` and if the API can, as an answer of its model."""
     question = Question(request, content)
     endpoint, framed = find_endpoint(question), None
     if completes:

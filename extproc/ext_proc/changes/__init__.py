@@ -1,1 +1,1 @@
-"""Edits of a request body: a note for the model, tools taken out."""
+"""Edits of a request's body: adding a note for the model, and removing tools."""

@@ -1,6 +1,6 @@
 """Edits a request's body: removes tools that have no budget left, and adds a note for the model.
 
-Edits that cannot be made are counted, and the request goes on without them, unless all of its tools had to be removed.
+Impossible edits are counted, and the request continues without them, unless all of its tools had to be removed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ class Original(NamedTuple):
     """A request's body as it came.
 
     Attributes:
-        content: all of it; None where it cannot be changed.
-        why: it cannot, as `unsteered_total` shows it.
+        content: the whole body; None if it cannot be edited.
+        why: the reason for None, as in `unsteered_total`.
     """
 
     content: bytes | memoryview | None
     why: str = ""
 
     def read(self, most: int) -> bytes | memoryview:
-        """All of it; raises NotEdited where it cannot be changed, or has more than this many bytes."""
+        """The whole body.
+
+        Raises:
+            NotEdited: it cannot be edited, or is longer than `most` bytes.
+        """
         if self.content is None:
             raise NotEdited(self.why)
         if len(self.content) > most:
@@ -52,7 +56,7 @@ class Changed(NamedTuple):
 
     Attributes:
         body: the new body; None if it is unchanged.
-        marks: headers that tell the upstream.
+        marks: headers that tell the upstream about the edit.
     """
 
     body: bytes | None
@@ -73,7 +77,7 @@ class Changes:
         """Edit a request's body as its policies require.
 
         Returns:
-            the decision, which changes if an edit cannot be made, and the body.
+            the decision, which differs if an edit was impossible, and the result of the edits.
         """
         tenant = evaluation.find_tenant()
         if original.content is not None and not self._budget.allows(tenant, perf_counter()):
@@ -96,18 +100,18 @@ class Changes:
         most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
         try:
             body = narrow(evaluation.request, original.read(most), None if strict else tools)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+        except Exception as error:  # noqa: BLE001  # no error may undo the decision
             why = self._find_reason(error)
             self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
             if why in _NOTHING_DONE or (not strict and why != AMBIGUOUS):
-                return decision, UNCHANGED  # a tool that is called all the same refuses the next request
+                return decision, UNCHANGED  # if the model calls such a tool, the next request is refused
             return decision.refuse_instead((strict or [narrowed[0][0]])[0].refuse_unnarrowed()), UNCHANGED
         return decision, UNCHANGED if body == original.content else Changed(body, (NARROWED,))
 
     def _steer(
         self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed
     ) -> tuple[Decision, Changed]:
-        """Put a note into the request, or let it go on with a warning if that is impossible."""
+        """Add a note to the request, or let it continue with a warning if that is impossible."""
         try:
             candidate = evaluation.find_candidate(outcome)
             body = changed.body if changed.body is not None else original.read(candidate.plan.steers)
@@ -115,7 +119,7 @@ class Changes:
             noted = steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate))
             changed = Changed(noted, (*changed.marks, STEERED))
             return decision, self._land(evaluation, changed, outcome) if outcome.action is Action.LAND else changed
-        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+        except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._reporter.report_unsteered(decision, self._find_reason(error))
             return decision.warn_instead(), changed
 
@@ -123,7 +127,7 @@ class Changes:
         """Remove all tools from a request with a note; where that is impossible, the note has to do."""
         try:
             body = narrow(evaluation.request, noted.body or b"", None)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the decision stands
+        except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._reporter.report_unnarrowed([outcome.policy], self._find_reason(error))
             return noted
         return noted if body == noted.body else Changed(body, tuple(dict.fromkeys((*noted.marks, NARROWED))))

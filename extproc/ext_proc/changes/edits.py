@@ -1,4 +1,4 @@
-"""The start of every edit of a request's body, and the reasons why one is impossible."""
+"""Opens a request's body for an edit, and explains why some bodies cannot be edited."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from extproc.request.http import HttpRequest
 from extproc.request.patch import Patch
 
 SIGNED: Final = "signed_body"
-"""The reason for a body that its client has signed: the signature would not match an edited one."""
+"""The reason for a body that its client signed: the signature would not match the edited body."""
 
 _AWS: Final = b"AWS4-"
 _HMAC: Final = b"HMAC"
 _SIGNATURE: Final = b"SIGNATURE"
-"""In the schemes of signatures over a body: AWS's (SigV4, SigV4a), those that other clouds made after it, and the drafts'."""
+"""Authorization schemes that sign the body: AWS's (SigV4, SigV4a), those modelled on it by other clouds, and the drafts'."""
 
 _LONGEST_SCHEME: Final = 64
 _AWS_IN_QUERY: Final = "x-amz-signature="
 _UNSIGNED: Final = frozenset({b"UNSIGNED-PAYLOAD", b"STREAMING-UNSIGNED-PAYLOAD-TRAILER"})
-"""What stands in place of a body's digest where AWS's signature leaves the body out."""
+"""Values of AWS's digest header if the signature does not cover the body."""
 
 _SIGNATURES: Final = ("signature-input", "signature")
-"""Of RFC 9421, and of the drafts before it; which parts of a request they cover is not looked at."""
+"""Headers of RFC 9421 and its drafts. Every such request counts as signed, even if the signature does not cover the body."""
 
 
-class NotEdited(Exception):  # says what becomes of the request
-    """The body cannot be changed.
+class NotEdited(Exception):  # not an error: the request continues or is refused
+    """The body cannot be edited.
 
     Attributes:
-        reason: why, as `unsteered_total` and `unnarrowed_total` show it.
+        reason: as in `unsteered_total` and `unnarrowed_total`.
     """
 
     def __init__(self, reason: str) -> None:
@@ -39,10 +39,13 @@ class NotEdited(Exception):  # says what becomes of the request
 
 
 def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, Patch]:
-    """Open a request's body for an edit: its byte order mark, which is no part of its JSON, and the rest.
+    """Open a request's body for an edit.
+
+    Returns:
+        the byte order mark, which is not part of the JSON, and the rest.
 
     Raises:
-        NotEdited: it is signed, compressed, no JSON, ambiguous, or too much.
+        NotEdited: the body is signed, compressed, ambiguous, too large or not JSON.
     """
     if is_signed(request):
         raise NotEdited(SIGNED)
@@ -56,7 +59,7 @@ def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, P
 
 
 def is_signed(request: HttpRequest) -> bool:
-    """Whether a client has signed the body, so that its receiver would refuse an edited one."""
+    """Whether the client signed the body, so that the upstream would refuse an edited one."""
     headers = request.headers
     if any(name in headers for name in _SIGNATURES):
         return True

@@ -1,8 +1,8 @@
-"""Narrowing: removes tools from a request's declarations, so that the model cannot call them.
+"""Narrowing: removes declared tools from a request, so that the model cannot call them.
 
-Apart from the choice among the tools, no other byte changes. Some APIs refuse a history with calls if no tool is declared: then
-the tool that was called last stays, but the choice forbids calls. Tools of servers (MCP) are not declared one by one, and are
-left alone.
+Apart from the declarations and the tool choice, no byte changes. Some APIs refuse a history with calls if no tool is declared.
+For these, the tool that was called last stays declared, and the tool choice forbids calls. Tools that an MCP server offers are
+not declared individually, so they stay.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LISTS: Final = TOOL_WORDS.lists
 _SERVERS: Final = TOOL_WORDS.servers
 
 _NAMED: Final = frozenset({"name", "type"}) | _WRAPPERS
-"""Of an entry that is a tool, and none that holds lists of tools."""
+"""Keys of an entry that is a tool rather than a holder of lists of tools."""
 
 _AT_TOP: Final = frozenset(
     [tools.tools for lists in TOOL_LISTS.values() for tools in lists if not (tools.wraps or tools.holder)]
 )
-"""Where tools are declared that stand beside a conversation."""
+"""Top-level keys under which tools are declared beside a conversation."""
 
 _LONGEST_KEY: Final = 256
 
@@ -41,12 +41,12 @@ def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[s
     """Remove tools from a request's body.
 
     Args:
-        request: of the body.
-        body: complete.
-        without: the tools to remove, by their declared names or their names in calls; None for all of them.
+        request: the request that has the body.
+        body: the whole body.
+        without: the tools to remove, by their names in declarations or in calls; None for all.
 
     Raises:
-        NotEdited: this is impossible.
+        NotEdited: the tools cannot be removed.
     """
     mark, patch = open_patch(request, body)
     try:
@@ -57,11 +57,11 @@ def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[s
 
 
 def _open_object(patch: Patch, value: Value) -> Fields:
-    """The members of a value that must be an object.
+    """The members of an object.
 
     Raises:
-        NotEdited: it is no object.
-        NotCounted: a key is repeated, or it is too much.
+        NotEdited: the value is not an object.
+        NotCounted: a key is repeated, or the object is too large.
     """
     if not patch.is_object(value):
         raise NotEdited(AMBIGUOUS)
@@ -69,11 +69,11 @@ def _open_object(patch: Patch, value: Value) -> Fields:
 
 
 def _open_list(patch: Patch, value: Value) -> list[Value]:
-    """The elements of a value that must be a list.
+    """The elements of a list.
 
     Raises:
-        NotEdited: it is no list.
-        NotCounted: it is too much.
+        NotEdited: the value is not a list.
+        NotCounted: the list is too large.
     """
     if not patch.is_list(value):
         raise NotEdited(AMBIGUOUS)
@@ -81,24 +81,24 @@ def _open_list(patch: Patch, value: Value) -> list[Value]:
 
 
 class _Group:
-    """A list of tools, or an object whose members are tools; where none is left, the group itself goes from its own group.
+    """A list of tools, or an object whose members are tools. If it becomes empty, it is removed from its parent group.
 
     Attributes:
-        value: where it stands.
-        members: the tools, and what else stands there.
-        gone: the places of those that go.
+        value: the list or object.
+        members: its tools and other entries.
+        gone: positions of the members to remove.
     """
 
     __slots__ = ("_place", "_within", "gone", "members", "value")
 
     def __init__(self, value: Value, members: Sequence[Value], within: _Group | None = None, place: int = 0) -> None:
-        """Start with all of them.
+        """Start with all members.
 
         Args:
-            value: where it stands.
-            members: the tools, and what else stands there.
-            within: the group in which this one stands.
-            place: there.
+            value: the list or object.
+            members: its tools and other entries.
+            within: the parent group; None for the outermost.
+            place: the position in the parent group.
         """
         self.value = value
         self.members = members
@@ -107,25 +107,24 @@ class _Group:
         self._place = place
 
     def remove(self, place: int) -> None:
-        """Take one out."""
         self.gone.add(place)
         if self._within is not None and len(self.gone) == len(self.members):
             self._within.remove(self._place)
 
     @property
     def stays(self) -> bool:
-        """It has not gone as a whole."""
+        """Whether the group keeps a member; always true for the outermost, which its caller removes."""
         return self._within is None or len(self.gone) < len(self.members)
 
 
 class _Tool(NamedTuple):
-    """A tool that is declared.
+    """A declared tool.
 
     Attributes:
-        names: as which it is declared, and by which its calls go.
-        group: in which it stands.
-        place: there.
-        built_in: the API runs it, whatever the choice is.
+        names: the names under which it is declared and called.
+        group: the group that holds it.
+        place: its position in the group.
+        built_in: the API runs it regardless of the tool choice.
     """
 
     names: tuple[str, ...]
@@ -138,19 +137,24 @@ class _Tools:
     """The tools in one list.
 
     Attributes:
-        found: all of them, as declared.
-        served: there are servers that offer others.
-        dialect: the other API that has written them; None for none.
+        found: the declared tools.
+        served: the list also names servers, which offer more tools.
+        dialect: the other API in whose format the list is written, if any.
     """
 
     __slots__ = ("_dialects", "_groups", "_patch", "dialect", "found", "served")
 
     def __init__(self, patch: Patch, value: Value, dialects: Sequence[ToolList] = ()) -> None:
-        """Read the list, which one of other APIs may have written.
+        """Read the list.
+
+        Args:
+            patch: the edit of the body.
+            value: the list.
+            dialects: other APIs in whose format it may be written.
 
         Raises:
-            NotEdited: it cannot be read in one way alone.
-            NotCounted: the same, or it is too much.
+            NotEdited: the list is ambiguous.
+            NotCounted: a key is repeated, or the list is too large.
         """
         self._patch = patch
         self._groups: list[_Group] = []
@@ -163,7 +167,7 @@ class _Tools:
             self._read(entry, group, place)
 
     def remove(self, tools: Sequence[_Tool]) -> None:
-        """Take some out; call it once."""
+        """Remove these tools. Call this only once."""
         for tool in tools:
             tool.group.remove(tool.place)
         for group in self._groups:
@@ -176,7 +180,7 @@ class _Tools:
         return group
 
     def _read(self, entry: Value, group: _Group, place: int) -> None:
-        """An element of the list: a tool, several, a server, or something else."""
+        """Read an element of the list: a tool, a group of tools, a server, or something else."""
         fields = _open_object(self._patch, entry)
         kind = self._patch.read_text(fields.get("type"))
         if not _LISTS.isdisjoint(fields) and not _NAMED.isdisjoint(fields):
@@ -195,14 +199,13 @@ class _Tools:
             self._read_members(entry, fields, group, place)
 
     def _read_list(self, value: Value, group: _Group, place: int) -> None:
-        """Tools in a list of their own."""
         inner = self._open(value, _open_list(self._patch, value), group, place)
         for number, entry in enumerate(inner.members):
             names = _read_names(self._patch, _open_object(self._patch, entry))
             self.found.append(_Tool(names, inner, number))
 
     def _read_members(self, entry: Value, fields: Fields, group: _Group, place: int) -> None:
-        """Members that are tools each, or lists of them."""
+        """Read an object whose members are tools or lists of tools."""
         inner = self._open(entry, list(fields.values()), group, place)
         for number, (key, member) in enumerate(fields.items()):
             if key in _LISTS and self._patch.is_list(member):
@@ -215,7 +218,7 @@ class _Tools:
 
 
 def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
-    """As what a tool is declared or chosen, and by which its calls go; none where it is not named."""
+    """The names under which a tool is declared, chosen and called; empty if it has none."""
     wrappers = [value for key, value in fields.items() if key in _WRAPPERS and patch.is_object(value)]
     named = [patch.open_fields(wrapper) for wrapper in wrappers] + [fields]
     if names := tuple([patch.read_text(inner["name"]) for inner in named if "name" in inner]):
@@ -228,17 +231,15 @@ def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
 
 
 class _Narrowing:
-    """One body's narrowing."""
-
     __slots__ = ("_gone", "_needs_tool", "_patch", "_without")
 
     def __init__(self, patch: Patch, without: Collection[str] | None, *, needs_tool: bool) -> None:
-        """Take what to do.
+        """Prepare to narrow one body.
 
         Args:
-            patch: of the body.
-            without: the names of tools; None for all of them.
-            needs_tool: the API refuses a history with calls where no tool is declared.
+            patch: the edit of the body.
+            without: the names of the tools to remove; None for all.
+            needs_tool: the API refuses a history with calls if no tool is declared.
         """
         self._patch = patch
         self._without = None if without is None else frozenset(without)
@@ -249,8 +250,8 @@ class _Narrowing:
         """Edit a body of any API.
 
         Raises:
-            NotEdited: it cannot be done.
-            NotCounted: the same.
+            NotEdited: the body is ambiguous, or its API cannot forbid calls.
+            NotCounted: the body is ambiguous or too large.
         """
         owner = self._patch.root
         fields = self._open(owner)
@@ -272,7 +273,7 @@ class _Narrowing:
         return _open_object(self._patch, value)
 
     def _narrow_holder(self, fields: Fields, api: ToolList) -> Changes:
-        """Edit the object in which a list stands, and say whether it goes as a whole."""
+        """Edit the object that holds a list of tools, or remove the object if no tool is left."""
         if api.holder not in fields:
             return {}
         holder = fields[api.holder]
@@ -283,7 +284,7 @@ class _Narrowing:
         return {}
 
     def _narrow_members(self, fields: Fields, api: ToolList) -> Changes:
-        """Edit a list of tools, and say what becomes of the members beside it."""
+        """Edit a list of tools, and return the changes to the members beside it."""
         place = api.holder, api.tools
         others = [tools for tools in TOOL_LISTS[api.beside] if tools.owns is not None and (tools.holder, tools.tools) == place]
         tools = self._open_tools(fields, api.tools, others)
@@ -305,13 +306,13 @@ class _Narrowing:
         return {}
 
     def _open_tools(self, fields: Fields, key: str, others: Sequence[ToolList] = ()) -> _Tools | None:
-        """The tools in a member; None where it is not there, or null."""
+        """The tools in a member; None if it is missing or null."""
         if key not in fields or self._patch.is_null(fields[key]):
             return None
         return _Tools(self._patch, fields[key], others)
 
     def _take_out(self, tools: _Tools) -> ToolsLeft:
-        """Edit a list of tools, unless all of it goes."""
+        """Remove tools from a list. If none would be left, the list is not edited: its caller removes it."""
         gone = [tool for tool in tools.found if self._without is None or not self._without.isdisjoint(tool.names)]
         forbidden = self._without is None and tools.served
         if not gone and not forbidden:
@@ -327,14 +328,14 @@ class _Narrowing:
         return ToolsLeft.FORBIDDEN if forbidden else ToolsLeft.FEWER
 
     def _find_needed(self, tools: Sequence[_Tool]) -> _Tool | None:
-        """The one that has to stay: that which was called last, else the first; None where the API does without."""
+        """The tool that has to stay: the one called last, else the first; None if the API needs no tool."""
         if not tools or not self._needs_tool:
             return None
         called = find_called(self._patch, {name for tool in tools for name in tool.names})
         return next((tool for tool in tools if called in tool.names), tools[0]) if called is not None else None
 
     def _mend_choice(self, value: Value, api: ToolList) -> Changes:
-        """Edit a choice among tools, or say what stands in its place: it may be one that has gone, or a list of such."""
+        """Adapt a tool choice that names removed tools."""
         choice = self._open(value)
         kind = self._patch.read_text(choice.get("type"))
         if kind in TOOL_WORDS.allowed:
@@ -347,7 +348,7 @@ class _Narrowing:
         return {}
 
     def _mend_allowed(self, choice: Fields, api: ToolList) -> Changes:
-        """The same of a list of tools that may be called."""
+        """Adapt a tool choice that lists the tools which may be called."""
         allowed = self._open_tools(choice, "tools")
         if allowed is None:
             return {}
@@ -359,7 +360,7 @@ class _Narrowing:
 
 
 def _forbid(api: ToolList) -> bytes:
-    """The choice of none.
+    """The tool choice that forbids calls.
 
     Raises:
         NotEdited: the API has no such choice.
@@ -370,10 +371,10 @@ def _forbid(api: ToolList) -> bytes:
 
 
 def _find_conversation(patch: Patch, fields: Fields) -> str:
-    """The key beside which a body declares tools; empty where it shows no conversation.
+    """The key of the conversation beside which a body declares tools; empty if there is no conversation.
 
     Raises:
-        NotEdited: it has several, so that it is unclear which one is read.
+        NotEdited: there are several, so it is unclear which one the upstream reads.
     """
     wrapping = [key for key, lists in TOOL_LISTS.items() if lists[0].wraps]
     found = [key for key in TOOL_LISTS if key and key in fields and key not in wrapping]

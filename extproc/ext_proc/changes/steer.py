@@ -1,4 +1,4 @@
-"""Steering: adds a note for the model behind the text of a request's newest results; no other byte changes.
+"""Steering: appends a note for the model to the text of a request's newest results. No other byte changes.
 
 A body is edited only if this is certainly safe.
 """
@@ -26,20 +26,20 @@ LANDING: Final = "Call no more tools. Give your last answer now, from what you h
 _AGAIN: Final = "An earlier note said so, and nothing has changed."
 
 MAX_PLACES: Final = 16
-"""Most results that get the note, from the newest on."""
+"""The maximum number of results that get the note, newest first."""
 
 
 def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks: Callable[[bytes], Marks]) -> bytes:
-    """The request's body with the note.
+    """Add the note to a request's body.
 
     Args:
-        request: whose body it is.
-        body: all of it.
-        note: its text.
-        make_marks: for the conversation in a body; raises NotCounted where there is none.
+        request: the request that has the body.
+        body: the whole body.
+        note: the text of the note.
+        make_marks: makes the note's marks for the conversation in a body; raises NotCounted if there is none.
 
     Raises:
-        NotEdited: there is no place for it.
+        NotEdited: the body has no place for the note, or cannot be edited.
     """
     mark, patch = open_patch(request, body)
     try:
@@ -54,7 +54,7 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks:
 
 
 def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard, body: bytes | memoryview) -> str:
-    """The note about the outcome of a guard that steers, in the operator's words or in our own."""
+    """Write the note about an outcome, with the operator's template if the guard has one."""
     found = find_cause(evaluation.plain if evaluation.plain is not None else Document(body), outcome.repeat)
     cause = found.text if found is not None else ""
     advice = outcome.subject.advise(outcome, evaluation.request.method, evaluation.request.path)

@@ -1,4 +1,4 @@
-"""The client of the admin endpoints, for commands; httpx is imported by the first client that is made, not with this file."""
+"""The client of the admin endpoints, for commands. httpx is imported with the first client, not with this file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULT = "http://127.0.0.1:9900"
 
 
 def add_admin_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag that names running servers, for `open_clients`."""
+    """Add the flag that names running servers, for `open_clients`."""
     parser.add_argument(
         "--admin",
         action="append",
@@ -47,10 +47,10 @@ def find_admin(environ: Mapping[str, str]) -> str:
 
 
 class AdminClient:
-    """Asks one server."""
+    """A client of one server."""
 
     def __init__(self, url: str) -> None:
-        """Ask nothing yet; raises UsageError unless `url` is http(s)://HOST:PORT, HOST:PORT or unix:/PATH."""
+        """Prepare, without connecting; raises UsageError unless `url` is http(s)://HOST:PORT, HOST:PORT or unix:/PATH."""
         import httpx  # noqa: PLC0415  # takes 0.2 s
 
         self.url = url
@@ -65,7 +65,7 @@ class AdminClient:
             fits = False
         if not fits:
             raise UsageError(f"--admin must be http://HOST:PORT or unix:/PATH, not {url!r}")
-        # The environment's proxies are for the world outside, and its ~/.netrc does not concern this.
+        # Proxies in the environment are for other servers, and ~/.netrc does not apply here.
         self._client = httpx.Client(base_url=base, transport=transport, timeout=_SECONDS, trust_env=False)
 
     def ask(
@@ -77,7 +77,7 @@ class AdminClient:
         body: object = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401  # as json.loads
-        """An endpoint's answer, decoded from JSON; raises LoopguardError, with the server's words, if there is none."""
+        """An endpoint's answer, decoded from JSON; raises LoopguardError, with the server's words, if the request fails."""
         import httpx  # noqa: PLC0415  # as above
 
         content = None if body is None else json.dumps(body)
@@ -100,7 +100,7 @@ class AdminClient:
 
 
 def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]) -> dict[str, Any]:
-    """One report of all servers, each table taken once; raises LoopguardError as `AdminClient.ask` does."""
+    """One report of all servers, with each table once; raises LoopguardError as `AdminClient.ask` does."""
     joined, *others = [client.ask(path, params=params) for client in clients]
     for report in others:
         if report["replica"] in joined["replicas"]:
@@ -119,7 +119,7 @@ def _add(one: float | None, other: float | None) -> float | None:
 
 
 def _read_reason(answer: httpx.Response) -> str:
-    """What is wrong, in the server's words."""
+    """The error, in the server's words."""
     try:
         return str(answer.json()["error"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What the reasons mean for which requests are not counted, and what to change: one entry for each."""
+"""For each reason why requests are not counted: what it means, and what to change."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from extproc.operator.coverage_rows import SHARED
 
 
 class Repair(NamedTuple):
-    """What a reason means, and what to change.
+    """The meaning of a reason, and what to change.
 
     Attributes:
-        text: about the requests; `{keys}` stands for the policy's limit keys.
-        change: what would guard them; `{example}` stands for another limit key.
-        key: of the policy's spec that it is about; empty where it is no policy's.
+        text: about the requests; `{keys}` is replaced by the policy's limit keys.
+        change: what would guard them; `{example}` is replaced by another limit key.
+        key: the key of the policy's spec that it is about; empty if it is not about a policy.
     """
 
     text: str

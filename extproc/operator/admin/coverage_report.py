@@ -1,4 +1,4 @@
-"""`/coverage`: what share of the traffic is guarded, and what to change for the rest, as JSON for people and programs."""
+"""`/coverage`: the share of the traffic that is guarded, and what to change for the rest, as JSON."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from extproc.operator.coverage_rows import (
 )
 
 PROBLEM, NOTE = "problem", "note"
-"""How grave a finding is."""
+"""Severities of findings."""
 
 _GRAVE = 0.01
-"""A reason that leaves out at least this share of a policy's requests is a problem."""
+"""A reason is a problem if it excludes at least this share of a policy's requests."""
 
 _REASONS_SHOWN = 3
 _PRESET = "loopguard init"
@@ -44,18 +44,18 @@ WATCHING = f"no policy is given, so the preset `agents` only watches; to enforce
 
 
 Places: TypeAlias = Mapping[str, tuple[str, str, Any]]
-"""By a policy's id: its file, its JSON Pointer there, and the policy as it is written."""
+"""By a policy's id: its file, its JSON Pointer there, and the raw policy."""
 
 
 class ServerState(NamedTuple):
-    """What else is known of a server.
+    """Further facts about a server.
 
     Attributes:
         store: `memory` or `shared`.
-        health: of the store, `ok` while it is in use.
+        health: the store's health; `ok` while it is in use.
         watching: no policy was given.
-        acting: the number of policies that act.
-        refused: errors in the policy files, which are not in force.
+        acting: the number of enabled policies.
+        refused: errors in policy files that were refused.
     """
 
     store: str
@@ -68,7 +68,7 @@ class ServerState(NamedTuple):
 
 
 class CoveragePages:
-    """Answers about coverage."""
+    """The pages about coverage."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class CoveragePages:
     def report(self) -> dict[str, Any]:
         """The JSON of `/coverage`."""
         state, places = self._read_state(), self._locate()
-        if state.watching:  # a file of the package is not to be changed
+        if state.watching:  # a file of the package must not be changed
             places = {name: (_PRESET, pointer, raw) for name, (_, pointer, raw) in places.items()}
         return make_report(self._board.view(), state, places, time())
 
     def summarize(self) -> list[dict[str, Any]]:
-        """What stands on top of other reports; a list, as are the rows of those, so that those of several servers add up."""
+        """The summary at the top of other reports; a list, so that those of several servers can be joined."""
         view, state = self._board.view(), self._read_state()
         return [describe_coverage(view.document, state)]
 
@@ -114,7 +114,7 @@ def make_report(view: View[CoverageDocument], state: ServerState, places: Places
 
 
 def describe_coverage(document: CoverageDocument, state: ServerState) -> dict[str, Any]:
-    """What share of the traffic is guarded, in numbers and in words."""
+    """The share of the traffic that is guarded, in numbers and in words."""
     recent = _add_up(document, recent=True)
     return {
         "window_seconds": round(document.seconds),
@@ -193,7 +193,7 @@ def _describe_policies(document: CoverageDocument, places: Places) -> list[dict[
 
 
 def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
-    """The requests that a policy has counted, those that it could not, and those that it need not."""
+    """The requests that a policy counted, could not count, and did not have to count."""
     counts = {COUNTED: 0, UNGUARDED: 0, EXEMPT: 0}
     for row in rows:
         if row.reason in counts:
@@ -202,7 +202,7 @@ def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:
 
 
 def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
-    live = any(row.recent for row in document.rows)  # then what is over is no finding any more
+    live = any(row.recent for row in document.rows)  # then past problems are not findings any more
     requests: dict[tuple[str, str], int] = {}
     for row in document.rows:
         if not _tells_why(row) and row.policy:
@@ -219,7 +219,7 @@ def _find_reasons(document: CoverageDocument, places: Places) -> list[dict[str, 
 
 
 def _write_place(places: Places, policy: str, key: str = "") -> str | None:
-    """The place of a policy, or of a key of its spec, as `validate` prints it; None if it is in no file."""
+    """The place of a policy, or of a key of its spec, in the format of `validate`; None if it is not in a file."""
     if policy not in places:
         return None
     file, pointer, _ = places[policy]
@@ -247,18 +247,18 @@ def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> 
 
 
 def _list_keys(raw: Mapping[str, Any]) -> list[str]:
-    """The limit keys of a policy, those in a `first_of` among them."""
+    """The limit keys of a policy, including those in a `first_of`."""
     keys = raw.get("spec", {}).get("limit_keys", [])
     return [each for key in keys for each in ([key] if isinstance(key, str) else key["first_of"])]
 
 
 def _suggest_key(keys: list[str]) -> str:
-    """A limit key that the policy does not have, and that requests of most clients do."""
+    """A limit key that the policy does not have, but most clients' requests do."""
     return next((f'"{key}"' for key in ("credential", "ip:address") if key not in keys), "a header that all clients send")
 
 
 def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str, Any]]:
-    """What is wrong, or good to know, about the server as a whole."""
+    """Problems and notes about the server as a whole."""
     seen = {row.reason: row.total for row in document.rows if not row.policy}
     matched, unmatched = seen.get(REQUESTS, 0), seen.get(UNMATCHED, 0)
     found = []
@@ -290,7 +290,7 @@ def _find_state(document: CoverageDocument, state: ServerState) -> list[dict[str
 
 
 def _find_losses(document: CoverageDocument) -> list[dict[str, Any]]:
-    """What stores had no room for recently."""
+    """Entries that stores had no room for recently."""
     found = []
     lost = {row.reason: row.recent for row in document.rows if not row.policy}
     if number := lost.get(DROPPED, 0):

@@ -1,6 +1,6 @@
-"""Who may change something over the admin port: anyone with a token, or with access to the server's own Unix socket.
+"""Decides who may change something over the admin port: anyone with a token, or with access to the server's own Unix socket.
 
-A browser cannot be tricked into it. It has no token to send of its own accord, and whatever a page makes it send says so.
+A browser cannot be tricked into it: it has no token to send by itself, and requests made by a page are marked as such.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from starlette.requests import Request
 from extproc.errors import UsageError
 
 OPERATOR_HEADER = "x-loopguard-operator"
-"""Who asks, as the client says."""
+"""The operator's name, as the client states it."""
 
 _LEAST_TOKEN = 16
 _MOST_BYTES = 65_536
 _LONGEST_NAME = 48
 _ODD = re.compile(r"[^A-Za-z0-9_.@+-]")
 _BROWSERS = ("origin", "sec-fetch-site")
-"""Sent by every browser with whatever a page has it send, and by no other client."""
+"""Headers that every browser sends with requests made by a page, and no other client sends."""
 
 
 class Credentials:
-    """The tokens in a file, read for each request with one: a replaced file needs no restart."""
+    """The tokens in a file. It is read for each request with a token, so a new file needs no restart."""
 
     def __init__(self, path: str) -> None:
-        """Check the file, which has a token in each line; without one (an empty path), TCP is read-only.
+        """Check the file, which has a token on each line. Without a file (an empty path), TCP is read-only.
 
         Raises UsageError if it cannot be read, or a token is too short.
         """
@@ -42,7 +42,7 @@ class Credentials:
                 raise UsageError(f"--admin-token-file {path}: {_explain(error)}") from None
 
     def check(self, request: Request) -> str:
-        """Who makes a change, and how that is known; raises HTTPException if the request may not."""
+        """The name of the operator, and how it is known; raises HTTPException if the request may not make changes."""
         if any(header in request.headers for header in _BROWSERS):
             raise HTTPException(HTTPStatus.FORBIDDEN, "browsers cannot make changes; use the loopguard command or curl")
         if request.method == "POST" and not _is_json(request):
@@ -64,7 +64,7 @@ class Credentials:
         except (OSError, ValueError) as error:
             raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, f"the token file: {_explain(error)}") from None
         given = shown.strip().encode("utf-8", "surrogateescape")
-        good = [hmac.compare_digest(given, token) for token in tokens]  # all of them, so that the time reveals nothing
+        good = [hmac.compare_digest(given, token) for token in tokens]  # compare with all, so that the time reveals nothing
         if scheme.lower() != "bearer" or not any(good):
             challenge = {"www-authenticate": 'Bearer realm="loopguard"'}
             hint = "this needs a token from --admin-token-file"
@@ -90,6 +90,6 @@ def _is_json(request: Request) -> bool:
 
 
 def _is_unix(request: Request) -> bool:
-    """Whether the request came by the socket, which the file system guards: its address has no port."""
+    """Whether the request came by the socket, which file permissions protect: its address has no port."""
     server = request.scope.get("server")
     return server is not None and server[1] is None

@@ -1,7 +1,7 @@
-"""The page on the admin port's `/`: loops and sessions of all replicas and the last hour's curve, for a browser or a phone.
+"""The page at the admin port's `/`: all replicas' loops and sessions and a chart of the last hour, for browsers and phones.
 
-Rendered here with every value escaped. It loads nothing from anywhere, and its Content-Security-Policy lets it run nothing but
-its own few lines, which fetch it anew.
+It is rendered here with every value escaped. It loads nothing from elsewhere, and its Content-Security-Policy allows only its
+own few lines of script, which refresh it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class CurveBar(NamedTuple):
 
 
 class PolicyChart(NamedTuple):
-    """The hour of one policy.
+    """The last hour of one policy.
 
     Attributes:
-        actions: with the requests of the hour, the most severe first.
-        most: requests in the busiest minute.
-        bars: of all actions, stacked.
+        actions: actions with their number of requests, most severe first.
+        most: number of requests in the busiest minute.
+        bars: bars of all actions, stacked.
     """
 
     policy: str
@@ -73,7 +73,7 @@ def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
 
 
 def draw_charts(curves: list[dict[str, Any]]) -> list[PolicyChart]:
-    """A chart for each policy and mode in a report's curves, the busiest first."""
+    """A chart for each policy and mode in a report's curves, busiest first."""
     name = itemgetter("policy", "mode")
     charts = [_draw(policy, mode, list(own)) for (policy, mode), own in groupby(sorted(curves, key=name), name)]
     return sorted(charts, key=lambda chart: -sum(total for _, total in chart.actions))
@@ -123,8 +123,8 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Respons
 
 @cache
 def _load_template() -> Template:
-    """Read the page's template, when the page is asked for the first time."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # most never look
+    """Read the page's template when the page is first requested."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # rarely needed
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -140,7 +140,7 @@ def write_money(dollars: float) -> str:
 
 
 def write_age(seconds: float) -> str:
-    """How long ago, in the largest unit that fits."""
+    """The time since something, in the largest unit that fits."""
     for unit, length in (("h", 3_600), ("m", 60)):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit} ago"

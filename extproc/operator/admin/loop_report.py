@@ -40,13 +40,13 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "last": lambda loop: loop["last_seen"],
     "first": lambda loop: loop["first_seen"],
 }
-"""What is most comes first, and what was seen last; by `first` the oldest."""
+"""Sort keys. The largest or latest comes first; with `first`, the oldest."""
 
 _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 class LoopPages(TablePages[LoopDocument]):
-    """Answers about loops."""
+    """The pages about loops."""
 
     def __init__(self, board: Board[LoopDocument], prices: Prices, shows_callers: Callable[[], bool]) -> None:
         super().__init__(board, shows_callers)
@@ -57,7 +57,7 @@ class LoopPages(TablePages[LoopDocument]):
         return [Route("/loops", lambda request: send_page(Page(HTTPStatus.OK, self.report(request))))]
 
     def report(self, request: Request) -> dict[str, Any]:
-        """The JSON of `/loops`; raises HTTPException (400), with what would be right, if the query is wrong."""
+        """The JSON of `/loops`; raises HTTPException (400), saying what would be right, if the query is invalid."""
         query = request.query_params
         selection, prices = read_selection(query, SORTS), self._choose_prices(query)
         shown = self._sees_callers(request)
@@ -78,7 +78,7 @@ def make_report(
 ) -> dict[str, Any]:
     """The JSON of `/loops`."""
     every = [_describe(loop, prices, shows_callers=shows_callers, now=now) for loop in view.document.rows]
-    # Of equals the one that is later in the table comes first.
+    # Among equals, the later one in the table comes first.
     found = select(every if selection.sort == OLDEST_FIRST else reversed(every), selection, SORTS)
     return {
         **describe_view(view, now),

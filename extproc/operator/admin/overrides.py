@@ -1,4 +1,4 @@
-"""The endpoints of overrides: anyone may read, and those with a credential may give and revoke."""
+"""The endpoints of overrides: anyone may read them, and those with a credential may add and revoke them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from extproc.operator.overrides import BadOrderError, OverrideService, describe_
 T = TypeVar("T")
 
 _ANSWER_SECONDS = 5.0
-"""How long the data path's event loop may take, and the store that it asks."""
+"""Time for the data path's event loop, and for its store, to answer, in seconds."""
 
 
 def route_overrides(
     service: OverrideService, credentials: Credentials, find_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> list[Route]:
-    """`/overrides`: GET lists, POST gives, DELETE of one of them revokes; `find_loop` finds the service's event loop."""
+    """`/overrides`: GET lists, POST adds, DELETE of one revokes it; `find_loop` returns the service's event loop."""
 
     def list_all() -> Page:
         return Page(HTTPStatus.OK, {"overrides": [describe_override(override) for override in service.list_standing()]})

@@ -1,7 +1,7 @@
-"""The admin endpoints as an ASGI application: one route for each, and answers that say what is wrong.
+"""The admin endpoints as an ASGI application, with answers that explain errors.
 
-An endpoint that is a plain function runs in a thread, so that none waits for another. One that is `async` runs on the admin
-server's event loop, and must not compute for long.
+An endpoint that is a plain function runs in a thread, so endpoints do not wait for each other. One that is `async` runs on the
+admin server's event loop, and must not compute for long.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from starlette.routing import Route
 from extproc.metrics import Metrics
 
 MAX_BODY = 65_536
-"""Bytes of what a client may send."""
+"""Maximum length of a request's body, in bytes."""
 
 _HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
-"""The header `Host` (RFC 9110 section 7.2): an IPv6 address stands in brackets, and the port may be left out."""
+"""The header `Host` (RFC 9110 section 7.2): an IPv6 address is in brackets, and the port is optional."""
 
 
 class Page(NamedTuple):
@@ -49,7 +49,7 @@ def make_app(metrics: Metrics, routes: Sequence[Route]) -> Starlette:
 
 
 def route_page(path: str, make: Callable[[], Page]) -> Route:
-    """The route of a page that depends on nothing that is asked."""
+    """The route of a page that does not depend on the request."""
     return Route(path, lambda _: send_page(make()))
 
 
@@ -59,7 +59,7 @@ def send_page(page: Page) -> Response:
 
 
 async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
-    """The JSON that a client sent; raises HTTPException if it is too long (413), or no JSON (400)."""
+    """The JSON body of a request; raises HTTPException if it is too long (413), or not JSON (400)."""
     body = b""
     async for chunk in request.stream():
         body += chunk
@@ -72,9 +72,9 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
 
 
 def is_near(request: Request) -> bool:
-    """Whether who asks is on this machine, at a Unix socket or loopback, and no web page from elsewhere in a browser here.
+    """Whether the client is on this machine, at a Unix socket or loopback, and not a page from elsewhere in a local browser.
 
-    Such a page (DNS rebinding) comes from loopback as well, but by a name of its own in `Host`.
+    Such a page (DNS rebinding) also comes from loopback, but with its own name in `Host`.
     """
     if request.client is None:
         return True
@@ -104,5 +104,5 @@ def _refuse(_: Request, error: Exception) -> Response:
 
 
 def _fail(_: Request, error: Exception) -> Response:
-    """An answer that says so helps more than a connection that closes; uvicorn logs the rest."""
+    """Answer with the error, which helps more than a closed connection; uvicorn logs the rest."""
     return send_page(Page(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}))

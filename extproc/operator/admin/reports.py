@@ -17,22 +17,22 @@ from extproc.operator.loop_rows import Loop
 from extproc.operator.session_rows import SessionRow
 
 VERSION = 1
-"""Of the JSON: fields may be added to it, none changes its meaning."""
+"""Version of the JSON: fields may be added, but none changes its meaning."""
 
 MAX_ROWS = 1_000
 
 Sorts: TypeAlias = Mapping[str, Callable[[dict[str, Any]], Any]]
 OLDEST_FIRST = "first"
-"""The only order that starts with what is least."""
+"""The only order that starts with the smallest value."""
 
 
 class Selection(NamedTuple):
-    """The part of a table that is asked for.
+    """The requested part of a table.
 
     Attributes:
-        caller: only of callers whose hash starts with this, whose alias, label or credential's hash it is, or, where these are
-            shown, one of whose values or `NAME=VALUE`.
-        sort: one of the table's orders, empty for the first of them.
+        caller: select callers by the start of their hash, their alias, a label, a credential's hash or, if values are shown,
+            one of their values or `NAME=VALUE`.
+        sort: one of the table's orders; empty for the first.
     """
 
     policy: str = ""
@@ -43,11 +43,11 @@ class Selection(NamedTuple):
 
 
 class TablePages(Generic[AnyDocument]):
-    """Answers about a table.
+    """The pages about a table.
 
     Attributes:
-        may_see_callers: whether a client may see callers' values, where they are shown at all.
-        summarize: how much of the traffic is guarded, for the top of the report; see `CoveragePages`.
+        may_see_callers: returns whether a client may see callers' values, if these are shown at all.
+        summarize: returns the share of guarded traffic, for the top of the report; see `CoveragePages`.
     """
 
     def __init__(self, board: Board[AnyDocument], shows_callers: Callable[[], bool]) -> None:
@@ -61,7 +61,7 @@ class TablePages(Generic[AnyDocument]):
 
 
 def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
-    """The selection of a query; raises HTTPException (400), with what would be right, if the query is wrong."""
+    """The selection of a query; raises HTTPException (400), saying what would be right, if the query is invalid."""
     sort, limit = query.get("sort", next(iter(sorts))), query.get("limit", str(MAX_ROWS))
     if sort not in sorts:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"sort must be one of {', '.join(sorts)}")
@@ -71,7 +71,7 @@ def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
 
 
 def select(rows: Iterable[dict[str, Any]], selection: Selection, sorts: Sorts) -> list[dict[str, Any]]:
-    """The rows that are asked for, in order; not limited."""
+    """The selected rows, in order and without a limit."""
     sort = selection.sort or next(iter(sorts))
     return sorted((row for row in rows if _matches(row, selection)), key=sorts[sort], reverse=sort != OLDEST_FIRST)
 
@@ -79,7 +79,7 @@ def select(rows: Iterable[dict[str, Any]], selection: Selection, sorts: Sorts) -
 def _matches(row: Mapping[str, Any], selection: Selection) -> bool:
     if selection.policy not in ("", row["policy"]):
         return False
-    if selection.tool and selection.tool not in row.get("tools", [selection.tool]):  # sessions are not told apart by tools
+    if selection.tool and selection.tool not in row.get("tools", [selection.tool]):  # sessions are not separated by tool
         return False
     shown, chosen = row["descriptors"] or {}, selection.caller
     pairs = [f"{name}={value}" for name, value in shown.items()]
@@ -88,12 +88,12 @@ def _matches(row: Mapping[str, Any], selection: Selection) -> bool:
 
 
 def describe_known(row: Loop | SessionRow) -> dict[str, Any]:
-    """What stands beside the hash of a row's caller."""
+    """The values beside the hash of a row's caller."""
     return {"alias": row.alias or None, "labels": dict(row.labels) or None, "credentials": row.credentials}
 
 
 def describe_view(view: View[Any], now: float) -> dict[str, Any]:
-    """How a report begins."""
+    """The first fields of a report."""
     return {
         "version": VERSION,
         "at": write_time(now),
@@ -105,5 +105,5 @@ def describe_view(view: View[Any], now: float) -> dict[str, Any]:
 
 
 def write_time(seconds: float) -> str:
-    """A moment, in seconds since 1970, as RFC 3339 has it."""
+    """A time, in seconds since 1970, in the format of RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,6 +1,6 @@
-"""The admin server: Starlette on uvicorn, in a thread and an event loop of its own.
+"""The admin server: Starlette on uvicorn, in a separate thread and event loop.
 
-So a scrape never holds up a request, and a stalled data path can still be told.
+So a scrape never delays a request, and a stalled data path can still be reported.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from extproc.settings import Address
 from extproc.sockets import open_listening_socket
 
 _CLIENT_SECONDS = 30
-"""A client that has not asked and taken its answer by then is dropped, however many bytes it sends or reads meanwhile."""
+"""Seconds. A client that has not completed a request and its answer by then is dropped, even if it sends or reads bytes."""
 
 _MAX_CLIENTS = 256
-"""Connections; past it the one that has gone longest without an answer is dropped, so that probes always get through."""
+"""Maximum number of connections. Above it, the one that has waited longest for an answer is dropped, so probes get through."""
 
 _OWNER_ONLY = 0o600
 
@@ -37,19 +37,19 @@ class AdminServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level=logging.ERROR,  # what clients do wrong is not worth a line each
+            log_level=logging.ERROR,  # clients' errors are not worth a line each
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # who asks is who connects, whatever a header says
+            proxy_headers=False,  # the client is the peer, whatever a header says
             timeout_graceful_shutdown=1,
         )
         self._server = Uvicorn(config)
         self._thread: threading.Thread | None = None
 
     def start(self, address: Address, socket_path: str = "") -> str:
-        """Listen on TCP, and on a Unix socket that only this user may open if a path is given; returns the real TCP address.
+        """Listen on TCP and, if a path is given, on a Unix socket that only this user may open; returns the real TCP address.
 
-        Raises UsageError if `address` is no TCP address, LoopguardError if it cannot be listened on.
+        Raises UsageError if `address` is not a TCP address, and LoopguardError if listening fails.
         """
         if address.is_unix:
             raise UsageError(f"--admin must be HOST:PORT, not {address.text!r}")
@@ -66,14 +66,14 @@ class AdminServer:
         return f"{address.text.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
 
     def stop(self) -> None:
-        """Stop listening, and end what is being answered."""
+        """Stop listening, and end open requests."""
         if self._thread is not None:
             self._server.should_exit = True
             self._thread.join()
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, for clients that are slow, silent or many."""
+    """uvicorn's protocol, with bounds for clients that are slow, silent or many."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the base class's
         super().connection_made(transport)

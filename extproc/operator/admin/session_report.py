@@ -1,6 +1,6 @@
-"""`/sessions` and `/sessions/<id>`: what runs have used up and what they have done, as JSON for people and programs.
+"""`/sessions` and `/sessions/<id>`: what sessions have used, and what they have done, as JSON for people and programs.
 
-The names of what is counted are those of in-process SDKs' session reports.
+Counts have the names of in-process SDKs' session reports.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "tool_calls": lambda session: session["total_tool_calls"],
     "blocks": lambda session: session["total_block_count"],
 }
-"""What is most comes first, and what was seen last."""
+"""Sort keys. The largest or latest comes first."""
 
 _DIGITS = 9
 
 
 class SessionPages(TablePages[SessionDocument]):
-    """Answers about sessions."""
+    """The pages about sessions."""
 
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
         return [Route("/sessions", self._send_all), Route("/sessions/{session}", self._send_one)]
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
-        """What a request is answered."""
+        """The answer to a request."""
         report = report_sessions(self._board.view(), selection, shows_callers=self._sees_callers(request), now=time())
         return {**report, "coverage": self.summarize()}
 
@@ -76,7 +76,7 @@ def report_sessions(view: View[SessionDocument], selection: Selection, *, shows_
 
 
 def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
-    """What a session has used up."""
+    """What a session has used."""
     return {
         "session": row.session,
         "caller": row.tenant,

@@ -1,18 +1,18 @@
 -- documents: by name, each until its end.
 --
 -- KEYS     the ends (sorted set: name by end in ms), the documents (hash by name), the version (string); all in one hash slot
--- ARGV     what to do; always last: now_ms (-1: the server's clock)
---            put:  name, document, ttl_ms, how many are kept at most, whether the one that would end first makes room (1 or 0)
+-- ARGV     the operation and its arguments; always last: now_ms (-1: the server's clock)
+--            put:  name, document, ttl_ms, maximum number, whether the document that would end first makes room (1 or 0)
 --            drop: name
 --            list: the version that the caller knows
--- returns  put:  1, or 0 where there is no room
---          drop: 1, or 0 where there was none of that name
---          list: nothing where nothing has changed, else the version and the names of those that have not ended
+-- returns  put:  1, or 0 if there is no room
+--          drop: 1, or 0 if there is no document of that name
+--          list: nothing if nothing has changed, else the version and the names of documents that have not ended
 --
 -- The ends decide; the keys' own expiry only collects garbage. The rules are those of documents.py.
 
 local GARBAGE_MS = 1000
-local PORTION = 1000 -- names that one call of unpack takes
+local PORTION = 1000 -- maximum number of names in one call of unpack
 
 local ends, documents, version = KEYS[1], KEYS[2], KEYS[3]
 local clock = redis.call('TIME')
@@ -23,7 +23,7 @@ local function is_odd(...)
   local reply = redis.pcall(...)
   return type(reply) == 'table' and reply.err
 end
-if is_odd('ZCARD', ends) or is_odd('HMGET', documents, '') or is_odd('GET', version) then -- not ours
+if is_odd('ZCARD', ends) or is_odd('HMGET', documents, '') or is_odd('GET', version) then -- not written by Loopguard
   redis.call('DEL', ends, documents, version)
 end
 

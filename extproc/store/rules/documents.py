@@ -1,10 +1,10 @@
 """Documents by name, each with an end: the rule of `documents.lua`. No request waits for them.
 
-There are two kinds. On a board, each replica publishes one document for the others, which expires soon. Orders are those of
-operators, for every replica; they outlive the replica that took them. A reader says which version of all orders it knows, and
-gets nothing if that is still current, so that polling costs next to nothing.
+There are two kinds. On a board, each replica publishes one document for the others, which expires soon. Orders are operators'
+orders for every replica; they outlive the replica that accepted them. A reader names the version of all orders that it knows,
+and gets nothing if that is still current, so polling is cheap.
 """
-# interpreted: no request passes through it
+# interpreted: requests do not use it
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Final, NamedTuple
 from extproc.errors import StoreError
 
 MAX_DOCUMENT: Final = 65_536
-"""Bytes of a document on a board."""
+"""Maximum length of a document on a board, in bytes."""
 
 MAX_REPLICAS: Final = 100
-"""Most documents: 6.5 MB in all, which a server returns in a few portions."""
+"""Maximum number of documents: 6.5 MB in total, which a server returns in a few portions."""
 
 MAX_ORDER: Final = 4_096
-"""Bytes of an order."""
+"""Maximum length of an order, in bytes."""
 
 MAX_ORDERS: Final = 10_000
 
@@ -35,8 +35,8 @@ class DocumentKind(NamedTuple):
 
     Attributes:
         plural: word for people.
-        max_bytes: of a document.
-        max_documents: of a subject.
+        max_bytes: maximum length of a document.
+        max_documents: maximum number per subject.
         makes_room: when full, drop the document that would end first; otherwise, reject new ones.
         portion: number that a remote store reads at once: 1 MB at most, which keeps a server busy for a millisecond.
         version: first bytes of each packed document in a remote store; others are ignored.
@@ -56,11 +56,11 @@ KINDS: Final = {
     BOARDS: DocumentKind("reports", MAX_DOCUMENT, MAX_REPLICAS, makes_room=True, portion=16, version=b"\x01"),
     ORDERS: DocumentKind("overrides", MAX_ORDER, MAX_ORDERS, makes_room=False, portion=1_000, version=b""),
 }
-"""By name, with which the keys in a remote store start. Orders are JSON, in which fields have names."""
+"""Kinds by name. The keys in a remote store start with this name. Orders are JSON, whose fields have names."""
 
 
 class Documents(NamedTuple):
-    """All that have not ended at a time, by name; their `version` is empty if there never was one."""
+    """All documents that have not ended, by name. `version` is empty if there never was a document."""
 
     version: str
     documents: dict[str, bytes]
@@ -72,7 +72,7 @@ def make_replica_name() -> str:
 
 
 def check_document(kind: str, name: str, document: bytes) -> None:
-    """Raise StoreError for a document, or a name, that is too long for every store."""
+    """Raise StoreError if a document or a name is too long for every store."""
     plural, most = KINDS[kind][:2]
     if len(document) > most:
         raise StoreError(f"{len(document)} bytes are too long for {plural}; at most {most} are allowed", kind="too_large")
@@ -81,12 +81,12 @@ def check_document(kind: str, name: str, document: bytes) -> None:
 
 
 def refuse_more() -> StoreError:
-    """The error if there is no room for an order."""
+    """The error if there is no room for another order."""
     return StoreError(f"there are {MAX_ORDERS} overrides already; revoke some, or wait until they end", kind="full")
 
 
 class _Collection:
-    """Documents that belong together."""
+    """The documents of one kind and subject."""
 
     def __init__(self) -> None:
         self.kept: dict[str, tuple[int, bytes]] = {}
@@ -97,11 +97,11 @@ class MemoryDocuments:
     """Documents in this process; see `SharedDocuments`."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
-        """Start empty; the clock tells the time in milliseconds."""
+        """Start empty; `clock` returns the time in milliseconds."""
         self._clock = clock
         self._collections: dict[tuple[str, str], _Collection] = {}
 
-    async def put(  # noqa: PLR0913  # a document, where it stands, and until when
+    async def put(  # noqa: PLR0913  # a document and its place
         self, kind: str, subject: str, name: str, document: bytes, seconds: float, now: int | None = None
     ) -> None:
         """See `SharedDocuments`."""
@@ -128,7 +128,7 @@ class MemoryDocuments:
         return Documents(version, {name: document for name, (ends, document) in kept.items() if moment < ends})
 
     def _change(self, kind: str, subject: str, now: int) -> _Collection:
-        """A subject's documents, to be changed, without those that have ended."""
+        """A subject's documents, to be changed, after removing those that have ended."""
         collection = self._collections.setdefault((kind, subject), _Collection())
         collection.kept = {name: kept for name, kept in collection.kept.items() if now < kept[0]}
         collection.changes += 1

@@ -1,14 +1,14 @@
--- ring: the newest entries of each key, none of them twice for one request.
+-- ring: the newest entries of each key, one for each request.
 --
 -- KEYS     one or more keys, all in one hash slot
--- ARGV     for each key, or once where they are the same for all, five values: the entry, the digest of its request (8 bytes),
---          size (how many entries are kept), ttl_ms, now_ms (-1: the server's clock)
--- returns  for each key its records, oldest first, the new one included: digest, one byte with the entry's length, the entry
+-- ARGV     for each key, or once if they are the same for all, five values: the entry, the digest of its request (8 bytes),
+--          size (number of entries to keep), ttl_ms, now_ms (-1: the server's clock)
+-- returns  for each key its records, oldest first, including the new one: digest, one byte for the entry's length, the entry
 --
 -- A key's value is a version and the time of its last push in milliseconds, packed, and its records. The value decides; the
 -- key's own expiry only collects garbage. The rules are those of ring.py.
 
-local VERSION = 0 -- older releases have a time of eight bytes there, of which the first is 0
+local VERSION = 0 -- older releases store a time of eight bytes here, whose first byte is 0
 local HEAD, HEAD_SIZE = '>BI7', 8
 local GARBAGE_MS = 1000
 
@@ -22,9 +22,9 @@ for i, key in ipairs(KEYS) do
   local ttl, now = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5])
   if now == -1 then now = server_now end
 
-  local starts, from = {}, HEAD_SIZE + 1 -- of the records in the value
+  local starts, from = {}, HEAD_SIZE + 1 -- starts of the records in the value
   local value = redis.pcall('GET', key)
-  if type(value) == 'table' then redis.call('DEL', key) end -- not ours: one odd key must not fail a whole batch
+  if type(value) == 'table' then redis.call('DEL', key) end -- not written by Loopguard: one such key must not fail a whole batch
   local version, last = nil, nil
   if type(value) == 'string' and #value >= HEAD_SIZE then version, last = struct.unpack(HEAD, value) end
   if version == VERSION and math.abs(now - last) < ttl then
@@ -32,7 +32,7 @@ for i, key in ipairs(KEYS) do
       starts[#starts + 1] = from
       from = from + 9 + (string.byte(value, from + 8) or 0)
     end
-    if from ~= #value + 1 then starts = {} end -- not ours either
+    if from ~= #value + 1 then starts = {} end -- not written by Loopguard either
   end
 
   local kept, known = math.min(#starts, size), false

@@ -1,4 +1,4 @@
-"""Rings: the newest entries of a key, each pushed by a request, until some time after the last push; the rule of `ring.lua`."""
+"""Rings: the newest entries of a key, one for each request, kept for some time after the last push; the rule of `ring.lua`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Push(NamedTuple):
     """One entry for the ring of a key; pushes of one key agree in `ttl_ms`.
 
     Attributes:
-        key: the whole key, which no counter has; like counter keys, it ends in two hex digits that spread keys evenly.
+        key: the whole key, different from any counter's; like counter keys, it ends in two hex digits that spread keys evenly.
         entry: up to 64 bytes.
-        request: a digest of 8 bytes; a request that is sent again pushes nothing.
-        size: how many entries the ring keeps.
-        ttl_ms: how long after its last push, retries included, the ring is forgotten, in milliseconds.
+        request: a digest of 8 bytes; a repeated request pushes nothing.
+        size: number of entries that the ring keeps.
+        ttl_ms: time after its last push, retries included, at which the ring is forgotten, in milliseconds.
     """
 
     key: str
@@ -25,17 +25,17 @@ class Push(NamedTuple):
 
 
 Ring: TypeAlias = tuple[int, bytes]
-"""The state behind a ring: when it was last pushed to, in milliseconds, and its records, joined."""
+"""The state of a ring: the time of its last push, in milliseconds, and its joined records."""
 
 _DIGEST = 8
 _ENTRY = _DIGEST + 1
-"""Where the entry begins in a record: behind its request's digest and a byte with its length."""
+"""Where the entry begins in a record: behind its request's digest and a byte for its length."""
 
 
 def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]:
-    """Push an entry; returns the new state and the ring's entries, oldest first. `state` is None for a key never seen.
+    """Push an entry; returns the new state and the ring's entries, oldest first. `state` is None for a new key.
 
-    A ring is forgotten if its last push was `ttl_ms` ago or, because the clock was set back, is as far in the future.
+    A ring is forgotten if its last push was `ttl_ms` ago, or that far in the future, because the clock was set back.
     """
     records = split_records(state[1]) if state is not None and abs(now - state[0]) < pushed.ttl_ms else []
     del records[: -pushed.size]
@@ -46,7 +46,7 @@ def push(state: Ring | None, pushed: Push, now: int) -> tuple[Ring, list[bytes]]
 
 
 def split_records(joined: bytes, before: int = _DIGEST) -> list[bytes]:
-    """The records of a ring: `before` bytes, a length, and as many bytes; raises IndexError if they are malformed."""
+    """The records of a ring: `before` bytes, a length, and that many bytes; raises IndexError if they are malformed."""
     records = []
     start = 0
     while start < len(joined):
@@ -59,5 +59,5 @@ def split_records(joined: bytes, before: int = _DIGEST) -> list[bytes]:
 
 
 def read_entries(records: Sequence[bytes]) -> list[bytes]:
-    """What was pushed, without the requests it came from."""
+    """The entries without the digests of their requests."""
     return [record[_ENTRY:] for record in records]

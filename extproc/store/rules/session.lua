@@ -1,20 +1,20 @@
--- session: what sessions have used up, and whether one more request is let through; or what became of one that was.
+-- session: what sessions have used up, and whether another request is let through; or the outcome of one that was.
 --
--- KEYS     for each step three keys, all in one hash slot: the session's ledger, what the tenant has begun, the ledger of sessions
---          that are too many; for each settlement the ledger's. One step may come with its first key alone: then there is room
--- ARGV     for each step or settlement, or once where they are the same for all, six values: now_ms (-1: the server's clock);
---          what is asked, packed as ASKED; the tools that have limits, packed as TOOL; the names of tools in the history, each
---          a digest and a length before it; the newest tool calls in the history; the tools of the older ones, packed as TOOL
--- returns  for each how the session stands, packed as STANDING, a number for each tool as TOOL, and the tools' names
+-- KEYS     for each step three keys, all in one hash slot: the session's ledger, the number of the tenant's sessions, the
+-- ledger          that excess sessions share; for each settlement the ledger's key. A single step may come with its first key
+-- only;          then there is room for the session
+-- ARGV     for each step or settlement, or once if they are the same for all, six values: now_ms (-1: the server's clock);
+--          the question, packed as ASKED; the tools that have limits, packed as TOOL; the names of tools in the history, each
+--          with its digest and length before it; the newest tool calls in the history; the tools of older calls, packed as TOOL
+-- returns  for each the session's state, packed as STANDING, a number for each tool as TOOL, and the tools' names
 --
--- The formats and the rules are those of session.py, and so are the names here. The value decides; the key's own expiry only
--- collects garbage.
+-- Formats, rules and names are those of session.py. The value decides; the key's own expiry only collects garbage.
 
 local VERSION = 2
 local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I4I4I4I4I4I4BBBBBI2I2', 74
 local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
-local BEGUN_VERSION = 0 -- older releases have a time of eight bytes there, of which the first is 0
+local BEGUN_VERSION = 0 -- older releases store a time of eight bytes here, whose first byte is 0
 local BEGUN, BEGUN_SIZE = '>BI7I8I4', 20
 local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
 local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I4I8'
@@ -35,7 +35,7 @@ local GARBAGE_MS = 1000
 
 local sub = string.sub
 
-local function find(joined, start, width) -- where an item that starts so stands among items of one width
+local function find(joined, start, width) -- the offset of the first item with this start among items of one width
   local at = string.find(joined, start, 1, true)
   while at and (at - 1) % width > 0 do at = string.find(joined, start, at + 1, true) end
   return at
@@ -43,7 +43,7 @@ end
 
 local function get(key)
   local value = redis.pcall('GET', key)
-  if type(value) == 'table' then redis.call('DEL', key) end -- not ours: one odd key must not fail a whole batch
+  if type(value) == 'table' then redis.call('DEL', key) end -- not written by Loopguard: one such key must not fail a whole batch
   return type(value) == 'string' and value or ''
 end
 
@@ -62,7 +62,7 @@ local function unpack_ledger(value)
     l.consecutive_errors, l.killed, l.renewed, identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
   identities, open, tools, marks = identities * REPEATED, open * RESERVATION_SIZE, tools * TOOL_SIZE, marks * MARK_SIZE
   local records = #value + 1 - at - identities - open - tools - names - marks
-  if records < 0 or records % KNOWN > 0 then return nil end -- not ours either
+  if records < 0 or records % KNOWN > 0 then return nil end -- not written by Loopguard either
   local function cut(length)
     at = at + length
     return sub(value, at - length, at - 1)
@@ -139,7 +139,7 @@ local function count_tools(l, tools, numbers, asked)
     counts[#counts + 1] = sub(l.counts, at, at + TOOL_SIZE - 1)
     places[sub(l.counts, at, at + 3)] = #counts
   end
-  local limited, missing, names = nil, 0, nil -- those that have limits of their own, for which others leave room
+  local limited, missing, names = nil, 0, nil -- tools with limits of their own, for which others leave room
   for _, tool in ipairs(tools) do
     local place = places[tool]
     if place then
@@ -178,7 +178,7 @@ local function knows(l, name) return #name == ID and name ~= NO_ID and find(l.re
 
 local function forgot(l) return l.tool_calls * KNOWN > #l.records end
 
-local function find_mark(l, asked, calls, at) -- where the history ends that one of the marks is of
+local function find_mark(l, asked, calls, at) -- the end of the history that the mark at `at` describes
   if at < 1 then return nil end
   local shown, total = struct.unpack(MARK, l.marks, at)
   local ended = #calls - (asked.shown - shown) * RECORD
@@ -187,7 +187,7 @@ end
 
 local function has_mark(l, shown, total) return find(l.marks, write_mark(shown, total), MARK_SIZE) end
 
-local function are_newest(l, number, calls, ended) -- this many calls, of which these up to there are the newest
+local function are_newest(l, number, calls, ended) -- whether `number` calls up to `ended` are the newest that were counted
   local known = #l.records / KNOWN
   local length, total = math.min(number, known), 0
   if length > ended / RECORD or number > known and not forgot(l) then return false end
@@ -196,7 +196,7 @@ local function are_newest(l, number, calls, ended) -- this many calls, of which 
   return total == 0
 end
 
-local function find_end(l, asked, calls, lasting) -- where those end that are known by their place
+local function find_end(l, asked, calls, lasting) -- the end of the calls that are known by their position
   local ended = find_mark(l, asked, calls, #l.marks - MARK_SIZE + 1)
   if ended then return ended end
   if are_newest(l, asked.shown, calls, #calls) then return #calls end
@@ -206,7 +206,7 @@ local function find_end(l, asked, calls, lasting) -- where those end that are kn
   return older > 0 and (known or older > 1 and are_newest(l, older, calls, ended)) and ended or nil
 end
 
-local function pick_new(l, asked, calls) -- those calls, and whether all of the history are
+local function pick_new(l, asked, calls) -- the new calls, and whether all calls of the history are new
   local size = #calls
   for at = #l.marks - MARK_SIZE + 1, math.max(1, #l.marks - NEWEST_MARKS * MARK_SIZE + 1), -MARK_SIZE do
     local ended = find_mark(l, asked, calls, at)
@@ -216,7 +216,7 @@ local function pick_new(l, asked, calls) -- those calls, and whether all of the 
     end
   end
   local ids, old, count, first, last, named = nil, {}, 0, nil, nil, false
-  if size > FEW * RECORD then -- else each is looked for in less time
+  if size > FEW * RECORD then -- for fewer, searching each takes less time
     ids = {}
     for id in string.gmatch(l.records, '(......)....') do ids[id] = true end
   end
@@ -243,7 +243,7 @@ local function pick_new(l, asked, calls) -- those calls, and whether all of the 
   return sub(calls, ended + 1), false
 end
 
-local function count_one(l, new, asked) -- as most steps do
+local function count_one(l, new, asked) -- one new call, as for most steps
   local tool = sub(new, ID + 1, NAME)
   local count, at = count_calls(l, tool)
   if at then
@@ -339,7 +339,7 @@ local function block(l, asked)
   if l.killed == 0 and asked.blocks >= 0 and l.consecutive_blocks >= asked.blocks then l.killed = 1 end
 end
 
-local function find_identity(l, identity) -- where it stands, and how often it came again
+local function find_identity(l, identity) -- the offset of an identity, and the number of its repetitions
   local at = find(l.identities, identity, REPEATED)
   return at, at and string.byte(l.identities, at + IDENTITY)
 end

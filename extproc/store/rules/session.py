@@ -1,37 +1,38 @@
-"""What a session has used, and how its limits judge that: pure, exact, with `now` as an argument in milliseconds.
+"""What a session has used, and whether its limits allow more: pure, exact, with `now` as an argument in milliseconds.
 
 Each session has a ledger. A request of the session asks for a `Step`; a `Settlement` reports its outcome later. Money is
 counted in nano-dollars, 1e-9 $.
 
 Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same in all stores
 except for the byte order of numbers: a head, the identities of the newest requests, reservations for calls that are not
-settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the newest tool calls. A fresh
-ledger takes 124 bytes, and that of any session 9 KB at most, plus its tools' names.
+settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the newest tool calls. A new
+ledger takes 124 bytes, and any ledger 9 KB at most, plus its tools' names.
 
-Which calls of a history are new is found in one of these ways, the first that applies:
+To find out which calls of a history are new, the first rule that applies is used:
 
-1. The history goes on from one of the newest that were shown: its first calls have the mark of that one, which is their number
-   and the sum of their digests, and the last of them is known by its id. Most requests are such, and need no search.
-2. Some ids are known. So ids last, and calls whose ids are not known are new, wherever they stand. In a ledger that has
-   forgotten calls, those before the first one that is known are older, and were counted once.
-3. No id is known, or there are none: some clients and gateways make ids anew for each request. If the first calls have the mark
-   of the history that was shown last, those behind them are new. Else those of the last turn are, because earlier requests have
-   shown the others; or none, where all are the newest ones that were counted. No mark depends on the order of calls that were
-   made at once. As long as ids seem to last, this needs several turns, of which the first calls are known so: in any other
-   history an agent has begun again with the same call, which has an id of its own.
+1. The history continues one of the newest that were shown. Its first calls match the mark of that history, which is the
+   number of its calls and the sum of their digests, and the last of them is known by its id. Most requests are such, and need
+   no search.
+2. Some ids are known. So ids are stable, and calls with unknown ids are new, wherever they are. If the ledger has forgotten
+   calls, those before the first known one are older, and were already counted.
+3. No id is known, or there are none, because some clients and gateways make new ids for each request. If the first calls match
+   the mark of the history that was shown last, the calls behind them are new. Else, if all calls are the newest ones that were
+   counted, none is new. Else those of the last turn are new, because earlier requests have shown the others. Marks do not
+   depend on the order of calls that were made at once. While ids seem stable, this rule needs several turns, and earlier turns
+   that are known in this way: in any other history, an agent has begun again with the same call, under an id of its own.
 4. Nothing is known: all calls are new.
 
-Where ids are missing or do not last, these cannot be told apart:
+Without stable ids, these cannot be told apart:
 
-- The first turn that is sent again with new ids, before there is a second one, and the same calls made again: they count again.
-- A history without its oldest calls that shows the same calls as the last one, and that one: it does not count.
-- An agent that begins with the same calls as the one before it in its session, and that one: they count once.
+- The first turn sent again with new ids before there is a second one, and the same calls made again: they count again.
+- A history without its oldest calls that shows the same calls as the last one, and that last history again: it does not count.
+- An agent that begins with the same calls as the previous agent in its session, and that agent: they count once.
 
-What a ledger has forgotten counts again if it is shown again: a history of whose newest 512 calls it knows no id, and which it
-does not know as it was before its last turn either.
+Calls that a ledger has forgotten count again if they are shown again. This needs a history that the ledger does not recognize:
+it knows no id among the newest 512 calls, and does not know the history as it was before its last turn.
 
-A ledger is forgotten some time after the last request that was let through; refused ones do not keep it. What a clock that is
-set back makes of that is what it makes of rings: see `hit`.
+A ledger is forgotten some time after the last request that was let through; refused requests do not prolong it. If the clock is
+set back, the same happens as to rings: see `ring.push`.
 """
 
 from __future__ import annotations
@@ -51,52 +52,52 @@ LIMITS: Final = (
     "max_calls_per_tool",
     "loop_detection",
 )
-"""The limits in the order in which they are looked at; the first one stands for none."""
+"""The limits in the order in which they are checked; the first one means none."""
 
 KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
-"""What kills a session; the first one stands for nothing."""
+"""What kills a session; the first one means nothing."""
 
 NANO_DOLLARS: Final = 10**9
 RECORD: Final = 14
 """Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4)."""
 
 NO_ID: Final = bytes(6)
-"""Of a call that its client names nothing."""
+"""The id of a call to which its client gives none."""
 
 MAX_RETRIES_PER_STEP: Final = 3
-"""Number of repetitions of a request that are no steps; the next one is a step, with as many of its own."""
+"""Number of repetitions of a request that are not steps. The next one is a step, which may be repeated as often."""
 
 OFFERS_TOOLS: Final = 1
 OFFERS_NONE: Final = 2
-"""Whether a request offers tools. In a session whose agent has tools, a request without is a side request: a title, a router, a
-summary. It counts as a repetition of the newest step, so each step allows as many."""
+"""Whether a request offers tools. In a session whose agent has tools, a request without tools is a side request, such as for a
+title, a router or a summary. It counts as a repetition of the newest step, so their number per step is limited likewise."""
 
 SUCCEEDED: Final = 0
 FAILED: Final = 1
-"""A 5xx status, or none at all."""
+"""A 5xx status, or no response at all."""
 
 REFUSED: Final = 2
-"""Another of our guards refused it, so it was no step."""
+"""Another guard of Loopguard refused it, so it was not a step."""
 
 WITHDRAWN: Final = 4
-"""Its client left before it went on, so it was no step, and no refusal."""
+"""Its client left before it was sent on, so it was neither a step nor a refusal."""
 
 
 class Limits:
-    """What one session may use up; -1 where there is no limit. Never changed.
+    """What one session may use up; -1 for no limit. Never changed.
 
     Attributes:
-        idle_ms: how long after its last request that was let through a session is forgotten, in milliseconds.
-        max_sessions: how many a tenant may begin within `idle_ms`; all further ones share one ledger.
-        steps: requests that are let through.
-        tool_calls: calls of tools, all in all.
-        narrows: too many tool calls alone refuse nothing, because the guard removes the tools.
+        idle_ms: time after the last request that was let through at which a session is forgotten, in milliseconds.
+        max_sessions: number of sessions that a tenant may begin within `idle_ms`; further ones share one ledger.
+        steps: number of requests that are let through.
+        tool_calls: number of calls of all tools together.
+        narrows: the guard removes the tools at `tool_calls`; only calls after that refuse a request.
         cost: in nano-dollars.
-        tools: the digest of a tool's name and how often it may be called, sorted.
-        window: the number of newest tool calls among which equal ones are counted.
-        threshold: the number of equal ones from which on a request is refused.
-        blocks: the number of refusals in a row that kills the session.
-        errors: the number of failures in a row that does.
+        tools: digests of tools' names and the number of calls allowed, sorted.
+        window: number of newest tool calls among which equal ones are counted.
+        threshold: number of equal calls from which on a request is refused.
+        blocks: number of consecutive refusals that kills the session.
+        errors: number of consecutive failures that kills the session.
         ends: the session is forgotten `idle_ms` after it began, however busy it is.
     """
 
@@ -136,23 +137,24 @@ class Limits:
 
 
 class Step:
-    """One request of a session, asked of the store as a hit is; never changed.
+    """One request of a session, as a question to the store; never changed.
 
     Attributes:
-        key: of the session's ledger; it ends in two hex digits of the tenant.
-        tenant: of how many sessions the tenant has begun; it ends in the same two digits.
-        shared: of the ledger of the sessions that are too many; it ends in the same two digits.
+        key: the key of the session's ledger; it ends in two hex digits of the tenant.
+        tenant: the key of the number of sessions that the tenant has begun; it ends in the same two digits.
+        shared: the key of the ledger that excess sessions share; it ends in the same two digits.
         limits: what the session may use up.
-        identity: 8 bytes, a digest of the request; one of the session's last 16 again is a retry, `MAX_RETRIES_PER_STEP` times.
-        call: 16 bytes, a name for this request that cannot be guessed, for its settlement.
-        reserve: what it is estimated to cost, in nano-dollars.
+        identity: a digest of the request, 8 bytes; repeating one of the session's last 16 is a retry `MAX_RETRIES_PER_STEP`
+            times.
+        call: a name for this request that cannot be guessed, 16 bytes, for its settlement.
+        reserve: estimated cost, in nano-dollars.
         calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes each.
-        total: the sum of the last 4 bytes of each, as numbers.
-        newest: how many of them the last turn has; earlier requests have shown the others.
+        total: the sum of the last 4 bytes of each call, as numbers.
+        newest: number of calls in the last turn; earlier requests have shown the others.
         tools: the digest and the name of each tool among them.
-        grants: what is added to the limits of steps, tool calls and cost.
-        offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 where that is not known.
-        earlier: the number of steps with which the session's ledger begins, where there is none yet.
+        grants: additions to the limits of steps, tool calls and cost.
+        offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 if unknown.
+        earlier: number of steps with which a new ledger of the session begins.
     """
 
     __slots__ = (
@@ -182,14 +184,14 @@ class Step:
 
 
 class Settlement:
-    """What became of a request that was let through, asked of the store as a hit is; never changed.
+    """The outcome of a request that was let through, as a question to the store; never changed.
 
     Attributes:
-        key: of the ledger that it was counted in.
+        key: the key of the ledger in which it was counted.
         limits: what the session may use up.
         call: the step's.
-        cost: in nano-dollars, in place of what was reserved.
-        estimated: the cost is not known.
+        cost: in nano-dollars, in place of the reserved amount.
+        estimated: the cost is estimated.
         outcome: `SUCCEEDED`, `FAILED`, `REFUSED` or `WITHDRAWN`.
     """
 
@@ -213,28 +215,28 @@ class Settlement:
 
 
 class Standing:
-    """How a session stands after a step or a settlement; never changed.
+    """The state of a session after a step or a settlement; never changed.
 
     Attributes:
-        limit: the one that refuses the request, an index into `LIMITS`; 0 where it is let through.
-        used: of that limit.
-        allowed: by that limit, with what was granted.
-        tool: the digest of the tool that `max_calls_per_tool` or `loop_detection` is about, else empty.
+        limit: the limit that refuses the request, an index into `LIMITS`; 0 if it is let through.
+        used: use of that limit.
+        allowed: the limit, including grants.
+        tool: the digest of the tool that `max_calls_per_tool` or `loop_detection` is about; else empty.
         steps: requests that were let through.
-        tool_calls: those that the session's histories have shown.
+        tool_calls: calls that the session's histories have shown.
         blocks: requests that were refused.
-        consecutive_blocks: those since the last one that was let through.
+        consecutive_blocks: refusals since the last request that was let through.
         consecutive_errors: failures since the last success.
-        cost: what was settled, in nano-dollars.
-        estimated: how much of that is estimated.
-        reserved: for calls that are not settled yet.
-        killed: by what, an index into `KILLED`.
-        age_ms: since the session began, in milliseconds.
-        shared: it was counted in the ledger that too many sessions share.
-        retry: the request repeats one of the session's last 16, or is a side request, and is no step. Of a settlement: no call
-            of its name was open.
-        tools: the digest, the name and the number of calls of each tool, up to 64 of them: those with limits of their own
-            and the first others to come. A name has up to 64 characters.
+        cost: settled cost, in nano-dollars.
+        estimated: the estimated part of the cost.
+        reserved: reserved for calls that are not settled yet.
+        killed: the reason, an index into `KILLED`.
+        age_ms: time since the session began, in milliseconds.
+        shared: it was counted in the ledger that excess sessions share.
+        retry: the request repeats one of the session's last 16, or is a side request, so it is not a step. Of a settlement: no
+            call of its name was open.
+        tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with limits of their own, and
+            the others that came first. A name has up to 64 characters.
     """
 
     __slots__ = (
@@ -281,15 +283,15 @@ class Standing:
         self.tools = tools
 
     def __eq__(self, other: object) -> bool:
-        """Stores are compared by what they answer."""
+        """Compare all fields: stores are compared by their answers."""
         return isinstance(other, Standing) and self._list() == other._list()
 
     def __hash__(self) -> int:
-        """As equality asks."""
+        """Hash the fields that equality compares."""
         return hash(self._list())
 
     def __repr__(self) -> str:
-        """With the names of its fields, which are many."""
+        """All fields with their names, because there are many."""
         return f"Standing({', '.join(f'{name}={value!r}' for name, value in zip(_SHOWN, self._list(), strict=True))})"
 
     def _list(self) -> tuple[object, ...]:
@@ -308,18 +310,18 @@ _SHOWN: Final = (
 
 
 Question: TypeAlias = Hit | Step | Settlement | TakeBack
-"""What stores are asked in one go; they answer a hit with a `Count` and the others with a `Standing`."""
+"""Questions that one call to a store may mix. A hit is answered with a `Count`, the others with a `Standing`."""
 
-# In the order of bytes of most processors, which takes a third of the time; what remote stores are told is in the network's.
+# In the byte order of most processors, which takes a third of the time. Remote stores use network byte order.
 _VERSION: Final = 2
 _HEAD: Final = struct.Struct("<BQQQQQIIIIIIBBBBBHH")
 """Version; last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks,
-consecutive_errors; killed, renewed; and how much follows: identities, reservations, tools, bytes of their names, marks."""
+consecutive_errors; killed, renewed; and the numbers of identities, reservations, tools, bytes of tools' names, and marks."""
 
 _HEAD_SIZE: Final = _HEAD.size
 _RESERVATION: Final = struct.Struct("<16s8sQQIIB")
-"""The call's name and identity; when, how much; what to go back to if it is no step: ms since the step before it, consecutive
-blocks, and two bits: it was a retry; it was the first that had used up all tool calls."""
+"""The call's name and identity; when it was reserved, and how much; and what a take-back restores: ms since the step before it,
+consecutive blocks, and two bits: it was a retry; it was the first to have used up all tool calls."""
 
 _RESERVED: Final = _RESERVATION.size
 _Reservation: TypeAlias = tuple[bytes, bytes, int, int, int, int, int]
@@ -329,18 +331,18 @@ _NARROWED: Final = 2
 _TOOL: Final = struct.Struct(">4sI")
 _COUNTED: Final = _TOOL.size
 _BEGUN: Final = struct.Struct("<QQI")
-"""When the newest of a tenant's sessions began, when the first did, and how many have since then."""
+"""When the newest of a tenant's sessions began, when the first did, and the number of sessions since then."""
 
 _IDENTITY: Final = 8
 _REPEATED: Final = _IDENTITY + 1
-"""An identity, and how often it came again since it was a step, to which is added what it offered, times `_OFFER`."""
+"""Bytes of an identity and of the number of its repetitions since it was a step, plus `_OFFER` times what it offered."""
 
 _OFFER: Final = 64
 
 _IDENTITIES: Final = 16
 _OPEN: Final = 32
 _OPEN_MS: Final = 600_000
-"""This many calls, and for this long, can wait for their settlement; then what was reserved for them is their cost."""
+"""Maximum number of calls that wait for their settlement, and maximum time. Then the reserved amount is their cost."""
 
 _TOOLS: Final = 64
 _ID: Final = 6
@@ -349,19 +351,19 @@ _NAME: Final = 10
 
 _PAIR: Final = 4
 KNOWN: Final = _ID + _PAIR
-"""Bytes of a tool call that was counted: the digests of its id, and of tool and arguments."""
+"""Bytes of a counted tool call: the digests of its id, and of tool and arguments."""
 
 _RECORDS: Final = 256
 MAX_RECORDS: Final = 512
-"""A session's tool calls are known again while they are among its newest: this many, or more where a limit is higher. Of a
-history the newest `MAX_RECORDS` are looked at one by one."""
+"""A session's newest `_RECORDS` tool calls are recognized, or more if a limit is higher. A history's newest `MAX_RECORDS` are
+examined individually."""
 
 _FEW: Final = 16
 _SPARE_RECORDS: Final = 64
 _MARK: Final = 8
 _MARKS: Final = 256
 _NEWEST_MARKS: Final = 4
-"""Histories that the next one is compared with first: most go on from one of these: a session's agents take turns."""
+"""Number of histories to try first: most requests continue one of these, because a session's agents take turns."""
 
 _MAX_SHOWN: Final = 2**16 - 1
 _SUM: Final = 2**48 - 1
@@ -369,13 +371,13 @@ _MOST_TOOLS: Final = 255
 _TOOL_NAME: Final = 64
 _MAX: Final = 2**32 - 1
 MAX_MONEY: Final = 2**52
-"""Nano-dollars, some millions of dollars: the scripts of stores count in doubles."""
+"""Nano-dollars, some millions of dollars: the scripts of stores calculate in doubles."""
 
 MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
 
 
 def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
-    """Begin a session of a tenant's: how many it has begun then, packed, and whether there was room for one more."""
+    """Begin a session of a tenant; returns the new packed state, and whether there was room for the session."""
     began, count = now, 0
     if state is not None:
         _, began, count = _BEGUN.unpack(state)
@@ -386,17 +388,17 @@ def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
 
 
 class Ledger:
-    """A session's, unpacked.
+    """The unpacked ledger of a session. Attributes that are not listed here are those of `Standing`.
 
     Attributes:
-        idle_ms: how long it is kept, as the limits said last; what is not listed here is as `Standing` has it.
-        narrowed_at: how many tool calls there were when a request was let through that had used up all of them; or 0.
-        identities: of the newest steps, oldest first, and how often each came again; see `_REPEATED`.
-        renewed: ids do not last from one request to the next.
+        idle_ms: how long it is kept, according to the last limits.
+        narrowed_at: number of tool calls when a request was let through although all were used up; or 0.
+        identities: the newest steps, oldest first, and the number of their repetitions; see `_REPEATED`.
+        renewed: ids are not stable from one request to the next.
         open: reservations, oldest first.
         counts: a digest and a number for each tool.
-        names: theirs, each behind its length.
-        marks: of the newest histories, `_MARK` bytes each: the number of their calls, and `Step.total`; the newest last.
+        names: the tools' names, each with its length before it.
+        marks: marks of the newest histories, newest last, `_MARK` bytes each: the number of calls, and `Step.total`.
         records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
     """
 
@@ -406,7 +408,7 @@ class Ledger:
     )  # fmt: skip
 
     def __init__(self, state: bytes | None, now: int, steps: int = 0) -> None:
-        """What is stored, or a fresh one that begins with this many steps."""
+        """Unpack a stored ledger, or begin a new one with this many steps."""
         self.idle_ms = 0
         self.last = self.began = now
         self.cost = self.estimated = self.reserved = 0
@@ -421,7 +423,7 @@ class Ledger:
             self._unpack(state)
 
     def _unpack(self, state: bytes) -> None:
-        identities: int  # said, because struct does not say it, and slices at what may be anything take long
+        identities: int  # declared, because struct has no types, and slicing with untyped numbers is slow
         reservations: int
         tools: int
         names: int
@@ -447,7 +449,7 @@ class Ledger:
         self.records = state[end:]
 
     def pack(self) -> bytes:
-        """As it is stored."""
+        """The ledger as it is stored."""
         head = _HEAD.pack(
             _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls,
             self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, self.renewed,
@@ -458,15 +460,15 @@ class Ledger:
         return b"".join([head, *identities, *reservations, self.counts, self.names, self.marks, self.records])
 
     def is_over(self, limits: Limits, now: int) -> bool:
-        """The session has been quiet for so long, or has gone on for so long, that it is forgotten."""
+        """Whether the session has been idle, or has lasted, so long that it is forgotten."""
         return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms
 
     def is_large(self) -> bool:
-        """It knows many tool calls, which take a lot of memory unpacked."""
+        """Whether it knows many tool calls, which take a lot of memory unpacked."""
         return len(self.records) > _RECORDS * KNOWN
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
-        """Let a request through, or refuse it, at `now` by the store's clock; `shared`: too many sessions share this ledger."""
+        """Let a request through or refuse it, at the store's time `now`; `shared`: excess sessions share this ledger."""
         self.idle_ms = asked.limits.idle_ms
         identity = asked.identity
         times = self.identities.get(identity, -1)
@@ -485,7 +487,7 @@ class Ledger:
         return self._describe(now, limit, used, allowed, tool, shared, retry)
 
     def settle(self, asked: Settlement, now: int) -> Standing:
-        """Close a call, once: what is not open any more, or was never, changes nothing."""
+        """Close a call. If it is not open (any more), nothing changes."""
         self.idle_ms = asked.limits.idle_ms
         unknown = True
         for place in range(len(self.open)):
@@ -497,13 +499,13 @@ class Ledger:
         return self._describe(now, 0, 0, 0, b"", False, unknown)
 
     def _sort_out(self, asked: Step, times: int) -> bytes:
-        """Tell side requests from steps; the identity of the step that the request is a repetition of, if it is one."""
+        """Tell side requests from steps; returns the identity of the repeated step, or the request's own."""
         has_tools = any(repeated // _OFFER == OFFERS_TOOLS for repeated in self.identities.values())
         if asked.offer == OFFERS_NONE:
             return next(reversed(self.identities)) if has_tools and times < 0 else asked.identity
         none = [repeated // _OFFER == OFFERS_NONE for repeated in self.identities.values()]
         if not has_tools and all(none) and self.steps == len(none) <= MAX_RETRIES_PER_STEP:
-            # The first that offers tools: all before it were side requests, as when a title goes first.
+            # The first request that offers tools: all before it were side requests, such as for a title.
             self.steps = 0
             self.identities = {}
             self.open = [(*reservation[:6], reservation[6] | _RETRY) for reservation in self.open]
@@ -536,7 +538,7 @@ class Ledger:
         self.marks = (marks + mark)[-_MARKS * _MARK :]
 
     def _pick_new(self, asked: Step, calls: bytes) -> tuple[bool, bytes]:
-        """Whether all calls of a history are new, and those of its newest that are; see the top of this file."""
+        """Whether all calls of a history are new, and those of its newest calls that are; see the top of this file."""
         size, newest = len(calls), len(self.marks) - _MARK
         for at in range(newest, max(-1, newest - _NEWEST_MARKS * _MARK), -_MARK):
             end = self._find_mark(asked, calls, at)
@@ -568,12 +570,12 @@ class Ledger:
         return self.tool_calls * KNOWN > len(self.records)
 
     def _find_end(self, asked: Step, calls: bytes, *, lasting: bool) -> int:
-        """Where in a history's newest calls those end that are known by their place; -1 where none are.
+        """The end, in a history's newest calls, of those that are known by their position; -1 if none are.
 
         Args:
             asked: the request.
-            calls: the newest that it shows.
-            lasting: ids seem to last.
+            calls: the newest calls that it shows.
+            lasting: ids seem stable.
         """
         shown, size = len(asked.calls) // RECORD, len(calls)
         end = self._find_mark(asked, calls, len(self.marks) - _MARK)
@@ -587,7 +589,7 @@ class Ledger:
         return end if older > 0 and (known or (older > 1 and self._are_newest(older, calls[:end]))) else -1
 
     def _find_mark(self, asked: Step, calls: bytes, at: int) -> int:
-        """Where in a history's newest calls the history ends that one of the marks is of; -1 for nowhere."""
+        """The end, in a history's newest calls, of the history that the mark at `at` describes; -1 if they do not match."""
         end = len(calls) - (len(asked.calls) // RECORD - int.from_bytes(self.marks[at : at + 2])) * RECORD
         if not 0 < end <= len(calls) or int.from_bytes(self.marks[at + 2 : at + _MARK]) != asked.total - add_up(calls[end:]):
             return -1
@@ -597,7 +599,7 @@ class Ledger:
         return _find(self.marks, _write_mark(shown, total), _MARK) >= 0
 
     def _are_newest(self, number: int, calls: bytes) -> bool:
-        """Whether a number of calls, of which these are the newest, are the newest that were counted."""
+        """Whether `number` calls, the newest of which are `calls`, are the newest that were counted."""
         known = len(self.records) // KNOWN
         length = min(number, known)
         if length > len(calls) // RECORD or (number > known and not self._forgot()):
@@ -608,7 +610,7 @@ class Ledger:
 
     def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
         """Add to the calls of each tool."""
-        missing: set[bytes] | None = None  # of those that have limits of their own, for which others leave room
+        missing: set[bytes] | None = None  # tools with limits of their own, for which others leave room
         names: dict[bytes, str] = {}
         for tool, number in numbers.items():
             at = _find(self.counts, tool, _COUNTED)
@@ -625,7 +627,7 @@ class Ledger:
                 missing.discard(tool)
 
     def _find_limit(self, asked: Step, retry: bool) -> tuple[int, int, int, bytes]:  # noqa: FBT001, PLR0911  # a limit each
-        """Which limit refuses a request, an index into `LIMITS`; used and allowed of it; the tool that it is about."""
+        """The limit that refuses a request, an index into `LIMITS`; its used and allowed amounts; the tool that it is about."""
         limits = asked.limits
         if self.killed:
             by_blocks = self.killed == 1
@@ -655,7 +657,7 @@ class Ledger:
         return int.from_bytes(self.counts[at + len(tool) : at + _COUNTED]) if at >= 0 else 0
 
     def _count_equal(self, calls: bytes, window: int) -> int:
-        """How often the newest tool call stands among the last: those shown, and where they are few, those known before."""
+        """The number of calls equal to the newest among the last: those shown and, if these are few, those known before."""
         newest = calls[-_PAIR:]
         recent = [calls[at : at + _PAIR] for at in range(max(_NAME, len(calls) - window * RECORD + _NAME), len(calls), RECORD)]
         missing, shown, known = window - len(recent), len(calls) // RECORD, self.records
@@ -699,14 +701,14 @@ class Ledger:
         self.last = now
 
     def _close_old(self, now: int) -> None:
-        """What was not settled in time costs what was reserved."""
+        """Settle calls that were not settled in time: their cost is the reserved amount."""
         while self.open and (len(self.open) > _OPEN or now - self.open[0][2] >= _OPEN_MS):
             reserve = self.open.pop(0)[3]
             self.reserved -= reserve
             self._pay(reserve, reserve)
 
     def _close(self, reservation: _Reservation, asked: Settlement) -> None:
-        """Settle a reservation, which is open no more."""
+        """Settle a reservation that is no longer open."""
         _, identity, begun, reserve, quiet, blocks, bits = reservation
         self.reserved -= reserve
         if asked.outcome in {REFUSED, WITHDRAWN}:
@@ -725,7 +727,7 @@ class Ledger:
         self.estimated = min(self.estimated + estimated, MAX_MONEY)
 
     def _take_back(self, identity: bytes, begun: int, quiet: int, blocks: int, bits: int) -> None:
-        """As if the step had not been let through; refusals since then stay in the same row."""
+        """Undo a step as if it had not been let through; consecutive refusals before and after it add up."""
         self.consecutive_blocks = min(self.consecutive_blocks + blocks, _MAX)
         if self.last == begun:
             self.last -= quiet
@@ -737,7 +739,7 @@ class Ledger:
         elif self.identities.get(identity, 0) % _OFFER:
             self.identities[identity] -= 1
 
-    def _describe(  # noqa: PLR0913  # what the ledger does not hold
+    def _describe(  # noqa: PLR0913  # values that the ledger does not contain
         self,
         now: int,
         limit: int,
@@ -759,7 +761,7 @@ def _write_mark(shown: int, total: int) -> bytes:
 
 
 def _find(joined: bytes, start: bytes, width: int) -> int:
-    """Where the item that starts so stands among items of one width; -1 where none does."""
+    """The offset of the first item with this start among items of one width; -1 if there is none."""
     if not joined:
         return -1
     at = joined.find(start)
@@ -769,26 +771,26 @@ def _find(joined: bytes, start: bytes, width: int) -> int:
 
 
 def grant(limit: int, more: int) -> int:
-    """What is allowed with what was granted."""
+    """A limit with additional grants; -1 stays unlimited."""
     return min(limit + more, MAX_MONEY) if limit >= 0 else limit
 
 
 def count_records(asked: Step) -> int:
-    """How many tool calls are known again."""
+    """The number of tool calls that are recognized."""
     limits = asked.limits
     highest = max([grant(limits.tool_calls, asked.grants[1]), *[allowed for _, allowed in limits.tools]])
     return min(MAX_RECORDS, max(_RECORDS, highest + _SPARE_RECORDS, limits.window))
 
 
 def weigh(asked: Step) -> int:
-    """What a step takes a store at worst, where 1 is what a short history takes."""
+    """The worst cost of a step for a store; a short history costs 1."""
     limits, shown = asked.limits, min(len(asked.calls) // RECORD, MAX_RECORDS)
     known = count_records(asked) if shown > _FEW else 0
     return 1 + (4 * shown + known + max(0, limits.window) + 4 * len(limits.tools)) // 64
 
 
 def cut_calls(asked: Step) -> bytes:
-    """The calls of a history that are looked at one by one: the newest ones."""
+    """The newest calls of a history, which are examined individually."""
     calls = asked.calls
     return calls if len(calls) <= MAX_RECORDS * RECORD else calls[-MAX_RECORDS * RECORD :]
 
@@ -802,7 +804,7 @@ def add_up(calls: bytes) -> int:
 
 
 def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:
-    """How often tools are called before the calls that are looked at one by one; as many tools as there may be room for."""
+    """The number of calls of each tool before those that are examined individually, for as many tools as may have room."""
     most = len(asked.calls) - len(cut_calls(asked))
     if not most:
         return []
@@ -815,24 +817,24 @@ def sum_up_older(asked: Step) -> list[tuple[bytes, int]]:
 
 
 def pick_names(asked: Step) -> list[tuple[bytes, str]]:
-    """The tools of a history and their names, as many as there may be room for."""
+    """The tools of a history and their names, as many as may have room."""
     limited = {digest for digest, _ in asked.limits.tools} if len(asked.tools) > _TOOLS else set()
     return [(tool, name) for place, (tool, name) in enumerate(asked.tools) if place < _TOOLS or tool in limited]
 
 
 def pack_name(name: str) -> bytes:
-    """The start of a tool's name behind its length in bytes."""
+    """The start of a tool's name, with its length in bytes before it."""
     encoded = name[:_TOOL_NAME].encode("utf-8", "replace")[:255]
     return bytes((len(encoded),)) + encoded
 
 
 _STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQB")
 """Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
-estimated, reserved, age_ms; and how many tools follow, as in a ledger."""
+estimated, reserved, age_ms; and the number of tools that follow, packed as in a ledger."""
 
 
 def read_standing(answer: bytes) -> Standing:
-    """What a remote store answers; raises ValueError if it is malformed."""
+    """Read a remote store's answer; raises ValueError if it is malformed."""
     try:
         limit, killed, shared, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(answer)
         names = _STANDING.size + tools * _COUNTED
@@ -852,14 +854,14 @@ def read_standing(answer: bytes) -> Standing:
 _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIIQ")
 _ENDS: Final = 2
 _OFFERED: Final = 4
-"""Beside whether tools are taken away, which is 1; times what the request offers."""
+"""The factor of what the request offers, beside 1 if tools are taken away."""
 
 _STEP: Final = 3
-"""What is asked, beside the outcomes of settlements."""
+"""The kind of question, beside the outcomes of settlements."""
 
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-    """What a remote store is asked: a head, tools with limits, names of tools, the newest calls, and tools of older ones."""
+    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, and tools of older calls."""
     limits, grants, limited, names, calls, older = asked.limits, (0, 0, 0), b"", b"", b"", b""
     flags = limits.narrows + _ENDS * limits.ends
     if isinstance(asked, Settlement):
@@ -883,7 +885,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
 
 
 def list_tools(counts: bytes, names: bytes) -> tuple[tuple[bytes, str, int], ...]:
-    """Tools as `Standing` has them."""
+    """Unpack tools for `Standing`."""
     tools = []
     at = 0
     for tool, count in _TOOL.iter_unpack(counts):

@@ -1,11 +1,11 @@
 -- sliding_log: the requests of the last window_ms, each remembered by its time.
 --
 -- KEYS     one or more counter keys, all in one hash slot
--- ARGV     for each key, or once where they are the same for all, seven integers: window_ms, threshold, cooldown_ms,
---          count_refused (1 or 0), count_to (how many times are remembered at most), times (how many requests to count),
+-- ARGV     for each key, or once if they are the same for all, seven integers: window_ms, threshold, cooldown_ms,
+--          count_refused (1 or 0), count_to (maximum number of times to remember), times (number of requests to count),
 --          now_ms (-1: the server's clock)
 -- returns  one string, for each key five integers of 8, 1, 8, 8 and 8 bytes, big-endian: count, looping (1 or 0), cooldown left
---          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
+--          in ms, span in ms, and for how many ms a looping verdict would last if nothing more were counted
 --
 -- A key's value is a list: cooling_until, then the times in milliseconds, oldest first. The times decide; the key's own expiry
 -- only collects garbage. The arithmetic is that of windows.py, request by request.
@@ -25,7 +25,7 @@ for i, key in ipairs(KEYS) do
   if now == -1 then now = server_now end
 
   local length = redis.pcall('LLEN', key)
-  if type(length) == 'table' then -- not ours: one odd key must not fail a whole batch
+  if type(length) == 'table' then -- not written by Loopguard: one such key must not fail a whole batch
     redis.call('DEL', key)
     length = 0
   end
@@ -77,7 +77,7 @@ for i, key in ipairs(KEYS) do
 
   local stands, enough = cooling - now, threshold
   if not count_refused and cooldown == 0 then enough = threshold - 1 end -- else the next one trips
-  if before >= enough then -- until the last that is needed is too old
+  if before >= enough then -- until the oldest one that is needed is too old
     stands = math.max(stands, (tonumber(redis.call('LINDEX', key, -enough)) or 0) + window - now)
   end
   redis.call('LPUSH', key, string.format('%.0f', cooling))

@@ -1,7 +1,7 @@
--- take_back: requests that their upstream failed, taken back from what has counted them.
+-- take_back: takes requests that their upstream failed back from the counts that include them.
 --
 -- KEYS     one or more keys, all in one hash slot
--- ARGV     for each key, or once where they are the same for all: tally, log or chain, the kind of its value
+-- ARGV     for each key, or once if they are the same for all: the kind of its value, tally, log or chain
 -- returns  for each key an empty string
 --
 -- The formats are those of tally.lua, sliding_log.lua and chain.lua. A key keeps its expiry.

@@ -1,6 +1,6 @@
-"""A request that its upstream failed is taken back from what has counted it; the rule of `take_back.lua`.
+"""Takes a request that its upstream failed back from the counts that include it; the rule of `take_back.lua`.
 
-A window has one request less, a node of a chain one retry less. When they began and when they end stays as it is.
+A window has one request less, a node of a chain one retry less. The times at which they began and end do not change.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Final
 from extproc.store.rules.windows import Tally
 
 COUNTED: Final = "counted"
-"""In metadata: what has counted a request, beside whose call it is."""
+"""Key in metadata: what has counted a request, beside the sessions that it belongs to."""
 
 TALLY, LOG, CHAIN = "tally", "log", "chain"
 
 _TIME: Final = Struct("=q")
 _RETRIES: Final = 43
-"""Where a node of a chain has them: its format is that of `chain.py`."""
+"""The offset of the retries in a node of a chain, whose format is that of `chain.py`."""
 
 _VERSION: Final = 2
 
@@ -26,8 +26,8 @@ class TakeBack:
     """What an entry of the access log asks; never changed.
 
     Attributes:
-        key: that has counted the request; it ends in two hex digits, as all keys do.
-        kind: of its value: TALLY, LOG or CHAIN.
+        key: the key under which the request was counted; like all keys, it ends in two hex digits.
+        kind: the kind of its value: TALLY, LOG or CHAIN.
     """
 
     __slots__ = ("key", "kind")

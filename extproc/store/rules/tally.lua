@@ -1,19 +1,19 @@
--- The windows that keep one count for each key: sliding_ttl, whose time to live every request counted resets, and fixed, which
--- starts with the first request and ends window_ms later.
+-- tally: windows with one count for each key. In a sliding_ttl window, every counted request resets the time to live. A fixed
+-- window starts with the first request and ends window_ms later.
 --
 -- KEYS     one or more counter keys, all in one hash slot
--- ARGV     for each key, or once where they are the same for all, seven integers: window_ms, threshold, cooldown_ms,
---          count_refused (1 or 0), fixed (1, or 0 for sliding_ttl), times (how many requests to count),
+-- ARGV     for each key, or once if they are the same for all, seven integers: window_ms, threshold, cooldown_ms,
+--          count_refused (1 or 0), fixed (1, or 0 for sliding_ttl), times (number of requests to count),
 --          now_ms (-1: the server's clock)
 -- returns  one string, for each key five integers of 8, 1, 8, 8 and 8 bytes, big-endian: count, looping (1 or 0), cooldown left
---          in ms, span in ms, and for how many ms a looping verdict would stand if nothing more were counted
+--          in ms, span in ms, and for how many ms a looping verdict would last if nothing more were counted
 --
 -- A key's value is a version, count, first, last and cooling_until, packed; the times are milliseconds. The value decides; the
 -- key's own expiry only collects garbage. The arithmetic is that of windows.py, request by request.
 
 local VERSION = 0
--- Older releases have a count of four bytes there, and times of eight, of which the first byte is 0. So that both count together
--- the count's highest byte stands where the first time begins.
+-- Older releases store a count of four bytes here, and times of eight bytes, whose first byte is 0. So that both versions count
+-- together, the count's highest byte is stored as the first byte of the first time.
 local FORMAT, SIZE, HIGH = '>BI3BI7I8I8', 28, 16777216
 local ANSWER = '>I8BI8I8I8'
 local GARBAGE_MS = 1000
@@ -31,7 +31,7 @@ for i, key in ipairs(KEYS) do
 
   local count, first, last, cooling = 0, now, now, 0
   local value = redis.pcall('GET', key)
-  if type(value) == 'table' then redis.call('DEL', key) end -- not ours: one odd key must not fail a whole batch
+  if type(value) == 'table' then redis.call('DEL', key) end -- not written by Loopguard: one such key must not fail a whole batch
   if type(value) == 'string' and #value == SIZE and string.byte(value) == VERSION then
     local _, low, high
     _, low, high, first, last, cooling = struct.unpack(FORMAT, value)

@@ -8,9 +8,9 @@ A request is acted on (`looping`) if it brings the count to the threshold or abo
 that crosses the threshold while no cooldown runs; it starts one. Refusals do not restart the cooldown, so a client that keeps
 retrying does not prolong it.
 
-A clock may be set back, or be behind on another server after a failover. Then the time since the last request is unknown. A
-time in the future by less than its own length (window or cooldown) is taken as now: a loop stays one. A time further ahead is
-forgotten, so that a window or cooldown never lasts for as long as the clock was set back.
+A clock may be set back, or may be behind on another server after a failover. Then the time since the last request is unknown. A
+time in the future by less than its own length (window or cooldown) is treated as now, so a loop stays a loop. A time further
+ahead is forgotten, so that a window or cooldown never lasts as long as the clock was set back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bisect import bisect_right
 from typing import TypeAlias
 
 Tally: TypeAlias = tuple[int, int, int, int]
-"""The state behind `sliding_ttl` and `fixed`: count, first, last, cooling_until; times in milliseconds of the store's clock."""
+"""The state of `sliding_ttl` and `fixed`: count, first, last, cooling_until; times in milliseconds of the store's clock."""
 
 _LOG_END = struct.Struct("=qq")
 _LOG_TIME = struct.Struct("=q")
@@ -33,10 +33,10 @@ class Hit:
         key: the whole counter key; it ends in two hex digits that spread keys evenly.
         window_type: `sliding_ttl`, `sliding_log` or `fixed`.
         window_ms: length of the window, in milliseconds.
-        threshold: the first count to act on; 1 trips at once, for a request that is known to be a loop.
+        threshold: the first count to act on; 1 acts at once, for a request that is known to be a loop.
         cooldown_ms: how long requests are acted on after a trip, in milliseconds; 0 for none.
-        count_refused: False leaves the window unchanged by requests that are acted on.
-        count_to: how many requests a `sliding_log` remembers at most; at least `threshold`.
+        count_refused: if False, requests that are acted on do not change the window.
+        count_to: maximum number of requests that a `sliding_log` remembers; at least `threshold`.
     """
 
     __slots__ = ("cooldown_ms", "count_refused", "count_to", "key", "threshold", "window_ms", "window_type")
@@ -64,7 +64,7 @@ class Hit:
         return isinstance(other, Hit) and self._list() == other._list()
 
     def __hash__(self) -> int:
-        """As equality asks."""
+        """Hash the fields that equality compares."""
         return hash(self._list())
 
     def _list(self) -> tuple[str, str, int, int, int, bool, int]:
@@ -73,12 +73,12 @@ class Hit:
 
 
 class Count:
-    """What counting a hit found; never changed.
+    """The result of counting a hit; never changed.
 
     Attributes:
-        count: identical requests in the window, this one included.
+        count: identical requests in the window, including this one.
         looping: the request is to be acted on.
-        cooldown_ms: what is left of the cooldown, in milliseconds.
+        cooldown_ms: the rest of the cooldown, in milliseconds.
         span_ms: time since the first request of the window, in milliseconds.
     """
 
@@ -91,15 +91,15 @@ class Count:
         self.span_ms = span_ms
 
     def __eq__(self, other: object) -> bool:
-        """Stores are compared by what they answer."""
+        """Compare all fields: stores are compared by their answers."""
         return isinstance(other, Count) and self._list() == other._list()
 
     def __hash__(self) -> int:
-        """As equality asks."""
+        """Hash the fields that equality compares."""
         return hash(self._list())
 
     def __repr__(self) -> str:
-        """As it is written in a test."""
+        """The form in which tests write it."""
         return f"Count{self._list()}"
 
     def _list(self) -> tuple[int, bool, int, int]:
@@ -112,7 +112,7 @@ UNCOUNTED = Count(0, False, 0, 0)
 def _apply_threshold(before: int, count: int, cooling_until: int, hit: Hit, now: int) -> tuple[bool, int]:
     """Whether to act, and the new end of the cooldown."""
     ahead = cooling_until - hit.cooldown_ms - now
-    if ahead > 0:  # it starts in the future
+    if ahead > 0:  # the cooldown starts in the future
         cooling_until = now + hit.cooldown_ms if ahead < hit.cooldown_ms else 0
     cooling = now < cooling_until
     if not cooling and before < hit.threshold <= count:
@@ -121,7 +121,7 @@ def _apply_threshold(before: int, count: int, cooling_until: int, hit: Hit, now:
 
 
 def tally(state: Tally | None, hit: Hit, now: int) -> tuple[Tally, Count]:
-    """Count one request in a `sliding_ttl` or `fixed` window; `state` is None for a key never seen."""
+    """Count one request in a `sliding_ttl` or `fixed` window; `state` is None for a new key."""
     if state is None:
         if hit.threshold > 1:
             return (1, now, now, 0), Count(1, False, 0, 0)
@@ -144,17 +144,17 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
     """Count one request in a `sliding_log` window.
 
     Args:
-        state: 64-bit integers, `time, time, ..., cooling_until`, changed in place; None for a key never seen. A bytearray is
-            fast at removing old times from the front and adding new ones at the back, and the garbage collector, which takes
-            100 ms to walk a million arrays, never visits one.
-        hit: what to count.
-        now: milliseconds of the store's clock.
+        state: 64-bit integers, `time, time, ..., cooling_until`, changed in place; None for a new key. A bytearray removes
+            old times from the front and adds new ones at the back quickly. The garbage collector, which takes 100 ms to walk
+            a million arrays, never visits one.
+        hit: the hit to count.
+        now: the store's time in milliseconds.
     """
     if state is None:
         if hit.threshold > 1:
             return bytearray(_LOG_END.pack(now, 0)), Count(1, False, 0, 0)
         state = bytearray(_LOG_TIME.pack(0))
-    with memoryview(state).cast("q") as times:  # closed again, because while it is open the state cannot change its length
+    with memoryview(state).cast("q") as times:  # closed again, because an open view prevents changes of the state's length
         known = len(times) - 1
         cooling_until = times[known]
         ahead = times[known - 1] - now if known else 0
@@ -176,6 +176,6 @@ def log(state: bytearray | None, hit: Hit, now: int) -> tuple[bytearray, Count]:
 
 
 def read_log_times(state: bytearray) -> tuple[int, int]:
-    """When the last request was counted and until when the cooldown runs; a log without requests is as old as its cooldown."""
+    """When the last request was counted, and when the cooldown ends; a log without requests is as old as its cooldown."""
     (cooling_until,) = _LOG_TIME.unpack_from(state, -_LOG_TIME.size)
     return _LOG_END.unpack_from(state, -_LOG_END.size) if len(state) > _LOG_TIME.size else (cooling_until, cooling_until)

@@ -1,6 +1,6 @@
-"""All checks: every function `check_...` of these files, in their order, which is that of what they find.
+"""All checks: every function `check_...` of these files, in the order of the findings in a report.
 
-Each takes a filter that asks Loopguard, with the routes on which it does, and what policies need.
+Each takes a filter that calls Loopguard, with its guarded routes and the policies' needs.
 """
 
 from __future__ import annotations

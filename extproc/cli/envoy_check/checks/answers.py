@@ -1,4 +1,4 @@
-"""Whether Loopguard hears how requests end, where policies limit what a session costs or how often it fails."""
+"""Whether Loopguard learns how requests end, if policies limit the costs or failures of a session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READERS = {
     "events": "envoy.extensions.filters.http.sse_to_metadata.v3.SseToMetadata",
     "JSON": "envoy.extensions.filters.http.json_to_metadata.v3.JsonToMetadata",
 }
-"""The filters that read tokens, by the answers in which they do."""
+"""The filters that read tokens, by the kind of response."""
 
 
 def check_entries(guard: Guard) -> Iterator[Finding]:
@@ -27,13 +27,13 @@ def check_entries(guard: Guard) -> Iterator[Finding]:
 
 
 def _find_receiver(logger: ConfigPlace) -> str:
-    """The cluster that entries go to, empty if they go elsewhere."""
+    """The cluster that gets the entries; empty if they go elsewhere."""
     kind, config = logger.get("typed_config").message()
     return config.get("common_config", "grpc_service", "envoy_grpc", "cluster_name").text() if kind == _LOGGER else ""
 
 
 def check_usage(guard: Guard) -> Iterator[Finding]:
-    """Envoy reads tokens in responses; otherwise they are estimated, which may be intended."""
+    """Envoy has to read tokens in responses; otherwise they are estimated, which may be intended."""
     if not guard.needs.usage or guard.observes:
         return
     for answers, kind in _READERS.items():

@@ -1,4 +1,4 @@
-"""What clients can make Envoy believe."""
+"""What clients can claim."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MARKS = ("x-fairvisor-warning", "x-loopguard-steered", "x-loopguard-narrowed")
 _MULTIPLIERS = ("x-envoy-retry-on", "x-envoy-max-retries")
 _NO_NETWORK = "internal_address_config: {cidr_ranges: [{address_prefix: 0.0.0.0, prefix_len: 32}]}"
 _EXPLICIT = (1, 36)
-"""Of this Envoy on, no address is internal unless it is configured."""
+"""From this version of Envoy on, no address is internal unless it is configured."""
 
 
 def check_address(guard: Guard) -> Iterator[Finding]:
-    """Where X-Forwarded-For is believed, a client can claim any address, and another one with every request."""
+    """If Envoy trusts X-Forwarded-For, a client can claim any address, and another one with every request."""
     manager = guard.manager.place
     place = manager.get("use_remote_address")
     if place.flag() or manager.get("original_ip_detection_extensions").is_there or not guard.needs.reads("ip:"):
@@ -28,7 +28,7 @@ def check_address(guard: Guard) -> Iterator[Finding]:
 
 
 def check_caller_headers(guard: Guard) -> Iterator[Finding]:
-    """Headers that tell callers apart reach Loopguard: no rule keeps them back, and no filter takes them away."""
+    """Headers that identify callers must reach Loopguard: no rule may keep them back, and no filter may remove them."""
     wanted = guard.needs.list_headers()
     rules = guard.filter.config.get("forward_rules")
     allowed, withheld = rules.get("allowed_headers"), rules.get("disallowed_headers")
@@ -48,7 +48,7 @@ def check_caller_headers(guard: Guard) -> Iterator[Finding]:
 
 
 def _matches(patterns: ConfigPlace, name: str) -> bool:
-    """Whether one of a list of StringMatchers takes the name of a header."""
+    """Whether one of a list of StringMatchers matches the name of a header."""
     for pattern in patterns.get("patterns").items():
         found = [
             name == pattern.get("exact").text().lower(),
@@ -63,7 +63,7 @@ def _matches(patterns: ConfigPlace, name: str) -> bool:
 
 
 def _matches_regex(pattern: str, name: str) -> bool:
-    """Whether a pattern takes a whole name; what only RE2 understands is taken for one that does not."""
+    """Whether a pattern matches a whole name; patterns that only RE2 understands count as no match."""
     try:
         return re.fullmatch(pattern, name) is not None
     except re.error:
@@ -71,7 +71,7 @@ def _matches_regex(pattern: str, name: str) -> bool:
 
 
 def check_envoy_headers(guard: Guard) -> Iterator[Finding]:
-    """A client that Envoy takes for internal has one request, which is counted once, sent many times."""
+    """A client that Envoy regards as internal can have one request, which is counted once, sent many times."""
     place = guard.manager.place.get("internal_address_config")
     version = guard.manager.resources.version
     if _list_removed(guard).issuperset(_MULTIPLIERS):
@@ -87,7 +87,7 @@ def check_envoy_headers(guard: Guard) -> Iterator[Finding]:
 
 
 def check_marks(guard: Guard) -> Iterator[Finding]:
-    """Loopguard's marks are Loopguard's to give."""
+    """Clients must not send Loopguard's own headers."""
     missing = [name for name in MARKS if name not in _list_removed(guard)]
     if missing and not guard.observes:
         place = guard.manager.place.get("early_header_mutation_extensions")
@@ -98,7 +98,7 @@ def check_marks(guard: Guard) -> Iterator[Finding]:
 
 
 def _list_removed(guard: Guard) -> set[str]:
-    """Headers of requests that are taken away before Loopguard is asked."""
+    """Request headers that are removed before Loopguard is called."""
     found: set[str] = set()
     for extension in guard.manager.place.get("early_header_mutation_extensions").items():
         found.update(_list_removals(extension.get("typed_config").message()[1].get("mutations")))

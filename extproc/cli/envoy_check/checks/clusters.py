@@ -1,4 +1,4 @@
-"""Whether Envoy reaches Loopguard, and often enough at a time."""
+"""Whether Envoy reaches Loopguard, with enough concurrent requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from extproc.cli.envoy_check.findings import Finding, note
 _OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DEFAULT_REQUESTS = 1024
 _ENOUGH = 10_000
-"""As many as Loopguard holds at once by default."""
+"""As many requests as Loopguard holds at once by default."""
 
 
 def check_cluster(guard: Guard) -> Iterator[Finding]:
-    """The cluster of a filter."""
+    """Check the cluster of a filter."""
     if not guard.cluster:
         return
     cluster = find_named(guard.manager.resources.clusters, guard.cluster)

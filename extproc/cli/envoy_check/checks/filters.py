@@ -1,4 +1,4 @@
-"""How the filter is set that asks Loopguard."""
+"""The settings of the filter that calls Loopguard."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from extproc.cli.envoy_check.findings import Finding, note
 _JWT = "envoy.filters.http.jwt_authn"
 _DEFAULT_MESSAGE_TIMEOUT = 0.2
 _PATIENT = 1.0
-"""A message timeout from this many seconds on is felt where a Loopguard hangs."""
+"""From this message timeout on, in seconds, clients notice a Loopguard that hangs."""
 
 
 def check_processing_mode(guard: Guard) -> Iterator[Finding]:
-    """Loopguard needs headers and whole bodies of requests, and nothing of what upstreams answer."""
+    """Loopguard needs headers and whole bodies of requests, and no part of responses."""
     for route in guard.blind:
         problem = "it is on for this route, but sends nothing of its requests: the route is not guarded"
         right = "processing_mode: {request_header_mode: SEND, request_body_mode: BUFFERED, request_trailer_mode: SEND}"
@@ -62,7 +62,7 @@ def _explain_body_mode(mode: str, *, observes: bool) -> Iterator[str]:
 
 
 def check_content_length(guard: Guard) -> Iterator[Finding]:
-    """BUFFERED_PARTIAL takes a header away that upstreams may insist on."""
+    """BUFFERED_PARTIAL removes a header that upstreams may need."""
     partial = [route.name for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     place = guard.filter.config.get("allow_content_length_header")
     if partial and not place.flag():
@@ -71,7 +71,7 @@ def check_content_length(guard: Guard) -> Iterator[Finding]:
 
 
 def check_failure_mode(guard: Guard) -> Iterator[Finding]:
-    """What becomes of requests while Loopguard is away."""
+    """What happens to requests while Loopguard is unavailable."""
     place = guard.filter.config.get("failure_mode_allow")
     if place.flag():
         return
@@ -80,7 +80,7 @@ def check_failure_mode(guard: Guard) -> Iterator[Finding]:
         yield Finding("failure-mode", place, problem, "failure_mode_allow: true")
         return
     problem = "while Loopguard is down, requests on guarded routes get a 500, or a 504 if it is too slow"
-    # A dump leaves out what has its default, and so does Envoy Gateway.
+    # A dump omits defaults, and so does Envoy Gateway.
     chosen = place.is_there or guard.manager.resources.version is not None or guard.filter.is_of_envoy_gateway
     yield Finding(
         "failure-mode", place, problem, "failure_mode_allow: true; or set it to false, if that is intended", hurts=not chosen
@@ -88,7 +88,7 @@ def check_failure_mode(guard: Guard) -> Iterator[Finding]:
 
 
 def check_message_timeout(guard: Guard) -> Iterator[Finding]:
-    """A throttled request has to be held for longer than an answer takes otherwise."""
+    """Envoy has to wait for a throttled request longer than for other answers."""
     if guard.observes:
         return
     usual, longest = guard.filter.config.get("message_timeout"), guard.filter.config.get("max_message_timeout")
@@ -103,7 +103,7 @@ def check_message_timeout(guard: Guard) -> Iterator[Finding]:
 
 
 def check_answers(guard: Guard) -> Iterator[Finding]:
-    """Refusals and warnings have to be carried out."""
+    """Envoy has to carry out refusals and warnings."""
     config = guard.filter.config
     place = config.get("disable_immediate_response")
     if place.flag():
@@ -120,7 +120,7 @@ def check_answers(guard: Guard) -> Iterator[Finding]:
 
 
 def check_metadata(guard: Guard) -> Iterator[Finding]:
-    """What Loopguard decided is for the access log and for the client."""
+    """The access log and the client need Loopguard's decisions."""
     place = guard.filter.config.get("metadata_options", "receiving_namespaces", "untyped")
     if "loopguard" not in place.names() and not guard.observes:
         problem = "Envoy drops Loopguard's metadata: no header for clients, nothing for the access log"
@@ -141,13 +141,13 @@ def check_attributes(guard: Guard) -> Iterator[Finding]:
 
 
 def check_claims(guard: Guard) -> Iterator[Finding]:
-    """Policies with `jwt:` keys read claims that jwt_authn has verified before, and filed where Loopguard gets them from."""
+    """Policies with `jwt:` keys read claims that jwt_authn has verified earlier, and stored where Loopguard gets them."""
     filters = list(guard.manager.filters)
     verifiers = [item for item in filters if item.is_a("jwt_authn.v3.JwtAuthentication")]
     if not guard.needs.reads("jwt:"):
         return
     if not verifiers and not guard.needs.requires("jwt:"):
-        return  # what else the policies take is there
+        return  # the policies' other needs are met
     if not verifiers:
         problem = "policies have jwt: keys, and no filter verifies a token here: these keys are always missing"
         yield Finding("jwt", guard.manager.place.get("http_filters"), problem, f"{_JWT} before {guard.filter.name}")

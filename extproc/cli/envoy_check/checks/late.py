@@ -1,7 +1,7 @@
-"""Whether Loopguard is asked too late, or a request comes to a guarded route when it is too late to ask.
+"""Whether Loopguard is called too late, or a request reaches a guarded route when it is too late to call Loopguard.
 
 Envoy sets up a request's filters by the first route that it finds, and leaves out those that are off there. A filter that
-clears the route cache has it look for a route again, with other headers, claims or a model that is known by then. Sources:
+clears the route cache makes Envoy look for a route again, with other headers, claims or a model that is known by then. Sources:
 Envoy's code of each filter named below, and its page on HTTP filters.
 """
 
@@ -20,7 +20,7 @@ _FIRST = "the processing_mode of guarded routes in their overrides, and of the f
 
 
 def check_order(guard: Guard) -> Iterator[Finding]:
-    """Behind the router no filter is asked."""
+    """Filters behind the router are not called."""
     kinds = list(guard.manager.filters)
     routers = [number for number, item in enumerate(kinds) if item.is_a("router.v3.Router")]
     if routers and kinds.index(guard.filter) > routers[0]:
@@ -29,7 +29,7 @@ def check_order(guard: Guard) -> Iterator[Finding]:
 
 
 def check_late_routes(guard: Guard) -> Iterator[Finding]:
-    """A filter that chooses the route anew stands before Loopguard's, which is off nowhere."""
+    """A filter that chooses a new route must come before Loopguard's, which must be on everywhere."""
     filters = list(guard.manager.filters)
     routes = guard.manager.routes
     guarded = {route.route.place.pointer for route in guard.guarded}
@@ -43,8 +43,8 @@ def check_late_routes(guard: Guard) -> Iterator[Finding]:
         if item == guard.filter or mentions_loopguard(item):  # Loopguard itself never asks for another route
             continue
         behind = number > filters.index(guard.filter)
-        first = unguarded if behind else left_out  # routes whose requests have passed Loopguard by
-        anywhere = not covered and (behind or guard.filter.place.get("disabled").flag())  # as have those that had none at first
+        first = unguarded if behind else left_out  # routes whose requests have passed Loopguard
+        anywhere = not covered and (behind or guard.filter.place.get("disabled").flag())  # and without a first route
         if any(is_on(item, route) for route in first) or (anywhere and not item.place.get("disabled").flag()):
             yield _report(guard, item, first, behind=behind)
 
@@ -60,7 +60,7 @@ def _report(guard: Guard, item: HttpFilter, first: list[Route], *, behind: bool)
 
 
 def _clears(config: Any) -> bool:  # noqa: ANN401  # whatever a document holds
-    """Whether the filter is configured to do it; jwt_authn, ext_authz and others have this field."""
+    """Whether the filter is configured to clear the route cache; jwt_authn, ext_authz and others have this field."""
     if isinstance(config, list):
         return any(_clears(item) for item in config)
     if not isinstance(config, dict):
@@ -70,7 +70,7 @@ def _clears(config: Any) -> bool:  # noqa: ANN401  # whatever a document holds
 
 
 def _may_script(config: ConfigPlace) -> bool:
-    """A change of a header clears it as well, unless that is turned off."""
+    """Whether a script may clear it: changing a header does, unless that is turned off."""
     text = json.dumps(config.value)
     if "clearRouteCache" in text or "filename" in text:
         return True
@@ -79,7 +79,7 @@ def _may_script(config: ConfigPlace) -> bool:
 
 
 def _may_processor(config: ConfigPlace) -> bool:
-    """Its answers may ask for it, unless that is turned off."""
+    """Whether a processor's responses may clear it: they can ask for it, unless that is turned off."""
     kept = config.get("disable_clear_route_cache").flag() or config.get("route_cache_action").text() == "RETAIN"
     return not kept and not config.get("observability_mode").flag()
 
@@ -90,4 +90,4 @@ _MAY_CLEAR: Mapping[str, Callable[[ConfigPlace], bool]] = {
     "grpc_json_transcoder.v3.GrpcJsonTranscoder": lambda config: not config.get("match_incoming_request_route").flag(),
     "json_to_metadata.v3.JsonToMetadata": lambda config: config.get("request_rules").is_there,
 }
-"""Filters that do it without being told to, each with whether its configuration leaves it at that."""
+"""Filters that clear it by default, each with whether its configuration leaves this on."""

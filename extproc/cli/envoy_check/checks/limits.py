@@ -1,4 +1,4 @@
-"""How large a request may be, and how long it may take."""
+"""The size of requests, and the time they may take."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from extproc.ext_proc.upload import SMALLEST_LIMIT
 
 _DEFAULT_LIMIT = 2**20
 _DEFAULT_WINDOW = 2**24
-"""Of Envoy 1.40; older ones have 256 MiB."""
+"""Default of Envoy 1.40; older versions have 256 MiB."""
 
 _DEFAULT_IDLE = 300.0
 
 
 def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
-    """A body above the limit gets a 413 if bodies are buffered as a whole. HTTP/2 has another limit."""
+    """A body above the limit gets a 413 if bodies are buffered completely. HTTP/2 has another limit."""
     if guard.manager.place.get("codec_type").text() == "HTTP2":
         return
     listener = guard.manager.listener.get("per_connection_buffer_limit_bytes")
@@ -40,13 +40,13 @@ def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
 
 
 def _find_limit(guard: Guard, route: GuardedRoute) -> float:
-    """What a route can buffer: the listener's limit, which a route or its host can only raise."""
+    """The maximum that a route can buffer: the listener's limit, which a route or its host can only raise."""
     limit = guard.manager.listener.get("per_connection_buffer_limit_bytes").number(_DEFAULT_LIMIT)
     return max(limit, *(level.get("request_body_buffer_limit").number(0) for level in route.route.levels[:2]))
 
 
 def check_http2_window(guard: Guard) -> Iterator[Finding]:
-    """For HTTP/2 the limit of a body is the stream's window."""
+    """For HTTP/2, the limit of a body is the stream's window."""
     manager = guard.manager.place
     window = manager.get("http2_protocol_options", "initial_stream_window_size")
     buffered = [route.name for route in guard.guarded if route.body_mode == "BUFFERED"]
@@ -63,7 +63,7 @@ def check_http2_window(guard: Guard) -> Iterator[Finding]:
 
 
 def check_told_limit(guard: Guard) -> Iterator[Finding]:
-    """Loopguard tells a body that was cut off at the buffer limit from one that ends in trailers by its size."""
+    """By the size of a body, Loopguard tells one cut off at the buffer limit from one that ends in trailers."""
     partial = [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     if not partial or guard.observes:
         return
@@ -85,7 +85,7 @@ def check_told_limit(guard: Guard) -> Iterator[Finding]:
 
 
 def check_request_timeout(guard: Guard) -> Iterator[Finding]:
-    """A stalled upload must end; a throttled one must not."""
+    """A stalled upload has to end, and a throttled request must not."""
     place = guard.manager.place.get("request_timeout")
     timeout = place.seconds(0)
     if guard.observes:
@@ -106,7 +106,7 @@ def _find_idle(guard: Guard, route: GuardedRoute) -> ConfigPlace:
 
 
 def _has_an_end(guard: Guard, route: GuardedRoute) -> bool:
-    """Whether the request ends at some time, however active it is."""
+    """Whether the request ends at some time, even if it is active."""
     name = "max_stream_duration"
     places = (route.route.place.get("route", name, name), guard.manager.place.get("common_http_protocol_options", name))
     return any(place.seconds(0) for place in places)
@@ -125,7 +125,7 @@ def check_idle_timeout(guard: Guard) -> Iterator[Finding]:
 
 
 def check_expect(guard: Guard) -> Iterator[Finding]:
-    """An upstream that sees nothing before the whole body is there cannot ask for it."""
+    """An upstream that sees nothing before the body is complete cannot ask for it."""
     place = guard.manager.place.get("proxy_100_continue")
     waiting = [route.name for route in guard.guarded if route.body_mode.startswith("BUFFERED")]
     if place.flag() and waiting and not guard.observes:

@@ -1,4 +1,4 @@
-"""How requests reach guarded routes, and the settings of these."""
+"""How requests reach guarded routes, and the routes' settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER = '{header: {key: x-fairvisor-warning, value: "%DYNAMIC_METADATA(loopgua
 def check_spelling(guard: Guard) -> Iterator[Finding]:
     """Envoy chooses the route by the path as the client spelled it."""
     if len(guard.guarded) == len(guard.manager.routes):
-        return  # whichever route it is, it is guarded
+        return  # every route is guarded
     examples = {"normalize_path": "/x/../v1/chat", "merge_slashes": "//v1/chat"}
     for name, spelling in examples.items():
         place = guard.manager.place.get(name)
@@ -56,7 +56,7 @@ def _tells_clients(route: GuardedRoute) -> bool:
 
 
 def check_upgrades(guard: Guard) -> Iterator[Finding]:
-    """Upgrades can have filters of their own: then WebSockets for model calls are not refused."""
+    """Upgrades can have filters of their own. Then WebSockets for model calls are not refused."""
     for item in guard.manager.place.get("upgrade_configs").items():
         filters = item.get("filters")
         names = [each.get("name").text() for each in filters.items()]
@@ -78,7 +78,7 @@ def check_retries(guard: Guard) -> Iterator[Finding]:
 
 
 def check_kept_bodies(guard: Guard) -> Iterator[Finding]:
-    """A body that is collected in parts, and kept to be sent again, may reach the upstream with a part of it twice."""
+    """A body that is buffered in parts, and kept for retries, may reach the upstream with a part of it repeated."""
     for route in guard.guarded:
         if route.body_mode != "BUFFERED_PARTIAL" or not _keeps_bodies(route):
             continue
@@ -102,7 +102,7 @@ def _keeps_bodies(route: GuardedRoute) -> bool:
 
 
 def _find_retries(route: GuardedRoute) -> ConfigPlace | None:
-    """The retry policy that holds for a route, if any does."""
+    """The retry policy that applies to a route, if any."""
     places = (route.route.place.get("route", "retry_policy"), route.route.around[0].get("retry_policy"))
     return next((place for place in places if place.get("retry_on").text()), None)
 
