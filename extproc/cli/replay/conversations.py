@@ -44,7 +44,7 @@ class Label(NamedTuple):
     kind: str = ""
 
 
-class Conversation(NamedTuple):
+class Labelled(NamedTuple):
     """One conversation: its label, and the bodies of its requests, in their order."""
 
     name: str
@@ -54,7 +54,7 @@ class Conversation(NamedTuple):
     bodies: list[bytes]
 
 
-class _Entry(msgspec.Struct):
+class _Item(msgspec.Struct):
     """What tells answers of the model from all else: a message has a role, an item of Responses a type."""
 
     role: Any = None
@@ -87,14 +87,14 @@ class _Step(msgspec.Struct):
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-_ENTRIES = msgspec.json.Decoder(list[_Entry])
+_ITEMS = msgspec.json.Decoder(list[_Item])
 _TRAJECTORY = msgspec.json.Decoder(list[_Step])
 _TEXTS = msgspec.json.Decoder(dict[str, str])
 _TEXT = msgspec.json.Decoder(str)
 _BAD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def read_conversation(line: bytes, folder: Path) -> Conversation:
+def read_conversation(line: bytes, folder: Path) -> Labelled:
     """The conversation on a line; files that it names are looked for in `folder`.
 
     Raises:
@@ -116,7 +116,7 @@ def read_conversation(line: bytes, folder: Path) -> Conversation:
     path = _decode(_TEXT, own["path"], "path", "a path such as /v1/messages") if "path" in own else _PATHS[key]
     headers = _decode(_TEXTS, own["headers"], "headers", "an object of texts") if "headers" in own else {}
     name = bytes(own.get("id", b"")).decode().strip('"')
-    return Conversation(name, label, path, headers, bodies)
+    return Labelled(name, label, path, headers, bodies)
 
 
 def _reject(why: str) -> UnusableError:
@@ -176,7 +176,7 @@ def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> 
     key = next((key for key in _PATHS if key in found), "")
     if not key:
         raise _reject("there is no conversation: give messages, input, contents, steps (ATIF), requests or file")
-    entries = _decode(_ENTRIES, found[key], key, "a list of objects")
+    entries = _decode(_ITEMS, found[key], key, "a list of objects")
     ends = list(_find_ends(entries))
     if not ends:
         raise _reject(f"{key} must have an answer of the model")
@@ -185,7 +185,7 @@ def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> 
     return key, list(_write_bodies(found, key, ends))
 
 
-def _find_ends(entries: Sequence[_Entry]) -> Iterator[int]:
+def _find_ends(entries: Sequence[_Item]) -> Iterator[int]:
     """How many entries each request has: those before an answer, which may be several entries, and all if others are last."""
     answering = False
     for place, entry in enumerate(entries):
@@ -197,7 +197,7 @@ def _find_ends(entries: Sequence[_Entry]) -> Iterator[int]:
         yield len(entries)
 
 
-def _is_answer(entry: _Entry) -> bool:
+def _is_answer(entry: _Item) -> bool:
     kind = entry.type if isinstance(entry.type, str) else ""
     return entry.role in ASSISTANTS or kind == "reasoning" or kind.endswith("_call")
 

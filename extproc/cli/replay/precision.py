@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from extproc.cli.replay.conversations import Conversation, Label
+from extproc.cli.replay.conversations import Label, Labelled
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.logs import LogPlace
 from extproc.cli.replay.records import Record, Recorded
@@ -43,7 +43,7 @@ _ID = re.compile(r"[^A-Za-z0-9_.-]+")
 _LONGEST_ID = 128
 
 
-class Share(NamedTuple):
+class Proportion(NamedTuple):
     """So many of so many, and the interval in which the true share is, from 0 to 1."""
 
     found: int
@@ -52,14 +52,14 @@ class Share(NamedTuple):
     high: float
 
 
-def make_share(found: int, of: int) -> Share:
+def make_share(found: int, of: int) -> Proportion:
     """With Wilson's score interval (E. B. Wilson, JASA 22, 1927)."""
     if not of:
-        return Share(0, 0, 0.0, 1.0)
+        return Proportion(0, 0, 0.0, 1.0)
     share, square = found / of, _Z * _Z
     middle, spread = share + square / (2 * of), _Z * sqrt(share * (1 - share) / of + square / (4 * of * of))
     whole = 1 + square / of
-    return Share(found, of, max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole))
+    return Proportion(found, of, max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole))
 
 
 class Judged(NamedTuple):
@@ -112,7 +112,7 @@ class Precision:
         self._step_ms = round(seconds * 1000)
         self._now = _BEGIN_MS
 
-    def add(self, place: LogPlace, conversation: Conversation) -> None:
+    def add(self, place: LogPlace, conversation: Labelled) -> None:
         """One more conversation."""
         touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {key: ([], []) for key in self.settings}
         for number, body in enumerate(conversation.bodies, 1):
@@ -133,7 +133,7 @@ class Precision:
         for key, setting in self.settings.items():
             setting.judged.append(Judged(place, conversation.name, conversation.label, sizes, touched[key]))
 
-    def _record(self, caller: str, conversation: Conversation, body: bytes) -> Recorded:
+    def _record(self, caller: str, conversation: Labelled, body: bytes) -> Recorded:
         """A request with all that identifies its caller, which no other conversation has."""
         headers: dict[str, str | bool | None] = {"authorization": f"Bearer {caller}"}
         claims: dict[str, Any] = {}
