@@ -123,6 +123,7 @@ class Detector:
 
     Attributes:
         mildest: action that a weak loop gets before it has stood often enough.
+        patient: the strictest action that refuses nothing.
     """
 
     __slots__ = (
@@ -142,6 +143,7 @@ class Detector:
         "name",
         "needs_body",
         "needs_no_caller",
+        "patient",
         "policy",
         "refusal",
         "refuses_later",
@@ -175,6 +177,7 @@ class Detector:
         self.actions = (Action(loop.action), *[Action(name) for name, _ in loop.escalate.list_steps()])
         only = self.actions[0] if self.actions[0] in _MILD else Action.WARN
         self.mildest = self.actions[0] if len(self.actions) > 1 else only
+        self.patient = next((action for action in reversed(self.actions) if action is not Action.REJECT), Action.WARN)
         self.steers = Action.STEER in self.actions
         self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
         self.steer_note = loop.steer_note or ""
@@ -263,12 +266,36 @@ class Detector:
             number,
             count.span_ms,
             self.window_seconds,
-            min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
+            self._find_delay(action, number),
             self._find_retry_after(count, self._find_threshold(subject) + self._last, repeat),
             self.refusal,
             self.name,
             subject,
             repeat,
+        )
+
+    def _find_delay(self, action: Action, number: int) -> int:
+        return min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0
+
+    def be_patient(self, outcome: Outcome, repeat: Repeat) -> Outcome:
+        """Its verdict about a loop that is part of an incident, and is not refused as long as that lasts."""
+        action = self.patient if outcome.action is Action.REJECT else outcome.action
+        return Outcome(
+            outcome.policy,
+            outcome.mode,
+            action,
+            outcome.fingerprint,
+            outcome.tenant,
+            outcome.count,
+            outcome.span_ms,
+            outcome.window_seconds,
+            self._find_delay(action, outcome.count),
+            outcome.retry_after,
+            outcome.refusal,
+            outcome.detector,
+            outcome.subject,
+            repeat._replace(widespread=True),
+            outcome.reason,
         )
 
 

@@ -54,7 +54,7 @@ class Labelled(NamedTuple):
     bodies: list[bytes]
 
 
-class _Item(msgspec.Struct):
+class _ShownEntry(msgspec.Struct):
     """What tells answers of the model from all else: a message has a role, an item of Responses a type."""
 
     role: Any = None
@@ -87,7 +87,7 @@ class _Step(msgspec.Struct):
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-_ITEMS = msgspec.json.Decoder(list[_Item])
+_ITEMS = msgspec.json.Decoder(list[_ShownEntry])
 _TRAJECTORY = msgspec.json.Decoder(list[_Step])
 _TEXTS = msgspec.json.Decoder(dict[str, str])
 _TEXT = msgspec.json.Decoder(str)
@@ -185,7 +185,7 @@ def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> 
     return key, list(_write_bodies(found, key, ends))
 
 
-def _find_ends(entries: Sequence[_Item]) -> Iterator[int]:
+def _find_ends(entries: Sequence[_ShownEntry]) -> Iterator[int]:
     """How many entries each request has: those before an answer, which may be several entries, and all if others are last."""
     answering = False
     for place, entry in enumerate(entries):
@@ -197,7 +197,7 @@ def _find_ends(entries: Sequence[_Item]) -> Iterator[int]:
         yield len(entries)
 
 
-def _is_answer(entry: _Item) -> bool:
+def _is_answer(entry: _ShownEntry) -> bool:
     kind = entry.type if isinstance(entry.type, str) else ""
     return entry.role in ASSISTANTS or kind == "reasoning" or kind.endswith("_call")
 

@@ -61,5 +61,6 @@ def write_note(outcome: Outcome, request: HttpRequest, guard: Guard) -> str:
             reason=advice.reason,
             policy=outcome.policy,
         )
-    sentences = [f"{advice.about}: {advice.what}.", advice.reason, advice.instead, _OUTLOOK if guard.refuses_later else ""]
+    outlook = _OUTLOOK if guard.refuses_later and not (repeat is not None and repeat.widespread) else ""
+    sentences = [f"{advice.about}: {advice.what}.", advice.reason, advice.instead, outlook]
     return " ".join([sentence for sentence in sentences if sentence])
