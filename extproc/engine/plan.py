@@ -266,7 +266,7 @@ class Detector:
             number,
             count.span_ms,
             self.window_seconds,
-            self._find_delay(action, number),
+            self._find_delay(number) if action is Action.THROTTLE else 0,
             self._find_retry_after(count, self._find_threshold(subject) + self._last, repeat),
             self.refusal,
             self.name,
@@ -274,8 +274,8 @@ class Detector:
             repeat,
         )
 
-    def _find_delay(self, action: Action, number: int) -> int:
-        return min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0
+    def _find_delay(self, number: int) -> int:
+        return min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms)
 
     def be_patient(self, outcome: Outcome, repeat: Repeat) -> Outcome:
         """Its verdict about a loop that is part of an incident, and is not refused as long as that lasts."""
@@ -289,7 +289,7 @@ class Detector:
             outcome.count,
             outcome.span_ms,
             outcome.window_seconds,
-            self._find_delay(action, outcome.count),
+            self._find_delay(outcome.count) if action is Action.THROTTLE else 0,
             outcome.retry_after,
             outcome.refusal,
             outcome.detector,

@@ -55,7 +55,7 @@ class LoopPages(TablePages[LoopDocument]):
         board: Board[LoopDocument],
         prices: Prices,
         shows_callers: Callable[[], bool],
-        incidents: Board[IncidentDocument] | None = None,
+        incidents: Board[IncidentDocument],
     ) -> None:
         super().__init__(board, shows_callers)
         self._prices = prices
@@ -75,7 +75,7 @@ class LoopPages(TablePages[LoopDocument]):
 
     def _list_incidents(self, selection: Selection) -> list[dict[str, Any]]:
         """Tools that fail for many, the newest incident first; they belong to no caller."""
-        rows = self._incidents.view().document.rows if self._incidents is not None and not selection.caller else []
+        rows = self._incidents.view().document.rows if not selection.caller else []
         found = [row for row in rows if selection.policy in ("", row.policy) and selection.tool in ("", row.tool)]
         return [describe_incident(row, time()) for row in found]
 
