@@ -19,8 +19,6 @@ EACH = 5
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 _AGENT = {"name": "a", "version": "1", "tool_definitions": TOOLS}
-_PATHS = {"anthropic": "/v1/messages", "bedrock": "/model/m/converse", "ollama": "/api/chat"}
-"""Where the default, by the key of the messages, is another API's."""
 
 
 def as_atif(turns: Sequence[Did]) -> dict[str, Any]:
@@ -50,9 +48,8 @@ def _write(place: int, turns: Sequence[Did], label: dict[str, Any], name: str) -
     """A conversation in the format whose turn it is; a text has an action of each turn."""
     kinds = [kind for kind in FORMATS if kind != "text" or all(turn.calls for turn in turns)]
     kind = kinds[place % len(kinds)]
-    path = {"path": _PATHS[kind]} if kind in _PATHS else {}
     tools = {"tools": TOOLS} if kind not in ("text", "atif") else {}
-    return {"id": name, "label": label, **path, **FORMATS[kind](turns), **tools}
+    return {"id": name, "label": label, **FORMATS[kind](turns), **tools}
 
 
 def make_set(seed: int = 1, each: int = EACH) -> Iterator[dict[str, Any]]:

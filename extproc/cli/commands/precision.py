@@ -28,7 +28,8 @@ EXAMPLES = """examples:
   loopguard precision --vary threshold_identical_requests=2,3,4,5 --detector turns labelled.ndjson
   loopguard precision labelled.ndjson --json | jq '.settings[0].refused.wrong'
 
-Each line of a set is a conversation (chat completions, Responses, Anthropic, Gemini, ATIF) with a label; see docs/replay.md.
+Each line of a set is a conversation, as agents' APIs or ATIF have it, with a label; see docs/replay.md. The policies judge all
+of them, whatever their selectors.
 
 exit code: 0 all lines were judged, 1 some cannot be used, or none can"""
 
@@ -67,7 +68,8 @@ def run(options: argparse.Namespace) -> int:
     from extproc.cli.replay.precision import Precision, count_conversations, summarize  # noqa: PLC0415  # same
 
     policies = _load_settings(options)
-    judge = Judge(compile_policies(policies), _MAX_ENTRIES)
+    engine = compile_policies(policies)
+    judge = Judge(engine, _MAX_ENTRIES, pinned=[plan.id for plan in engine.plans])
     precision = Precision(judge, policies, options.seconds)
     settings = [each for each in precision.settings.values() if options.detector in (None, each.detector)]
     if not settings:
@@ -81,9 +83,6 @@ def run(options: argparse.Namespace) -> int:
     if len(errors) > _MOST_ERRORS:
         print(f"error: {len(errors) - _MOST_ERRORS:,} more lines cannot be used", file=sys.stderr)
     print_lines(logs, judge.evictions)
-    if judge.unmatched:
-        told = f"warning: no policy matches {count(judge.unmatched, 'request')}: give the conversations a path that one matches"
-        print(told, file=sys.stderr)
     counts = count_conversations(settings[0].judged)
     if not counts["conversations"]:
         raise LoopguardError("no conversation can be judged")

@@ -7,23 +7,24 @@ own, with everything before the answer. Where a client left something out, the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from extproc.apis.conversation import ASSISTANTS
+from extproc.apis import open_conversation
+from extproc.apis.conversation import ASSISTANT
 from extproc.cli.replay.records import UnusableError
+from extproc.request.document import Document, NotCounted
 
 LABEL = '{"loop": true, "begins": 4, "success": false, "kind": "a broken tool"}'
 """An example, for messages."""
 
-_MOST_REQUESTS = 10_000
+_PATH = "/"
 _OWN = frozenset({"id", "label", "file", "path", "headers", "requests"})
 """Keys of a line that are no part of a body."""
 
-_PATHS = {"messages": "/v1/chat/completions", "input": "/v1/responses", "contents": "/v1beta/models/m:generateContent"}
 _STEPS = "steps"
 _SOURCES = {"user": "user", "system": "system", "agent": "assistant"}
 
@@ -54,13 +55,6 @@ class Labelled(NamedTuple):
     bodies: list[bytes]
 
 
-class _ShownEntry(msgspec.Struct):
-    """What tells answers of the model from all else: a message has a role, an item of Responses a type."""
-
-    role: Any = None
-    type: Any = None
-
-
 class _ToolCall(msgspec.Struct):
     function_name: str
     arguments: Any = msgspec.field(default_factory=dict)
@@ -87,7 +81,6 @@ class _Step(msgspec.Struct):
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-_ITEMS = msgspec.json.Decoder(list[_ShownEntry])
 _TRAJECTORY = msgspec.json.Decoder(list[_Step])
 _TEXTS = msgspec.json.Decoder(dict[str, str])
 _TEXT = msgspec.json.Decoder(str)
@@ -110,10 +103,10 @@ def read_conversation(line: bytes, folder: Path) -> Labelled:
     if "file" in found:
         found = {**_read_file(folder, _decode(_TEXT, found["file"], "file", "the path of a JSON file")), **found}
     own = {key: found.pop(key) for key in _OWN & found.keys()}
-    key, bodies = _list_bodies(found, own)
-    if label.begins >= len(bodies) + 1:
-        raise _reject(f"label.begins must be at most {len(bodies)}, the number of answers, not {label.begins}")
-    path = _decode(_TEXT, own["path"], "path", "a path such as /v1/messages") if "path" in own else _PATHS[key]
+    bodies = _list_bodies(found, own)
+    if label.begins > len(bodies):
+        raise _reject(f"label.begins must be at most {len(bodies)}, the number of requests, not {label.begins}")
+    path = _decode(_TEXT, own["path"], "path", "a path such as /v1/chat") if "path" in own else _PATH
     headers = _decode(_TEXTS, own["headers"], "headers", "an object of texts") if "headers" in own else {}
     name = bytes(own.get("id", b"")).decode().strip('"')
     return Labelled(name, label, path, headers, bodies)
@@ -159,56 +152,52 @@ def _read_file(folder: Path, name: str) -> dict[str, msgspec.Raw]:
     return found
 
 
-def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> tuple[str, list[bytes]]:
-    """The key of the messages, and the bodies."""
+def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> list[bytes]:
+    """The bodies of the requests."""
     if "requests" in own:
         bodies = [bytes(raw) for raw in _decode(_LIST, own["requests"], "requests", "a list of bodies")]
-        first = _decode(
-            _OBJECT, msgspec.Raw(bodies[0] if bodies else b""), "requests", "a list of JSON objects, with one or more"
-        )
-        return next((key for key in _PATHS if key in first), "messages"), bodies
+        if not bodies or not all(body.startswith(b"{") for body in bodies):
+            raise _reject("requests must be a list of JSON objects")
+        return bodies
     if _STEPS in found:
         steps = _decode(_TRAJECTORY, found[_STEPS], _STEPS, "a list of ATIF's steps, each with a source")
         found = {
             "messages": msgspec.Raw(msgspec.json.encode(list(_write_steps(steps)))),
             "tools": msgspec.Raw(msgspec.json.encode(_list_tools(found.get("agent", msgspec.Raw(b"{}"))))),
         }
-    key = next((key for key in _PATHS if key in found), "")
-    if not key:
-        raise _reject("there is no conversation: give messages, input, contents, steps (ATIF), requests or file")
-    entries = _decode(_ITEMS, found[key], key, "a list of objects")
-    ends = list(_find_ends(entries))
-    if not ends:
-        raise _reject(f"{key} must have an answer of the model")
-    if len(ends) > _MOST_REQUESTS:
-        raise _reject(f"{key} must have at most {_MOST_REQUESTS:,} answers of the model")
-    return key, list(_write_bodies(found, key, ends))
+    try:
+        conversation = open_conversation(Document(msgspec.json.encode(found)))
+        speakers = conversation.list_speakers()
+    except NotCounted:
+        raise _reject("there is no conversation: give messages as an API or ATIF has them, requests, or a file") from None
+    key, *deeper = conversation.shape.path
+    entries = [] if deeper else _decode(_LIST, found[key], key, "a list of messages")
+    if not entries or len(entries) != len(speakers):
+        raise _reject(f"{'.'.join([key, *deeper])} cannot be taken apart: give the bodies of the requests as requests")
+    return list(_write_bodies(found, key, entries, _find_ends(speakers)))
 
 
-def _find_ends(entries: Sequence[_ShownEntry]) -> Iterator[int]:
-    """How many entries each request has: those before an answer, which may be several entries, and all if others are last."""
+def _find_ends(speakers: Sequence[str]) -> Iterator[int]:
+    """How many messages each request has: those before an answer, which may be several of them, and all if others are last."""
     answering = False
-    for place, entry in enumerate(entries):
-        answers = _is_answer(entry)
+    for place, speaker in enumerate(speakers):
+        answers = speaker in (ASSISTANT, "")  # a thought is the beginning of an answer
         if answers and not answering and place:
             yield place
         answering = answers
-    if entries and not answering:
-        yield len(entries)
+    if not answering:
+        yield len(speakers)
 
 
-def _is_answer(entry: _ShownEntry) -> bool:
-    kind = entry.type if isinstance(entry.type, str) else ""
-    return entry.role in ASSISTANTS or kind == "reasoning" or kind.endswith("_call")
-
-
-def _write_bodies(found: dict[str, msgspec.Raw], key: str, ends: Sequence[int]) -> Iterator[bytes]:
-    """The bodies, with each entry as it was written."""
+def _write_bodies(
+    found: dict[str, msgspec.Raw], key: str, entries: Sequence[msgspec.Raw], ends: Iterable[int]
+) -> Iterator[bytes]:
+    """The bodies, with each message as it was written."""
     rest = {name: value for name, value in found.items() if name != key}
     head = msgspec.json.encode(rest)[:-1] + (b"," if rest else b"") + b'"%b":[' % key.encode()
-    entries = [bytes(entry) for entry in _LIST.decode(found[key])]
+    texts = [bytes(entry) for entry in entries]
     for end in ends:
-        yield head + b",".join(entries[:end]) + b"]}"
+        yield head + b",".join(texts[:end]) + b"]}"
 
 
 def _write_steps(steps: Sequence[_Step]) -> Iterator[dict[str, Any]]:

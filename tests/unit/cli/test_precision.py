@@ -173,18 +173,20 @@ CHAT = FORMATS["chat"](work(2))
         ({"label": {"loop": True, "start": 1}, **CHAT}, "label.start is unknown: a label has loop, begins, success and kind"),
         ({"label": {"loop": True, "begins": 0}, **CHAT}, "label.begins must be the number of the loop's first answer"),
         ({"label": {"loop": False, "begins": 2}, **CHAT}, "label.begins must be the number of the loop's first answer"),
-        ({"label": {"loop": True, "begins": 4}, **CHAT}, "label.begins must be at most 3, the number of answers, not 4"),
+        ({"label": {"loop": True, "begins": 4}, **CHAT}, "label.begins must be at most 3, the number of requests, not 4"),
         ({"label": {"loop": True, "success": "no"}, **CHAT}, "label.success must be true, false, or null"),
         ({"label": {"loop": True, "kind": 1}, **CHAT}, 'label.kind must be a text, such as "polling"'),
-        ({"label": HONEST}, "there is no conversation: give messages, input, contents, steps (ATIF), requests or file"),
-        ({"label": HONEST, "messages": "hi"}, "messages must be a list of objects"),
-        ({"label": HONEST, "messages": []}, "messages must have an answer of the model"),
+        ({"label": HONEST}, "there is no conversation: give messages as an API or ATIF has them, requests, or a file"),
+        ({"label": HONEST, "messages": "hi"}, "there is no conversation: give messages"),
+        ({"label": HONEST, "messages": []}, "there is no conversation: give messages"),
+        ({"label": HONEST, "prompt": "hi"}, "prompt must be a list of messages"),
+        ({"label": HONEST, "request": {"contents": CHAT["messages"]}}, "request.contents cannot be taken apart: give the"),
         ({"label": HONEST, "steps": [{"source": "x"}]}, "the source of a step must be one of user, system, agent"),
         ({"label": HONEST, "steps": [{}]}, "steps must be a list of ATIF's steps, each with a source"),
         ({"label": HONEST, "requests": []}, "requests must be a list of JSON objects"),
         ({"label": HONEST, "requests": 1}, "requests must be a list of bodies"),
         ({"label": HONEST, "file": "none.json"}, "file none.json cannot be read: No such file or directory"),
-        ({"label": HONEST, "path": 1, **CHAT}, "path must be a path such as /v1/messages"),
+        ({"label": HONEST, "path": 1, **CHAT}, "path must be a path such as /v1/chat"),
         ({"label": HONEST, "headers": [], **CHAT}, "headers must be an object of texts"),
     ],
 )
@@ -229,11 +231,11 @@ def test_a_set_without_any_conversation_is_an_error(tmp_path: Path, capsys: pyte
     assert "no conversation can be judged" in found.error
 
 
-def test_requests_that_no_policy_matches_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They would look like loops that are missed."""
-    found = Measured(tmp_path, capsys, [{"label": LOOP, "path": "/other", **FORMATS["chat"](work(2, again=1))}])
+def test_policies_judge_whatever_their_selectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A set says what was asked, and not where."""
+    found = Measured(tmp_path, capsys, [{"label": LOOP, "path": "/other", **FORMATS["chat"](work(2, again=3))}])
 
-    assert "no policy matches 4 requests" in found.error
+    assert found.find()["acted_on"]["loops"]["found"] == 1
 
 
 @pytest.mark.parametrize(
