@@ -78,7 +78,8 @@ class FailingTool:
             if now > self._spares_until + REST_SECONDS:
                 self._spares_until = now + LONGEST_SECONDS
         spares = self.standing and now < self._spares_until
-        self.spared += spares and refused
+        if spares and refused:
+            self.spared += 1
         return spares
 
     def _forget(self, before: float) -> None:

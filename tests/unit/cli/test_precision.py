@@ -125,13 +125,10 @@ def test_settings_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [found.find(policy=name)["acted_on"]["turns"]["median"] for name in names] == [2, 2, 4, 4]
 
 
-def test_every_conversation_is_a_caller_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever the policy's limit keys are: what counts requests counts each conversation apart, by the clock of the flag."""
-    document = bundle(
-        policy(
-            "p", ANY, limit_keys=["header:x-team", "jwt:sub", "query:user"], similarity="tail", threshold_identical_requests=2
-        )
-    )
+@pytest.mark.parametrize("key", ["header:x-team", "jwt:sub", "query:user", "credential"])
+def test_every_conversation_is_a_caller_of_its_own(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the limit keys: what counts requests counts each conversation apart, by the clock of the flag."""
+    document = bundle(policy("p", ANY, limit_keys=[key], similarity="tail", threshold_identical_requests=2))
     (tmp_path / "p.json").write_text(json.dumps(document))
     line = {"label": LOOP, **FORMATS["chat"](work(2, again=6))}
     body = read_conversation(json.dumps(line).encode(), Path()).bodies[1]
@@ -143,6 +140,17 @@ def test_every_conversation_is_a_caller_of_its_own(tmp_path: Path, capsys: pytes
 
     assert count() == (1, 3)
     assert count("--seconds", "3600") == (0, 3)
+
+
+def test_headers_of_a_line_are_its_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two conversations of one caller count together."""
+    document = bundle(policy("p", ANY, limit_keys=["header:x-team"], similarity="tail", threshold_identical_requests=2))
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    sent = [{"label": {"loop": True}, "headers": {"X-Team": "a"}, **FORMATS["chat"](work(0))} for _ in range(2)]
+
+    found = Measured(tmp_path, capsys, sent, "--policy", str(tmp_path / "p.json"))
+
+    assert found.find("default", "p")["acted_on"]["loops"]["found"] == 1
 
 
 def test_a_line_may_name_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
