@@ -13,7 +13,7 @@ WORKERS := -n auto --maxprocesses 4 --dist loadscope
 WAITING := -n 6 --dist loadscope
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench chart reference clean
+.PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench precision chart reference clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -112,6 +112,11 @@ test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's own cont
 
 bench: .venv/test.stamp $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)
+
+LABELLED := .venv/labelled.ndjson
+precision: .venv/test.stamp ## how right the preset is about labelled conversations: a made-up set, or LABELLED=FILE (flags: ARGS='--help')
+	@$(BIN)/python -m tests.support.labelled > .venv/labelled.ndjson
+	@$(BIN)/loopguard precision $(ARGS) $(LABELLED)
 
 check: .venv/check.stamp ## ruff, mypy --strict and the tests; where Go is installed those of meshes as well
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

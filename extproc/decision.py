@@ -61,6 +61,13 @@ WEAK: Final = "weak"
 """How good the evidence for a loop is: stuck agents repeat errors and long results, honest work short answers and talk."""
 
 
+class ToolFailure(NamedTuple):
+    """How a tool fails: a digest of what it says."""
+
+    tool: str
+    digest: str
+
+
 class Repeat(NamedTuple):
     """A loop, or how near one is, as a conversation's own history shows it.
 
@@ -75,6 +82,7 @@ class Repeat(NamedTuple):
         step: index of the detector's threshold that applies, the lowest being 0.
         strength: STRONG or WEAK; empty if unknown.
         held: it is weak, and has not repeated often enough for more than the mildest action.
+        widespread: a tool fails in this way for many sessions.
     """
 
     tools: tuple[str, ...]
@@ -87,6 +95,7 @@ class Repeat(NamedTuple):
     step: int = 0
     strength: str = ""
     held: bool = False
+    widespread: bool = False
 
     @property
     def looping(self) -> bool:

@@ -37,7 +37,8 @@ from extproc.operator.canary.sharing import Sharing
 from extproc.operator.canary.states import State
 from extproc.operator.canary.verdict import Rules
 from extproc.operator.coverage_rows import CoverageDocument
-from extproc.operator.events import LoopEvents, SessionEvents, open_events
+from extproc.operator.events import IncidentEvents, LoopEvents, SessionEvents, open_events
+from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.operator.overrides import OverrideService, Seen, describe_override
 from extproc.operator.session_rows import SessionDocument, SessionRow
@@ -121,10 +122,11 @@ class Server:
         reporter = self.service.reporter
         loops = Board("loops", LoopDocument, reporter.loops, store, self._shows_callers, replica)
         sessions = Board("sessions", SessionDocument, reporter.sessions, store, self._shows_callers, replica)
+        incidents = Board("incidents", IncidentDocument, reporter.incidents, store, self._shows_callers, replica)
         coverage = Board("coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica)
-        self._boards: list[Board[Any]] = [loops, sessions, coverage]
+        self._boards: list[Board[Any]] = [loops, sessions, incidents, coverage]
         self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view())
-        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers)
+        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents)
         session_pages = SessionPages(sessions, self._shows_callers)
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
@@ -259,11 +261,13 @@ class Server:
         emit = self._events.emit
         self._overrides.emit = lambda kind, override: emit(kind, override.name, describe_override(override))
         loops, sessions = LoopEvents(emit, self._shows_callers), SessionEvents(emit, self._shows_callers)
+        incidents = IncidentEvents(emit)
         health = "ok"
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             loops.look(self.service.reporter.loops.copy(), time.time())
             sessions.look(self.service.reporter.sessions.copy())
+            incidents.look(self.service.reporter.incidents.list_incidents())
             now = self._store.health()
             if (now == "ok") != (health == "ok"):
                 emit("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})

@@ -250,6 +250,15 @@ class Conversation:
                 found.append((speaker, value))
         return found
 
+    def list_speakers(self) -> list[str]:
+        """The speaker of each message, the oldest first; empty for a thought.
+
+        Raises:
+            NotCounted: there are too many messages.
+        """
+        self._check_count()
+        return [self.shape.name_speaker(self._open_message(place)) for place in range(len(self._messages))]
+
     def is_prefilled(self) -> bool:
         """Whether the newest message is the assistant's, so that the model has to continue it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
-from extproc.decision import Advice, Framed, Outcome, Repeat, Subject
+from extproc.decision import Advice, Framed, Outcome, Repeat, Subject, ToolFailure
 from extproc.detectors.chain import ChainPlace
 from extproc.detectors.keys import LoopKeys, SimilarityKeys
 from extproc.objects import JsonObject, Place
@@ -129,6 +129,10 @@ class Similarity:
 
     def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # others have shapes
         """See `Subject`."""
+        return None
+
+    def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002  # others look at results
+        """The failure that a loop repeats, by which others are recognised as the same incident; None if that is no tool's."""
         return None
 
     def show(self, document: Document) -> list[str]:  # noqa: ARG002  # others look into it

@@ -152,10 +152,12 @@ class TurnsKeys(HistoryKeys):
             the mildest action at most. Default: no exception.
         normalize_results: with `turns`: `false` compares results byte for byte.
         ignore_arguments: with `turns`: arguments that hold thoughts, and are not compared.
+        incidents: with `turns`: `false` also refuses loops of a tool that fails in the same way for many sessions.
     """
 
     weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
     normalize_results: bool = True
+    incidents: bool = True
     # A list as a default would be copied item by item for each policy: a tenth of the time of a load.
     ignore_arguments: list[str] = Field(
         default_factory=lambda: sorted(THOUGHTS), json_schema_extra={"default": [*sorted(THOUGHTS)]}

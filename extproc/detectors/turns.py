@@ -7,17 +7,19 @@ server, what a request does not show is had from the ring of its session.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from extproc.apis import open_conversation
-from extproc.decision import WEAK, Repeat
+from extproc.decision import WEAK, Advice, Outcome, Repeat, ToolFailure
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
 from extproc.detectors.tools import find_window_errors
+from extproc.detectors.turn import MISSING, Turn
 from extproc.logs import escape_controls
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted
@@ -29,6 +31,17 @@ MAX_TOOL_THRESHOLD = 14
 """2t + 4 turns are looked at, and more than 32 are not kept."""
 
 NO_TURNS = "no turns: the assistant has not done anything yet"
+_FAILING = "Tool failing"
+_WIDESPREAD = "It fails in the same way for other agents at this time, so its server is probably the cause"
+_WAIT = "Wait before you try it again. Until then, do what does not need it, or stop and report the result you have so far."
+_OWN_MISTAKE = re.compile(
+    r"\b(?:arguments?|param(?:s|eters?)?|required|validation|schema|usage)\b|-3260[12]\b|\b(?:unknown|no such|invalid) tool\b"
+    r"|\bnot a valid tool\b|\bsyntax error\b",
+    re.IGNORECASE,
+)
+"""What agents of one kind do wrong in the same way, and no server can mend."""
+
+_SEARCHED = 3_000
 _OTHERWISE = "Otherwise, finish with the result you have so far."
 _SHOWN = 400
 """So much of an action and of a result is shown, in characters."""
@@ -60,6 +73,7 @@ class Turns(HistorySimilarity):
         self.last_step = len(rules) - 1
         self._patient = None if keys.weak_threshold is None else self._make_patient_rules(keys, keys.weak_threshold)
         self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
+        self._finds_failures = keys.incidents
 
     def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
         """When weak loops get more than the mildest action, and up to which step; the strictest first."""
@@ -165,6 +179,23 @@ class Turns(HistorySimilarity):
         """See `HistorySimilarity`."""
         what, progress = _explain(repeat)
         return what, "repeating it", f". Progress means {progress}. {_OTHERWISE}"
+
+    def find_failure(self, document: Document) -> ToolFailure | None:
+        """See `Similarity`."""
+        newest = self.rule.read(document).at(0) if self._finds_failures else None
+        if not isinstance(newest, Turn) or not newest.names or not newest.failed:
+            return None
+        if newest.evidence & MISSING or _OWN_MISTAKE.search(newest.result[:_SEARCHED]):
+            return None
+        return ToolFailure(" ".join(newest.names), newest.reduce().normalized.hex())
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
+        """See `HistorySimilarity`; who cannot mend a tool that fails for many can wait."""
+        repeat = outcome.repeat
+        if repeat is None or not repeat.widespread:
+            return super().advise(outcome, method, path)
+        what, _ = _explain(repeat)
+        return Advice(f"{what}. {_WIDESPREAD}", repeat.reason.strip(), _WAIT, _FAILING)
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:

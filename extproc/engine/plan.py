@@ -39,6 +39,9 @@ SHADOW_NAMESPACE = "shadow:"
 DELAY_PER_REQUEST_MS = 100
 """Milliseconds. A throttled request is held for its count times this, as in Fairvisor."""
 
+_ENDING = frozenset({Action.LAND, Action.REJECT})
+"""Actions that end an agent's run."""
+
 _MILD = frozenset({Action.WARN, Action.STEER})
 """Actions that do not delay a request."""
 
@@ -124,6 +127,7 @@ class Detector:
 
     Attributes:
         mildest: action for a weak loop that has not repeated often enough yet.
+        patient: the strictest action that ends no run.
     """
 
     __slots__ = (
@@ -143,6 +147,7 @@ class Detector:
         "name",
         "needs_body",
         "needs_no_caller",
+        "patient",
         "policy",
         "refusal",
         "refuses_later",
@@ -176,6 +181,7 @@ class Detector:
         self.actions = (Action(loop.action), *[Action(name) for name, _ in loop.escalate.list_steps()])
         only = self.actions[0] if self.actions[0] in _MILD else Action.WARN
         self.mildest = self.actions[0] if len(self.actions) > 1 else only
+        self.patient = next((action for action in reversed(self.actions) if action not in _ENDING), Action.WARN)
         self.steers = not NOTED.isdisjoint(self.actions)
         self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
         self.steer_note = loop.steer_note or ""
@@ -260,7 +266,7 @@ class Detector:
             first = repeat.threshold - self._later[repeat.step]
         steps = [(action, first + later - outcome.count) for action, later in zip(self.actions, self._later, strict=True)]
         noted = next((-left for action, left in steps if action in NOTED), 0)
-        strict = [step for step in steps if step[0] in {Action.LAND, Action.REJECT} and step[1] > 0]
+        strict = [step for step in steps if step[0] in _ENDING and step[1] > 0]
         action, left = strict[0] if strict else (Action.REJECT, 0)
         return max(noted, 0), action, left
 
@@ -279,12 +285,36 @@ class Detector:
             number,
             count.span_ms,
             self.window_seconds,
-            min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms) if action is Action.THROTTLE else 0,
+            self._find_delay(number) if action is Action.THROTTLE else 0,
             self._find_retry_after(count, self._find_threshold(subject) + self._last, repeat),
             self.refusal,
             self.name,
             subject,
             repeat,
+        )
+
+    def _find_delay(self, number: int) -> int:
+        return min(number * DELAY_PER_REQUEST_MS, self.max_delay_ms)
+
+    def be_patient(self, outcome: Outcome, repeat: Repeat) -> Outcome:
+        """Its verdict about a loop that is part of an incident, and is not refused as long as that lasts."""
+        action = self.patient if outcome.action in _ENDING else outcome.action
+        return Outcome(
+            outcome.policy,
+            outcome.mode,
+            action,
+            outcome.fingerprint,
+            outcome.tenant,
+            outcome.count,
+            outcome.span_ms,
+            outcome.window_seconds,
+            self._find_delay(outcome.count) if action is Action.THROTTLE else 0,
+            outcome.retry_after,
+            outcome.refusal,
+            outcome.detector,
+            outcome.subject,
+            repeat._replace(widespread=True),
+            outcome.reason,
         )
 
 

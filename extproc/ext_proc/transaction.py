@@ -283,8 +283,10 @@ class Transaction:
     def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
         service, sessions = self._service, evaluation.sessions
         decision = evaluation.decide(counts, shadow_counts)
-        if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
-            decision = self._hold(decision, decision.lead)
+        if decision.lead is not None or decision.shadow is not None:
+            decision = service.reporter.weigh(evaluation, decision)
+            if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
+                decision = self._hold(decision, decision.lead)
         changed = UNCHANGED
         if decision.steer is not None or (sessions and evaluation.is_narrowed):
             decision, changed = self._change(kind, evaluation, decision)

@@ -29,6 +29,7 @@ from extproc.decision import SEVERITY, Action
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import Reminder, make_extra
 from extproc.metrics import Metrics
+from extproc.operator.incident_rows import IncidentRow
 from extproc.operator.loop_rows import Loop
 from extproc.operator.session_table import Run, RunName, convert_amount, convert_dollars, name_killer
 from extproc.settings import Settings
@@ -49,6 +50,7 @@ TYPES: Final = {
     "override_given": "io.loopguard.override.given.v1",
     "override_revoked": "io.loopguard.override.revoked.v1",
     "policy_promoted": "io.loopguard.policy.promoted.v1",
+    "tool_failing": "io.loopguard.tool.failing.v1",
     "store_lost": "io.loopguard.store.lost.v1",
     "store_back": "io.loopguard.store.back.v1",
 }
@@ -325,6 +327,32 @@ class LoopEvents:
 def _rank(loop: Loop) -> int:
     """The strictest of its actions so far, as `SEVERITY` ranks them."""
     return max(SEVERITY[Action(action)] for action in loop.requests)
+
+
+class IncidentEvents:
+    """Tells of tools that fail for many, by looking at the table; requests know nothing of it."""
+
+    def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None]) -> None:
+        self._emit = emit
+        self._told: dict[tuple[str, str, str], float] = {}
+
+    def look(self, incidents: Sequence[IncidentRow]) -> None:
+        """Tell of each incident once."""
+        for row in incidents:
+            if self._told.get(row.name) != row.began:
+                self._emit("tool_failing", row.policy, self._describe(row))
+        self._told = {row.name: row.began for row in incidents}
+
+    def _describe(self, row: IncidentRow) -> dict[str, object]:
+        return {
+            "gen_ai.tool.name": row.tool,
+            "policy": row.policy,
+            "callers": row.count_callers(),
+            "sessions": row.count_sessions(),
+            "requests": row.requests,
+            "first_seen": row.began,
+            "last_seen": row.last,
+        }
 
 
 class SessionEvents:

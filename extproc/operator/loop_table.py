@@ -46,7 +46,7 @@ class LoopTable(Table[Loop, LoopDocument]):
         if outcome is decision.lead and outcome.action is Action.REJECT:
             loop.stopped += 1
             loop.stopped_size += size
-        self._draw((outcome.policy, outcome.mode, action), int(now) // 60)
+        self.draw(outcome)
         return loop
 
     def make_document(self, *, shows_callers: bool) -> LoopDocument:
@@ -57,7 +57,9 @@ class LoopTable(Table[Loop, LoopDocument]):
         minute = int(time()) // 60
         return LoopDocument(rows, merge_lines(self.curves.copy().values(), minute))
 
-    def _draw(self, key: tuple[str, str, str], minute: int) -> None:
+    def draw(self, outcome: Outcome) -> None:
+        """One more request in the curves."""
+        key, minute = (outcome.policy, outcome.mode, outcome.action.value), int(time()) // 60
         curve = self.curves.get(key)
         if curve is None:
             if len(self.curves) >= _MAX_CURVES:
@@ -68,7 +70,7 @@ class LoopTable(Table[Loop, LoopDocument]):
 
 def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: float) -> Loop:
     """A loop without any counted request."""
-    request, candidate = evaluation.request, _find_candidate(evaluation, outcome)
+    request, candidate = evaluation.request, find_candidate(evaluation, outcome)
     known = find_known(candidate) if candidate is not None else UNKNOWN
     return Loop(
         policy=outcome.policy,
@@ -103,7 +105,8 @@ def _find_agent(request: HttpRequest, candidate: Candidate | None) -> str:
     return "" if agent in hidden else cut_text(agent, NAME_SHOWN)
 
 
-def _find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:
+def find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:
+    """The candidate of an outcome, enforcing or not."""
     group = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
     for candidate in group.candidates:
         if candidate.plan.id == outcome.policy and candidate.guard.name == outcome.detector:

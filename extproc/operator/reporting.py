@@ -19,6 +19,7 @@ from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import DROPPED, EVICTED
+from extproc.operator.incident_table import IncidentTable
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
@@ -54,6 +55,7 @@ class Reporter:
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         self.loops = LoopTable()
         self.sessions = SessionTable()
+        self.incidents = IncidentTable()
         self.show_callers = show_callers
         self._metrics = metrics
         self.coverage = Coverage(metrics.decisions, time(), self._count_lost)
@@ -86,6 +88,14 @@ class Reporter:
             for policy in evaluation.list_compared_exactly():
                 metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)
+
+    def weigh(self, evaluation: Evaluation, decision: Decision) -> Decision:
+        """The decision about a request in a loop; the same, unless its tool fails for many."""
+        try:
+            return self.incidents.weigh(evaluation, decision, time())
+        except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
+            self.report_failure("an incident could not be looked for", error)
+            return decision
 
     def report_uncounted(self, evaluation: Evaluation) -> None:
         """Policies that did not count a request, and those that failed."""
@@ -275,6 +285,9 @@ class Reporter:
 
     def _report_detection(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> None:
         try:
+            if outcome.repeat is not None and outcome.repeat.widespread:
+                self.loops.draw(outcome)  # its row is the incident's
+                return
             loop = self.loops.note(evaluation, decision, outcome)
             total = loop.total
             if not total & (total - 1):  # the first, the second, the fourth, ...

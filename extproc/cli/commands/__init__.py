@@ -23,6 +23,7 @@ COMMANDS = (
     "explain",
     "replay",
     "tune",
+    "precision",
     "canary",
     "promote",
     "schema",

@@ -81,12 +81,13 @@ def make_table(report: dict[str, Any]) -> Table:
     from rich.table import Table  # noqa: PLC0415  # as above
     from rich.text import Text  # noqa: PLC0415  # as above
 
-    title = Text("\n".join([*write_coverage(report), _count_loops(report)]))
+    now = _read_time(report["at"])
+    incidents = [escape_controls(_write_incident(row, now)) for row in report.get("incidents", ()) if row["active"]]
+    title = Text("\n".join([*write_coverage(report), *incidents, _count_loops(report)]))
     caption = Text("; ".join(filter(None, [report["problem"], report["estimate"]])))
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None)
     for name in _COLUMNS:
         table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
-    now = _read_time(report["at"])
     for loop in report["loops"]:
         style = "" if loop["looping"] else "dim"
         # Text objects, because clients' values must not be interpreted as markup.
@@ -103,6 +104,12 @@ def _count_loops(report: dict[str, Any]) -> str:
     callers, requests = count(total["callers"], "caller"), count(total["requests"], "request")
     told = f"{total['looping']} of {total['loops']} loops active, {callers}, {requests}"
     return f"{told}, {total['requests_not_sent_on']} not forwarded; {count(len(report['replicas']), 'replica')}"
+
+
+def _write_incident(row: dict[str, Any], now: float) -> str:
+    """A tool that fails for many, in a line."""
+    whom = f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
+    return f"{row['tool']} fails for {whom} since {_write_age(now - _read_time(row['first_seen']))} ({row['policy']})"
 
 
 def _write_requests(loop: dict[str, Any]) -> str:

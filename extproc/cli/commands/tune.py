@@ -106,7 +106,9 @@ def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Dete
     counting = [detector for detector in detectors if not detector.stateless]
     if not counting and detectors:
         kinds = ", ".join(detector.similarity_name for detector in detectors)
-        raise UsageError(f"{plans[0].id} has no window to tune: {kinds} finds loops in the request itself")
+        raise UsageError(
+            f"{plans[0].id} has no window to tune: {kinds} finds loops in the request itself; see `precision --vary`"
+        )
     if len(counting) != 1:
         known = ", ".join(detector.name for detector in plans[0].detectors if not detector.stateless)
         raise UsageError(f"--detector must name one of these detectors of {plans[0].id}: {known}")

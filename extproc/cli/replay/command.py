@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 from extproc.cli.commands import add_key_flag, add_policy_flag
-from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
 from extproc.engine.engine import Engine
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
@@ -22,6 +23,7 @@ _MAX_ENTRIES = 1_000_000
 _STEP = 1_000
 """The bar is moved once in this many requests."""
 
+Watched = TypeVar("Watched")
 COUNT = make_type(parse_integer(1))
 
 
@@ -64,14 +66,22 @@ def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogE
     """The logs, and their requests in the order of time, with a progress bar; raises LoopguardError if there is no request."""
     with ExitStack() as stack:
         logs = Logs(options.log, options.reorder_seconds, stack)
-        yield logs, _watch(logs, stack.enter_context(_show_bar(logs)))
+        yield logs, _watch(logs.read(), stack.enter_context(_show_bar(logs)), _STEP)
     if logs.first is None:
         raise LoopguardError(f"no request can be replayed: {_describe_nothing(logs)}")
 
 
-def _watch(logs: Logs, advance: Callable[[], object]) -> Iterator[LogEntry]:
-    for number, entry in enumerate(logs.read()):
-        if not number % _STEP:
+@contextmanager
+def open_lines(names: Sequence[str]) -> Iterator[tuple[Logs, Iterator[tuple[LogPlace, bytes]]]]:
+    """Files that hold something else than requests, and their lines, with a progress bar."""
+    with ExitStack() as stack:
+        logs = Logs(names, 0, stack)
+        yield logs, _watch(logs.read_lines(), stack.enter_context(_show_bar(logs)), 1)
+
+
+def _watch(entries: Iterator[Watched], advance: Callable[[], object], step: int) -> Iterator[Watched]:
+    for number, entry in enumerate(entries):
+        if not number % step:
             advance()
         yield entry
 

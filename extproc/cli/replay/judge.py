@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from extproc.cli.replay.records import Recorded
 from extproc.decision import Decision
 from extproc.engine.counting import HERE, Counting, Counts
@@ -18,8 +20,10 @@ from extproc.store.memory import MemoryStore
 class Replayed:
     """The policies, and a store in memory whose clock is the log's."""
 
-    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY) -> None:
+    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY, pinned: Sequence[str] = ()) -> None:
+        """Nothing has been counted; policies that are `pinned` judge all requests, whatever their selectors."""
         self._engine = engine
+        self._pinned = pinned
         self._key = key
         self._recorded_key = RecordedKey(key.secret)
         self._metrics = Metrics()
@@ -33,7 +37,8 @@ class Replayed:
 
     def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
         """A recorded request as far as it can be known without counting it; None when no policy matches it."""
-        evaluation = self._engine.prepare(request, key=self._recorded_key if recorded.partial else self._key)
+        key = self._recorded_key if recorded.partial else self._key
+        evaluation = self._engine.prepare(request, pinned=self._pinned, key=key)
         if evaluation is None:
             return None
         self._now = recorded.time
@@ -50,8 +55,8 @@ class Replayed:
 class Judge(Replayed):
     """Decides about one request after the other; counts those that no policy matches, and those that a kill switch stops."""
 
-    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY) -> None:
-        super().__init__(engine, max_entries, key)
+    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY, pinned: Sequence[str] = ()) -> None:
+        super().__init__(engine, max_entries, key, pinned)
         self.unmatched = self.killed = 0
         self._counting = Counting(self._store, self._store, self._metrics, reject=False)
 

@@ -125,16 +125,20 @@ class _Source:
 
     def read(self) -> Iterator[tuple[LogPlace, Recorded, int]]:
         """Its requests, each with its place and its size in bytes."""
+        for place, line in self.read_lines():
+            try:
+                recorded = parse_line(line)
+            except UnusableError as error:
+                cut_off = error.kind == "not_json" and not line.endswith(b"\n")
+                self._problems.add("truncated" if cut_off else error.kind, place, str(error))
+            else:
+                yield place, recorded, len(line)
+
+    def read_lines(self) -> Iterator[tuple[LogPlace, bytes]]:
+        """Its lines, each with its place."""
         try:
             for line in self._read_lines():
-                place = LogPlace(self.name, self.lines)
-                try:
-                    recorded = parse_line(line)
-                except UnusableError as error:
-                    cut_off = error.kind == "not_json" and not line.endswith(b"\n")
-                    self._problems.add("truncated" if cut_off else error.kind, place, str(error))
-                else:
-                    yield place, recorded, len(line)
+                yield LogPlace(self.name, self.lines), line
         except EOFError:
             self._problems.add("truncated", LogPlace(self.name, self.lines))
         except (OSError, zlib.error) as error:
@@ -203,6 +207,11 @@ class Logs:
             self.first = entry.time if self.first is None else min(self.first, entry.time)
             self.last = entry.time
             yield entry
+
+    def read_lines(self) -> Iterator[tuple[LogPlace, bytes]]:
+        """The lines of one log after the other, whatever they hold."""
+        for source in self._sources:
+            yield from source.read_lines()
 
     def _merge(self) -> Iterator[tuple[int, LogEntry]]:
         """Whatever comes next in the log that is least far, with the time before which nothing is expected any more."""

@@ -82,6 +82,8 @@ def _look_ahead(outcome: Outcome, guard: Guard) -> tuple[str, str]:
     outlook = _OUTLOOK if guard.refuses_later else ""
     if not isinstance(guard, Detector):
         return "", outlook
+    if outcome.repeat is not None and outcome.repeat.widespread:
+        return "", ""
     notes, action, left = guard.place_note(outcome)
     if left:
         when = "At the next repetition" if left == 1 else f"After {left} more repetitions"

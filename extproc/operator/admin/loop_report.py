@@ -24,6 +24,8 @@ from extproc.operator.admin.reports import (
     write_time,
 )
 from extproc.operator.board import Board, View
+from extproc.operator.incident_rows import WINDOW_SECONDS as INCIDENT_SECONDS
+from extproc.operator.incident_rows import IncidentDocument, IncidentRow
 from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.sessions.prices import Prices
 from extproc.sessions.rates import BYTES_PER_TOKEN, estimate_tokens
@@ -48,9 +50,16 @@ _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 class LoopPages(TablePages[LoopDocument]):
     """The pages about loops."""
 
-    def __init__(self, board: Board[LoopDocument], prices: Prices, shows_callers: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        board: Board[LoopDocument],
+        prices: Prices,
+        shows_callers: Callable[[], bool],
+        incidents: Board[IncidentDocument],
+    ) -> None:
         super().__init__(board, shows_callers)
         self._prices = prices
+        self._incidents = incidents
 
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
@@ -62,7 +71,13 @@ class LoopPages(TablePages[LoopDocument]):
         selection, prices = read_selection(query, SORTS), self._choose_prices(query)
         shown = self._sees_callers(request)
         report = make_report(self._board.view(), selection, prices, shows_callers=shown, now=time())
-        return {**report, "coverage": self.summarize()}
+        return {**report, "incidents": self._list_incidents(selection), "coverage": self.summarize()}
+
+    def _list_incidents(self, selection: Selection) -> list[dict[str, Any]]:
+        """Tools that fail for many, the newest incident first; they belong to no caller."""
+        rows = self._incidents.view().document.rows if not selection.caller else []
+        found = [row for row in rows if selection.policy in ("", row.policy) and selection.tool in ("", row.tool)]
+        return [describe_incident(row, time()) for row in found]
 
     def _choose_prices(self, query: Mapping[str, str]) -> Prices:
         price = query.get("price", "")
@@ -91,6 +106,21 @@ def make_report(
             for line in view.document.lines
             if selection.policy in ("", line.policy)
         ],
+    }
+
+
+def describe_incident(row: IncidentRow, now: float) -> dict[str, Any]:
+    """An incident as JSON."""
+    return {
+        "tool": row.tool,
+        "policy": row.policy,
+        "first_seen": write_time(row.began),
+        "last_seen": write_time(row.last),
+        "active": now - row.last < INCIDENT_SECONDS,
+        "callers": row.count_callers(),
+        "sessions": row.count_sessions(),
+        "requests": row.requests,
+        "not_refused": row.spared,
     }
 
 

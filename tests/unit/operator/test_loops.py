@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from extproc.cli.main import main
+from extproc.decision import ToolFailure
 from extproc.errors import LoopguardError
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
@@ -27,6 +28,7 @@ from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.prices import Prices, read_model
@@ -341,8 +343,10 @@ def test_the_model_is_read_from_the_body_or_the_path(path: str, content: bytes |
 @contextmanager
 def admin_of(service: Service, price: float | None = None) -> Iterator[AdminClient]:
     """A client of an admin port that shows the loops of one service."""
-    shared = Board("loops", LoopDocument, service.reporter.loops, MemoryStore(Metrics()), lambda: service.reporter.show_callers)
-    pages = LoopPages(shared, Prices(price), lambda: service.reporter.show_callers)
+    reporter, store = service.reporter, MemoryStore(Metrics())
+    shared = Board("loops", LoopDocument, reporter.loops, store, lambda: reporter.show_callers)
+    incidents = Board("incidents", IncidentDocument, reporter.incidents, store, lambda: reporter.show_callers)
+    pages = LoopPages(shared, Prices(price), lambda: reporter.show_callers, incidents)
     server = AdminServer(make_app(Metrics(), pages.list_routes()))
     client = AdminClient(server.start(parse_address("127.0.0.1:0")))
     try:
@@ -401,6 +405,21 @@ def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "x-user-id=[red]\\x1b[2J" in printed
     assert "1 refused" in printed
     assert "\x1b" not in printed
+
+
+def test_top_names_tools_that_fail_for_many(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each of them above the loops."""
+    monkeypatch.setenv("COLUMNS", "200")
+    service = looping()
+    failing = service.reporter.incidents.find("p", ToolFailure("[red]\x1b[2J", "0" * 16), "a" * 16)
+    for number in range(6):
+        failing.note(f"{number % 2:016x}", f"{number:016x}", time.time() - 130, refused=True)
+    with admin_of(service) as client:
+        printed = run_top(capsys, "--admin", client.url)
+
+    first, second = [line.strip() for line in printed.splitlines()[:2]]
+    assert first == "[red]\\x1b[2J fails for 6 sessions of 2 callers since 2m (p)"
+    assert second.startswith("1 of 1 loops active")
 
 
 def test_top_prints_json_of_several_servers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from extproc.decision import ToolFailure
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.operator.admin.loop_page import draw_charts, route_page
@@ -27,6 +28,7 @@ from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board
+from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import MINUTES, Line, LoopDocument
 from extproc.operator.session_rows import SessionDocument
 from extproc.operator.session_table import RunName
@@ -93,7 +95,8 @@ def serving(service: Service, looked: threading.Event | None = None) -> Iterator
         return service.reporter.show_callers
 
     store = MemoryStore(Metrics())
-    pages = LoopPages(Board("loops", LoopDocument, service.reporter.loops, store, shows), Prices(None), shows)
+    incidents = Board("incidents", IncidentDocument, service.reporter.incidents, store, shows)
+    pages = LoopPages(Board("loops", LoopDocument, service.reporter.loops, store, shows), Prices(None), shows, incidents)
     sessions = SessionPages(Board("sessions", SessionDocument, service.reporter.sessions, store, shows), shows)
     server = AdminServer(make_app(Metrics(), [route_page(pages, sessions), *pages.list_routes(), *sessions.list_routes()]))
     try:
@@ -140,6 +143,23 @@ def test_the_page_shows_sessions() -> None:
     assert "runner" not in narrowed
 
 
+def test_the_page_shows_tools_that_fail_for_many() -> None:
+    """One row for all its sessions, above the loops; what a tool is called is text."""
+    service = make_night()
+    failing = service.reporter.incidents.find("agents", ToolFailure(SCRIPT, "0" * 16), "a" * 16)
+    for number in range(6):
+        failing.note(f"{number:016x}", f"{number:016x}", time.time(), refused=True)
+    with serving(service) as url:
+        text, other = fetch(url)[1], fetch(f"{url}?policy=other")[1]
+
+    section = re.sub(r"\s+", " ", text.partition("<h2>Failing tools</h2>")[2].partition("<h2>Loops</h2>")[0])
+    assert section.count("<tr>") == 2
+    assert '<td class="number" data-name="sessions">6</td>' in section
+    assert '<td class="number" data-name="not refused">2</td>' in section
+    assert Outline(text).elements.count("script") == 1
+    assert "Failing tools" not in other
+
+
 def test_the_page_of_a_quiet_night() -> None:
     """Without loops the page says that there are none."""
     with serving(make_service(policy("p", {"pathPrefix": "/"}))) as url:
@@ -148,6 +168,7 @@ def test_the_page_of_a_quiet_night() -> None:
     assert "No active loops" in text
     assert "No loops in the last hour" in text
     assert "<h2>Sessions</h2>" not in text
+    assert "<h2>Failing tools</h2>" not in text
 
 
 def test_the_page_can_be_narrowed_down() -> None:

@@ -1,0 +1,240 @@
+"""One line of a labelled set -> the requests of a conversation, and what is true about it. docs/replay.md has the format.
+
+A conversation is written as its last request, which shows all the others: each answer of the model in it had a request of its
+own, with everything before the answer. Where a client left something out, the set has the requests themselves.
+"""
+# interpreted: reads files
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from extproc.apis import open_conversation
+from extproc.apis.conversation import ASSISTANT
+from extproc.cli.replay.records import UnusableError
+from extproc.request.document import Document, NotCounted
+
+LABEL = '{"loop": true, "begins": 4, "success": false, "kind": "a broken tool"}'
+"""An example, for messages."""
+
+_PATH = "/"
+_OWN = frozenset({"id", "label", "file", "path", "headers", "requests"})
+"""Keys of a line that are no part of a body."""
+
+_STEPS = "steps"
+_SOURCES = {"user": "user", "system": "system", "agent": "assistant"}
+
+
+class Label(NamedTuple):
+    """What is true about a conversation, by those who have read it.
+
+    Attributes:
+        loop: whether its agent loops; None where that is unclear.
+        begins: the first answer of the model that is part of the loop, from 1 on; 0 if unknown.
+        success: whether the agent succeeded in the end; None if unknown.
+        kind: of conversations that are counted together; empty for none.
+    """
+
+    loop: bool | None
+    begins: int = 0
+    success: bool | None = None
+    kind: str = ""
+
+
+class Labelled(NamedTuple):
+    """One conversation: its label, and the bodies of its requests, in their order."""
+
+    name: str
+    label: Label
+    path: str
+    headers: dict[str, str]
+    bodies: list[bytes]
+
+
+class _ToolCall(msgspec.Struct):
+    function_name: str
+    arguments: Any = msgspec.field(default_factory=dict)
+    tool_call_id: str = ""
+
+
+class _Result(msgspec.Struct):
+    source_call_id: str | None = None
+    content: Any = None
+
+
+class _Observation(msgspec.Struct):
+    results: list[_Result] = msgspec.field(default_factory=list)
+
+
+class _Step(msgspec.Struct):
+    """A step of a trajectory (ATIF)."""
+
+    source: str
+    message: Any = ""
+    tool_calls: list[_ToolCall] | None = None
+    observation: _Observation | None = None
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_TRAJECTORY = msgspec.json.Decoder(list[_Step])
+_TEXTS = msgspec.json.Decoder(dict[str, str])
+_TEXT = msgspec.json.Decoder(str)
+_BAD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def read_conversation(line: bytes, folder: Path) -> Labelled:
+    """The conversation on a line; files that it names are looked for in `folder`.
+
+    Raises:
+        UnusableError: it cannot be used; the text says what would be right.
+    """
+    try:
+        found = _OBJECT.decode(line)
+    except _BAD:
+        raise _reject(f'a line must be a JSON object, such as {{"label": {LABEL}, "messages": [...]}}') from None
+    if "label" not in found:
+        raise _reject(f"label is missing: it must be an object such as {LABEL}")
+    label = _read_label(found["label"])
+    if "file" in found:
+        found = {**_read_file(folder, _decode(_TEXT, found["file"], "file", "the path of a JSON file")), **found}
+    own = {key: found.pop(key) for key in _OWN & found.keys()}
+    bodies = _list_bodies(found, own)
+    if label.begins > len(bodies):
+        raise _reject(f"label.begins must be at most {len(bodies)}, the number of requests, not {label.begins}")
+    path = _decode(_TEXT, own["path"], "path", "a path such as /v1/chat") if "path" in own else _PATH
+    headers = _decode(_TEXTS, own["headers"], "headers", "an object of texts") if "headers" in own else {}
+    name = bytes(own.get("id", b"")).decode().strip('"')
+    return Labelled(name, label, path, headers, bodies)
+
+
+def _reject(why: str) -> UnusableError:
+    return UnusableError("invalid", why)
+
+
+def _decode(decoder: Any, raw: msgspec.Raw, name: str, right: str) -> Any:  # noqa: ANN401  # as the decoder has it
+    try:
+        return decoder.decode(raw)
+    except _BAD:
+        raise _reject(f"{name} must be {right}") from None
+
+
+def _read_label(raw: msgspec.Raw) -> Label:
+    label = msgspec.json.decode(raw)
+    if not isinstance(label, dict):
+        raise _reject(f"label must be an object such as {LABEL}")
+    for key in label.keys() - set(Label._fields):
+        raise _reject(f"label.{key} is unknown: a label has loop, begins, success and kind")
+    if "loop" not in label or not isinstance(label["loop"], bool | None):
+        raise _reject("label.loop must be true, false, or null where it is unclear")
+    begins, success, kind = label.get("begins"), label.get("success"), label.get("kind", "")
+    if begins is not None and not (label["loop"] and isinstance(begins, int) and begins >= 1):
+        raise _reject("label.begins must be the number of the loop's first answer, from 1 on, and is for loops only")
+    if success is not None and not isinstance(success, bool):
+        raise _reject("label.success must be true, false, or null where it is unknown")
+    if not isinstance(kind, str):
+        raise _reject('label.kind must be a text, such as "polling"')
+    return Label(label["loop"], begins or 0, success, kind)
+
+
+def _read_file(folder: Path, name: str) -> dict[str, msgspec.Raw]:
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise _reject(f"file {name} cannot be read: {error.strerror}") from None
+    if data.lstrip().startswith(b"["):
+        return {"messages": msgspec.Raw(data)}
+    found: dict[str, msgspec.Raw] = _decode(_OBJECT, msgspec.Raw(data), f"file {name}", "a JSON object or a list of messages")
+    return found
+
+
+def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> list[bytes]:
+    """The bodies of the requests."""
+    if "requests" in own:
+        bodies = [bytes(raw) for raw in _decode(_LIST, own["requests"], "requests", "a list of bodies")]
+        if not bodies or not all(body.startswith(b"{") for body in bodies):
+            raise _reject("requests must be a list of JSON objects")
+        return bodies
+    if _STEPS in found:
+        steps = _decode(_TRAJECTORY, found[_STEPS], _STEPS, "a list of ATIF's steps, each with a source")
+        found = {
+            "messages": msgspec.Raw(msgspec.json.encode(list(_write_steps(steps)))),
+            "tools": msgspec.Raw(msgspec.json.encode(_list_tools(found.get("agent", msgspec.Raw(b"{}"))))),
+        }
+    try:
+        conversation = open_conversation(Document(msgspec.json.encode(found)))
+        speakers = conversation.list_speakers()
+    except NotCounted:
+        raise _reject("there is no conversation: give messages as an API or ATIF has them, requests, or a file") from None
+    key, *deeper = conversation.shape.path
+    entries = [] if deeper else _decode(_LIST, found[key], key, "a list of messages")
+    if not entries or len(entries) != len(speakers):
+        raise _reject(f"{'.'.join([key, *deeper])} cannot be taken apart: give the bodies of the requests as requests")
+    return list(_write_bodies(found, key, entries, _find_ends(speakers)))
+
+
+def _find_ends(speakers: Sequence[str]) -> Iterator[int]:
+    """How many messages each request has: those before an answer, which may be several of them, and all if others are last."""
+    answering = False
+    for place, speaker in enumerate(speakers):
+        answers = speaker in (ASSISTANT, "")  # a thought is the beginning of an answer
+        if answers and not answering and place:
+            yield place
+        answering = answers
+    if not answering:
+        yield len(speakers)
+
+
+def _write_bodies(
+    found: dict[str, msgspec.Raw], key: str, entries: Sequence[msgspec.Raw], ends: Iterable[int]
+) -> Iterator[bytes]:
+    """The bodies, with each message as it was written."""
+    rest = {name: value for name, value in found.items() if name != key}
+    head = msgspec.json.encode(rest)[:-1] + (b"," if rest else b"") + b'"%b":[' % key.encode()
+    texts = [bytes(entry) for entry in entries]
+    for end in ends:
+        yield head + b",".join(texts[:end]) + b"]}"
+
+
+def _write_steps(steps: Sequence[_Step]) -> Iterator[dict[str, Any]]:
+    """A trajectory (ATIF) as messages of chat completions; a result that names no call is a user's message."""
+    for step in steps:
+        if step.source not in _SOURCES:
+            raise _reject(f"the source of a step must be one of {', '.join(_SOURCES)}")
+        message: dict[str, Any] = {"role": _SOURCES[step.source], "content": _read_text(step.message)}
+        if step.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.tool_call_id,
+                    "type": "function",
+                    "function": {"name": call.function_name, "arguments": msgspec.json.encode(call.arguments).decode()},
+                }
+                for call in step.tool_calls
+            ]
+        yield message
+        for result in step.observation.results if step.observation is not None else ():
+            content = _read_text(result.content)
+            if result.source_call_id and step.tool_calls:
+                yield {"role": "tool", "tool_call_id": result.source_call_id, "content": content}
+            else:
+                yield {"role": "user", "content": content}
+
+
+def _list_tools(agent: msgspec.Raw) -> list[Any]:
+    """The tools that a trajectory's agent has, as it declares them."""
+    found = msgspec.json.decode(agent)
+    tools = found.get("tool_definitions") if isinstance(found, dict) else None
+    return tools if isinstance(tools, list) else []
+
+
+def _read_text(content: Any) -> str:  # noqa: ANN401  # JSON
+    """The text of a message; of parts, their texts, and what else there is as JSON."""
+    if isinstance(content, list):
+        return "\n".join([_read_text(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content])
+    if content is None or isinstance(content, str):
+        return content or ""
+    return msgspec.json.encode(content).decode()

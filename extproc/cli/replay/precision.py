@@ -1,0 +1,292 @@
+"""How right detectors are about labelled conversations.
+
+Each conversation is replayed as its client would have sent it, whatever is made of it on the way, by a caller of its own. A
+loop is found if something is done about a request that shows some of it; what is done before is too early. Shares have Wilson's
+intervals of 95 %.
+"""
+# interpreted: works on files
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import product
+from math import sqrt
+from typing import Any, NamedTuple
+
+import msgspec
+
+from extproc.cli.replay.conversations import Label, Labelled
+from extproc.cli.replay.judge import Judge
+from extproc.cli.replay.logs import LogPlace
+from extproc.cli.replay.records import Record, Recorded
+from extproc.decision import Action
+from extproc.detectors import KINDS, Similarity
+from extproc.detectors.keys import SimilarityKeys
+from extproc.engine.recording import VERSION
+from extproc.errors import UsageError
+from extproc.policy.loader import PolicySet, parse
+
+LEVELS = ("acted on", "refused")
+"""What may be done about a conversation: anything, and the worst."""
+
+ALL_DETECTORS = "all"
+"""Stands for the detectors of a policy together."""
+
+_Z = 1.959964
+_BEGIN_MS = 1_700_000_000_000
+_ADDRESS = "192.0.2.1"
+_ID = re.compile(r"[^A-Za-z0-9_.-]+")
+_LONGEST_ID = 128
+
+
+class Proportion(NamedTuple):
+    """So many of so many, and the interval in which the true share is, from 0 to 1."""
+
+    found: int
+    of: int
+    low: float
+    high: float
+
+
+def make_share(found: int, of: int) -> Proportion:
+    """With Wilson's score interval (E. B. Wilson, JASA 22, 1927)."""
+    if not of:
+        return Proportion(0, 0, 0.0, 1.0)
+    share, square = found / of, _Z * _Z
+    middle, spread = share + square / (2 * of), _Z * sqrt(share * (1 - share) / of + square / (4 * of * of))
+    whole = 1 + square / of
+    return Proportion(found, of, max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole))
+
+
+class Judged(NamedTuple):
+    """What a setting made of one conversation.
+
+    Attributes:
+        place: of its line.
+        sizes: bytes of the body of each request.
+        touched: by level: the numbers of the requests, from 1 on.
+    """
+
+    place: LogPlace
+    name: str
+    label: Label
+    sizes: Sequence[int]
+    touched: tuple[list[int], list[int]]
+
+    def find_hit(self, level: int) -> int:
+        """The first request that is touched and shows some of the loop, 0 for none; where no loop begins, the first at all."""
+        return next((number for number in self.touched[level] if number > self.label.begins), 0)
+
+    def is_early(self, level: int) -> bool:
+        """Something is done before the loop begins."""
+        return bool(self.touched[level]) and self.touched[level][0] <= self.label.begins
+
+
+class Setting:
+    """One detector of a policy, or all of its detectors together, and what it made of each conversation."""
+
+    def __init__(self, policy: str, detector: str) -> None:
+        self.policy = policy
+        self.detector = detector
+        self.uncounted: Counter[str] = Counter()
+        self.judged: list[Judged] = []
+
+
+class Precision:
+    """Judges conversations by all policies at once."""
+
+    def __init__(self, judge: Judge, policies: PolicySet, seconds: float) -> None:
+        """Nothing has been judged; `seconds` lie between two requests of a conversation."""
+        self.settings: dict[tuple[str, str], Setting] = {}
+        self._sources: list[str] = []
+        for policy in policies.list_acting():
+            names = [name for name, _ in policy.spec.detectors()]
+            for name in [*names, ALL_DETECTORS] if len(names) > 1 else names:
+                self.settings[policy.id, name] = Setting(policy.id, name)
+            self._sources += policy.spec.list_sources()
+        self._judge = judge
+        self._step_ms = round(seconds * 1000)
+        self._now = _BEGIN_MS
+
+    def add(self, place: LogPlace, conversation: Labelled) -> None:
+        """One more conversation."""
+        touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {key: ([], []) for key in self.settings}
+        for number, body in enumerate(conversation.bodies, 1):
+            self._now += self._step_ms
+            found = self._judge.judge(self._record(f"{place}", conversation, body))
+            if found is None:
+                continue
+            evaluation, decision = found
+            for policy, detector, reason in evaluation.list_left_out():
+                for key, setting in self.settings.items():
+                    if key in ((policy, detector), (policy, ALL_DETECTORS)) or (key[0] == policy and not detector):
+                        setting.uncounted[reason] += 1
+            for outcome in decision.trace:
+                for key in ((outcome.policy, outcome.detector), (outcome.policy, ALL_DETECTORS)):
+                    if outcome.action is not Action.ALLOW and key in touched:
+                        _note(touched[key], number, refused=outcome.action is Action.REJECT)
+        sizes = [len(body) for body in conversation.bodies]
+        for key, setting in self.settings.items():
+            setting.judged.append(Judged(place, conversation.name, conversation.label, sizes, touched[key]))
+
+    def _record(self, caller: str, conversation: Labelled, body: bytes) -> Recorded:
+        """A request with all that identifies its caller, which no other conversation has."""
+        headers: dict[str, str | bool | None] = {"authorization": f"Bearer {caller}"}
+        claims: dict[str, Any] = {}
+        query = ""
+        for source, _, name in [key.partition(":") for key in self._sources]:
+            if source == "header":
+                headers.setdefault(name, caller)
+            elif source == "jwt":
+                claims[name] = caller
+            elif source == "query":
+                query += f"&{name}={_ID.sub('_', caller)}"
+        headers |= {name.lower(): value for name, value in conversation.headers.items()}
+        record = Record(
+            record=VERSION,
+            time=self._now / 1000,
+            method="POST",
+            path=conversation.path,
+            query=query.removeprefix("&"),
+            address=_ADDRESS,
+            headers=headers,
+            claims=claims,
+        )
+        return Recorded(self._now, record, partial=False, content=body, sums=None)
+
+
+def _note(touched: tuple[list[int], list[int]], number: int, *, refused: bool) -> None:
+    for numbers in touched[: 2 if refused else 1]:
+        if not numbers or numbers[-1] != number:
+            numbers.append(number)
+
+
+def vary(policies: PolicySet, wishes: Sequence[tuple[str, list[Any]]], detector: str | None) -> PolicySet:
+    """The policies once for each combination of values of keys, in place of them.
+
+    Args:
+        policies: to vary.
+        wishes: keys of loop_detection, each with its values.
+        detector: name of the entries that are changed, None for all that have such a key.
+
+    Raises:
+        UsageError: no entry has such a key.
+        BundleErrors: some combination is invalid.
+    """
+    made = []
+    for policy in policies.list_acting():
+        names = [name for name, _ in policy.spec.detectors()]
+        for values in product(*[values for _, values in wishes]):
+            document = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            loops = document["spec"]["loop_detection"]
+            entries = [entry for entry in loops if entry.get("enabled")] if isinstance(loops, list) else [loops]
+            pairs = [(key, value) for (key, _), value in zip(wishes, values, strict=True)]
+            changed = [entry for name, entry in zip(names, entries, strict=True) if detector in (None, name)]
+            if sum([_change(entry, pairs) for entry in changed]):
+                told = "".join(f".{key}-{value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs)
+                document["id"] = _ID.sub("_", policy.id + told)[:_LONGEST_ID]
+                made.append(document)
+    if not made:
+        raise UsageError(f"--vary: no detector has all of these keys: {', '.join(key for key, _ in wishes)}")
+    return parse({"--vary": json.dumps(made).encode()}, datetime.now(UTC))
+
+
+def _change(entry: dict[str, Any], pairs: Sequence[tuple[str, Any]]) -> bool:
+    """Give an entry these values; whether it has all of the keys."""
+    wished = dict(pairs)
+    kind = KINDS.get(wished.get("similarity", entry.get("similarity", "exact")))
+    if kind is None or not all(_has(kind, key) for key in wished):
+        return False
+    entry |= wished
+    for key in [key for key in entry if not _has(kind, key)]:  # it was another similarity's
+        del entry[key]
+    return True
+
+
+def _has(kind: type[Similarity], key: str) -> bool:
+    """Whether entries of a similarity have a key."""
+    return key == "similarity" or key in kind.keys.model_fields or key not in SimilarityKeys.model_fields
+
+
+def summarize(setting: Setting) -> dict[str, Any]:
+    """The figures of a setting, as JSON."""
+    return {
+        "policy": setting.policy,
+        "detector": setting.detector,
+        **{level.replace(" ", "_"): _summarize_level(setting.judged, place) for place, level in enumerate(LEVELS)},
+        "uncounted": dict(setting.uncounted),
+    }
+
+
+def count_conversations(judged: Sequence[Judged]) -> dict[str, int]:
+    """How many there are, by label."""
+    return {
+        "conversations": len(judged),
+        "requests": sum(len(each.sizes) for each in judged),
+        "bytes": sum(sum(each.sizes) for each in judged),
+        "loops": sum(each.label.loop is True for each in judged),
+        "others": sum(each.label.loop is False for each in judged),
+        "unclear": sum(each.label.loop is None for each in judged),
+        "successes": sum(each.label.success is True for each in judged),
+    }
+
+
+def _summarize_level(judged: Sequence[Judged], level: int) -> dict[str, Any]:
+    loops = [each for each in judged if each.label.loop]
+    others = [each for each in judged if each.label.loop is False]
+    hit = [(each, number) for each in loops if (number := each.find_hit(level))]
+    wrong = [each for each in others if each.touched[level]]
+    early = [each for each in loops if each.is_early(level)]
+    turns = sorted(number - each.label.begins for each, number in hit if each.label.begins)
+    succeeded = [each for each in judged if each.label.success]
+    spared = sum(sum(each.sizes[number - 1 :]) for each, number in hit)
+    return {
+        "loops": make_share(len(hit), len(loops))._asdict(),
+        "others": make_share(len(wrong), len(others))._asdict(),
+        "right": make_share(len(hit), len(hit) + len(wrong))._asdict(),
+        "early": len(early),
+        "successes": make_share(sum(bool(each.touched[level]) for each in succeeded), len(succeeded))._asdict(),
+        "unclear": sum(bool(each.touched[level]) for each in judged if each.label.loop is None),
+        "turns": {"median": turns[len(turns) // 2], "longest": turns[-1]} if turns else None,
+        "bytes_of_loops": spared / max(1, sum(sum(each.sizes) for each in loops)),
+        "bytes_of_all": spared / max(1, sum(sum(each.sizes) for each in judged)),
+        "wrong": [_name(each, each.touched[level][0]) for each in [*wrong, *early]],
+        "missed": [_name(each, 0) for each in loops if not each.find_hit(level)],
+    }
+
+
+def _name(judged: Judged, request: int) -> dict[str, Any]:
+    found = {"place": str(judged.place), "id": judged.name, "kind": judged.label.kind}
+    return {**found, "request": request} if request else found
+
+
+def list_kinds(settings: Iterable[Setting]) -> Iterator[tuple[str, str, int, list[tuple[int, int]]]]:
+    """Kind, label (`loop` or `other`), conversations, and of each setting how many were acted on and refused."""
+    rows = [setting.judged for setting in settings]
+    groups = sorted({(each.label.kind, each.label.loop is True) for each in rows[0] if each.label.loop is not None})
+    for kind, loop in groups:
+        chosen = [[each for each in judged if (each.label.kind, each.label.loop) == (kind, loop)] for judged in rows]
+        found = [tuple(sum(bool(each.touched[level]) for each in judged) for level in (0, 1)) for judged in chosen]
+        yield kind, "loop" if loop else "other", len(chosen[0]), [(acted, refused) for acted, refused in found]
+
+
+def read_values(text: str) -> list[Any]:
+    """The values of a flag: a JSON list, or values with commas between, each JSON or else a text."""
+    if text.startswith("["):
+        try:
+            values = msgspec.json.decode(text.encode())
+        except msgspec.DecodeError:
+            raise UsageError(f"--vary: {text!r} is no JSON list") from None
+        return list(values)
+    return [_read_value(part) for part in text.split(",")]
+
+
+def _read_value(text: str) -> Any:  # noqa: ANN401  # JSON
+    try:
+        return msgspec.json.decode(text.encode())
+    except msgspec.DecodeError:
+        return text

@@ -1,0 +1,169 @@
+"""Incidents: a tool that fails in the same way for many sessions is the failure of its server, and not a loop of each agent.
+
+Only loops are looked at whose newest result is an error. They are of one incident if policy, tool and error are equal. It takes
+ENOUGH sessions within minutes, of which a caller counts for MOST_OF_CALLER: so it takes several callers, and none of them can
+spare itself from refusals. As long as the incident lasts, its loops get the strictest action that refuses nothing; but only
+for LONGEST_SECONDS, after which there is a REST_SECONDS for which they are refused, whatever its callers do.
+
+A caller begins only its share of the rows, as in any table, so it never pushes out what others have begun.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from extproc.apis import open_conversation
+from extproc.decision import Action, Decision, Outcome, ToolFailure, decide
+from extproc.detectors.chain import read_transcript
+from extproc.detectors.turn import digest
+from extproc.engine.candidates import LoopCandidate
+from extproc.engine.evaluation import Evaluation
+from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentDocument, IncidentRow
+from extproc.operator.loop_table import find_candidate
+from extproc.operator.sketch import Sketch
+from extproc.operator.table import NAME_SHOWN, Table
+from extproc.request.document import Document, NotCounted
+from extproc.request.http import cut_text
+
+ENOUGH: Final = 5
+MOST_OF_CALLER: Final = 4
+
+LONGEST_SECONDS: Final = 1_800
+REST_SECONDS: Final = 3_600
+
+_MAX_ROWS: Final = 400
+_MAX_OF_CALLER: Final = 40
+_MOST_CALLERS: Final = 16
+"""More sessions than these can have need not be remembered: they are enough."""
+
+
+class FailingTool:
+    """One tool that fails in one way; it may become an incident.
+
+    Attributes:
+        last: when a request was part of it, in seconds since 1970.
+        began: when it became an incident the last time; 0 if it never has.
+        standing: there were enough sessions at its last request.
+        requests: that were part of it.
+        spared: of these, the ones that would have been refused.
+        callers, sessions: all of them.
+    """
+
+    def __init__(self) -> None:
+        self.last = self.began = 0.0
+        self.standing = False
+        self.requests = self.spared = 0
+        self.callers = Sketch(size=SKETCHED)
+        self.sessions = Sketch(size=SKETCHED)
+        self._spares_until = -inf
+        self._recent: dict[str, dict[str, float]] = {}  # by caller: when each session was last part of it
+
+    def note(self, caller: str, session: str, now: float, *, refused: bool) -> bool:
+        """One more request, at `now`, that would be refused or not; whether that is spared by an incident."""
+        self.last = now
+        self.requests += 1
+        self.callers.add(caller)
+        self.sessions.add(session)
+        self._forget(now - WINDOW_SECONDS)
+        recent = self._recent
+        if caller in recent or len(recent) < _MOST_CALLERS:
+            own = recent.setdefault(caller, {})
+            if session in own or len(own) < MOST_OF_CALLER:
+                own[session] = now
+        if sum([len(own) for own in recent.values()]) < ENOUGH:
+            self.standing = False
+        elif not self.standing:
+            self.standing, self.began = True, now
+            if now > self._spares_until + REST_SECONDS:
+                self._spares_until = now + LONGEST_SECONDS
+        spares = self.standing and now < self._spares_until
+        if spares and refused:
+            self.spared += 1
+        return spares
+
+    def _forget(self, before: float) -> None:
+        for caller, own in list(self._recent.items()):
+            for session, last in list(own.items()):
+                if last < before:
+                    del own[session]
+            if not own:
+                del self._recent[caller]
+
+
+class IncidentTable(Table[FailingTool, IncidentDocument]):
+    """The failing tools that one process knows, by the caller that was first, policy, tool and error."""
+
+    def __init__(self) -> None:
+        super().__init__(_MAX_ROWS, _MAX_OF_CALLER)
+        self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}  # by policy, tool and error
+
+    def weigh(self, evaluation: Evaluation, decision: Decision, now: float) -> Decision:
+        """The same decision, but for loops that are part of an incident; `now` is in seconds since 1970."""
+        enforcing: list[Outcome] = []
+        watching: list[Outcome] = []
+        found = False
+        for outcome in decision.trace:
+            weighed = self._weigh(evaluation, outcome, now)
+            found = found or weighed is not outcome
+            (enforcing if outcome.mode == "enforce" else watching).append(weighed)
+        return decide(enforcing, watching) if found else decision
+
+    def _weigh(self, evaluation: Evaluation, outcome: Outcome, now: float) -> Outcome:
+        repeat, document = outcome.repeat, evaluation.plain
+        candidate = None
+        if outcome.action is not Action.ALLOW and repeat is not None and document is not None:
+            candidate = find_candidate(evaluation, outcome)
+        if repeat is None or document is None or not isinstance(candidate, LoopCandidate):
+            return outcome
+        try:
+            failure = candidate.detector.similarity.find_failure(document)
+            session = "" if failure is None else _name_session(document, candidate)
+        except NotCounted:  # not all of it can be read
+            return outcome
+        if failure is None:
+            return outcome
+        failing, refused = self.find(outcome.policy, failure, outcome.tenant), outcome.action is Action.REJECT
+        if not failing.note(outcome.tenant, session, now, refused=refused):
+            return outcome
+        return candidate.detector.be_patient(outcome, repeat)
+
+    def find(self, policy: str, failure: ToolFailure, caller: str) -> FailingTool:
+        """The row of a failure, which is this caller's if it is new."""
+        name = (policy, cut_text(failure.tool, NAME_SHOWN), failure.digest)
+        key = self._keys.get(name)
+        found = self.use(key) if key is not None else None
+        if found is None:
+            found = FailingTool()
+            key = (caller, *name)
+            self._keys[name] = key
+            self.put(key, found)
+        return found
+
+    def list_incidents(self) -> list[IncidentRow]:
+        """All that are or were incidents, the newest first; called from any thread."""
+        rows = [_describe(key, row) for key, row in self._rows.items() if row.began]
+        return sorted(rows, key=lambda row: -row.began)
+
+    def make_document(self, *, shows_callers: bool) -> IncidentDocument:  # noqa: ARG002  # it has none
+        """See `Table`."""
+        return IncidentDocument(self.list_incidents())
+
+    def _forget(self, key: tuple[str, ...]) -> None:
+        super()._forget(key)
+        self._keys.pop(key[1:], None)
+
+
+def _describe(key: tuple[str, ...], row: FailingTool) -> IncidentRow:
+    _, policy, tool, failure = key
+    callers, sessions = row.callers.list_kept(), row.sessions.list_kept()
+    return IncidentRow(policy, tool, failure, row.began, row.last, callers, sessions, row.requests, row.spared)
+
+
+def _name_session(document: Document, candidate: LoopCandidate) -> str:
+    """The session of a request, 16 hex digits: its own, or what its user and its assistant said first."""
+    named = candidate.session.encode()
+    if not named:
+        shown = read_transcript(open_conversation(document))
+        named = b"%b %b" % (shown.opening or b"", shown.turns[0] if shown.turns else b"")
+    return digest(b"%b %b" % (candidate.tenant.encode(), named)).hex()

@@ -1,0 +1,59 @@
+"""An outage of a tool's server, on the real Envoy: many agents are stuck, and none of them is at fault."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from tests.support.documents import bundle, policy
+from tests.support.harness import eventually, stack
+from tests.support.turn_writers import Did, as_chat
+
+PATH = "/v1/chat/completions"
+STEER: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}}
+POLICIES = bundle(policy("agents", {"pathExact": PATH}, limit_keys=["header:x-user-id"], **STEER))
+
+
+def write_agent(task: str, error: str) -> bytes:
+    """An agent that has called a tool six times, in its own words."""
+    turns = [Did((("crm.find", {"q": task}),), (error,), "", f"{task}: try {number}", number) for number in range(1, 7)]
+    return json.dumps(as_chat(turns)).encode()
+
+
+def test_agents_wait_while_their_tool_is_down(capsys: pytest.CaptureFixture[str]) -> None:
+    """From the fifth session on they go on with a note; page, `/loops`, `top` and events have one incident, and no content."""
+    with tempfile.TemporaryDirectory(prefix="lg") as name, stack(POLICIES, "--events", f"{name}/events") as made:
+
+        def send(caller: str, task: str, error: str = "error: disk quota of tenant 4711 exceeded") -> int:
+            headers = {"x-user-id": caller, "content-type": "application/json"}
+            return made.send(PATH, method="POST", body=write_agent(task, error), headers=headers).status
+
+        assert [send(caller, task) for task in ("invoice", "lead") for caller in ("ann", "bob", "cid")] == [429] * 4 + [200] * 2
+        assert [send("ann", "lead", "error: another"), send("bob", "invoice")] == [429, 200]
+
+        (*_, seen) = made.upstream.seen
+        assert b"Tool failing: " in seen.body
+        assert b"Wait before you try it again." in seen.body
+        report = json.loads(made.loopguard.get("/loops")[1])
+        (row,) = report["incidents"]
+        assert (row["tool"], row["callers"], row["sessions"], row["not_refused"]) == ("crm.find", 3, 6, 3)
+        assert {loop["requests"] for loop in report["loops"]} == {1}
+        assert len(report["loops"]) == 5
+        for shown in (made.loopguard.get("/")[1], json.dumps(report)):
+            assert "crm.find" in shown
+            assert "4711" not in shown
+        assert main(["top", "--once", "--admin", f"http://127.0.0.1:{made.loopguard._admin}"]) == 0
+        assert "crm.find fails for 6 sessions of 3 callers" in capsys.readouterr().out
+
+        def list_events() -> list[dict[str, Any]]:
+            events = [json.loads(line) for line in Path(name, "events").read_text().splitlines()]
+            return [event for event in events if event["type"] == "io.loopguard.tool.failing.v1"]
+
+        (event,) = eventually(list_events, "an event about the tool")
+        assert (event["subject"], event["data"]["gen_ai.tool.name"]) == ("agents", "crm.find")
+        assert event["data"]["sessions"] >= 5

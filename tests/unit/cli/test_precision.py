@@ -1,0 +1,275 @@
+"""`loopguard precision`: labelled conversations in, figures out, and nothing wrong in silence."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.cli.replay.conversations import read_conversation
+from extproc.cli.replay.precision import make_share
+from extproc.request.document import Document
+from tests.support.conversations import ORACLE
+from tests.support.documents import bundle, policy
+from tests.support.engine import ANY
+from tests.support.labelled import FORMATS, make_set
+from tests.support.turn_writers import Did
+
+pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # they are judged by what is compiled
+
+LOOP = {"loop": True, "begins": 3, "success": False, "kind": "stuck"}
+HONEST = {"loop": False, "success": True, "kind": "work"}
+
+
+def work(count: int, *, again: int = 0) -> list[Did]:
+    """Turns that differ, and then one that comes again."""
+    turns = [Did((("read", {"path": f"f{n}"}),), (f"line {n}",), "", f"thought {n}", n) for n in range(1, count + 1)]
+    turns += [Did((("read", {"path": "x"}),), ("no such file",), "", f"again {n}", count + n) for n in range(1, again + 1)]
+    return turns
+
+
+class Measured:
+    """One run of the command: exit code, JSON document, and what was said on stderr."""
+
+    def __init__(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], lines: Sequence[Any], *flags: str, packed: bool = False
+    ) -> None:
+        """Write the set, and a policy if none is among the flags."""
+        data = b"".join([line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines])
+        (folder / "set").write_bytes(gzip.compress(data) if packed else data)
+        self.code = main(["precision", "--json", *flags, str(folder / "set")])
+        printed = capsys.readouterr()
+        self.error = printed.err.replace(f"{folder}/", "")
+        self.document: dict[str, Any] = json.loads(printed.out) if printed.out else {}
+
+    def find(self, detector: str = "turns", policy: str = "agents") -> dict[str, Any]:
+        """The figures of a setting."""
+        settings = self.document["settings"]
+        return next(each for each in settings if (each["policy"], each["detector"]) == (policy, detector))
+
+
+@pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
+def test_each_format_is_judged_as_its_requests(
+    write: Callable[[Sequence[Did]], dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each answer has a request of its own, and the loop is acted on at its third turn, and refused at its seventh."""
+    found = Measured(tmp_path, capsys, [{"label": LOOP, **write(work(2, again=8))}, {"label": HONEST, **write(work(10))}])
+
+    assert (found.code, found.error) == (0, "")
+    assert found.document["requests"] == 22
+    acted, refused = found.find()["acted_on"], found.find()["refused"]
+    assert (acted["loops"]["found"], acted["others"]["found"], acted["turns"]) == (1, 0, {"median": 3, "longest": 3})
+    assert (refused["loops"]["found"], refused["others"]["found"], refused["turns"]) == (1, 0, {"median": 7, "longest": 7})
+    assert (refused["loops"]["of"], refused["others"]["of"], refused["successes"]["of"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("write", FORMATS.values(), ids=FORMATS)
+def test_requests_are_what_the_client_sent(write: Callable[[Sequence[Did]], dict[str, Any]]) -> None:
+    """Each shows one turn more than the one before it, the last one all of them."""
+    line = json.dumps({"label": LOOP, **write(work(2, again=8))}).encode()
+
+    bodies = read_conversation(line, Path()).bodies
+
+    shown = [ORACLE.rule.read(Document(body)).newest(32) for body in bodies]
+    assert [len(turns) for turns in shown] == list(range(11))
+
+
+def test_bytes_that_are_spared_are_those_from_the_first_refusal_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests as they were sent are judged as they are, and counted as long as they are."""
+    line = {"label": LOOP, **FORMATS["chat"](work(2, again=8))}
+    bodies = read_conversation(json.dumps(line).encode(), Path()).bodies
+    sent = {"label": LOOP, "requests": [json.loads(body) for body in bodies]}
+    sizes = [len(json.dumps(body)) for body in sent["requests"]]
+
+    found = Measured(tmp_path, capsys, [sent, {"label": HONEST, **FORMATS["chat"](work(10))}])
+
+    refused = found.find()["refused"]
+    assert refused["bytes_of_loops"] == sum(sizes[9:]) / sum(sizes)
+    assert refused["bytes_of_all"] == sum(sizes[9:]) / found.document["bytes"]
+
+
+def test_labels_tell_what_is_wrong_and_what_is_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A refused success, a loop that begins after it was stopped, one that is missed, and one of which nothing is known."""
+    stuck = FORMATS["chat"](work(2, again=9))
+    late = FORMATS["chat"]([*work(0, again=8), *[turn._replace(number=0) for turn in work(4)]])
+    lines = [
+        {"id": "honest", "label": HONEST, **stuck},
+        {"id": "late", "label": {"loop": True, "begins": 9}, **late},
+        {"id": "missed", "label": {"loop": True}, **FORMATS["chat"](work(4))},
+        {"label": {"loop": None}, **stuck},
+    ]
+
+    found = Measured(tmp_path, capsys, lines, packed=True)
+
+    refused = found.find()["refused"]
+    assert {each["id"]: each.get("request") for each in refused["wrong"]} == {"honest": 10, "late": 8}
+    assert [each["id"] for each in refused["missed"]] == ["late", "missed"]
+    assert (refused["early"], refused["unclear"], refused["successes"]["found"]) == (1, 1, 1)
+    assert refused["wrong"][0]["place"] == f"{tmp_path}/set:1"
+
+
+def test_settings_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each combination of values is a policy of its own; keys that an entry has not are left out of it."""
+    flags = ("--detector", "turns", "--vary", "threshold_identical_requests=2,4", "--vary", "similarity=turns,tool_calls")
+
+    found = Measured(tmp_path, capsys, [{"label": LOOP, **FORMATS["chat"](work(2, again=9))}], *flags)
+
+    names = [f"agents.threshold_identical_requests-{n}.similarity-{kind}" for n in (2, 4) for kind in ("turns", "tool_calls")]
+    assert [each["policy"] for each in found.document["settings"]] == names
+    assert [found.find(policy=name)["acted_on"]["turns"]["median"] for name in names] == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("key", ["header:x-team", "jwt:sub", "query:user", "credential"])
+def test_every_conversation_is_a_caller_of_its_own(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the limit keys: what counts requests counts each conversation apart, by the clock of the flag."""
+    document = bundle(policy("p", ANY, limit_keys=[key], similarity="tail", threshold_identical_requests=2))
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    line = {"label": LOOP, **FORMATS["chat"](work(2, again=6))}
+    body = read_conversation(json.dumps(line).encode(), Path()).bodies[1]
+    sent = [{"label": {"loop": True}, "requests": [json.loads(body)] * times} for times in (1, 1, 2)]
+
+    def count(*flags: str) -> tuple[int, int]:
+        share = Measured(tmp_path, capsys, sent, "--policy", str(tmp_path / "p.json"), *flags).find("default", "p")
+        return share["acted_on"]["loops"]["found"], share["acted_on"]["loops"]["of"]
+
+    assert count() == (1, 3)
+    assert count("--seconds", "3600") == (0, 3)
+
+
+def test_headers_of_a_line_are_its_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two conversations of one caller count together."""
+    document = bundle(policy("p", ANY, limit_keys=["header:x-team"], similarity="tail", threshold_identical_requests=2))
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    sent = [{"label": {"loop": True}, "headers": {"X-Team": "a"}, **FORMATS["chat"](work(0))} for _ in range(2)]
+
+    found = Measured(tmp_path, capsys, sent, "--policy", str(tmp_path / "p.json"))
+
+    assert found.find("default", "p")["acted_on"]["loops"]["found"] == 1
+
+
+def test_a_line_may_name_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trajectory keeps its file, and the set has its label."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trajectory.json").write_text(json.dumps(FORMATS["atif"](work(2, again=8)), indent=2))
+    (tmp_path / "messages.json").write_text(json.dumps(FORMATS["chat"](work(9))["messages"]))
+    lines = [{"label": LOOP, "file": "run/trajectory.json"}, {"label": HONEST, "file": "messages.json"}]
+
+    found = Measured(tmp_path, capsys, lines)
+
+    assert (found.code, found.document["requests"]) == (0, 21)
+    assert found.find()["refused"]["loops"]["found"] == 1
+
+
+CHAT = FORMATS["chat"](work(2))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b"{", 'a line must be a JSON object, such as {"label": '),
+        (b"[1]\n", 'a line must be a JSON object, such as {"label": '),
+        (CHAT, 'label is missing: it must be an object such as {"loop": true'),
+        ({"label": 1, **CHAT}, 'label must be an object such as {"loop": true'),
+        ({"label": {}, **CHAT}, "label.loop must be true, false, or null where it is unclear"),
+        ({"label": {"loop": 1}, **CHAT}, "label.loop must be true, false, or null where it is unclear"),
+        ({"label": {"loop": True, "start": 1}, **CHAT}, "label.start is unknown: a label has loop, begins, success and kind"),
+        ({"label": {"loop": True, "begins": 0}, **CHAT}, "label.begins must be the number of the loop's first answer"),
+        ({"label": {"loop": False, "begins": 2}, **CHAT}, "label.begins must be the number of the loop's first answer"),
+        ({"label": {"loop": True, "begins": 4}, **CHAT}, "label.begins must be at most 3, the number of requests, not 4"),
+        ({"label": {"loop": True, "success": "no"}, **CHAT}, "label.success must be true, false, or null"),
+        ({"label": {"loop": True, "kind": 1}, **CHAT}, 'label.kind must be a text, such as "polling"'),
+        ({"label": HONEST}, "there is no conversation: give messages as an API or ATIF has them, requests, or a file"),
+        ({"label": HONEST, "messages": "hi"}, "there is no conversation: give messages"),
+        ({"label": HONEST, "messages": []}, "there is no conversation: give messages"),
+        ({"label": HONEST, "prompt": "hi"}, "prompt must be a list of messages"),
+        ({"label": HONEST, "request": {"contents": CHAT["messages"]}}, "request.contents cannot be taken apart: give the"),
+        ({"label": HONEST, "steps": [{"source": "x"}]}, "the source of a step must be one of user, system, agent"),
+        ({"label": HONEST, "steps": [{}]}, "steps must be a list of ATIF's steps, each with a source"),
+        ({"label": HONEST, "requests": []}, "requests must be a list of JSON objects"),
+        ({"label": HONEST, "requests": 1}, "requests must be a list of bodies"),
+        ({"label": HONEST, "file": "none.json"}, "file none.json cannot be read: No such file or directory"),
+        ({"label": HONEST, "path": 1, **CHAT}, "path must be a path such as /v1/chat"),
+        ({"label": HONEST, "headers": [], **CHAT}, "headers must be an object of texts"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(
+    line: Any,  # noqa: ANN401  # JSON
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Other lines are judged, and the exit code says that some are missing."""
+    found = Measured(tmp_path, capsys, [{"label": HONEST, **CHAT}, line])
+
+    assert (found.code, found.document["conversations"]) == (1, 1)
+    assert found.error.startswith(f"error: set:2: {told}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "told"),
+    [
+        (("--vary", "threshold"), 2, "--vary must be KEY=VALUE,..."),
+        (("--vary", "window_calls=2"), 2, "no detector has all of these keys: window_calls"),
+        (("--vary", "threshold_identical_requests=99"), 1, "threshold_identical_requests must be <= "),
+        (("--vary", "tools=[1"), 2, "'[1' is no JSON list"),
+        (("--detector", "none"), 2, "there is no such detector"),
+    ],
+)
+def test_usage_errors_say_what_would_be_right(
+    flags: tuple[str, ...], code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is judged then."""
+    found = Measured(tmp_path, capsys, [{"label": HONEST, **CHAT}], *flags)
+
+    assert found.code == code
+    assert told in found.error
+
+
+def test_a_set_without_any_conversation_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is nothing to show then."""
+    found = Measured(tmp_path, capsys, [b"x\n"])
+
+    assert (found.code, found.document) == (1, {})
+    assert "no conversation can be judged" in found.error
+
+
+def test_policies_judge_whatever_their_selectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A set says what was asked, and not where."""
+    found = Measured(tmp_path, capsys, [{"label": LOOP, "path": "/other", **FORMATS["chat"](work(2, again=3))}])
+
+    assert found.find()["acted_on"]["loops"]["found"] == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "of", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (217, 248, 0.8284, 0.9102), (0, 0, 0.0, 1.0)],
+)
+def test_intervals_are_wilsons(found: int, of: int, low: float, high: float) -> None:
+    """As tables have them."""
+    share = make_share(found, of)
+
+    assert [share.low, share.high] == pytest.approx([low, high], abs=1e-3)
+
+
+def test_the_tables_have_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The made-up set: the preset refuses none of the honest families but the three that look like loops."""
+    (tmp_path / "set").write_text("\n".join(json.dumps(line) for line in make_set(each=2)))
+
+    code = main(["precision", "--kinds", str(tmp_path / "set")])
+
+    printed = capsys.readouterr()
+    assert (code, printed.err) == (0, "")
+    kinds = [line.split() for line in printed.out.partition("by kind")[2].splitlines() if " other " in line]
+    refused = {" ".join(words[: words.index("other")]) for words in kinds if words[-2] != "0"}
+    assert refused == {"long polls", "a service that fails fatally", "rate limits told as fatal errors"}
+
+
+def test_the_set_is_the_same_each_time() -> None:
+    """Figures of two versions can be compared."""
+    assert list(islice(make_set(), 40)) == list(islice(make_set(), 40))
