@@ -179,10 +179,13 @@ def test_no_incident_spares_its_loops_for_ever() -> None:
         ({"action": "throttle", "escalate": {"reject": 5}}, "throttle", 500),
         ({"action": "steer", "escalate": {"throttle": 4, "reject": 5}}, "throttle", 500),
         ({"action": "warn", "escalate": {"reject": 5}}, "warn", 0),
+        ({"action": "steer", "escalate": {"land": 4, "reject": 5}}, "steer", 0),
+        ({"action": "steer", "escalate": {"land": 5, "reject": 7}}, "steer", 0),
+        ({"action": "land"}, "warn", 0),
         ({"incidents": False}, "reject", 0),
     ],
 )
-def test_the_strictest_action_that_refuses_nothing_is_taken(loop: Mapping[str, Any], action: str, delay: int) -> None:
+def test_the_strictest_action_that_ends_no_run_is_taken(loop: Mapping[str, Any], action: str, delay: int) -> None:
     """Of those that the policy names, else a warning; the policy can have its refusals all the same."""
     fleet = Fleet(**{"threshold_identical_requests": 3, **loop})
     fleet.fail()
