@@ -71,6 +71,7 @@ class Repeat(NamedTuple):
         step: index of the detector's threshold that applies, the lowest being 0.
         strength: STRONG or WEAK; empty if unknown.
         held: it is weak, and has not repeated often enough for more than the mildest action.
+        notes_only: and that is a note for the model or a warning, whatever else the policy names.
     """
 
     tools: tuple[str, ...]
@@ -83,6 +84,7 @@ class Repeat(NamedTuple):
     step: int = 0
     strength: str = ""
     held: bool = False
+    notes_only: bool = False
 
     @property
     def looping(self) -> bool:

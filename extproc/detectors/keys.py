@@ -150,6 +150,7 @@ class TurnsKeys(HistoryKeys):
             the mildest action at most. Default: no exception.
         normalize_results: with `turns`: `false` compares results byte for byte.
         ignore_arguments: with `turns`: arguments that hold thoughts, and are not compared.
+        extra_rules: with `turns`: further rules, which find more loops in agents whose actions are text.
     """
 
     weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
@@ -158,6 +159,7 @@ class TurnsKeys(HistoryKeys):
     ignore_arguments: list[str] = Field(
         default_factory=lambda: sorted(THOUGHTS), json_schema_extra={"default": [*sorted(THOUGHTS)]}
     )
+    extra_rules: list[Literal["long_action", "two_errors", "failing_turn", "action_cycle"]] = NO_ITEMS
 
 
 class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys):

@@ -15,6 +15,7 @@ from extproc.apis import open_conversation
 from extproc.decision import WEAK, Repeat
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
 from extproc.detectors.tools import find_window_errors
@@ -30,6 +31,7 @@ MAX_TOOL_THRESHOLD = 14
 
 NO_TURNS = "no turns: the assistant has not done anything yet"
 _OTHERWISE = "Otherwise, finish with the result you have so far."
+_WITHOUT_ERROR = "a result without this error: fix its cause, work around it, or ask for help"
 _SHOWN = 400
 """So much of an action and of a result is shown, in characters."""
 
@@ -46,6 +48,7 @@ class Turns(HistorySimilarity):
     Attributes:
         rule: with the lowest threshold.
         last_step: the number of the strictest action.
+        needs_equal_results: nothing is a loop whose results all differ, in more than numbers.
     """
 
     keys: ClassVar[type[JsonObject]] = TurnsKeys
@@ -54,12 +57,13 @@ class Turns(HistorySimilarity):
     default_threshold: ClassVar[int | None] = 3
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        rules = [self._make_rule(step) for step in keys.list_steps(self.default_threshold)]
+        rules = [self._make_rule(step, notes=place == 0) for place, step in enumerate(keys.list_steps(self.default_threshold))]
         self.rule = rules[0]
         self._rules = list(enumerate(rules))[::-1]
         self.last_step = len(rules) - 1
         self._patient = None if keys.weak_threshold is None else self._make_patient_rules(keys, keys.weak_threshold)
         self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
+        self.needs_equal_results = not keys.extra_rules
 
     def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
         """When weak loops get more than the mildest action, and up to which step; the strictest first."""
@@ -68,13 +72,15 @@ class Turns(HistorySimilarity):
         strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), MAX_TURNS)
         return [(self.last_step, strictest), (1, self._make_rule(keys.wait_until(threshold), MAX_TURNS - _NOW_STRICTEST))]
 
-    def _make_rule(self, keys: SimilarityKeys, filled: int = 0) -> TurnRule:
+    def _make_rule(self, keys: SimilarityKeys, filled: int = 0, *, notes: bool = False) -> TurnRule:
         return TurnRule(
             keys.make_limits(self.default_threshold),
             max_cycle=keys.max_cycle,
             normalize_results=keys.normalize_results,
             ignored=frozenset(keys.ignore_arguments),
             filled=filled,
+            extra=frozenset(keys.extra_rules),
+            notes=notes,
         )
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
@@ -205,7 +211,8 @@ class TurnMemory:
     def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
         """See `Memory`."""
         found, kept = self._found, self._kept
-        history = kept.extend(entries, followed=followed) if kept is not None else None
+        always = not self._turns.needs_equal_results
+        history = kept.extend(entries, followed=followed, always=always) if kept is not None else None
         recalled = self._turns.find_loop(history) if history is not None else None
         if recalled is None or (found is not None and found.rank > recalled.rank):
             return found
@@ -240,9 +247,49 @@ def _explain_cycle(repeat: Repeat) -> tuple[str, str]:
 
 
 def _explain_error(repeat: Repeat) -> tuple[str, str]:
-    tried = f"whatever was tried{f' ({_name(repeat)})' if repeat.tools else ''}"
-    what = f"the last {repeat.count} results were the same error, {tried}"
-    return what, "a result without this error: fix its cause, work around it, or ask for help"
+    return f"the last {repeat.count} results were the same error, whatever was tried{_list_tried(repeat)}", _WITHOUT_ERROR
 
 
-_EXPLAIN = {REPEAT: _explain_repeat, RESULT: _explain_result, CYCLE: _explain_cycle, ERROR: _explain_error}
+def _list_tried(repeat: Repeat) -> str:
+    return f" ({_name(repeat)})" if repeat.tools else ""
+
+
+def _explain_similar_error(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} of the last {repeat.calls} results were the same error, but for numbers"
+    return f"{what}, whatever was tried{_list_tried(repeat)}", _WITHOUT_ERROR
+
+
+def _explain_long_action(repeat: Repeat) -> tuple[str, str]:
+    what = f"the last {repeat.count} turns were {_name(repeat)} with the same input"
+    return what, "another action or input; if what it changes has changed already, go on with the next step"
+
+
+def _explain_two_errors(repeat: Repeat) -> tuple[str, str]:
+    return (
+        f"the last {repeat.count} results were the same one or two errors, whatever was tried{_list_tried(repeat)}",
+        _WITHOUT_ERROR,
+    )
+
+
+def _explain_failing_turn(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same input, and failed the same way"
+    return what, "another action or input, or a result that is no error"
+
+
+def _explain_action_cycle(repeat: Repeat) -> tuple[str, str]:
+    steps = f"{repeat.calls // repeat.count} steps ({_name(repeat)})"
+    what = f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps}, and most results were the same"
+    return what, "a step outside this cycle"
+
+
+_EXPLAIN = {
+    REPEAT: _explain_repeat,
+    RESULT: _explain_result,
+    CYCLE: _explain_cycle,
+    ERROR: _explain_error,
+    SIMILAR_ERROR: _explain_similar_error,
+    LONG_ACTION: _explain_long_action,
+    TWO_ERRORS: _explain_two_errors,
+    FAILING_TURN: _explain_failing_turn,
+    ACTION_CYCLE: _explain_action_cycle,
+}
