@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from extproc.decision import Repeat
+from extproc.decision import STRONG, Repeat
 from extproc.detectors.arguments import is_for_thinking
 from extproc.detectors.tools import READS, Limit, ToolLimits
 from extproc.detectors.turn import AnyTurn, fail_alike, same_action, same_result, same_turn, weigh, weigh_apart
@@ -88,13 +88,14 @@ def find_similar_error(recent: Recent) -> Repeat | None:
     return found._replace(held=True, notes_only=True)
 
 
-def find_extra(rules: frozenset[str], recent: Recent) -> Repeat | None:
-    """The first of these rules that sees a loop."""
+def find_extra(rules: frozenset[str], recent: Recent, found: Repeat | None) -> Repeat | None:
+    """The first strong loop that one of these rules sees, else what is `found` already, else the first weak one."""
     for rule, find in _FIND.items():
-        found = find(recent) if rule in rules else None
-        if found is not None:
-            return found
-    return None
+        another = find(recent) if rule in rules else None
+        if another is not None and another.strength == STRONG:
+            return another
+        found = found or another
+    return found
 
 
 def _find_long_action(recent: Recent) -> Repeat | None:

@@ -31,7 +31,7 @@ from contextlib import suppress
 from itertools import islice
 
 from extproc.apis import open_conversation
-from extproc.decision import Repeat
+from extproc.decision import WEAK, Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
 from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find_extra, find_similar_error
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
@@ -240,21 +240,16 @@ class TurnRule:
                 history.again.append(place)
             history.compared = place + 1
         again = [place for place in history.again if place < len(looked_at)]
-        if again:
-            found = self._cycle(history, again) or self._repeat(history, newest, limit, again)
-            if found is not None:
-                return found
-        found = self._error(history, newest, limit)
-        if found is None and (self._extra or (self._notes and newest.failed)):
-            found = self._find_further(history, limit)
+        found = (self._cycle(history, again) or self._repeat(history, newest, limit, again)) if again else None
+        if found is None:
+            found = self._error(history, newest, limit)
+        if self._extra and (found is None or found.strength == WEAK):
+            recent = Recent(history.newest(MAX_TURNS), self._limits, limit, normalized=self._normalized)
+            found = find_extra(self._extra, recent, found)
+        if found is None and self._notes and newest.failed:
+            recent = Recent(history.newest(NOTED_TURNS + limit.threshold), self._limits, limit, normalized=self._normalized)
+            found = find_similar_error(recent)
         return found
-
-    def _find_further(self, history: History, limit: Limit) -> Repeat | None:
-        """What other rules see; see `extra_rules.py`."""
-        turns = history.newest(MAX_TURNS if self._extra else NOTED_TURNS + limit.threshold)
-        recent = Recent(turns, self._limits, limit, normalized=self._normalized)
-        found = find_extra(self._extra, recent) if self._extra else None
-        return find_similar_error(recent) if found is None and self._notes else found
 
     def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
         """The newest turn stands too often among the last ones, with hardly anything new in between."""
