@@ -121,15 +121,17 @@ class KeptTurn:
         identity: digest of 8 bytes; a request that is sent again, or to another model, brings the same; empty where the session
             has no name.
         complete: the request shows all the turns that are looked at.
+        in_text: as of the turn.
     """
 
-    __slots__ = ("_before", "complete", "entry", "identity", "newest", "place")
+    __slots__ = ("_before", "complete", "entry", "identity", "in_text", "newest", "place")
 
     def __init__(self, history: History, place: int, newest: Turn, *, named: bool) -> None:
         """Take what is needed of the history, and let go of the request."""
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
         self.newest = newest.reduce()
+        self.in_text = newest.in_text
         self.place = place
         self.entry = encode_turn(self.newest)
         self.identity = b""
@@ -163,7 +165,11 @@ class KeptTurn:
 
 
 class TurnRule:
-    """The rule, with a detector's settings."""
+    """The rule, with a detector's settings.
+
+    Attributes:
+        threshold: of what no tool does.
+    """
 
     def __init__(  # noqa: PLR0913  # settings
         self,
@@ -192,6 +198,7 @@ class TurnRule:
         self._filled = filled
         self._limits = limits
         self._fewest = limits.lowest
+        self.threshold = limits.default.threshold
         self._max_cycle = max_cycle
         self._normalized = normalize_results
         self._ignored = ignored
@@ -206,7 +213,11 @@ class TurnRule:
         turns = read_turns(conversation, document, self._ignored)
         if document.shortened and conversation.shape.joins is not None:
             turns = leave_out_last(turns)
-        return History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        history = History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        if conversation.before.in_words:
+            newest = history.at(0)
+            history.elsewhere = newest is None or not newest.known
+        return history
 
     def find_loop(self, history: History) -> Repeat | None:
         """Whether the newest turn is part of a loop; None where it is not.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import chain
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -20,9 +21,11 @@ from extproc.bounded import Memo
 from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
 from extproc.detectors.alike import leave_out_numbers, open_result
+from extproc.detectors.complaints import complains
+from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.failures import MISSING as NOT_FOUND
-from extproc.detectors.failures import NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
+from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.request.document import ABSENT, Document, write_canonical
 
@@ -93,10 +96,11 @@ class Reading:
         document: in which it stands.
         ignored: names of arguments that are thoughts.
         hints: whether tools only look, by name; None until it is asked for.
+        in_text: the newest message is a scratchpad; known when the first turn is.
         left: this many characters of results may still be normalised.
     """
 
-    __slots__ = ("conversation", "document", "hints", "ignored", "left")
+    __slots__ = ("conversation", "document", "hints", "ignored", "in_text", "left")
 
     def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str]) -> None:
         self.conversation = conversation
@@ -104,6 +108,7 @@ class Reading:
         self.ignored = ignored
         self.hints: dict[str, bool] | None = None
         self.left = _MAX_NORMALIZED_IN_ALL
+        self.in_text = False
 
 
 class Turn:
@@ -112,6 +117,7 @@ class Turn:
     Attributes:
         known: what the assistant did stands in the request.
         answered: something stands behind that.
+        in_text: it is a step of a scratchpad; see `scratchpad.py`.
     """
 
     __slots__ = (
@@ -133,6 +139,7 @@ class Turn:
         "_returned",
         "_words",
         "answered",
+        "in_text",
         "known",
     )
 
@@ -146,6 +153,7 @@ class Turn:
         """
         self.known = message is not None
         self.answered = bool(behind)
+        self.in_text = reading.in_text
         self._reading = reading
         self._message = message
         self._behind = behind
@@ -255,6 +263,8 @@ class Turn:
         if self._failure is None:
             text = self.result  # which finds out whether the API says that it failed
             self._failure = read_failure(text, failed=self._failed)
+            if self._failure == NO_FAILURE and self.known and not self.names and not self._returned and complains(text):
+                self._failure = FATAL
         return self._failure
 
     @property
@@ -573,7 +583,13 @@ def read_turns(conversation: Conversation, document: Document, ignored: frozense
     reading = Reading(conversation, document, ignored)
     behind: list[Message] = []
     newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
-    for message in conversation.read_backwards():
+    messages = conversation.read_backwards()
+    newest = next(messages, None)
+    if newest is None:
+        return
+    unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
+    reading.in_text = len(unfolded) > 1
+    for message in chain(unfolded, messages):
         if message.speaker != ASSISTANT:
             behind.append(message)
             newer = None
@@ -583,7 +599,7 @@ def read_turns(conversation: Conversation, document: Document, ignored: frozense
             continue
         yield turn
         behind, newer = [], turn
-    if conversation.elsewhere and behind and not document.shortened:
+    if conversation.elsewhere and behind and not document.shortened and not reading.in_text:
         yield Turn(reading, None, behind)
 
 

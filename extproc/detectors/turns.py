@@ -18,7 +18,9 @@ from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
+from extproc.detectors.nesting import count_nested
 from extproc.detectors.tools import find_window_errors
+from extproc.detectors.turn import digest
 from extproc.logs import escape_controls
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted
@@ -29,6 +31,7 @@ MAX_THRESHOLD = 8
 MAX_TOOL_THRESHOLD = 14
 """2t + 4 turns are looked at, and more than 32 are not kept."""
 
+NESTED_PROMPT = "nested_prompt"
 NO_TURNS = "no turns: the assistant has not done anything yet"
 _OTHERWISE = "Otherwise, finish with the result you have so far."
 _WITHOUT_ERROR = "a result without this error: fix its cause, work around it, or ask for help"
@@ -86,10 +89,14 @@ class Turns(HistorySimilarity):
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
         """The newest turn, empty when nothing is repeated that matters, and how often; see `Similarity`."""
         history = self.rule.read(document)
+        newest = history.at(0)
+        if newest is None or not newest.known:
+            nested = self._find_nested(document)
+            if nested is not None:
+                return nested
         if history.elsewhere:
             raise NotCounted("no_history")
         found = self.find_loop(history)
-        newest = history.at(0)
         if newest is None or (found is None and not self._cooldown):
             return b"", None
         return self.rule.spell(newest), found or self.rule.count(history, newest)
@@ -101,9 +108,11 @@ class Turns(HistorySimilarity):
             return *self.compare(document), None
         found = self.find_loop(history)
         kept = keep_newest(history, named=named)
+        if kept is not None and kept.in_text and not named:  # all that there was stands in one text
+            return *self.compare(document), None
         place = (
             None
-            if history.elsewhere
+            if history.elsewhere or (kept is not None and kept.in_text)
             else find_place(open_conversation(document), prefilled=kept is not None and kept.place > 0)
         )
         if kept is None:
@@ -113,6 +122,18 @@ class Turns(HistorySimilarity):
         if found is None and self._cooldown and newest is not None:
             found = self.rule.count(history, newest)
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
+
+    def _find_nested(self, document: Document) -> tuple[bytes, Repeat] | None:
+        """What a prompt that nests itself repeats, where the assistant has not done anything yet. It is weak."""
+        times, words = count_nested(open_conversation(document).read_newest_words())
+        step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
+        if step < 0:
+            return None
+        found = Repeat((), times, times, self.rule.threshold, results=True, rule=NESTED_PROMPT, step=step, strength=WEAK)
+        if self._patient is not None:
+            reach = next((reach for reach, rule in self._patient if rule.threshold <= times), None)
+            found = found._replace(step=min(step, reach or 0), held=reach is None)
+        return digest(words.encode()), found
 
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest of these turns is part of, by the strictest rule that sees one; None where it is in none."""
@@ -282,6 +303,11 @@ def _explain_action_cycle(repeat: Repeat) -> tuple[str, str]:
     return what, "a step outside this cycle"
 
 
+def _explain_nested_prompt(repeat: Repeat) -> tuple[str, str]:
+    what = f"the prompt begins {repeat.count} times with the same words, because each attempt repeats the one before it"
+    return what, "the original prompt, with one new instruction"
+
+
 _EXPLAIN = {
     REPEAT: _explain_repeat,
     RESULT: _explain_result,
@@ -292,4 +318,5 @@ _EXPLAIN = {
     TWO_ERRORS: _explain_two_errors,
     FAILING_TURN: _explain_failing_turn,
     ACTION_CYCLE: _explain_action_cycle,
+    NESTED_PROMPT: _explain_nested_prompt,
 }
