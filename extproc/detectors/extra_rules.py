@@ -24,7 +24,7 @@ from typing import Final
 from extproc.decision import STRONG, Repeat
 from extproc.detectors.arguments import is_for_thinking
 from extproc.detectors.tools import READS, Limit, ToolLimits
-from extproc.detectors.turn import AnyTurn, fail_alike, same_action, same_result, same_turn, weigh, weigh_apart
+from extproc.detectors.turn import AnyTurn, fail_alike, may_fail_alike, same_action, same_result, same_turn, weigh, weigh_apart
 
 SIMILAR_ERROR = "similar_error"
 LONG_ACTION, TWO_ERRORS, FAILING_TURN, ACTION_CYCLE = "long_action", "two_errors", "failing_turn", "action_cycle"
@@ -81,7 +81,16 @@ def find_similar_error(recent: Recent) -> Repeat | None:
     if len(recent.turns) < least or not newest.failed:
         return None
     seen = recent.turns[: least + _MORE_SIMILAR]
-    alike = [turn for turn in seen if fail_alike(newest, turn) and not recent.is_allowed(turn)]
+    left = len(seen) - least
+    maybe: list[AnyTurn] = []
+    for turn in seen:
+        if may_fail_alike(newest, turn):
+            maybe.append(turn)
+        else:
+            left -= 1
+        if left < 0:
+            return None
+    alike = [turn for turn in maybe if fail_alike(newest, turn) and not recent.is_allowed(turn)]
     if len(alike) < least:
         return None
     found = recent.describe(SIMILAR_ERROR, alike, len(seen), weigh_apart(alike))

@@ -526,11 +526,16 @@ def same_turn(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
     )
 
 
+def may_fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
+    """False where it is certain, without much ado, that two results do not fail alike."""
+    if isinstance(one, Turn) and isinstance(other, Turn):
+        return open_result(one.result) == open_result(other.result)
+    return other.failed
+
+
 def fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
     """Whether both failed, with the same result but for numbers."""
-    if isinstance(one, Turn) and isinstance(other, Turn) and open_result(one.result) != open_result(other.result):
-        return False
-    return one.failure_id != b"" and one.failure_id == other.failure_id
+    return may_fail_alike(one, other) and one.failure_id != b"" and one.failure_id == other.failure_id
 
 
 def weigh(turns: Sequence[AnyTurn]) -> str:

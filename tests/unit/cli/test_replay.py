@@ -479,7 +479,7 @@ def test_times_may_be_written_in_full(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_rule_is_compared_with_what_is_there_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two policies in one replay: the one with a further rule has more loops, and says by which rule."""
-    limits = {"similarity": "turns", "action": "steer", "escalate": {"reject": 7}}
+    limits: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 7}}
     policies = bundle(policy("live", ANY, **USER, **limits), policy("more", ANY, **USER, **limits, extra_rules=["long_action"]))
     change = {"path": "app.py", "old": "def main():", "new": "def main():\n    check()  # before anything else"}
     turns = [Did((("insert", change),), (f"{number} lines now",)) for number in range(9)]
