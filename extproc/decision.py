@@ -82,6 +82,7 @@ class Repeat(NamedTuple):
         step: index of the detector's threshold that applies, the lowest being 0.
         strength: STRONG or WEAK; empty if unknown.
         held: it is weak, and has not repeated often enough for more than the mildest action.
+        notes_only: it gets a note for the model or a warning at most, whatever else the policy names.
         widespread: a tool fails in this way for many sessions.
     """
 
@@ -95,6 +96,7 @@ class Repeat(NamedTuple):
     step: int = 0
     strength: str = ""
     held: bool = False
+    notes_only: bool = False
     widespread: bool = False
 
     @property

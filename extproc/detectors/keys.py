@@ -153,6 +153,7 @@ class TurnsKeys(HistoryKeys):
         normalize_results: with `turns`: `false` compares results byte for byte.
         ignore_arguments: with `turns`: arguments that hold thoughts, and are not compared.
         incidents: with `turns`: `false` also refuses loops of a tool that fails in the same way for many sessions.
+        extra_rules: with `turns`: further rules, which find more loops in agents whose actions are text.
     """
 
     weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
@@ -162,6 +163,7 @@ class TurnsKeys(HistoryKeys):
     ignore_arguments: list[str] = Field(
         default_factory=lambda: sorted(THOUGHTS), json_schema_extra={"default": [*sorted(THOUGHTS)]}
     )
+    extra_rules: list[Literal["long_action", "two_errors", "failing_turn", "action_cycle"]] = NO_ITEMS
 
 
 class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys):

@@ -8,7 +8,7 @@ part of a loop when
   new (not seen before among the last 32 turns, and more than thoughts): who edits and runs the same tests again has new turns
   in between;
 - CYCLE: the last turns are a cycle of 2 to `max_cycle` different turns that came round t times, from length 5 on max(2, t - 1);
-- ERROR: the last 2t results are the same error, whatever was done.
+- ERROR: the last 2t results are the same error, whatever was done; 6 at least of complaints to an assistant that only talks.
 
 A person's word starts anew: turns up to the newest of them are not looked at. It is what a user says who answers no call and no
 action, in words that stand there once, digits left out; words that come again are a program's. And what only looks is no
@@ -31,25 +31,26 @@ from contextlib import suppress
 from itertools import islice
 
 from extproc.apis import open_conversation
-from extproc.decision import STRONG, WEAK, Repeat
+from extproc.decision import WEAK, Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
+from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find_extra, find_similar_error
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
-    LONG,
-    MISSING,
-    PASSING,
     AnyTurn,
     Reduced,
     Turn,
     decode_turn,
     digest,
     encode_turn,
+    get_failure_id,
     get_normalized,
     get_raw,
     leave_out_last,
     read_turns,
-    same_action,
     same_result,
+    same_turn,
+    weigh,
+    weigh_apart,
 )
 from extproc.request.document import Document, NotCounted
 
@@ -120,15 +121,17 @@ class KeptTurn:
         identity: digest of 8 bytes; a request that is sent again, or to another model, brings the same; empty where the session
             has no name.
         complete: the request shows all the turns that are looked at.
+        in_text: as of the turn.
     """
 
-    __slots__ = ("_before", "complete", "entry", "identity", "newest", "place")
+    __slots__ = ("_before", "complete", "entry", "identity", "in_text", "newest", "place")
 
     def __init__(self, history: History, place: int, newest: Turn, *, named: bool) -> None:
         """Take what is needed of the history, and let go of the request."""
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
         self.newest = newest.reduce()
+        self.in_text = newest.in_text
         self.place = place
         self.entry = encode_turn(self.newest)
         self.identity = b""
@@ -137,15 +140,18 @@ class KeptTurn:
         self.complete = place + shown == MAX_TURNS
         self._before = before.action_hash if before is not None else None
 
-    def extend(self, entries: Sequence[bytes], *, followed: bool = False) -> History | None:
+    def extend(self, entries: Sequence[bytes], *, followed: bool = False, always: bool = False) -> History | None:
         """The turns up to this one, as far as a ring's entries have them; see `Memory.recall`.
 
-        None if no other entry has the same result, because then there is no loop.
+        None if no other entry has the same result, nor enough of them one that failed alike, because then there is no loop;
+        `always`: there may be one all the same.
         """
-        raw, normalized = self.newest.raw, self.newest.normalized
+        raw, normalized, failure = self.newest.raw, self.newest.normalized, self.newest.failure_id
         same = sum([get_raw(entry) == raw or get_normalized(entry) == normalized for entry in entries])
-        if same <= (self.entry in entries):
-            return None
+        if same <= (self.entry in entries) and not always:
+            alike = sum([get_failure_id(entry) == failure for entry in entries]) if failure else 0
+            if alike < MIN_SIMILAR - 1:
+                return None
         past = list(entries[-MAX_TURNS:][::-1])
         if self.entry in past:
             del past[: past.index(self.entry) + 1]
@@ -159,9 +165,13 @@ class KeptTurn:
 
 
 class TurnRule:
-    """The rule, with a detector's settings."""
+    """The rule, with a detector's settings.
 
-    def __init__(
+    Attributes:
+        threshold: of what no tool does.
+    """
+
+    def __init__(  # noqa: PLR0913  # settings
         self,
         limits: ToolLimits,
         *,
@@ -169,11 +179,26 @@ class TurnRule:
         normalize_results: bool = True,
         ignored: frozenset[str] = THOUGHTS,
         filled: int = 0,
+        extra: frozenset[str] = frozenset(),
+        notes: bool = False,
     ) -> None:
-        """Take the settings; a cycle that needs more turns than `filled` is a loop when it fills as many, 0 for none."""
+        """Take the settings.
+
+        Args:
+            limits: by tool.
+            max_cycle: length of the longest cycle.
+            normalize_results: leave out what changes by itself.
+            ignored: names of arguments that are thoughts.
+            filled: a cycle that needs more turns than this is a loop when it fills as many, 0 for none.
+            extra: names of further rules.
+            notes: look for what gets a note at most, too.
+        """
+        self._extra = extra
+        self._notes = notes
         self._filled = filled
         self._limits = limits
         self._fewest = limits.lowest
+        self.threshold = limits.default.threshold
         self._max_cycle = max_cycle
         self._normalized = normalize_results
         self._ignored = ignored
@@ -188,7 +213,11 @@ class TurnRule:
         turns = read_turns(conversation, document, self._ignored)
         if document.shortened and conversation.shape.joins is not None:
             turns = leave_out_last(turns)
-        return History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        history = History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        if conversation.before.in_words:
+            newest = history.at(0)
+            history.elsewhere = newest is None or not newest.known
+        return history
 
     def find_loop(self, history: History) -> Repeat | None:
         """Whether the newest turn is part of a loop; None where it is not.
@@ -218,23 +247,20 @@ class TurnRule:
         limit = self._limits.of(newest.names)
         looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
         for place in range(history.compared, len(looked_at)):  # rules of one detector differ in thresholds alone
-            if self._same(newest, looked_at[place]):
+            if same_turn(newest, looked_at[place], normalized=self._normalized):
                 history.again.append(place)
             history.compared = place + 1
         again = [place for place in history.again if place < len(looked_at)]
-        if again:
-            found = self._cycle(history, again) or self._repeat(history, newest, limit, again)
-            if found is not None:
-                return found
-        return self._error(history, newest, limit)
-
-    def _same(self, one: AnyTurn, other: AnyTurn) -> bool:
-        """Whether two turns are equal; where what was done is not known, something must have come back."""
-        return (
-            same_action(one, other)
-            and (one.known or (one.returned and other.returned))
-            and same_result(one, other, normalized=self._normalized)
-        )
+        found = (self._cycle(history, again) or self._repeat(history, newest, limit, again)) if again else None
+        if found is None:
+            found = self._error(history, newest, limit)
+        if self._extra and (found is None or found.strength == WEAK):
+            recent = Recent(history.newest(MAX_TURNS), self._limits, limit, normalized=self._normalized)
+            found = find_extra(self._extra, recent, found)
+        if found is None and self._notes and newest.failed:
+            recent = Recent(history.newest(NOTED_TURNS + limit.threshold), self._limits, limit, normalized=self._normalized)
+            found = find_similar_error(recent)
+        return found
 
     def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
         """The newest turn stands too often among the last ones, with hardly anything new in between."""
@@ -250,7 +276,7 @@ class TurnRule:
         if len(new) > limit.threshold - 2:
             return None
         turns = history.newest(window)
-        weigh = _weigh if newest.known else _weigh_apart
+        measure = weigh if newest.known else weigh_apart
         return Repeat(
             newest.names,
             len(places) + 1,
@@ -259,7 +285,7 @@ class TurnRule:
             results=True,
             reason=limit.reason,
             rule=REPEAT if newest.known else RESULT,
-            strength=weigh([newest, *[turns[place] for place in places]]),
+            strength=measure([newest, *[turns[place] for place in places]]),
         )
 
     def _is_no_news(self, history: History, place: int) -> bool:
@@ -268,7 +294,7 @@ class TurnRule:
         turn = turns[place]
         if turn.names and all(is_for_thinking(name) for name in turn.names):
             return True
-        return turn.known and any(self._same(turn, older) for older in turns[place + 1 :])
+        return turn.known and any(same_turn(turn, older, normalized=self._normalized) for older in turns[place + 1 :])
 
     def _cycle(self, history: History, again: Sequence[int]) -> Repeat | None:
         """The shortest cycle of different turns that has come round often enough."""
@@ -290,21 +316,25 @@ class TurnRule:
             ):
                 names = tuple([name for turn in reversed(members) for name in turn.names])
                 reason = next((limit.reason for limit in limits if limit.reason), "")
-                strength = _weigh(history.newest(span))
+                strength = weigh(history.newest(span))
                 return Repeat(names, rounds, span, rounds, results=True, reason=reason, rule=CYCLE, strength=strength)
         return None
 
     def _comes_back(self, history: History, place: int, length: int) -> bool:
         """Whether the turn at a place equals the one this many turns before it."""
         turn, before = history.at(place), history.at(place + length)
-        return turn is not None and before is not None and self._same(turn, before)
+        return turn is not None and before is not None and same_turn(turn, before, normalized=self._normalized)
 
     def _all_differ(self, members: Sequence[AnyTurn]) -> bool:
-        return not any(self._same(one, other) for place, one in enumerate(members) for other in members[:place])
+        return not any(
+            same_turn(one, other, normalized=self._normalized) for place, one in enumerate(members) for other in members[:place]
+        )
 
     def _error(self, history: History, newest: AnyTurn, limit: Limit) -> Repeat | None:
         """The last results are the same error, whatever was done."""
         count = 2 * limit.threshold
+        if newest.known and not newest.names:
+            count = max(MIN_SIMILAR, count)
         turns = history.newest(count)
         if len(turns) < count:
             return None
@@ -315,7 +345,7 @@ class TurnRule:
             return None
         names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
         spread = 2 * len({turn.reduce().action_hash for turn in turns if turn.known}) > count or not newest.known
-        strength = _weigh_apart(turns) if spread else _weigh(turns)
+        strength = weigh_apart(turns) if spread else weigh(turns)
         return Repeat(names, count, count, count, results=True, reason=limit.reason, rule=ERROR, strength=strength)
 
     def spell(self, turn: AnyTurn) -> bytes:
@@ -327,7 +357,7 @@ class TurnRule:
         """How often the newest turn stands there, where that is no loop."""
         limit = self._limits.of(newest.names)
         turns = history.newest(2 * limit.threshold + 4)
-        again = sum([turn is newest or self._same(newest, turn) for turn in turns])
+        again = sum([turn is newest or same_turn(newest, turn, normalized=self._normalized) for turn in turns])
         below = min(again, limit.threshold - 1)  # it may stand there often, with much that is new in between
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
 
@@ -336,19 +366,6 @@ def _changes(history: History, place: int) -> bool:
     """Whether the turn at a place has changed something."""
     turn = history.at(place)
     return turn is not None and turn.evidence & CHANGES != 0
-
-
-def _weigh(turns: Sequence[AnyTurn]) -> str:
-    """How strong a loop of these turns is."""
-    for turn in turns:
-        if turn.evidence & LONG or (turn.failed and not turn.evidence & PASSING):
-            return STRONG
-    return WEAK
-
-
-def _weigh_apart(turns: Sequence[AnyTurn]) -> str:
-    """The same for turns with different or unknown actions, which may have looked up different things."""
-    return _weigh([turn for turn in turns if turn.evidence & LONG or not turn.evidence & MISSING])
 
 
 def keep_newest(history: History, *, named: bool) -> KeptTurn | None:

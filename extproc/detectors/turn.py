@@ -6,8 +6,9 @@ Of a request nothing is read before it is asked for. A turn of an earlier reques
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import chain
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -17,10 +18,14 @@ from extproc.apis.contents import find_wrappers, is_injected, read_result, unpac
 from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 from extproc.bounded import Memo
+from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
+from extproc.detectors.alike import leave_out_numbers, open_result
+from extproc.detectors.complaints import complains
+from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.failures import MISSING as NOT_FOUND
-from extproc.detectors.failures import NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
+from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.request.document import ABSENT, Document, write_canonical
 
@@ -63,6 +68,13 @@ _NUMBERS: Final = re.compile(r"[0-9]+")
 _SIX_BITS: Final = 0x3F
 _NO_TEXT: Final = 0x80
 """Of bytes that older versions, which expect a name in their place, read as none: UTF-8 has none that begins so."""
+_FAILURE: Final = 3
+_FAILURE_BITS: Final = 4
+"""Bytes that tell failing results apart in an entry, and bytes of six bits that these take there."""
+
+_WORDS_BITS: Final = 11
+"""The same of what a user says."""
+
 _ENTRY_NAME = MAX_ENTRY - 1 - 3 * _DIGEST
 get_raw: Final = itemgetter(slice(1 + _DIGEST, 1 + 2 * _DIGEST))
 get_normalized: Final = itemgetter(slice(1 + 2 * _DIGEST, 1 + 3 * _DIGEST))
@@ -71,6 +83,9 @@ get_normalized: Final = itemgetter(slice(1 + 2 * _DIGEST, 1 + 3 * _DIGEST))
 
 _NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
 """Digests of results without what changes by itself, by those of the results: who polls sends them again and again."""
+
+_FAILURES: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
+"""The same of failing results without numbers."""
 
 
 class Reading:
@@ -81,10 +96,11 @@ class Reading:
         document: in which it stands.
         ignored: names of arguments that are thoughts.
         hints: whether tools only look, by name; None until it is asked for.
+        in_text: the newest message is a scratchpad; known when the first turn is.
         left: this many characters of results may still be normalised.
     """
 
-    __slots__ = ("conversation", "document", "hints", "ignored", "left")
+    __slots__ = ("conversation", "document", "hints", "ignored", "in_text", "left")
 
     def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str]) -> None:
         self.conversation = conversation
@@ -92,6 +108,7 @@ class Reading:
         self.ignored = ignored
         self.hints: dict[str, bool] | None = None
         self.left = _MAX_NORMALIZED_IN_ALL
+        self.in_text = False
 
 
 class Turn:
@@ -100,6 +117,7 @@ class Turn:
     Attributes:
         known: what the assistant did stands in the request.
         answered: something stands behind that.
+        in_text: it is a step of a scratchpad; see `scratchpad.py`.
     """
 
     __slots__ = (
@@ -108,6 +126,7 @@ class Turn:
         "_evidence",
         "_failed",
         "_failure",
+        "_failure_id",
         "_head",
         "_ids",
         "_mark",
@@ -120,6 +139,7 @@ class Turn:
         "_returned",
         "_words",
         "answered",
+        "in_text",
         "known",
     )
 
@@ -133,6 +153,7 @@ class Turn:
         """
         self.known = message is not None
         self.answered = bool(behind)
+        self.in_text = reading.in_text
         self._reading = reading
         self._message = message
         self._behind = behind
@@ -147,6 +168,7 @@ class Turn:
         self._normal_id: bytes | None = None
         self._failed = False
         self._failure: Failure | None = None
+        self._failure_id: bytes | None = None
         self._returned = False
         self._ids: set[str] = set()
 
@@ -241,7 +263,30 @@ class Turn:
         if self._failure is None:
             text = self.result  # which finds out whether the API says that it failed
             self._failure = read_failure(text, failed=self._failed)
+            if self._failure == NO_FAILURE and self.known and not self.names and not self._returned and complains(text):
+                self._failure = FATAL
         return self._failure
+
+    @property
+    def failure_id(self) -> bytes:
+        """A few bytes that tell a failing result from those that are not alike; empty where none failed. See `alike.py`."""
+        if self._failure_id is None:
+            self._failure_id = self._identify_failure() if self.failed else b""
+        return self._failure_id
+
+    def _identify_failure(self) -> bytes:
+        text_id = digest(self.result.encode(), _ID)
+        found = _FAILURES.get(text_id) if self.may_normalize() else None
+        if found is None:
+            found = digest((open_result(self.result) + _NEXT + leave_out_numbers(self.normal)).encode(), _FAILURE)
+            if self.may_normalize():
+                _FAILURES.put(text_id, found)
+        return found
+
+    @property
+    def action_size(self) -> int:
+        """What was done, in bytes."""
+        return len(self.action.spelled)
 
     @property
     def evidence(self) -> int:
@@ -311,6 +356,8 @@ class Turn:
             self.names,
             self.evidence,
             b"" if self.names else self.words,
+            self.failure_id if self.failed else b"",
+            len(self.action.spelled),
         )
 
     def _read_result(self) -> str:
@@ -361,6 +408,8 @@ class Reduced(NamedTuple):
         names: as of a Turn; of an earlier request's the first alone.
         evidence: as of a Turn.
         words: as of a Turn.
+        failure_id: as of a Turn.
+        action_size: as of a Turn; 0 of an earlier request's.
     """
 
     known: bool
@@ -372,6 +421,8 @@ class Reduced(NamedTuple):
     names: tuple[str, ...]
     evidence: int = 0
     words: bytes = b""
+    failure_id: bytes = b""
+    action_size: int = 0
 
     def show(self, most: int) -> str:
         """As of a Turn, as far as it was kept."""
@@ -390,11 +441,12 @@ _encode = json.Encoder().encode
 
 
 def encode_turn(turn: AnyTurn) -> bytes:
-    """A turn as an entry of a ring: flags, three hashes, and as much of its first name as there is room for, or its words."""
+    """A turn as an entry of a ring: flags, three hashes, as much of its first name as there is room for, and more hashes."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
     flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
-    rest = kept.names[0].encode()[:_ENTRY_NAME] if kept.names else _write_words(kept.words)
-    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest
+    failure = _write_bits(kept.failure_id) if kept.failure_id else b""
+    rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
+    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
 
 
 def decode_turn(entry: bytes) -> Reduced:
@@ -405,21 +457,31 @@ def decode_turn(entry: bytes) -> Reduced:
     rest = entry[1 + 3 * _DIGEST :]
     name = rest.decode("utf-8", "ignore")
     known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
-    names, words = ((name,), b"") if name else ((), _read_words(rest))
-    return Reduced(known, returned, failed, action, raw, normalized, names, flags & _EVIDENCE, words)
+    names, words = ((name,), b"") if name else ((), _read_bits(rest[:_WORDS_BITS], _DIGEST))
+    failure = get_failure_id(entry)
+    return Reduced(known, returned, failed, action, raw, normalized, names, flags & _EVIDENCE, words, failure)
 
 
-def _write_words(words: bytes) -> bytes:
+def get_failure_id(entry: bytes) -> bytes:
+    """That of an entry; empty where nothing failed, or an older version wrote it; no name ends as one does."""
+    rest = entry[1 + 3 * _DIGEST :]
+    if not entry or not entry[0] & _ERROR or (len(rest) == _WORDS_BITS and rest[0] & ~_SIX_BITS == _NO_TEXT):
+        return b""
+    return _read_bits(rest[-_FAILURE_BITS:], _FAILURE)
+
+
+def _write_bits(data: bytes) -> bytes:
     """A digest in bytes that are no text, six bits in each."""
-    number = int.from_bytes(words, "big")
-    return bytes([_NO_TEXT | number >> shift & _SIX_BITS for shift in range(0, 8 * len(words), 6)])
+    number = int.from_bytes(data, "big")
+    return bytes([_NO_TEXT | number >> shift & _SIX_BITS for shift in range(0, 8 * len(data), 6)])
 
 
-def _read_words(written: bytes) -> bytes:
-    if not written or any(byte & ~_SIX_BITS != _NO_TEXT for byte in written):
+def _read_bits(written: bytes, size: int) -> bytes:
+    """The same back, of this size; empty where that is no such thing."""
+    if 6 * len(written) < 8 * size or any(byte & ~_SIX_BITS != _NO_TEXT for byte in written):
         return b""
     number = sum([(byte & _SIX_BITS) << 6 * place for place, byte in enumerate(written)])
-    return (number & (1 << 8 * _DIGEST) - 1).to_bytes(_DIGEST, "big")
+    return (number & (1 << 8 * size) - 1).to_bytes(size, "big")
 
 
 def _cut(text: str, most: int) -> str:
@@ -453,6 +515,40 @@ def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
         return one.normal_id == other.normal_id
     one, other = one.reduce(), other.reduce()
     return one.raw == other.raw or (normalized and one.normalized == other.normalized)
+
+
+def same_turn(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
+    """Whether two turns are equal; where what was done is not known, something must have come back."""
+    return (
+        same_action(one, other)
+        and (one.known or (one.returned and other.returned))
+        and same_result(one, other, normalized=normalized)
+    )
+
+
+def may_fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
+    """False where it is certain, without much ado, that two results do not fail alike."""
+    if isinstance(one, Turn) and isinstance(other, Turn):
+        return open_result(one.result) == open_result(other.result)
+    return other.failed
+
+
+def fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
+    """Whether both failed, with the same result but for numbers."""
+    return may_fail_alike(one, other) and one.failure_id != b"" and one.failure_id == other.failure_id
+
+
+def weigh(turns: Sequence[AnyTurn]) -> str:
+    """How strong a loop of these turns is."""
+    for turn in turns:
+        if turn.evidence & LONG or (turn.failed and not turn.evidence & PASSING):
+            return STRONG
+    return WEAK
+
+
+def weigh_apart(turns: Sequence[AnyTurn]) -> str:
+    """The same for turns with different or unknown actions, which may have looked up different things."""
+    return weigh([turn for turn in turns if turn.evidence & LONG or not turn.evidence & MISSING])
 
 
 def _write_said(message: Message, part: Part, document: Document) -> str:
@@ -492,7 +588,13 @@ def read_turns(conversation: Conversation, document: Document, ignored: frozense
     reading = Reading(conversation, document, ignored)
     behind: list[Message] = []
     newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
-    for message in conversation.read_backwards():
+    messages = conversation.read_backwards()
+    newest = next(messages, None)
+    if newest is None:
+        return
+    unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
+    reading.in_text = len(unfolded) > 1
+    for message in chain(unfolded, messages):
         if message.speaker != ASSISTANT:
             behind.append(message)
             newer = None
@@ -502,7 +604,7 @@ def read_turns(conversation: Conversation, document: Document, ignored: frozense
             continue
         yield turn
         behind, newer = [], turn
-    if conversation.elsewhere and behind and not document.shortened:
+    if conversation.elsewhere and behind and not document.shortened and not reading.in_text:
         yield Turn(reading, None, behind)
 
 

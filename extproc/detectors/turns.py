@@ -16,10 +16,12 @@ from extproc.apis import open_conversation
 from extproc.decision import WEAK, Advice, Outcome, Repeat, ToolFailure
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
+from extproc.detectors.nesting import count_nested
 from extproc.detectors.tools import find_window_errors
-from extproc.detectors.turn import MISSING, Turn
+from extproc.detectors.turn import MISSING, Turn, digest
 from extproc.logs import escape_controls
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted
@@ -30,6 +32,7 @@ MAX_THRESHOLD = 8
 MAX_TOOL_THRESHOLD = 14
 """2t + 4 turns are looked at, and more than 32 are not kept."""
 
+NESTED_PROMPT = "nested_prompt"
 NO_TURNS = "no turns: the assistant has not done anything yet"
 _FAILING = "Tool failing"
 _WIDESPREAD = "It fails in the same way for other agents at this time, so its server is probably the cause"
@@ -43,6 +46,7 @@ _OWN_MISTAKE = re.compile(
 
 _SEARCHED = 3_000
 _OTHERWISE = "Otherwise, finish with the result you have so far."
+_WITHOUT_ERROR = "a result without this error: fix its cause, work around it, or ask for help"
 _SHOWN = 400
 """So much of an action and of a result is shown, in characters."""
 
@@ -59,6 +63,7 @@ class Turns(HistorySimilarity):
     Attributes:
         rule: with the lowest threshold.
         last_step: the number of the strictest action.
+        needs_equal_results: nothing is a loop whose results all differ, in more than numbers.
     """
 
     keys: ClassVar[type[JsonObject]] = TurnsKeys
@@ -67,13 +72,14 @@ class Turns(HistorySimilarity):
     default_threshold: ClassVar[int | None] = 3
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        rules = [self._make_rule(step) for step in keys.list_steps(self.default_threshold)]
+        rules = [self._make_rule(step, notes=place == 0) for place, step in enumerate(keys.list_steps(self.default_threshold))]
         self.rule = rules[0]
         self._rules = list(enumerate(rules))[::-1]
         self.last_step = len(rules) - 1
         self._patient = None if keys.weak_threshold is None else self._make_patient_rules(keys, keys.weak_threshold)
         self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
         self._finds_failures = keys.incidents
+        self.needs_equal_results = not keys.extra_rules
 
     def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
         """When weak loops get more than the mildest action, and up to which step; the strictest first."""
@@ -82,22 +88,28 @@ class Turns(HistorySimilarity):
         strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), MAX_TURNS)
         return [(self.last_step, strictest), (1, self._make_rule(keys.wait_until(threshold), MAX_TURNS - _NOW_STRICTEST))]
 
-    def _make_rule(self, keys: SimilarityKeys, filled: int = 0) -> TurnRule:
+    def _make_rule(self, keys: SimilarityKeys, filled: int = 0, *, notes: bool = False) -> TurnRule:
         return TurnRule(
             keys.make_limits(self.default_threshold),
             max_cycle=keys.max_cycle,
             normalize_results=keys.normalize_results,
             ignored=frozenset(keys.ignore_arguments),
             filled=filled,
+            extra=frozenset(keys.extra_rules),
+            notes=notes,
         )
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
         """The newest turn, empty when nothing is repeated that matters, and how often; see `Similarity`."""
         history = self.rule.read(document)
+        newest = history.at(0)
+        if newest is None or not newest.known:
+            nested = self._find_nested(document)
+            if nested is not None:
+                return nested
         if history.elsewhere:
             raise NotCounted("no_history")
         found = self.find_loop(history)
-        newest = history.at(0)
         if newest is None or (found is None and not self._cooldown):
             return b"", None
         return self.rule.spell(newest), found or self.rule.count(history, newest)
@@ -109,9 +121,11 @@ class Turns(HistorySimilarity):
             return *self.compare(document), None
         found = self.find_loop(history)
         kept = keep_newest(history, named=named)
+        if kept is not None and kept.in_text and not named:  # all that there was stands in one text
+            return *self.compare(document), None
         place = (
             None
-            if history.elsewhere
+            if history.elsewhere or (kept is not None and kept.in_text)
             else find_place(open_conversation(document), prefilled=kept is not None and kept.place > 0)
         )
         if kept is None:
@@ -121,6 +135,18 @@ class Turns(HistorySimilarity):
         if found is None and self._cooldown and newest is not None:
             found = self.rule.count(history, newest)
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
+
+    def _find_nested(self, document: Document) -> tuple[bytes, Repeat] | None:
+        """What a prompt that nests itself repeats, where the assistant has not done anything yet. It is weak."""
+        times, words = count_nested(open_conversation(document).read_newest_words())
+        step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
+        if step < 0:
+            return None
+        found = Repeat((), times, times, self.rule.threshold, results=True, rule=NESTED_PROMPT, step=step, strength=WEAK)
+        if self._patient is not None:
+            reach = next((reach for reach, rule in self._patient if rule.threshold <= times), None)
+            found = found._replace(step=min(step, reach or 0), held=reach is None)
+        return digest(words.encode()), found
 
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest of these turns is part of, by the strictest rule that sees one; None where it is in none."""
@@ -236,7 +262,8 @@ class TurnMemory:
     def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
         """See `Memory`."""
         found, kept = self._found, self._kept
-        history = kept.extend(entries, followed=followed) if kept is not None else None
+        always = not self._turns.needs_equal_results
+        history = kept.extend(entries, followed=followed, always=always) if kept is not None else None
         recalled = self._turns.find_loop(history) if history is not None else None
         if recalled is None or (found is not None and found.rank > recalled.rank):
             return found
@@ -271,9 +298,55 @@ def _explain_cycle(repeat: Repeat) -> tuple[str, str]:
 
 
 def _explain_error(repeat: Repeat) -> tuple[str, str]:
-    tried = f"whatever was tried{f' ({_name(repeat)})' if repeat.tools else ''}"
-    what = f"the last {repeat.count} results were the same error, {tried}"
-    return what, "a result without this error: fix its cause, work around it, or ask for help"
+    return f"the last {repeat.count} results were the same error, whatever was tried{_list_tried(repeat)}", _WITHOUT_ERROR
 
 
-_EXPLAIN = {REPEAT: _explain_repeat, RESULT: _explain_result, CYCLE: _explain_cycle, ERROR: _explain_error}
+def _list_tried(repeat: Repeat) -> str:
+    return f" ({_name(repeat)})" if repeat.tools else ""
+
+
+def _explain_similar_error(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} of the last {repeat.calls} results were the same error, but for numbers"
+    return f"{what}, whatever was tried{_list_tried(repeat)}", _WITHOUT_ERROR
+
+
+def _explain_long_action(repeat: Repeat) -> tuple[str, str]:
+    what = f"the last {repeat.count} turns were {_name(repeat)} with the same input"
+    return what, "another action or input; if what it changes has changed already, go on with the next step"
+
+
+def _explain_two_errors(repeat: Repeat) -> tuple[str, str]:
+    return (
+        f"the last {repeat.count} results were the same one or two errors, whatever was tried{_list_tried(repeat)}",
+        _WITHOUT_ERROR,
+    )
+
+
+def _explain_failing_turn(repeat: Repeat) -> tuple[str, str]:
+    what = f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same input, and failed the same way"
+    return what, "another action or input, or a result that is no error"
+
+
+def _explain_action_cycle(repeat: Repeat) -> tuple[str, str]:
+    steps = f"{repeat.calls // repeat.count} steps ({_name(repeat)})"
+    what = f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps}, and most results were the same"
+    return what, "a step outside this cycle"
+
+
+def _explain_nested_prompt(repeat: Repeat) -> tuple[str, str]:
+    what = f"the prompt begins {repeat.count} times with the same words, because each attempt repeats the one before it"
+    return what, "the original prompt, with one new instruction"
+
+
+_EXPLAIN = {
+    REPEAT: _explain_repeat,
+    RESULT: _explain_result,
+    CYCLE: _explain_cycle,
+    ERROR: _explain_error,
+    SIMILAR_ERROR: _explain_similar_error,
+    LONG_ACTION: _explain_long_action,
+    TWO_ERRORS: _explain_two_errors,
+    FAILING_TURN: _explain_failing_turn,
+    ACTION_CYCLE: _explain_action_cycle,
+    NESTED_PROMPT: _explain_nested_prompt,
+}

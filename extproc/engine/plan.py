@@ -147,6 +147,7 @@ class Detector:
         "name",
         "needs_body",
         "needs_no_caller",
+        "noted",
         "patient",
         "policy",
         "refusal",
@@ -179,8 +180,8 @@ class Detector:
         steps = loop.list_steps(self.similarity.default_threshold)
         self.threshold = steps[0].threshold_identical_requests or self.similarity.default_threshold or 0
         self.actions = (Action(loop.action), *[Action(name) for name, _ in loop.escalate.list_steps()])
-        only = self.actions[0] if self.actions[0] in _MILD else Action.WARN
-        self.mildest = self.actions[0] if len(self.actions) > 1 else only
+        self.noted = self.actions[0] if self.actions[0] in _MILD else Action.WARN
+        self.mildest = self.actions[0] if len(self.actions) > 1 else self.noted
         self.patient = next((action for action in reversed(self.actions) if action not in _ENDING), Action.WARN)
         self.steers = not NOTED.isdisjoint(self.actions)
         self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
@@ -249,7 +250,7 @@ class Detector:
         if self.stateless:
             if repeat is None or not repeat.looping:
                 return Action.ALLOW
-            return self.mildest if repeat.held else self.actions[repeat.step]
+            return self.find_action(repeat)
         if len(self.actions) > 1:
             held = bisect_right(self.list_thresholds(subject), count.count)
             return self.actions[held - 1] if held else Action.ALLOW
@@ -269,6 +270,12 @@ class Detector:
         strict = [step for step in steps if step[0] in _ENDING and step[1] > 0]
         action, left = strict[0] if strict else (Action.REJECT, 0)
         return max(noted, 0), action, left
+
+    def find_action(self, repeat: Repeat) -> Action:
+        """What is done about a loop that a request shows."""
+        if not repeat.held:
+            return self.actions[repeat.step]
+        return self.noted if repeat.notes_only else self.mildest
 
     def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
         """The verdict about a request that has been counted."""

@@ -353,9 +353,9 @@ class Verdicts:
 
 
 def shows_loop(data: bytes) -> bool:
-    """Whether the newest turn of a request that leaves nothing out is in a loop: the truth about it."""
+    """Whether the newest turn of a request that leaves nothing out is in a loop that is refused: the truth about it."""
     found = ORACLE.compare(Document(data))[1]
-    return found is not None and found.looping
+    return found is not None and found.looping and not found.notes_only
 
 
 async def judge(service: Service, data: bytes, **named: Any) -> bool:  # noqa: ANN401  # of `headers`

@@ -213,6 +213,101 @@ HONEST: dict[str, Family] = {
 """None of these is refused before it has stood 14 times."""
 
 
+def fixed_one_by_one() -> list[list[Did]]:
+    """A change and its tests in one call, of which fewer fail each time."""
+    tools = ["bash", "run_tests", "edit_and_test", "mcp__ci__apply_patch", "execute"]
+    results = [
+        "%d failed, 3 passed in 0.41s",
+        "exit code 1\nTests: %d failed, 40 total",
+        "error: %d of 60 tests failed",
+        "Found %d errors in 3 files",
+        "FAILED (failures=%d)",
+        '{"status": "error", "failed": %d}',
+        "error: coverage is below %d %%",
+    ]
+    return [
+        [
+            call(tool, result % (60 - number), number, patch=f"change no. {number}: " + "x" * 60)
+            for number in range(1, TURNS + 1)
+        ]
+        for tool, result in product(tools, results)
+    ]
+
+
+def repaired() -> list[list[Did]]:
+    """A change, and then the tests, which fail with the same words until the last."""
+    edits, tests = (
+        ["edit", "write_file", "str_replace", "apply_patch", "bash", "sed"],
+        ["run_tests", "pytest", "make", "cargo", "go"],
+    )
+    return [
+        [
+            call(test, "error: test_a failed", number, target="all")
+            if number % 2 == 0
+            else call(edit, "The file has been changed.", number, patch=f"change no. {number}: " + "x" * 60)
+            for number in range(1, 2 * TURNS + 1)
+        ]
+        for edit, test in product(edits, tests)
+    ]
+
+
+def several_errors() -> list[list[Did]]:
+    """Attempts that fail in other ways each time, as someone's do who is getting somewhere."""
+    tools = ["bash", "query", "http_post", "compile", "deploy", "call"]
+    names = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    errors = [
+        "error: unknown column {}",
+        "error: missing argument {}",
+        "TypeError: {} is no number",
+        "fatal: {} is denied",
+        "invalid {}",
+    ]
+    return [
+        [call(tool, error.format(names[(number + at) % 5]), number, body=f"try no. {number}") for number in range(1, TURNS + 1)]
+        for (at, error), tool in product(enumerate(errors), tools)
+    ]
+
+
+def watched() -> list[list[Did]]:
+    """Several things in turn, most of which bring news each time; one of them has much to say."""
+    statuses, logs = ["get_status", "poll_job", "check_build"], ["get_logs", "tail_log", "read_output"]
+    waits = ["sleep", "wait", "pause", "idle"]
+    return [
+        [
+            call(
+                *[(status, f"{number} % done"), (log, f"compiled part no. {number} of 99"), (wait, "ok")][number % 3],
+                number,
+                job="j" * 70,
+            )
+            for number in range(1, 2 * TURNS + 1)
+        ]
+        for status, log, wait in product(statuses, logs, waits)
+    ]
+
+
+def long_looks() -> list[list[Did]]:
+    """A look that takes long to say, at something that changes."""
+    tools = ["get_status", "query", "search_logs", "mcp__db__list_rows", "fetch", "read_file"]
+    results = ["%d rows", "state %d of 40", '{"left": %d}', "page %d", "the newest entry is no. %d"]
+    return [
+        [
+            call(tool, result % number, number, select="all of what has come in since the last time I looked, by name and date")
+            for number in range(1, TURNS + 1)
+        ]
+        for tool, result in product(tools, results)
+    ]
+
+
+PROGRESS: dict[str, Family] = {
+    "tests of which fewer fail": fixed_one_by_one,
+    "a repair": repaired,
+    "other errors each time": several_errors,
+    "what is watched": watched,
+    "long looks": long_looks,
+}
+"""Nothing is done about these, whatever rules there are."""
+
+
 def long_polls() -> list[list[Did]]:
     """A status that is long, such as a table of pods."""
     tools = ["get_status", "kubectl", "mcp__ci__get_run", "watch", "get_logs", "check_queue"]

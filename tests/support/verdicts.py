@@ -31,7 +31,11 @@ RESULTS = {
     "error: request timed out": "passing",
     "error: no such customer": "missing",
     "404 not found": "missing",
+    "error: job @ is broken": "fatal",
+    "error: 1@ of 200 tests failed": "fatal",
 }
+"""What comes back, and what it is worth; `@` is a number."""
+
 WORDS = {
     "continue": "fine",
     "Heartbeat @: anything new?": "fine",
@@ -68,6 +72,12 @@ class Turn:
         return "fatal" in self.worth or self.worth in {"passing", "missing"}
 
     @property
+    def kind(self) -> str:
+        """What comes back without numbers that count nothing."""
+        counts = "tests failed" in self.result
+        return self.result if counts else "".join(letter for letter in self.result if not letter.isdigit())
+
+    @property
     def role(self) -> str:
         """What it does to the state of things, as its tool tells; nothing where it fails to change it."""
         role = TOOLS.get(self.tool, "")
@@ -83,12 +93,14 @@ class Rules:
         weak: `weak_threshold`.
         offers: the requests have tools.
         max_cycle: as in the policy.
+        extra: `extra_rules`.
     """
 
     ladder: tuple[tuple[str, int], ...] = (("steer", 3), ("reject", 7))
     weak: int | None = 14
     offers: bool = True
     max_cycle: int = 10
+    extra: tuple[str, ...] = ()
 
 
 def judge(turns: Sequence[Turn], rules: Rules) -> str:
@@ -96,12 +108,23 @@ def judge(turns: Sequence[Turn], rules: Rules) -> str:
     seen = _since_a_person_spoke(list(turns)[-32:])
     loops = [(step, strong) for step, (_, times) in enumerate(rules.ladder) for strong in _loops(seen, times, rules)]
     if not loops:
-        return "allow"
+        return _note(rules) if _fails_alike(seen, max(6, rules.ladder[0][1])) else "allow"
     last = len(rules.ladder) - 1
     reach = last if rules.weak is None else _reach(seen, rules, rules.weak, last)
     if reach < 0 and not any(strong for _, strong in loops):
         return _mildest(rules)
     return rules.ladder[max(step if strong else min(step, max(reach, 0)) for step, strong in loops)][0]
+
+
+def _note(rules: Rules) -> str:
+    first = rules.ladder[0][0]
+    return first if first in {"warn", "steer"} else "warn"
+
+
+def _fails_alike(turns: list[Turn], times: int) -> bool:
+    """The newest failure was there often, but for numbers."""
+    last = turns[-times - 4 :]
+    return bool(last) and last[-1].failed and sum(turn.failed and turn.kind == last[-1].kind for turn in last) >= times
 
 
 def _mildest(rules: Rules) -> str:
@@ -130,7 +153,56 @@ def _since_a_person_spoke(turns: list[Turn]) -> list[Turn]:
 
 def _loops(turns: list[Turn], threshold: int, rules: Rules, full: int = 0) -> list[bool]:
     """The loops that the last turn is part of: of each, whether it is strong. `full`: turns that are enough for a cycle."""
-    return [*_repeats(turns, threshold, rules), *_cycles(turns, threshold, rules, full), *_errors(turns, threshold, rules)]
+    found = [*_repeats(turns, threshold, rules), *_cycles(turns, threshold, rules, full), *_errors(turns, threshold, rules)]
+    return found + [strong for rule in rules.extra for strong in _EXTRA[rule](turns, threshold, rules)]
+
+
+def _long_action(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
+    """The same long action all the time, by a tool that does not only look."""
+    last = turns[-threshold - 2 :]
+    long = [turn for turn in last if turn.tool and len(turn.argument) > 60 and turn.role != READS]
+    if len(long) < threshold + 2 or len({turn.action for turn in long}) > 1:
+        return []
+    return [_is_strong(last, rules)]
+
+
+def _two_errors(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
+    """Nothing but errors, of two kinds at most."""
+    last = turns[-2 * threshold - 4 :]
+    if len(last) < 2 * threshold + 4 or not all(turn.failed for turn in last) or len({turn.kind for turn in last}) > 2:
+        return []
+    return [_is_strong([turn for turn in last if turn.worth != "missing"], rules)]
+
+
+def _failing_turn(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
+    """A call that fails again and again, with talk between."""
+    newest = turns[-1] if turns else None
+    if newest is None or not newest.failed or not newest.tool:
+        return []
+    places = [place for place in range(max(0, len(turns) - 4 * threshold - 4), len(turns)) if turns[place] == newest][
+        -threshold:
+    ]
+    between = range(places[0], len(turns))
+    new = [place for place in between if turns[place].tool and turns[place] not in turns[:place] and place not in places]
+    return [_is_strong([newest], rules)] if len(places) == threshold and len(new) <= threshold - 2 else []
+
+
+def _action_cycle(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
+    """The same two to four things in turn, and what comes back is mostly the same."""
+    found = []
+    for length in (2, 3, 4):
+        span = turns[-length * threshold :]
+        if len(span) < length * threshold or not all(turn.tool for turn in span):
+            continue
+        pairs = list(zip(span, span[length:], strict=False))
+        goes_round = all(one.action == other.action for one, other in pairs)
+        same = [one for one, other in pairs if one.result == other.result]
+        if goes_round and len({turn.action for turn in span}) == length and 2 * len(same) >= len(pairs):
+            found.append(_is_strong(span, rules))
+    return found
+
+
+_EXTRA = {"long_action": _long_action, "two_errors": _two_errors, "failing_turn": _failing_turn, "action_cycle": _action_cycle}
 
 
 def _repeats(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
@@ -165,8 +237,9 @@ def _cycles(turns: list[Turn], threshold: int, rules: Rules, full: int) -> list[
 
 
 def _errors(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
-    last = turns[-2 * threshold :]
-    if len(last) < 2 * threshold or not last[-1].failed or len({turn.result for turn in last}) > 1:
+    count = 2 * threshold if not turns or turns[-1].tool else max(6, 2 * threshold)
+    last = turns[-count:]
+    if len(last) < count or not last[-1].failed or len({turn.result for turn in last}) > 1:
         return []
     if last[-1].worth == "missing" and 2 * len({turn.action for turn in last}) > len(last):
         return [False]
@@ -199,7 +272,7 @@ class MadeUp:
             words = self.dice.choice(list(WORDS))
             return Turn("", said, words.replace("@", str(self.dice.randrange(4))), WORDS[words])
         result = self.dice.choice(list(RESULTS))
-        return Turn(self.dice.choice(list(TOOLS)), self.dice.choice("ab"), result, RESULTS[result])
+        return Turn(self.dice.choice(list(TOOLS)), self.dice.choice(["a", "b", "a" * 80]), result, RESULTS[result])
 
     def person(self, said: str = "Done.") -> Turn:
         """One in which a person answers."""
@@ -226,11 +299,14 @@ class MadeUp:
         tried = dice.choice([1] * 6 + [3, 9, 99])
         disturbed = dice.choice([0.0, 0.12])
         disturbances = [self.person, self.fresh, self.turn, self.counted, self.counted]
+        varied = dice.choice([1, 1, 2, 99])
         for number in range(rounds):
             turns += [replace(turn, argument=f"{turn.argument}{number % tried}") for turn in unit]
             if dice.random() < disturbed:
                 turns.append(dice.choice(disturbances)())
-        return turns[:most]
+        return [
+            replace(turn, result=turn.result.replace("@", str(place // len(unit) % varied))) for place, turn in enumerate(turns)
+        ][:most]
 
 
 def write(turns: Sequence[Turn], shape: str, *, offers: bool, cleared: bool = False) -> bytes:

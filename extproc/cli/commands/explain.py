@@ -187,7 +187,7 @@ def _may_steer(candidate: LoopCandidate) -> bool:
     detector, found = candidate.detector, candidate.repeat
     if not detector.steers or not detector.stateless:
         return detector.steers
-    return found is not None and found.looping and (detector.mildest if found.held else detector.actions[found.step]) in NOTED
+    return found is not None and found.looping and detector.find_action(found) in NOTED
 
 
 def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) -> _Rows:

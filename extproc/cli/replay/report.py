@@ -43,6 +43,7 @@ class _Policy:
 
     def __init__(self) -> None:
         self.actions: Counter[Action] = Counter()
+        self.rules: Counter[str] = Counter()
         self.uncounted: Counter[str] = Counter()
         self.uncountable = 0
         self.failed = 0
@@ -126,6 +127,8 @@ class ReplayReport:
         if action is Action.ALLOW:
             return
         policy.held_ms += outcome.delay_ms
+        if outcome.repeat is not None and outcome.repeat.rule:
+            policy.rules[outcome.repeat.rule] += 1
         policy.touched.add(tenant)
         self._offenders.get_or_add((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
         touched = self._tenants.get_or_add((outcome.policy, outcome.mode, tenant))
@@ -183,6 +186,7 @@ def _describe_policy(name: str, mode: str, policy: _Policy) -> dict[str, Any]:
         "loops": policy.loops,
         **_describe_actions(policy.actions),
         "held_seconds": round(policy.held_ms / 1000, 1),
+        "rules": dict(policy.rules.most_common()),
         "uncounted": dict(policy.uncounted.most_common()),
         "refused_uncountable": policy.uncountable,
         "failed": policy.failed,

@@ -25,6 +25,8 @@ def print_report(document: dict[str, Any]) -> None:
     if log["killed"]:
         console.print(_write(f"{log['killed']:,} of them are stopped by a kill switch, before any policy"))
     print_table(console, "What each policy would have done", _tabulate_policies(document["policies"]))
+    if any(policy["rules"] for policy in document["policies"]):
+        print_table(console, "Loops by rule", _tabulate_rules(document["policies"]))
     if any(policy["uncounted"] for policy in document["policies"]):
         print_table(console, "Not counted", _tabulate_uncounted(document["policies"]))
     if document["worst"]:
@@ -67,6 +69,14 @@ def _tabulate_policies(policies: list[dict[str, Any]]) -> Table:
         about = "" if policy["tenants_exact"] else "~"
         tenants = [f"{about}{policy[name]:,}" for name in ("tenants", "tenants_touched")]
         add_row(table, policy["policy"], policy["mode"], *(policy[name] for name in _COUNTS), *tenants)
+    return table
+
+
+def _tabulate_rules(policies: list[dict[str, Any]]) -> Table:
+    table = make_table("policy", "rule", "#requests")
+    for policy in policies:
+        for rule, count in policy["rules"].items():
+            add_row(table, policy["policy"], rule, count)
     return table
 
 

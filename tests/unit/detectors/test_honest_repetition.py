@@ -11,11 +11,12 @@ import pytest
 
 import extproc
 from extproc.detectors import make_similarity
+from extproc.detectors.extra_rules import EXTRA_RULES
 from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from extproc.store.rules.windows import UNCOUNTED
-from tests.support.families import FATAL, HONEST, LONG, TURNS, UNTELLABLE, Family, make_loop
+from tests.support.families import FATAL, HONEST, LONG, PROGRESS, TURNS, UNTELLABLE, Family, call, make_loop, talk
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
 
 PRESET = json.loads((Path(extproc.__file__).parent / "policy/presets/agents.json").read_text())["spec"]["loop_detection"][0]
@@ -29,6 +30,7 @@ def make_detector(**more: Any) -> Detector:  # noqa: ANN401  # keys of loop_dete
 
 
 AGENTS = make_detector()
+ALL_RULES = make_detector(extra_rules=list(EXTRA_RULES))
 
 
 def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list[str]:
@@ -65,6 +67,64 @@ def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family
     assert len(variants) >= 30
     assert all(len(variant) >= TURNS for variant in variants)
     assert refused(variants) == []
+
+
+@pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
+def test_no_further_rule_refuses_honest_repetition(family: Family) -> None:
+    """With all of `extra_rules` it gets notes at most, too."""
+    assert refused(family(), ALL_RULES) == []
+
+
+@pytest.mark.parametrize("family", PROGRESS.values(), ids=PROGRESS)
+def test_nothing_is_done_about_progress(family: Family) -> None:
+    """Not even a note, whatever rules there are."""
+    variants = family()
+    acted = [act(variant, writes(variant, number), ALL_RULES) for number, variant in enumerate(variants)]
+
+    assert len(variants) >= 30
+    assert [actions for actions in acted if set(actions) != {"allow"}] == []
+
+
+LONG_CHANGE = {"path": "src/app.py", "old": "def main():", "new": "def main():\n    check()  # before anything else"}
+STUCK: dict[str, tuple[list[Did], str]] = {
+    "similar_error": ([call("do", f"error: job {n} is broken, its log is at 0x{n}", n, at=n) for n in range(13)], "steer"),
+    "long_action": ([call("insert", f"inserted, {n} lines now: " + "x " * 99, n, **LONG_CHANGE) for n in range(13)], "reject"),
+    "two_errors": ([call("do", ["error: no table", "error: no access"][n % 2], n, at=n) for n in range(18)], "reject"),
+    "failing_turn": (
+        [call("do", FATAL, n) if n % 4 == 0 else talk(f"I reflect: {n}.", "Go on.", n) for n in range(25)],
+        "reject",
+    ),
+    "action_cycle": ([call("ab"[n % 2], f"{'page ' * 50}{n // 4}", n) for n in range(14)], "reject"),
+}
+"""What only one rule sees, and the strictest action that it gets at the preset."""
+
+
+@pytest.mark.parametrize("rule", STUCK)
+def test_each_further_rule_sees_what_no_other_does(rule: str) -> None:
+    """Each with its own name; all but the first of them only where they are asked for."""
+    turns, expected = STUCK[rule]
+    alone = make_detector(extra_rules=[] if rule == "similar_error" else [rule])
+    body = json.dumps(SHAPES["chat"](turns)).encode()
+
+    found = alone.similarity.compare(Document(body))[1]
+
+    assert found is not None
+    assert found.rule == rule
+    assert act(turns, "chat", alone)[-1] == expected
+    if rule != "similar_error":
+        assert "reject" not in act(turns, "chat", make_detector(extra_rules=[other for other in EXTRA_RULES if other != rule]))
+
+
+@pytest.mark.parametrize(
+    ("action", "escalate", "expected"),
+    [("throttle", {"reject": 7}, "warn"), ("reject", {}, "warn"), ("warn", {"reject": 7}, "warn"), ("steer", {}, "steer")],
+)
+def test_a_similar_error_gets_a_note_at_most(action: str, escalate: dict[str, int], expected: str) -> None:
+    """However often it stands there; a policy without notes warns."""
+    detector = make_detector(action=action, escalate=escalate)
+    turns = [call("do", f"error: job {n} is broken", n, at=n) for n in range(24)]
+
+    assert act(turns, "chat", detector) == ["allow"] * 5 + [expected] * 19
 
 
 @pytest.mark.parametrize("result", [LONG, FATAL], ids=["long", "fatal"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from extproc.decision import Repeat
 from extproc.detectors import make_similarity
+from extproc.detectors.extra_rules import SIMILAR_ERROR
 from extproc.detectors.keys import Tool
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule, keep_newest
 from extproc.detectors.tools import Limit, ToolLimits
@@ -36,9 +37,12 @@ Meaning = tuple[str, str]
 
 def verdict(value: object, threshold: int = 3, tools: dict[str, Limit] | None = None, **more: Any) -> Repeat | None:  # noqa: ANN401
     """What the rule says about a body."""
-    rule = TurnRule(ToolLimits(threshold, tools), **more)
+    rule = TurnRule(ToolLimits(threshold, tools), notes=True, **more)
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     return rule.find_loop(rule.read(Document(data)))
+
+
+_NO_DIGITS = str.maketrans("", "", "0123456789")
 
 
 def oracle(turns: Sequence[Meaning], threshold: int = 3, max_cycle: int = 10) -> set[str]:
@@ -59,6 +63,10 @@ def oracle(turns: Sequence[Meaning], threshold: int = 3, max_cycle: int = 10) ->
     last = [result for _, result in turns[-2 * threshold :]]
     if len(last) == 2 * threshold and len(set(last)) == 1 and ("error" in last[0] or "failed" in last[0]):
         found.add(ERROR)
+    often = max(6, threshold)
+    newest = [result if "failed" in result else result.translate(_NO_DIGITS) for _, result in turns[-often - 4 :]]
+    if newest.count(newest[-1]) >= often and ("error" in newest[-1] or "failed" in newest[-1]):
+        found.add(SIMILAR_ERROR)
     return found
 
 
@@ -154,6 +162,10 @@ STUCK: list[tuple[str, list[Meaning], str | None]] = [
     ("a cycle whose results change", [(name, str(n)) for n, name in enumerate("abcde" * 2)], None),
     ("the same error, whatever is tried", [(f"try{n}", "error: no such table") for n in range(6)], ERROR),
     ("the same error, five times", [(f"try{n}", "error: no such table") for n in range(5)], None),
+    ("an error with other numbers", [(f"try{n}", f"error: job no. {n} is broken") for n in range(6)], SIMILAR_ERROR),
+    ("an error, and sometimes none", [(f"try{n}", "ok" if n % 3 == 1 else "error: no x") for n in range(10)], SIMILAR_ERROR),
+    ("an error with other numbers, five times", [(f"try{n}", f"error: job no. {n} is broken") for n in range(5)], None),
+    ("an error with numbers that count failures", [(f"try{n}", f"{20 - n} tests failed") for n in range(10)], None),
     ("the same success, whatever is done", [(f"tweak{n}", "done") for n in range(9)], None),
     ("paging", [(f"page{n}", f"rows {n}0 to {n}9") for n in range(9)], None),
     ("scrolling", [("scroll", f"rows {n}0 to {n}9") for n in range(9)], None),
@@ -628,7 +640,7 @@ def test_an_entry_of_a_ring_is_read_as_it_was_written(turns: list[Meaning]) -> N
 
     for turn in history.newest(5):
         kept = turn.reduce()
-        assert decode_turn(encode_turn(turn)) == kept
+        assert decode_turn(encode_turn(turn)) == kept._replace(action_size=0)
 
 
 @pytest.mark.parametrize(

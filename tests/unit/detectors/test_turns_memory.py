@@ -65,7 +65,7 @@ _BODIES = (
 
 def forget() -> None:
     """Have nothing known."""
-    for memo in (actions._KNOWN, chain._KNOWN, results._KNOWN, turn._NORMAL):
+    for memo in (actions._KNOWN, chain._KNOWN, results._KNOWN, turn._NORMAL, turn._FAILURES):
         memo._young.clear()
         memo._old.clear()
 
@@ -167,3 +167,36 @@ def test_long_lines_and_those_of_many_parts_are_not_remembered(line: str, known:
 
     assert normalize(line) == normalize(line) == line.replace("7 ms", "#")
     assert len(results._KNOWN) == known
+
+
+def _entry(result: str, tool: str = "", said: str = "") -> bytes:
+    """The entry of a turn in which a tool is called, or a user says something."""
+    did = Did(((tool, {"n": 1}),), (result,)) if tool else Did((), (), said, "I see.")
+    history = DETECTORS[0].rule.read(Document(json.dumps(as_chat([did])).encode()))
+    newest = history.at(0)
+    assert newest is not None
+    return turn.encode_turn(newest)
+
+
+@pytest.mark.parametrize("tool", ["run", "r" * 31 + "ö" * 9, "r" * 32 + "ö" * 9, "ö" * 40, "n" * 99])
+def test_failing_results_are_told_apart_in_entries(tool: str) -> None:
+    """By a few bytes behind the name, which numbers do not change; an entry stays as long as it may be."""
+    entries = [_entry(f"error: job {number} is {word}", tool) for number, word in ((1, "broken"), (22, "broken"), (1, "lost"))]
+    one, same, other = [turn.decode_turn(entry).failure_id for entry in entries]
+
+    assert one == same != other
+    assert len(one) == 3
+    assert all(len(entry) <= turn.MAX_ENTRY for entry in entries)
+    assert turn.get_failure_id(_entry("ok", tool)) == b""
+
+
+def test_entries_of_the_version_before_are_read() -> None:
+    """They have no such bytes; and what reads them there finds names and words where it looks for them."""
+    called, talked = _entry("error: no", "run"), _entry("", said="error: no")
+
+    for entry in (called, talked):
+        kept, old = turn.decode_turn(entry), turn.decode_turn(entry[:-4])
+        assert kept.failure_id
+        assert old == kept._replace(failure_id=b"")
+    assert called[25:].decode("utf-8", "ignore") == "run"
+    assert len(talked[25:]) == 15

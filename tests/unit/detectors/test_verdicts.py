@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from extproc.decision import Repeat
 from extproc.detectors import make_similarity
+from extproc.detectors.extra_rules import EXTRA_RULES
 from extproc.detectors.loops import MAX_TURNS
 from extproc.detectors.turns import Turns
 from extproc.engine.plan import Detector
@@ -37,6 +39,7 @@ RULES = [
     for offers in (True, False)
     for max_cycle in (10, 3)
 ]
+RULES += [replace(rules, extra=extra) for rules in RULES for extra in [(rule,) for rule in EXTRA_RULES] + [EXTRA_RULES]]
 SHAPES = ["chat", "anthropic", "responses", "fence", "react"]
 
 
@@ -52,6 +55,7 @@ def make_detector(rules: Rules) -> Detector:
             "escalate": dict(later),
             "weak_threshold": rules.weak,
             "max_cycle": rules.max_cycle,
+            "extra_rules": list(rules.extra),
         }
     )
     return Detector("p", "turns", loop, make_similarity(loop), shadow=False, namespace="")

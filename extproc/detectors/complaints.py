@@ -1,0 +1,40 @@
+"""Complaints of a program about the form of an answer, which name no error: what agents hear whose answers hold no action."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from extproc.detectors.results import has_any
+
+_SAID_WITHIN: Final = 600
+"""A complaint comes first, in characters."""
+
+_STEMS: Final = (" not ", "n't", " no ", "wrong", "bad ", "malformed", "improper", "expected", "found 0", "lack", "without")
+"""One of these is in every complaint."""
+
+_ANSWER = r"(?:answer|response|output|reply|message|command|action|submission)"
+_FORM = r"(?:format|json|xml|yaml|schema|tool|function|action|code\ block|code|backtick|tag|block|structure|syntax)"
+_COMPLAINT: Final = re.compile(
+    rf"""
+      \b{_ANSWER}\ (?:(?:did|does|was|is)(?:\ not|n't)|could\ not|ha[sd]\ no|lacks|contain(?:s|ed)\ no)\b
+    | \b(?:that|this|it)\ (?:was\ not|wasn't|is\ not|isn't)\ (?:\w{{1,16}}\ ){{0,2}}{_FORM}
+    | \b(?:wrong|bad|malformed|improper)\ (?:{_ANSWER}|{_FORM})
+    | \byou\ (?:did\ not|didn't|have\ not|haven't)\ (?:\w{{1,16}}\ ){{1,3}}?(?:\w{{1,16}}\ )?{_FORM}
+    | \bno\ (?:valid\ )?(?:(?:tool|function)\ calls?|actions?|commands?|code\ blocks?|json)
+      \ (?:was\ |were\ |could\ be\ )?(?:found|given|provided|detected|recogni[sz]ed|made)
+    | \bfound\ 0\ (?:\w{{1,16}}\ )?(?:actions?|code|blocks?|commands?|tool)
+    | \bexpected\ (?:an?\ |exactly\ |valid\ |one\ ){{1,2}}(?:\w{{1,16}}\ )?{_FORM}
+    """,
+    re.VERBOSE,
+)
+
+
+def complains(text: str) -> bool:
+    """Whether a user's text says that the answer before has the wrong form.
+
+    >>> complains("Your response did not contain an action."), complains("Please answer in JSON.")
+    (True, False)
+    """
+    said = " " + text[:_SAID_WITHIN].lower().replace("\u2019", "'")
+    return has_any(said, _STEMS) and _COMPLAINT.search(said) is not None

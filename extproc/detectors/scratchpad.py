@@ -1,0 +1,92 @@
+"""Scratchpads: all that a ReAct agent has done so far in one text, as LangChain's classic agents send it.
+
+    Question: ...
+    Thought: I have to look
+    Action: search
+    Action Input: lamps
+    Observation: nothing found
+    Thought:
+
+Each step is taken for two messages: the assistant's, with thought and action, and what came back. The format's own
+description and worked examples stand before the last question, and are none.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from extproc.apis.contents import unpack
+from extproc.apis.conversation import ASSISTANT, USER
+from extproc.apis.messages import TEXT, Message, Part
+
+_LEAST_STEPS: Final = 2
+_FENCE: Final = "```"
+_LOOKED_AT: Final = 131_072
+"""So much of a text's end is looked at, in characters."""
+
+_OBSERVED: Final = "bservation"
+"""Is in all that is looked for."""
+
+_MARK = re.compile(
+    r"""
+    ^[ \t>*\#-]{0,16}+(?=[taofqbnTAOFQBN])(?:
+        (?P<acts>thought|action)(?:\ ?[0-9]{1,3})?[*]{0,2}:
+      | (?P<input>action\ input)(?:\ ?[0-9]{1,3})?[*]{0,2}:
+      | (?P<observation>observation)(?:\ ?[0-9]{1,3})?[*]{0,2}:
+      | (?P<ends>question|final\ answer|begin!|new\ input)[*]{0,2}(?::|[ \t]*$)
+    )
+    """,
+    re.VERBOSE | re.MULTILINE | re.IGNORECASE,
+)
+_ACTS: Final = "acts"
+_OBSERVES: Final = "observation"
+_ENDS: Final = "ends"
+_BEGIN: Final = "begin!"
+
+
+def unfold(message: Message) -> list[Message]:
+    """The messages that the scratchpad in the newest message stands for, the newest first; itself where there is none."""
+    parts = message.read_parts()
+    if not parts or any(part.kind != TEXT for part in parts):
+        return [message]
+    texts = [unpack(part.value) for part in parts]
+    text = "\n".join([each for each in texts if isinstance(each, str)])
+    steps = find_steps(text) if _OBSERVED in text else []
+    if len(steps) < _LEAST_STEPS:
+        return [message]
+    messages = [_make_message(message, message.speaker, text[: steps[0][0]])]
+    for start, middle, behind, end in steps:
+        messages.append(_make_message(message, ASSISTANT, text[start:middle].strip()))
+        messages.append(_make_message(message, USER, text[behind:end].strip()))
+    return messages[::-1]
+
+
+def _make_message(whole: Message, speaker: str, text: str) -> Message:
+    return Message(whole.shape, speaker, whole.shape.message(), whole.place, None, [Part(TEXT, text)])
+
+
+def find_steps(text: str) -> list[tuple[int, int, int, int]]:
+    """Of each step where its thought or action begins, where that ends, and where the observation begins and ends."""
+    steps: list[tuple[int, int, int, int]] = []
+    begins = acted = -1
+    observes = False
+    for mark in _MARK.finditer(text, max(0, len(text) - _LOOKED_AT)):
+        kind = mark.lastgroup
+        if kind == _ENDS:
+            if not observes or mark[_ENDS].lower() == _BEGIN:  # else it is something that was found
+                steps, begins, acted, observes = [], -1, -1, False
+        elif kind == _ACTS:
+            if observes:
+                start, middle, behind, _ = steps[-1]
+                steps[-1] = start, middle, behind, mark.start()
+                begins, acted, observes = -1, -1, False
+            begins = mark.start() if begins < 0 else begins
+            if mark[_ACTS].lower() == "action":
+                acted = mark.start()
+        elif kind == _OBSERVES and acted >= 0 and not observes:
+            steps.append((begins, mark.start(), mark.end(), len(text)))
+            observes = True
+    if steps and text.count(_FENCE, 0, steps[0][0]) % 2:  # what somebody quotes
+        return []
+    return steps
