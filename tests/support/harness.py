@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ STORE_PATIENCE = 5
 ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY", str(Path(sys.executable).parent / "envoy"))
 
 
+@cache
 def envoy_version() -> tuple[int, int]:
     """Major and minor version of the Envoy that tests run."""
     printed = subprocess.run([ENVOY, "--version"], capture_output=True, text=True, check=True).stdout
