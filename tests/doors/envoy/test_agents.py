@@ -168,6 +168,7 @@ def test_a_looping_agent_is_stopped(gate: Gate, api: str, loop: str, user: dict[
     played = play(gate, api, script, user, path=path)
 
     assert len(played.turns) == turns
+    assert played.refusal is not None
     assert type(played.refusal) is importlib.import_module(SDKS[api]).RateLimitError
     assert played.refusal.status_code == 429
     assert message in played.said
