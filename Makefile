@@ -7,10 +7,11 @@ COMPILED := .venv/compiled
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find extproc -type f -not -path '*/pb/*' -not -name '*.pyc')
 # Each worker rewrites the asserts of all that it imports, which takes seconds where bytecode is not kept.
 unexport PYTHONDONTWRITEBYTECODE
-# A module stays with one worker, because its tests share servers.
-WORKERS := -n auto --maxprocesses 4 --dist loadscope
-# What goes through a door waits most of the time: six workers keep two processors busy.
-WAITING := -n 6 --dist loadscope
+# A module stays with one worker, because its tests share servers. Modules run in their order, doors first: those of many short
+# tests are at the end, so that no worker is left with a long one.
+WORKERS := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
+# What goes through a door waits most of the time: five workers keep two processors busy.
+WAITING := -n 5 --dist loadscope --no-loadscope-reorder
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench precision chart reference clean

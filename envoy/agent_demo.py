@@ -18,12 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
-import anthropic
-import openai
 from demo import HERE, PORTS, Child, DemoError, free_ports, guarded, until_told
 from fake_model import Call, FakeModel, Script, fake_model, find_note
 from tool_agents import (
-    REFUSALS,
     Agent,
     Job,
     Refusal,
@@ -31,6 +28,7 @@ from tool_agents import (
     Tools,
     Turn,
     chat_agent,
+    list_refusals,
     message_of,
     messages_agent,
     responses_agent,
@@ -303,6 +301,9 @@ async def _play(  # noqa: PLR0913  # the scene, and all that it takes place amon
     scene: Scene, number: int, model: FakeModel, ports: Mapping[str, int], children: Sequence[Child], screen: Screen
 ) -> Ending:
     """Run a scene and show it turn by turn; raises DemoError if it cannot be played to its end."""
+    import anthropic
+    import openai
+
     screen.write(f"\n{number}. {scene.title}\n", _BOLD)
     screen.write(_row("turn", "the model asks for", "the tool says"), _DIM)
     user = f"{scene.name}-agent"
@@ -326,7 +327,7 @@ async def _play(  # noqa: PLR0913  # the scene, and all that it takes place amon
                 screen.note(note)
             screen.turn(turns, turn)
             answered = not turn.steps
-    except REFUSALS as error:
+    except list_refusals() as error:
         refusal = error
         screen.refusal(turns + 1, error)
     except (openai.OpenAIError, anthropic.AnthropicError) as error:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import anthropic
-import openai
 from fake_model import NAME, USER
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 _ANY = {"type": "object"}
 """The schema of every tool's arguments: the model here knows them anyway."""
@@ -68,6 +70,8 @@ Agent: TypeAlias = Callable[[Job], Iterator[Turn]]
 
 def chat_agent(job: Job) -> Iterator[Turn]:
     """OpenAI's SDK, chat completions."""
+    import openai
+
     client = openai.OpenAI(api_key=job.key, base_url=f"{job.url}/v1", default_headers=job.headers)
     functions = [{"name": name, "parameters": _ANY} for name in job.tools]
     tools: list[Any] = [{"type": "function", "function": function} for function in functions]
@@ -89,6 +93,8 @@ def chat_agent(job: Job) -> Iterator[Turn]:
 
 def responses_agent(job: Job) -> Iterator[Turn]:
     """OpenAI's SDK, Responses; the history goes with every request, so that a loop in it can be seen on the way."""
+    import openai
+
     client = openai.OpenAI(api_key=job.key, base_url=f"{job.url}/v1", default_headers=job.headers)
     tools: list[Any] = [{"type": "function", "name": name, "parameters": _ANY} for name in job.tools]
     for task in job.tasks:
@@ -109,6 +115,8 @@ def responses_agent(job: Job) -> Iterator[Turn]:
 
 def stored_agent(job: Job) -> Iterator[Turn]:
     """OpenAI's SDK, Responses; the server keeps the history, so that a header has to name the session."""
+    import openai
+
     named = {USER: job.user, "x-session-id": f"session-of-{job.user}"}
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers=named)
     tools: list[Any] = [{"type": "function", "name": name, "parameters": _ANY} for name in job.tools]
@@ -127,6 +135,8 @@ def stored_agent(job: Job) -> Iterator[Turn]:
 
 def messages_agent(job: Job) -> Iterator[Turn]:
     """Anthropic's SDK, messages."""
+    import anthropic
+
     client = anthropic.Anthropic(api_key=job.key, base_url=job.url, default_headers=job.headers)
     tools: list[Any] = [{"name": name, "input_schema": _ANY} for name in job.tools]
     for task in job.tasks:
@@ -149,9 +159,15 @@ def _run(job: Job, tool: str, arguments: Mapping[str, Any]) -> Step:
     return Step(tool, arguments, job.tools[tool](**arguments))
 
 
-Refusal: TypeAlias = openai.RateLimitError | anthropic.RateLimitError
-REFUSALS = (openai.RateLimitError, anthropic.RateLimitError)
-"""The exceptions that the SDKs raise for a refusal."""
+Refusal: TypeAlias = "openai.RateLimitError | anthropic.RateLimitError"
+
+
+def list_refusals() -> tuple[type[Refusal], ...]:
+    """The exceptions that the SDKs raise for a refusal."""
+    import anthropic
+    import openai
+
+    return openai.RateLimitError, anthropic.RateLimitError
 
 
 def message_of(refusal: Refusal) -> str:

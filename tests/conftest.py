@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Iterator
@@ -83,6 +84,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
         (kept if build in builds else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of the garbage collector's rounds: with the SDKs these are a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

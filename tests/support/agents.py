@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from fake_model import NAME, USER, Answer, Call, FakeModel, Script
 from tool_agents import (
-    REFUSALS,
     Job,
     Step,
     Turn,
     chat_agent,
+    list_refusals,
     messages_agent,
     responses_agent,
 )
@@ -150,4 +150,4 @@ def sdk_errors() -> tuple[type[Exception], ...]:
     from botocore.exceptions import ClientError as BedrockError
     from google.genai.errors import ClientError as GeminiError
 
-    return (*REFUSALS, GeminiError, BedrockError)
+    return (*list_refusals(), GeminiError, BedrockError)

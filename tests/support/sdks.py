@@ -6,6 +6,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import select
 import shutil
 import subprocess
 import sys
@@ -142,8 +143,21 @@ def ask_ollama(job: Job) -> str:
 
 def ask_node(sdk: str, job: Job) -> Reply:
     """An SDK of JavaScript; skips the test, loudly, where there is no node."""
-    answer = run_node("ask.mjs", [sdk, job.url, job.user, "stream" if job.stream else "whole"], job.messages)
+    question = {**job._asdict(), "sdk": sdk}
+    process = _start_asking()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(question).encode() + b"\n")
+    assert select.select([process.stdout], [], [], 300)[0], f"node does not answer {question}"
+    answer = json.loads(process.stdout.readline())
     return Reply(answer["text"]) if "text" in answer else Reply(answer["error"], answer["status"] or -1)
+
+
+@functools.cache
+def _start_asking() -> subprocess.Popen[bytes]:
+    """A process for all questions, because an SDK takes longer to load than to ask; it ends with its stdin."""
+    command = ["node", "--no-warnings", str(_install_node() / "ask.mjs")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 
 
 def run_node(script: str, arguments: Sequence[str], given: object) -> dict[str, Any]:

@@ -10,14 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
-import fastmcp
-import httpx2
-import mcp
 import pytest
 import uvicorn
-from fastmcp.client.transports import StreamableHttpTransport
-from mcp.client.streamable_http import streamable_http_client
-from mcp.server import MCPServer
 
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, eventually, stack
@@ -59,6 +53,9 @@ TOOLS: list[Callable[..., str]] = [search, build, wait_for_build]
 
 def make_app(kind: str) -> Any:  # noqa: ANN401  # an ASGI application
     """The server of either SDK, with the same tools."""
+    import fastmcp
+    from mcp.server import MCPServer
+
     server = MCPServer("tools") if kind == "mcp" else fastmcp.FastMCP("tools")
     for tool in TOOLS:
         server.tool()(tool)
@@ -116,6 +113,9 @@ class Session(NamedTuple):
 @asynccontextmanager
 async def connect_mcp(url: str, headers: Mapping[str, str], mode: str = "auto") -> AsyncIterator[Session]:
     """The official SDK, with or without a handshake."""
+    import httpx2
+    import mcp
+    from mcp.client.streamable_http import streamable_http_client
 
     async def call(tool: str, arguments: dict[str, Any]) -> Result:
         result = await client.call_tool(tool, arguments)
@@ -134,6 +134,8 @@ async def connect_mcp(url: str, headers: Mapping[str, str], mode: str = "auto") 
 @asynccontextmanager
 async def connect_fastmcp(url: str, headers: Mapping[str, str]) -> AsyncIterator[Session]:
     """The other one."""
+    import fastmcp
+    from fastmcp.client.transports import StreamableHttpTransport
 
     async def call(tool: str, arguments: dict[str, Any]) -> Result:
         result = await client.call_tool(tool, arguments, raise_on_error=False)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 from fake_model import NAME, USER, fake_model
 
@@ -15,6 +13,10 @@ from tests.support.agents import CHECK, DONE, Gate, again, fresh, same, told
 from tests.support.documents import bundle, policy
 from tests.support.harness import stack
 from tests.support.servers import server
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 _LOOPS = policy("agents", {"pathPrefix": "/"}, similarity="turns", limit_keys=[f"header:{USER}"], session={})
 Agent = Callable[[str, dict[str, str], Callable[..., str]], Iterator[object]]
@@ -31,6 +33,8 @@ def gate() -> Iterator[Gate]:
 
 def responses_agent(url: str, named: dict[str, str], check: Callable[..., str]) -> Iterator[object]:
     """OpenAI's SDK, Responses: each request continues the one before, and carries only the newest results."""
+    import openai
+
     client = openai.OpenAI(api_key="none", base_url=f"{url}/v1", default_headers=named)
     tools: Any = [{"type": "function", "name": CHECK.tool, "parameters": {"type": "object"}}]
     reply = client.responses.create(model=NAME, input="Tell me when it is done.", tools=tools)
@@ -45,6 +49,7 @@ def responses_agent(url: str, named: dict[str, str], check: Callable[..., str]) 
 
 def threads_agent(url: str, named: dict[str, str], check: Callable[..., str]) -> Iterator[object]:
     """Anthropic's SDK and its tool runner, which keeps the conversation in a thread of the server's."""
+    import anthropic
 
     @anthropic.beta_tool(name=CHECK.tool)
     def run(build: int, *, verbose: bool) -> str:  # noqa: ARG001  # what CHECK is called with
@@ -64,6 +69,9 @@ def play(
     gate: Gate, agent: Agent, named: dict[str, str], check: Callable[..., str]
 ) -> tuple[list[object], openai.APIStatusError | anthropic.APIStatusError | None]:
     """Run an agent to its end, or to its refusal."""
+    import anthropic
+    import openai
+
     turns: list[object] = []
     try:
         for turn in islice(agent(f"http://127.0.0.1:{gate.stack.envoy.port}", named, check), 12):

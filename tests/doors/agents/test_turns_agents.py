@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-import openai
 import pytest
 from fake_model import USER, Call, Script, fake_model
 from tool_agents import Job, Turn
@@ -73,6 +72,8 @@ def test_an_agent_that_edits_and_checks_is_left_alone(gate: Gate, name: str, use
 
 def test_a_refused_body_is_not_retried_for_a_while(gate: Gate, user: dict[str, str]) -> None:
     """Waiting changes nothing about a history, and the answer does not promise that it would."""
+    import openai
+
     _, refusal = play(gate, "chat", again(TOOLS), user[USER], same)
 
     assert isinstance(refusal, openai.RateLimitError)

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import anthropic
-import openai
 import pytest
 
 from extproc.cli.envoy_check.checks.callers import MARKS
@@ -82,6 +80,8 @@ def test_a_refusal_on_the_wire(shared: Stack, user: dict[str, str]) -> None:
 
 def test_the_openai_sdk_stops_at_the_first_refusal(shared: Stack, user: dict[str, str]) -> None:
     """The real SDK raises RateLimitError with our code after one call, without a retry of its own."""
+    import openai
+
     client = openai.OpenAI(api_key="k", base_url=f"http://127.0.0.1:{shared.envoy.port}/v1", default_headers=user)
 
     def call() -> None:
@@ -99,6 +99,8 @@ def test_the_openai_sdk_stops_at_the_first_refusal(shared: Stack, user: dict[str
 
 def test_the_anthropic_sdk_stops_at_the_first_refusal(shared: Stack, user: dict[str, str]) -> None:
     """The real SDK raises RateLimitError with a readable message after one call."""
+    import anthropic
+
     client = anthropic.Anthropic(api_key="k", base_url=f"http://127.0.0.1:{shared.envoy.port}", default_headers=user)
 
     def call() -> None:

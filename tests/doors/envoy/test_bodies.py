@@ -248,9 +248,9 @@ def test_bodies_outlive_policies_that_do_not_match_and_errors_of_ours(
     """In every mode, and where Envoy is fail-closed: what is let through is whole."""
     document = guard(SOME, **selector)
     with stack(document, "--transport", transport, preamble=preamble, failure_mode="deny", **OPTIONS) as made:
-        answers = send_all(made, SOME)
+        answers = send_all(made, SOME, times=1)
 
-        check_statuses(answers, lambda _: [200] * 3)
+        check_statuses(answers, lambda _: [200])
         check_whole(made, answers)
         assert (made.loopguard.metric("fail_open_total", reason="internal_error") > 0) == bool(preamble)
 
@@ -268,11 +268,11 @@ def test_bodies_outlive_an_overload(transport: str) -> None:
         held.start()
         eventually(lambda: made.loopguard.metric("throttled_in_flight") == 1, "a hold")
 
-        answers = send_all(made, SOME)
+        answers = send_all(made, SOME, times=1)
 
-        check_statuses(answers, lambda _: [200] * 3)
+        check_statuses(answers, lambda _: [200])
         check_whole(made, answers)
-        assert made.loopguard.metric("overload_total") == 3 * len(SOME)
+        assert made.loopguard.metric("overload_total") == len(SOME)
         made.loopguard.stop()
         held.join(PATIENCE)
 

@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from tests.support.documents import bundle
@@ -62,6 +60,8 @@ def say(number: int) -> str:
 
 def go_on_openai(url: str, key: str, task: str, shown: Sequence[str]) -> None:
     """One turn of a conversation of chat completions, as an agent sends it."""
+    import openai
+
     client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
     turns = [({"role": "assistant", "content": text}, {"role": "user", "content": "go on"}) for text in shown]
     messages: Any = [{"role": "user", "content": task}, *(message for turn in turns for message in turn)]
@@ -70,6 +70,8 @@ def go_on_openai(url: str, key: str, task: str, shown: Sequence[str]) -> None:
 
 def go_on_anthropic(url: str, key: str, task: str, shown: Sequence[str]) -> None:
     """The same of messages."""
+    import anthropic
+
     client = anthropic.Anthropic(api_key=key, base_url=url, max_retries=0)
     turns = [({"role": "assistant", "content": text}, {"role": "user", "content": "go on"}) for text in shown]
     messages: Any = [{"role": "user", "content": task}, *(message for turn in turns for message in turn)]
@@ -81,6 +83,9 @@ GO_ON: list[Any] = [pytest.param(go_on_openai, CHAT, id="openai"), pytest.param(
 
 def passes(go_on: Callable[..., None], *asked: Any) -> bool:  # noqa: ANN401  # arguments
     """Whether a request is let through."""
+    import anthropic
+    import openai
+
     try:
         go_on(*asked)
     except (openai.RateLimitError, anthropic.RateLimitError):
@@ -107,12 +112,16 @@ def test_each_conversation_has_its_steps(gateway: tuple[Stack, Model], go_on: Ca
 
 def ask_openai(url: str, key: str, text: str) -> None:
     """One question in a conversation that the server keeps."""
+    import openai
+
     client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
     client.responses.create(model="m", input=text, previous_response_id="resp_1")
 
 
 def count_passed(ask: Callable[[str, str, str], None], url: str, key: str) -> tuple[int, str]:
     """How many different requests pass before the first one is refused, and what that says."""
+    import openai
+
     for number in range(2 * MOST):
         try:
             ask(url, key, f"step {number}")

@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from extproc.cli.main import main
@@ -411,6 +410,8 @@ def test_the_fields_own_format_ends_calls_of_tools(bank: Bank, session: str) -> 
 
 def test_the_fields_own_format_ends_costs_and_failures(bank: Bank, session: str) -> None:
     """Ten dollars by the price list of the field, and three failures."""
+    import openai
+
     dear = whole(model="gpt-4o", usage={"prompt_tokens": 0, "completion_tokens": 2_000_000})
     assert bank.send(dear, "/v1/chat/completions", session).status == 200
     bank.find(session, total_step_count=1, reserved_cost=0.0)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import openai
 import pytest
 from fake_model import NAME, USER, Call, Script, fake_model
 from tool_agents import Job, Step, Turn
@@ -40,6 +39,8 @@ def gate() -> Iterator[Gate]:
 
 def streaming_agent(job: Job) -> Iterator[Turn]:
     """OpenAI's SDK, chat completions, with answers in pieces."""
+    import openai
+
     client = openai.OpenAI(api_key="none", base_url=f"{job.url}/v1", default_headers={USER: job.user})
     messages: list[Any] = [{"role": "user", "content": job.tasks[0]}]
     while True:

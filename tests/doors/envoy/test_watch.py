@@ -7,14 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-import anthropic
-import boto3
-import ollama
-import openai
 import pytest
-from botocore.config import Config
-from google import genai
-from google.genai import types
 
 from extproc.cli.main import main
 from tests.support.harness import Loopguard, Stack, envoy_version, eventually, stack
@@ -35,6 +28,8 @@ def watching() -> Iterator[Stack]:
 
 def run_stuck_agent(url: str, api_key: str) -> None:
     """An agent on OpenAI's SDK whose tool says the same every time, until it has called it `TURNS` times."""
+    import openai
+
     client = openai.OpenAI(api_key=api_key, base_url=f"{url}/v1", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "Tell me when build 17 is done."}]
     for turn in range(TURNS):
@@ -75,29 +70,41 @@ def test_the_loop_of_an_agent_with_an_api_key_alone_is_seen(watching: Stack) -> 
 
 def ask_openai(url: str, key: str) -> object:
     """Chat completions."""
+    import openai
+
     client = openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0)
     return client.chat.completions.create(model="m", messages=[{"role": "user", "content": "again"}])
 
 
 def ask_responses(url: str, key: str) -> object:
     """Responses."""
+    import openai
+
     return openai.OpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0).responses.create(model="m", input="again")
 
 
 def ask_anthropic(url: str, key: str) -> object:
     """Messages."""
+    import anthropic
+
     client = anthropic.Anthropic(api_key=key, base_url=url, max_retries=0)
     return client.messages.create(model="m", max_tokens=64, messages=[{"role": "user", "content": "again"}])
 
 
 def ask_gemini(url: str, key: str) -> object:
     """generateContent, below /v1beta/."""
+    from google import genai
+    from google.genai import types
+
     client = genai.Client(api_key=key, http_options=types.HttpOptions(base_url=url, api_version="v1beta"))
     return client.models.generate_content(model="m", contents="again")
 
 
 def ask_bedrock(url: str, key: str) -> object:
     """Converse, signed anew every time."""
+    import boto3
+    from botocore.config import Config
+
     config = Config(retries={"total_max_attempts": 1})
     keys = {"aws_access_key_id": key, "aws_secret_access_key": "secret"}
     client: Any = boto3.client("bedrock-runtime", endpoint_url=url, region_name="us-east-1", config=config, **keys)
@@ -106,6 +113,8 @@ def ask_bedrock(url: str, key: str) -> object:
 
 def ask_ollama(url: str, key: str) -> object:
     """/api/chat."""
+    import ollama
+
     client = ollama.Client(host=url, headers={"authorization": f"Bearer {key}"})
     return client.chat(model="m", messages=[{"role": "user", "content": "again"}])
 

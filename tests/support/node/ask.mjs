@@ -1,16 +1,12 @@
-// One question, asked through an SDK: `node ask.mjs SDK URL USER stream|whole`, the conversation as JSON on stdin.
-// Prints what a program that uses the SDK gets: {"text": ...}, or {"error": ..., "status": ...}.
+// Questions, each asked through an SDK: for each a line of JSON on stdin, {"sdk", "url", "user", "stream", "messages"}.
+// Prints for each a line with what a program that uses the SDK gets: {"text": ...}, or {"error": ..., "status": ...}.
 
-import { readFileSync } from "node:fs";
+import { createInterface } from "node:readline";
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
-const [sdk, url, user, mode] = process.argv.slice(2);
-const messages = JSON.parse(readFileSync(0, "utf8"));
-const headers = { "x-user-id": user };
-const stream = mode === "stream";
 const key = { apiKey: "none" };
 
-async function askOpenAI(ask, read) {
+async function askOpenAI({ url, headers, stream }, ask, read) {
   const { default: OpenAI } = await import("openai");
   const answer = await ask(new OpenAI({ ...key, baseURL: `${url}/v1`, defaultHeaders: headers }));
   if (!stream) return read(answer);
@@ -19,7 +15,7 @@ async function askOpenAI(ask, read) {
   return text;
 }
 
-async function askAnthropic() {
+async function askAnthropic({ url, headers, stream, messages }) {
   const { default: Anthropic } = await import("@anthropic-ai/sdk");
   const client = new Anthropic({ ...key, baseURL: url, defaultHeaders: headers });
   const question = { model: "m", max_tokens: 1024, messages };
@@ -27,7 +23,7 @@ async function askAnthropic() {
   return answer.content[0].text;
 }
 
-async function askVercel(provider, create, path) {
+async function askVercel({ url, headers, stream, messages }, provider, create, path) {
   const { generateText, streamText } = await import("ai");
   const make = (await import(provider))[create];
   const model = make({ ...key, baseURL: `${url}${path}`, headers });
@@ -41,7 +37,7 @@ async function askVercel(provider, create, path) {
   return text;
 }
 
-async function askAWS() {
+async function askAWS({ url, headers, stream, messages }) {
   const { BedrockRuntimeClient, ConverseCommand, ConverseStreamCommand } = await import("@aws-sdk/client-bedrock-runtime");
   const credentials = { accessKeyId: "none", secretAccessKey: "none" };
   const client = new BedrockRuntimeClient({ endpoint: url, region: "us-east-1", credentials });
@@ -56,27 +52,39 @@ async function askAWS() {
   return text;
 }
 
-const ask = {
-  "openai-chat": () =>
+const SDKS = {
+  "openai-chat": (asked) =>
     askOpenAI(
-      (client) => client.chat.completions.create({ model: "m", messages, stream }),
-      (answer) => answer.choices[0]?.[stream ? "delta" : "message"].content ?? "",
+      asked,
+      (client) => client.chat.completions.create({ model: "m", messages: asked.messages, stream: asked.stream }),
+      (answer) => answer.choices[0]?.[asked.stream ? "delta" : "message"].content ?? "",
     ),
-  "openai-responses": () =>
+  "openai-responses": (asked) =>
     askOpenAI(
-      (client) => client.responses.create({ model: "m", input: messages, stream }),
-      (answer) => (stream ? (answer.type === "response.output_text.delta" ? answer.delta : "") : answer.output_text),
+      asked,
+      (client) => client.responses.create({ model: "m", input: asked.messages, stream: asked.stream }),
+      (answer) => {
+        if (!asked.stream) return answer.output_text;
+        return answer.type === "response.output_text.delta" ? answer.delta : "";
+      },
     ),
   anthropic: askAnthropic,
-  "vercel-openai": () => askVercel("@ai-sdk/openai", "createOpenAI", "/v1"),
-  "vercel-anthropic": () => askVercel("@ai-sdk/anthropic", "createAnthropic", "/v1"),
-  "vercel-google": () => askVercel("@ai-sdk/google", "createGoogleGenerativeAI", "/v1beta"),
+  "vercel-openai": (asked) => askVercel(asked, "@ai-sdk/openai", "createOpenAI", "/v1"),
+  "vercel-anthropic": (asked) => askVercel(asked, "@ai-sdk/anthropic", "createAnthropic", "/v1"),
+  "vercel-google": (asked) => askVercel(asked, "@ai-sdk/google", "createGoogleGenerativeAI", "/v1beta"),
   aws: askAWS,
-}[sdk];
+};
 
-try {
-  console.log(JSON.stringify({ text: await ask() }));
-} catch (error) {
-  const last = error.lastError ?? error;
-  console.log(JSON.stringify({ error: String(error.message), status: last.status ?? last.statusCode ?? last.$metadata?.httpStatusCode ?? null }));
+for await (const line of createInterface({ input: process.stdin })) {
+  const asked = JSON.parse(line);
+  asked.headers = { "x-user-id": asked.user };
+  let answer;
+  try {
+    answer = { text: await SDKS[asked.sdk](asked) };
+  } catch (error) {
+    const last = error.lastError ?? error;
+    const status = last.status ?? last.statusCode ?? last.$metadata?.httpStatusCode ?? null;
+    answer = { error: String(error.message), status };
+  }
+  console.log(JSON.stringify(answer));
 }

@@ -61,10 +61,10 @@ def pick_order(*names: str) -> str:
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("api", APIS)
 def test_every_loop_is_found_and_no_other(api: str, habit: str) -> None:
-    """Twenty-four conversations at a time, among them four and eight runs of one task that are equal to the byte at first."""
+    """Twelve or sixteen conversations, among them four or eight runs of one task that are equal to the byte at first."""
     random = Random(f"{api}{habit}")
     kept = HABITS[habit]
-    runs = [*make_runs(api, kept, random), *make_best_of(4, api, kept, random), *make_best_of(8, api, kept, random)]
+    runs = [*make_runs(api, kept, random), *make_best_of(random.choice((4, 8)), api, kept, random)]
 
     verdicts = send_all(make_service(agents(session=None)), runs, pick_order(api, habit), random)
 
@@ -102,7 +102,7 @@ def test_side_requests_disturb_no_chain(habit: str, ask: Callable[[Run, int], by
 @pytest.mark.parametrize("habit", ["whole", "whole, retries", "ids anew, thoughts cut"])
 def test_runs_that_say_the_same_never_mix(habit: str, make: Callable[[int, str, Habit, Random], list[Run]]) -> None:
     """Not even where their messages are equal to the byte, and only what comes back is not."""
-    for seed in range(30):
+    for seed in range(12):
         random = Random(seed)
         runs = make(4, "chat", HABITS[habit], random)
 
@@ -115,7 +115,7 @@ def test_what_only_others_have_seen_is_held_against_no_run(
     habit: str, make: Callable[[int, str, Habit, Random], list[Run]]
 ) -> None:
     """With older results cleared and nothing else to tell runs apart, some loops are missed, but no run is refused wrongly."""
-    for seed in range(30):
+    for seed in range(12):
         random = Random(seed)
         runs = make(4, "chat", HABITS[habit], random)
 

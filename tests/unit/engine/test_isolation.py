@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.engine.candidates import Kept
@@ -18,6 +18,7 @@ from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
 from extproc.store.rules.session import Question
 from tests.support.documents import policy
+from tests.support.examples import examples
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, decoded, exchange, make_service
 
@@ -134,6 +135,7 @@ def list_effects(service: Service, traffic: Sequence[Sent]) -> list[list[tuple[b
 
 
 @pytest.mark.parametrize("health", HEALTH)
+@settings(max_examples=examples(40))  # for each state of health
 @given(shapes=SHADOWS, traffic=TRAFFIC)
 def test_shadow_policies_change_nothing(health: str, shapes: list[dict[str, Any]], traffic: list[Sent]) -> None:
     """Refusals, holds, notes, warnings and bodies are the same to the byte with any shadow policies and without them."""

@@ -844,7 +844,7 @@ FUZZED = [
 
 @pytest.mark.parametrize("later", [False, True])
 @given(messages=st.lists(processing_requests(), max_size=6))
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(300))
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 def test_any_sequence_of_messages_is_answered(messages: list[ProcessingRequest], later: bool) -> None:
     """Nothing raises, and every message up to the end of the stream gets one answer of its own phase, or a refusal."""
     store = FailingStore("never", later=later)
