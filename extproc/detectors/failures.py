@@ -14,9 +14,8 @@ The worst case is `_SAID_WITHIN` characters of beginnings of such lines: each pa
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
-
-from extproc.detectors.results import has_any
 
 Failure: TypeAlias = Literal["", "fatal", "transient", "missing"]
 
@@ -217,6 +216,14 @@ _NO_TOOL = re.compile(
     """,
     re.VERBOSE,
 )
+
+
+def has_any(text: str, words: Sequence[str]) -> bool:
+    """Whether one of the words, or parts of words, is in a text."""
+    for word in words:  # noqa: SIM110  # a generator is read to its end
+        if word in text:
+            return True
+    return False
 
 
 def is_error(text: str) -> bool:

@@ -16,10 +16,10 @@ from extproc.detectors.failures import (
     TRANSIENT,
     _find_line,
     _is_marked,
+    has_any,
     is_error,
     read_failure,
 )
-from extproc.detectors.results import has_any
 from tests.support.tool_results import TOOL_RESULTS
 
 
