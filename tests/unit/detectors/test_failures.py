@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.detectors.failures import (
+    _BEGINS,
+    _MAY_BE_WITHIN,
+    _MAY_BEGIN,
     _NO_FAILURE,
+    _NO_FAILURES,
     _STEMS,
+    _WITHIN,
     _WORDS,
     FATAL,
     MISSING,
@@ -16,10 +21,10 @@ from extproc.detectors.failures import (
     TRANSIENT,
     _find_line,
     _is_marked,
-    has_any,
     is_error,
     read_failure,
 )
+from extproc.detectors.results import finds_any
 from tests.support.tool_results import TOOL_RESULTS
 
 
@@ -159,6 +164,21 @@ def test_what_the_api_marks_as_failed_has_failed() -> None:
 _PIECES = [
     *("Exit", "return", "status", "code", "ed", "with ", "non", "zero ", "no ", "without", " any", "s", "can", "'t"),
     *("usage", "null", '":', "[]", "false", "true", "is_", "isError", "message", '"text": "', "\\n", "502 ", "http/1", "a.c"),
+    *(
+        "fatal",
+        "panic",
+        "Traceback (most",
+        "killed",
+        "e:",
+        "[a]:",
+        "parse ",
+        "err!",
+        "a:1:2: ",
+        "404 ",
+        "3 ",
+        "problems",
+        "***",
+    ),
     *("error", "Failed", "exception", "failure", "not", "found", "timed out", "denied", "must ", *" _:=-10\nx\u00e9\x1e"),
 ]
 
@@ -177,11 +197,15 @@ def test_a_quick_look_misses_none_of_the_results(kind_and_text: tuple[str, str])
 
 def assert_quick_looks_are_right(said: str) -> None:
     """Nothing is found that a look for parts of words rules out."""
-    worded = has_any(said, _WORDS)
+    worded = finds_any(said, _WORDS)
     line, marked = _find_line(said, worded=True), _is_marked(said, worded=True)
 
-    assert has_any(said, _STEMS) or not (line or marked)
+    assert finds_any(said, _STEMS) or not (line or marked)
     assert worded or _NO_FAILURE.search(said) is None
+    assert finds_any(said, _NO_FAILURES) is (_NO_FAILURE.search(said) is not None)
+    assert finds_any(said, _MAY_BE_WITHIN) or _WITHIN.search(said) is None
+    for line in said.split("\n"):
+        assert finds_any("\n" + line, _MAY_BEGIN) or _BEGINS.match(line) is None
     assert (_find_line(said, worded=worded), _is_marked(said, worded=worded)) == (line, marked)
 
 
