@@ -204,13 +204,14 @@ def assert_quick_looks_are_right(said: str) -> None:
     assert worded or _NO_FAILURE.search(said) is None
     assert finds_any(said, _NO_FAILURES) is (_NO_FAILURE.search(said) is not None)
     assert finds_any(said, _MAY_BE_WITHIN) or _WITHIN.search(said) is None
-    for line in said.split("\n"):
-        assert finds_any("\n" + line, _MAY_BEGIN) or _BEGINS.match(line) is None
+    for each in said.split("\n"):
+        assert finds_any("\n" + each, _MAY_BEGIN) or _BEGINS.match(each) is None
     assert (_find_line(said, worded=worded), _is_marked(said, worded=worded)) == (line, marked)
 
 
 _HOSTILE = [
     *("error ", "a: ", "1:1: ", "<", "<a", "[", '"', '"message":"', 'text="', "exit ", "status 200 ", "no errors ", "usage:\n"),
+    *("404 ", "4000", "err!", "]:", "\ne:", "no of 1 ", "no a ", "fail\x1e", "1 error", "timeout ", "without "),
     *("0 ", "(error", "\n", "a\n", " " * 99 + "a", "not ", "cannot\n", "failed:", "x" * 99 + " ", "\\n", "\x1e", "2026-"),
 ]
 

@@ -232,6 +232,7 @@ def test_a_quick_look_takes_long_results_that_are_equal(start: str, data: st.Dat
 
 _HOSTILE = [
     *("\r", "a\ra", "{'", "{'a', 'b', ", "', '", "req_", "req_a1", "request_id: ", "nonce=", "1 M", "1it/"),
+    *("_a1b2c3d4-", "id:", "hunk id", "00000000 ", "1763792054 ", "b/s ", "1 0 ", "pid: ", "p"),
     *(":1", "a:1", "1s", "1:", "1 s", "1.", "1m", "1/1/", "'1", "12:30", "line ", "line 1", "ab", "0x", "-", "M"),
     *("/tmp/", "aaaaaaaa-", "11111111-1111-1111-", "2026-11-22 ", "1 1s ", "Nov 1 ", "Sun, 1 Nov "),  # noqa: S108  # no file
 ]
