@@ -167,8 +167,8 @@ _PIECES = [
     *("error", "Failed", "exception", "failure", "not", "found", "timed out", "denied", "must ", *" _:=-10\nx\u00e9\x1e"),
 ]
 _BEGINNINGS = [
-    *("fatal", "panic", "traceback (most", "killed", "e:", "[a]:", "parse ", "err!", "a:1:2: ", "404 ", "3 ", "problems"),
-    *("conflict", "http/1.1 4", "aborted", "segmentation fault", "err_", "build ", "--- ", "# ", "(", ")", ": ", "***"),
+    *("fatal", "panic", "traceback (most", "\nkilled\n", "e:", "[a]:", "parse ", "err!", "a:1:2: ", "\n404 gone", "3 problems\n"),
+    *("\n500 bad", "http/1.1 4", "\naborted\n", "segmentation fault", "err_", "build ", "--- ", "# ", "(", ")", ": ", "***"),
 ]
 
 
