@@ -167,8 +167,9 @@ _PIECES = [
     *("error", "Failed", "exception", "failure", "not", "found", "timed out", "denied", "must ", *" _:=-10\nx\u00e9\x1e"),
 ]
 _BEGINNINGS = [
-    *("fatal", "panic", "traceback (most", "\nkilled\n", "e:", "[a]:", "parse ", "err!", "a:1:2: ", "\n404 gone", "3 problems\n"),
-    *("\n500 bad", "http/1.1 4", "\naborted\n", "segmentation fault", "err_", "build ", "--- ", "# ", "(", ")", ": ", "***"),
+    *("fatal", "panic", "\nkilled\n", "e:", "[a]:", "parse ", "err!", "a:1:2: ", "\n404 gone", "3 problems\n"),
+    *("\n500 bad", "http/1.1 4", "\naborted\n", "segmentation fault", "err_", "build ", "--- ", "# "),
+    *("traceback (most", "(", ")", ": ", "***"),
 ]
 
 
