@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from typing import Final, Literal, TypeAlias
 
-from extproc.detectors.results import has_any
+from extproc.detectors.results import finds_any
 
 Failure: TypeAlias = Literal["", "fatal", "transient", "missing"]
 
@@ -33,8 +33,26 @@ _SAID_WITHIN = 3_000
 _LONGEST_LINE = 400
 """Characters of a line or a message that are read."""
 
+_RARE = "*qxjkvbpygfwm'"
+"""The rarest first."""
+
+
+def _look_for(*words: str) -> list[re.Pattern[str]]:
+    """Patterns for words, by a rare letter of each: the engine looks for one character faster than for all else."""
+    parts: dict[str, list[str]] = {}
+    for word in words:
+        letter = ([rare for rare in _RARE if rare in word] or [word[0]])[0]
+        parts.setdefault(letter, []).append(rf"{re.escape(word.partition(letter)[2])}(?<={re.escape(word)})")
+    return [re.compile(f"{re.escape(letter)}(?:{'|'.join(behind)})") for letter, behind in parts.items()]
+
+
+def _compile(patterns: str) -> list[re.Pattern[str]]:
+    r"""Patterns with ` | ` between them. Each begins with a character; with `\bword`, by looking back from behind the word."""
+    return [re.compile(re.sub(r"^\\b(\w+)", r"\1(?<!\\w\1)", pattern)) for pattern in re.split(r"\s+\|\s+", patterns.strip())]
+
+
 # One of these is in every failure: a look for them is all that most results take.
-_STEMS = (
+_STEMS = _look_for(
     "err", "fail", "excep", "fatal", "panic", "fault", "killed", "abort", "traceback", "not ", "n't", "cannot", "no ",
     "invalid", "unable", "unknown", "unre", "unexp", "incor", "unter", "unmat", "undef", "unav", "unauth", "timed o",
     "timeo", "denied", "refused", "rejected", "forbid", "limit", "too many", "overl", "exceeded", "missing", "must ",
@@ -42,65 +60,69 @@ _STEMS = (
     "usage:", "false", "non",
 )  # fmt: skip  # one list
 
-_WORDS: Final = ("error", "fail", "exception", "invalid", "problem", "***")
+_WORDS: Final = _look_for("error", "fail", "exception", "invalid", "problem", "***")
 """One of these is in all that `_NO_FAILURE` and `_WITHIN` find."""
 
-_WELL_WORDS: Final = ("succe", 'ok"', "ok'")
-"""One of these, or of those, is in all that `_FIELD` finds."""
+_WELL_WORDS: Final = _look_for("succe", 'ok"', "ok'")
+"""One of these, or of those, is in all that `_FIELDS` find."""
 
-# Nothing of the kind, and fields for failures that are empty. Each alternative starts with a character of a small set, which
-# the engine finds fast.
-_NO_FAILURE = re.compile(
-    r"""
-    [n0wz](?<!\w.)(?:(?<=0)|(?<=n)o|(?<=z)ero|(?<=w)ithout(?:\ any)?)\s+(?:of\ [0-9]+\s+)?(?:\w+\s+)?(?:
-        errors?|exceptions?|failed|failures?
-      )\b
-    | [efi](?:(?<=e)(?:rror|xception)|(?<=f)ail(?:ed|ure)|(?<=i)nvalid)\w{0,16}+(?:
-        ["']?\s{0,8}+[:=]\s{0,8}+(?:
+# Nothing of the kind, and fields for failures that are empty. One by one, these patterns are fast, but cut in another order.
+_NOTHING = [
+    rf"{word}(?<!\w{word})\s+(?:of\ [0-9]+\s+)?(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b"
+    for word in ("no", "0", "zero", "without any", "without")
+]
+_EMPTY = [
+    rf"""
+    {word}\w{{0,16}}+(?:
+        ["']?\s{{0,8}}+[:=]\s{{0,8}}+(?:
             0++(?![.]?\w)
-          | (?:null|none|nil|undefined|false|\[\s{0,8}+\]|\{\s{0,8}+\}|""|'')
-            (?=[ \t]*+(?:[]},;)<|"'\\]|\n|$|\w{1,32}+["']?[:=]))
+          | (?:null|none|nil|undefined|false|\[\s{{0,8}}+\]|\{{\s{{0,8}}+\}}|""|'')
+            (?=[ \t]*+(?:[]}},;)<|"'\\]|\n|$|\w{{1,32}}+["']?[:=]))
         )
       | \s?/>
-      | >\s{0,8}+</\w{1,32}+
-      )
-    | i(?=s_?error\w)(?:is_?error)["']?\s{0,8}+[:=]\s{0,8}+false
-    """,
-    re.VERBOSE,
-)
+      | >\s{{0,8}}+</\w{{1,32}}+
+    )
+    """
+    for word in ("error", "exception", "fail(?:ed|ure)", "invalid")
+]
+_NO_FAILURES = [re.compile(part, re.VERBOSE) for part in (*_NOTHING, *_EMPTY)]
+_NO_FAILURE = re.compile("|".join((*_NOTHING, *_EMPTY)), re.VERBOSE)
 
 _SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?!\w)"
 _GAP = r"[^\w(]{1,4}"
-_CODE_WORDS = ("exit", "return", "status", "non")
-_CODE = re.compile(
+_CODES = _compile(
     rf"""
-      exit[ _-]?(?:code|status|value){_GAP}-?[1-9]
-    | exit(?:ed)?(?:\ with(?:\ (?:exit\ )?(?:code|status))?\ |[:=]\ ?)-?[1-9]
-    | (?:return[ _-]?(?:code|status|value)|status(?:[ _-]?(?:code|value))?){_GAP}-?(?!{_SUCCESS})[1-9]
-    | returned\ (?:with\ )?(?:code\ -?[1-9]|-?(?!{_SUCCESS})[1-9][0-9]*+(?![.,][0-9]|\ [a-z]))
-    | non-?zero\ (?:exit|return|status|code)
-    """,
-    re.VERBOSE,
+      exit(?:[ _-]?(?:code|status|value){_GAP}|(?:ed)?(?: with(?: (?:exit )?(?:code|status))? |[:=] ?))-?[1-9]
+    | return[ _-]?(?:code|status|value){_GAP}-?(?!{_SUCCESS})[1-9]
+    | status(?:[ _-]?(?:code|value))?{_GAP}-?(?!{_SUCCESS})[1-9]
+    | returned (?:with )?(?:code -?[1-9]|-?(?!{_SUCCESS})[1-9][0-9]*+(?![.,][0-9]| [a-z]))
+    | non-?zero (?:exit|return|status|code)
+    """
 )
 
-_FIELD = re.compile(
-    r"""
-      is_?error["']?\s{0,8}+[:=]\s{0,8}+true
-    | ["'](?:success|succeeded|ok)["']\s{0,8}+:\s{0,8}+false
-    | ["'](?:status|type)["']\s{0,8}+:\s{0,8}+["'](?:error|fail)
-    | ["'](?:errors?|exceptions?|error_?(?:message|code|type))["']\s{0,8}+:\s{0,8}+["'{[tTd1-9-]
-    | ["'](?:failed|failures?|errors)["']\s{0,8}+:\s{0,8}+[1-9]
-    | <\w{0,32}error>(?!\s{0,8}+</)
-    """,
-    re.VERBOSE,
+_IS = r"""["']\s{0,8}+:\s{0,8}+"""
+_FIELDS = _compile(
+    rf"""
+      error(?:(?<=is_error)|(?<=iserror))["']?\s{{0,8}}+[:=]\s{{0,8}}+true
+    | succe(?<=["']succe)(?:ss|eded){_IS}false
+    | ok(?<=["']ok){_IS}false
+    | status(?<=["']status){_IS}["'](?:error|fail)
+    | type(?<=["']type){_IS}["'](?:error|fail)
+    | error(?<=["']error)(?:s|_?(?:message|code|type))?{_IS}["'{{[tTd1-9-]
+    | exception(?<=["']exception)s?{_IS}["'{{[tTd1-9-]
+    | fail(?<=["']fail)(?:ed|ures?){_IS}[1-9]
+    | <\w{{0,32}}error>(?!\s{{0,8}}+</)
+    """
 )
 _RECORDS = ("{", "[", '"{', "'{")
-_WELL = re.compile(r"""["'](?:success|ok)["']\s{0,8}+:\s{0,8}+true""")
+_WELL = _compile(rf"""success(?<=["']success){_IS}true | ok(?<=["']ok){_IS}true""")
 _MESSAGE = re.compile(
     rf"""
-    (?:["'](?:message|msg|details?|output|stderr|stdout|content|result)["']\s{{0,8}}+[:=]|["']type["']:\s?["']text["'],\s?["']text["']:)
-    \s{{0,8}}+["']([^\n]{{1,{_LONGEST_LINE}}})
-    | \btext=["']([^\n]{{1,{_LONGEST_LINE}}})
+    ["'t](?:
+        (?<!t)(?:(?:message|msg|details?|output|stderr|stdout|content|result)["']\s{{0,8}}+[:=]|type["']:\s?["']text["'],\s?["']text["']:)
+        \s{{0,8}}+["']([^\n]{{1,{_LONGEST_LINE}}})
+      | (?<=t)(?<!\wt)ext=["']([^\n]{{1,{_LONGEST_LINE}}})
+    )
     """,
     re.VERBOSE,
 )
@@ -139,11 +161,31 @@ _BEGINS = re.compile(
     """,
     re.VERBOSE,
 )
-# Each alternative starts with a character of a small set, as above.
+_MAY_BEGIN = [
+    *_look_for("fatal", "panic", "traceback", "fail", "http/", "segmentation fault", "killed", "aborted"),
+    *_compile(
+        r"""
+          err(?:[!_]|or(?:[\[\]:)! ]|(?<= error)))
+        | exception(?:[\[\]:)! ]|(?<= exception))
+        | 4[0-9]{2}[ ] | 5[0-9]{2}[ ] | :(?:[0-9]{1,7}:[0-9]{1,7}:[ ]|(?<=]:)|(?<=\We:))
+        """
+    ),
+]
+"""One of these is in every line that begins so."""
+
+_MAY_BE_WITHIN = _compile(
+    r"""
+      error(?:(?<=[0-9] error)|s?[:=] ?[1-9]|\)) | fail(?:(?<=[0-9] fail)|(?:ed|ures?)[:=] ?[1-9])
+    | problem(?<=[0-9] problem) | \*\*\*
+    """
+)
+"""One of these is in all that `_WITHIN` finds."""
+
+# Each alternative starts with a character of a small set.
 _WITHIN = re.compile(
     r"""
       [1-9](?<![\w:.].)(?:[0-9]{0,8}+\ (?:errors|failed|failures|failing|problems)|(?<=1)\ (?:error|failure|problem))(?![\w/.-])
-    | [:=](?<=(?:ailed|rrors|error|lures|ilure).)\ ?[1-9](?![0-9]*[.])
+    | [:=](?:(?<=failed.)|(?<=failures.)|(?<=failure.)|(?<=errors.)|(?<=error.))\ ?[1-9](?![0-9]*[.])
     | \*\*\*
     | \((?:[\w.]{1,64})?error\)$
     """,
@@ -151,28 +193,32 @@ _WITHIN = re.compile(
 )
 _COMPLAINS = re.compile(
     r"""
-    (?<![\w/.-])(?:
-        not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported|respond|installed|implemented)
-      | no\ (?:such|space|rule|matching|replacement)
-      | (?:does|do|did|was|were|is|are|has|have|would)(?:n't|\ not)\ (?:
-            exist|have|look|appear|respond|an?|in|be|valid|\w{3,16}\ to
-        )
-      | (?:wasn't|isn't|is\ not|was\ not)\ (?:an?\ )?(?:\w{1,16}\ )?valid
-      | (?:cannot|could\ not|couldn't|can't)\ (?:be|connect|find|open|read|parse|access|resolve|load)(?!\ any)
-      | (?:unable|failed)\ to | fail(?:ed|ure)(?=[:;.!]|\W{0,3}$)
-      | timed\ out | timeout(?=\ (?:of|exceeded|expired|after|error|while|waiting)|$)
-      | denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable|overloaded|exceeded
-      | rate[ -]limit(?:ed|s)?|too\ many\ requests
-      | invalid|unknown\ \w+|unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined|incorrect|missing|required
-      | must\ (?:be|contain|not|have) | is\ (?:locked|busy)
-      | already\ (?:exists|in\ use|allocated|taken|booked) | syntax\ error | try\ again
-      | error(?=[.!]?$) | (?:error|problem)(?=:(?!\s*[0-9.]+\s*%?$))
-    )(?![\w/-]|\.\w)
-    | \b(?:net::err_|errno\b|econn|enoent|eacces|eperm|eaddrinuse)
-    | (?:^\W{0,8}|:\ |\ and\ )(?:cannot|can't|could(?:\ not|n't))\b(?!\ find\ any)
+    \W(?:
+        (?<![/.-])(?:
+          not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported|respond|installed|implemented)
+        | no\ (?:such|space|rule|matching|replacement)
+        | (?:does|do|did|was|were|is|are|has|have|would)(?:n't|\ not)\ (?:
+              exist|have|look|appear|respond|an?|in|be|valid|\w{3,16}\ to
+          )
+        | (?:wasn't|isn't|is\ not|was\ not)\ (?:an?\ )?(?:\w{1,16}\ )?valid
+        | (?:cannot|could\ not|couldn't|can't)\ (?:be|connect|find|open|read|parse|access|resolve|load)(?!\ any)
+        | (?:unable|failed)\ to | fail(?:ed|ure)(?=[:;.!]|\W{0,3}$)
+        | timed\ out | timeout(?=\ (?:of|exceeded|expired|after|error|while|waiting)|$)
+        | denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable|overloaded|exceeded
+        | rate[ -]limit(?:ed|s)?|too\ many\ requests
+        | invalid|unknown\ \w+|unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined|incorrect|missing|required
+        | must\ (?:be|contain|not|have) | is\ (?:locked|busy)
+        | already\ (?:exists|in\ use|allocated|taken|booked) | syntax\ error | try\ again
+        | error(?=[.!]?$) | (?:error|problem)(?=:(?!\s*[0-9.]+\s*%?$))
+        )(?![\w/-]|\.\w)
+      | (?:net::err_|errno\b|econn|enoent|eacces|eperm|eaddrinuse)
+      | (?:(?<=\n)\W{0,8}|(?<=:\ )|(?<=\ and\ ))(?:cannot|can't|could(?:\ not|n't))\b(?!\ find\ any)
+    )
     """,
     re.VERBOSE,
 )
+"""Looked for in a line with the end of the line before it, or in the rest of a line with a space before it."""
+
 # Behind which a line says who complains; `name:12:` is where something was found instead.
 _PROGRAM = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
 _USAGE = re.compile(r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)", re.MULTILINE)
@@ -189,25 +235,26 @@ _QUOTES = re.compile(
 )
 """A line of a source, a listing, a page, a difference; or a warning."""
 
-_TRANSIENT = re.compile(
-    r"""
-      (?:_|\b)connection[ _](?:was\ )?(?:refused|reset|aborted|closed|error|timed) | \beconn(?:refused|reset|aborted)
-    | \b(?:was\ refused|fetch\ failed|(?:failed|unable)\ to\ connect|(?:cannot|could\ not|couldn't)\ connect)\b
-    | timed[ -]?out\b | timeout(?=\W*$|:|\ (?:of|exceeded|expired|after|error|while|waiting)|\ [0-9]) | deadline\ ?exceeded
-    | \bnot\ respond | (?:^\W{0,8}|>|http\S{0,4}\ |(?:status|code|error)\W{1,3})(?:429|50[234])\b
-    | \btoo\ many\ requests | \brate[ _-]?limit | \bthrottl
-    | \brate\ exceeded | throughput | \bunavailable\b | \btemporar(?:y|ily)\b | overloaded | \btry\ again\b | \bis\ locked\b
-    """,
-    re.VERBOSE,
+_STATUS = r"(?:429|50[234])\b"
+_TRANSIENT = _compile(
+    rf"""
+      connection(?<![^\W_]connection)[ _](?:was )?(?:refused|reset|aborted|closed|error|timed)
+    | \beconn(?:refused|reset|aborted) | \bwas refused\b | \bfetch failed\b | \bfailed to connect\b | \bunable to connect\b
+    | \bcannot connect\b | \bcould(?: not|n't) connect\b | \bnot respond | timed[ -]?out\b | deadline ?exceeded
+    | timeout(?=\W*$|:| (?:of|exceeded|expired|after|error|while|waiting)| [0-9])
+    | ^\W{{0,8}}{_STATUS} | >{_STATUS} | http\S{{0,4}} {_STATUS} | status\W{{1,3}}{_STATUS} | code\W{{1,3}}{_STATUS}
+    | error\W{{1,3}}{_STATUS} | \btoo many requests | \brate[ _-]?limit | \brate exceeded | \bthrottl | throughput
+    | \bunavailable\b | \btemporar(?:y|ily)\b | overloaded | \btry again\b | \bis locked\b
+    """
 )
-_MISSING = re.compile(
+_MISSING = _compile(
     r"""
-      (?:_|\b)not[ _](?:be\ )?found\b|notfound\b | \bno\ such\b | \bnosuch\w | \benoent\b
-    | (?:does|did)(?:n't|\ not)\ (?:exist|match)
-    | \bno\ (?!(?:\w{1,32}\ ){0,2}(?:actions?|code|json)\b)(?:\w{1,32}\ ){1,3}(?:found|match(?:e[sd])?)\b
-    | (?<![\w.:-])e?404\b(?![.]) | (?:unable\ to|could\ not|cannot)\ (?:locate|find)\b | could\ not\ resolve\ to
-    """,
-    re.VERBOSE,
+      not(?<![^\W_]not)[ _](?:be )?found\b | notfound\b | \bno such\b | \bnosuch\w | \benoent\b
+    | does(?:n't| not) (?:exist|match) | did(?:n't| not) (?:exist|match)
+    | \bno (?!(?:\w{1,32} ){0,2}(?:actions?|code|json)\b)(?:\w{1,32} ){1,3}(?:found|match(?:e[sd])?)\b
+    | 404(?:(?<![\w.:-]404)|(?<=e404)(?<![\w.:-]e404))\b(?![.]) | unable to (?:locate|find)\b | could not (?:locate|find)\b
+    | cannot (?:locate|find)\b | could not resolve to
+    """
 )
 _TOOL = r"(?:tool|command|method|function|module|script)"
 _NO_TOOL = re.compile(
@@ -231,12 +278,12 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
     ('missing', '')
     """
     said = text[:_SAID_WITHIN].lower()
-    if not failed and not has_any(said, _STEMS):
+    if not failed and not finds_any(said, _STEMS):
         return NO_FAILURE
     if "\\" in said:  # JSON in a string, or a string as Python writes it
         said = said.replace("\\n", "\n").replace('\\"', '"')
-    worded = has_any(said, _WORDS)
-    if worded:
+    worded = finds_any(said, _WORDS)
+    if worded and finds_any(said, _NO_FAILURES):
         said = _NO_FAILURE.sub("", said)
     line = _find_line(said, worded=worded)
     if line:
@@ -247,42 +294,43 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
 def _find_line(said: str, *, worded: bool) -> str:
     """The line or the message that says that something failed, empty for none; `worded`: one of `_WORDS` is in the text."""
     lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n") if line and not line.isspace()]
-    ends = [line for line in (lines[0], lines[-1]) if not line.startswith(_RECORDS)] if lines else []
+    ends = [line for line in lines[:1] + lines[1:][-1:] if not line.startswith(_RECORDS)]
     messages: list[str] = []
     if "text=" in said or any(line.startswith(_RECORDS) for line in lines):
-        messages = [] if _WELL.search(said) else [one or other for one, other in _MESSAGE.findall(said)]
-    for line in messages + lines:
+        messages = [] if finds_any(said, _WELL) else [one or other for one, other in _MESSAGE.findall(said)]
+    text = "\n" + "\n".join(lines)
+    places = [text.rfind("\n", 0, found.start()) for pattern in _MAY_BEGIN for found in pattern.finditer(text)]
+    for line in messages + [_read_line(text, place) for place in sorted(set(places))]:
         if _BEGINS.match(line):
             return line
-    found = _WITHIN.search(said) if worded else None
+    found = _WITHIN.search(said) if worded and finds_any(said, _MAY_BE_WITHIN) else None
     if found is not None:
         return said[found.start() : found.start() + _LONGEST_LINE]
     for line in messages + ends:
-        if _COMPLAINS.search(line) and not _QUOTES.match(line):
+        if _COMPLAINS.search("\n" + line) and not _QUOTES.match(line):
             return line
     for line in lines:
         program = _PROGRAM.match(line) if ":" in line else None
-        if program is not None and not _QUOTES.match(line) and _COMPLAINS.search(line, program.end()):
+        if program is not None and not _QUOTES.match(line) and _COMPLAINS.search(" " + line[program.end() :]):
             return line
     return ""
 
 
+def _read_line(text: str, end: int) -> str:
+    """The line behind the end of another."""
+    return text[end + 1 : end + 1 + _LONGEST_LINE].partition("\n")[0]
+
+
 def _is_marked(said: str, *, worded: bool) -> bool:
     """Whether a field or a code says that it failed; `worded` as above."""
-    if ((worded or has_any(said, _WELL_WORDS)) and _FIELD.search(said)) or ("usage:" in said and _USAGE.search(said)):
+    if (worded or finds_any(said, _WELL_WORDS)) and finds_any(said, _FIELDS):
         return True
-    for word in _CODE_WORDS:  # looked for one by one: where a pattern may start with any, it looks for none of them fast
-        place = said.find(word)
-        while place >= 0:
-            if _CODE.match(said, place):
-                return True
-            place = said.find(word, place + 1)
-    return False
+    return finds_any(said, _CODES) or ("usage:" in said and _USAGE.search(said) is not None)
 
 
 def _tell_kind(line: str) -> Failure:
-    if _TRANSIENT.search(line):
+    if finds_any(line, _TRANSIENT):
         return TRANSIENT
-    if _MISSING.search(line) and not _NO_TOOL.search(line):
+    if finds_any(line, _MISSING) and not _NO_TOOL.search(line):
         return MISSING
     return FATAL

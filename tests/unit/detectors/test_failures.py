@@ -7,8 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.detectors.failures import (
+    _BEGINS,
+    _MAY_BE_WITHIN,
+    _MAY_BEGIN,
     _NO_FAILURE,
+    _NO_FAILURES,
     _STEMS,
+    _WITHIN,
     _WORDS,
     FATAL,
     MISSING,
@@ -19,7 +24,7 @@ from extproc.detectors.failures import (
     is_error,
     read_failure,
 )
-from extproc.detectors.results import has_any
+from extproc.detectors.results import finds_any
 from tests.support.tool_results import TOOL_RESULTS
 
 
@@ -161,12 +166,28 @@ _PIECES = [
     *("usage", "null", '":', "[]", "false", "true", "is_", "isError", "message", '"text": "', "\\n", "502 ", "http/1", "a.c"),
     *("error", "Failed", "exception", "failure", "not", "found", "timed out", "denied", "must ", *" _:=-10\nx\u00e9\x1e"),
 ]
+_BEGINNINGS = [
+    *("fatal", "panic", "\nkilled\n", "e:", "[a]:", "parse ", "err!", "a:1:2: ", "\n404 gone", "3 problems\n"),
+    *("\n500 bad", "http/1.1 4", "\naborted\n", "segmentation fault", "err_", "build ", "--- ", "# "),
+    *("traceback (most", "(", ")", ": ", "***"),
+]
 
 
 @given(st.lists(st.sampled_from(_PIECES), max_size=30).map("".join))
 def test_a_quick_look_misses_no_failure(text: str) -> None:
     """Looking for parts of words first spares the patterns their search, and changes nothing."""
     assert_quick_looks_are_right(text.lower())
+
+
+@given(st.lists(st.sampled_from(_PIECES + _BEGINNINGS), max_size=12).map("".join))
+def test_a_quick_look_misses_no_line(text: str) -> None:
+    """The same for each of the patterns that read lines."""
+    said = text.lower()
+
+    assert finds_any(said, _NO_FAILURES) is (_NO_FAILURE.search(said) is not None)
+    assert finds_any(said, _MAY_BE_WITHIN) or _WITHIN.search(said) is None
+    for line in said.split("\n"):
+        assert finds_any("\n" + line, _MAY_BEGIN) or _BEGINS.match(line) is None
 
 
 @pytest.mark.parametrize("kind_and_text", TOOL_RESULTS)
@@ -177,16 +198,17 @@ def test_a_quick_look_misses_none_of_the_results(kind_and_text: tuple[str, str])
 
 def assert_quick_looks_are_right(said: str) -> None:
     """Nothing is found that a look for parts of words rules out."""
-    worded = has_any(said, _WORDS)
+    worded = finds_any(said, _WORDS)
     line, marked = _find_line(said, worded=True), _is_marked(said, worded=True)
 
-    assert has_any(said, _STEMS) or not (line or marked)
+    assert finds_any(said, _STEMS) or not (line or marked)
     assert worded or _NO_FAILURE.search(said) is None
     assert (_find_line(said, worded=worded), _is_marked(said, worded=worded)) == (line, marked)
 
 
 _HOSTILE = [
     *("error ", "a: ", "1:1: ", "<", "<a", "[", '"', '"message":"', 'text="', "exit ", "status 200 ", "no errors ", "usage:\n"),
+    *("404 ", "4000", "err!", "]:", "\ne:", "no of 1 ", "no a ", "fail\x1e", "1 error", "timeout ", "without "),
     *("0 ", "(error", "\n", "a\n", " " * 99 + "a", "not ", "cannot\n", "failed:", "x" * 99 + " ", "\\n", "\x1e", "2026-"),
 ]
 
