@@ -80,7 +80,9 @@ for _api in APIS:
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
 _TOOLLESS: Final = [search for search, endpoint in _PATHS if not endpoint.needs_tool]
-_MODELLESS: Final = [search for search, endpoint in _PATHS if not endpoint.asks_model]
+_find_modelless: Final = re.compile(
+    "|".join([f"(?:{pattern})" for api in APIS for pattern, endpoint in api.paths.items() if not endpoint.asks_model])
+).search
 _WEBSOCKETS: Final = [search for search, endpoint in _PATHS if endpoint.websocket]
 
 
@@ -115,7 +117,7 @@ def takes_websocket(path: str) -> bool:
 
 def asks_model(path: str) -> bool:
     """Whether a model may answer requests on this path; not so if the API only counts tokens."""
-    return not any(search(path) for search in _MODELLESS)
+    return _find_modelless(path) is None  # one pattern, because every request of a session is asked for
 
 
 def list_models(model: str) -> list[str]:
