@@ -10,6 +10,7 @@ A client sends its history again with each request, longer by a turn. So a messa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
@@ -239,20 +240,16 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
         shown = read_transcript(conversation)
     except NotCounted:
         return None
-    if prefilled not in shown.places:
-        shown.places[prefilled] = _find_place(conversation.shape, shown.first, shown.turns[:-1] if prefilled else shown.turns)
+    if prefilled in shown.places:
+        return shown.places[prefilled]
+    turns, place = shown.turns[:-1] if prefilled else shown.turns, None
+    if len(turns) <= _MOST_SHOWN:
+        with suppress(NotCounted):
+            opening = _look(conversation.shape, shown.first).hash if shown.first is not None else b""
+            place = ChainPlace(opening, turns)
         start_looking()
-    return shown.places[prefilled]
-
-
-def _find_place(shape: Shape, first: Any, turns: list[bytes]) -> ChainPlace | None:  # noqa: ANN401  # of the shape's
-    if len(turns) > _MOST_SHOWN:
-        return None
-    try:
-        opening = _look(shape, first).hash if first is not None else b""
-    except NotCounted:
-        return None
-    return ChainPlace(opening, turns)
+    shown.places[prefilled] = place
+    return place
 
 
 def read_place(document: Document) -> ChainPlace | None:

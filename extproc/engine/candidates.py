@@ -447,7 +447,9 @@ class LoopCandidate(Candidate):
         memory = self.memory
         if memory is None or not memory.waits:
             return
-        for answer in reversed(answers) if not _is_whole(answers) else answers[:1]:
+        first = answers[0]
+        whole = isinstance(first, Trail) and first.whole
+        for answer in answers[:1] if whole else reversed(answers):
             follows = isinstance(answer, Trail)
             self.repeat = memory.recall(answer.entries if isinstance(answer, Trail) else answer, followed=follows)
             if self.repeat is not None and self.repeat.looping:
@@ -502,11 +504,6 @@ class LoopCandidate(Candidate):
         scope, name = self._name
         name = self._renew(name) if self.overrides else name
         self.hit = self.detector.make_hit(scope, self.tenant, name, self.subject, self.repeat)
-
-
-def _is_whole(answers: Sequence[Kept]) -> bool:
-    first = answers[0]
-    return isinstance(first, Trail) and first.whole
 
 
 class SessionCandidate(Candidate):

@@ -309,7 +309,7 @@ class SessionGuard:
 
     def make_link(self, scope: str, tenant: str, place: ChainPlace, fresh: bytes) -> ChainLink:
         """What the store is asked about the conversation that a request shows; `fresh` is its name if it begins there."""
-        return self._chains.make_link(self.name, scope, tenant, "", place, b"")._replace(fresh=fresh)
+        return self._chains.make_link(self.name, scope, tenant, "", place, b"", fresh)
 
     def make_step(  # noqa: PLR0913  # all that a ledger is told
         self,

@@ -142,9 +142,12 @@ class Chains:
         self._ttl_ms = min(idle_seconds * 1000, _MAX_MS)
 
     def make_link(  # noqa: PLR0913  # all that tells conversations apart
-        self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes
+        self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes, fresh: bytes = b""
     ) -> ChainLink:
-        """What the store is asked about a request, for one detector; below the session's name, where it has one."""
+        """What the store is asked about a request, for one detector; below the session's name, where it has one.
+
+        `fresh` is the name of the conversation if it begins there; empty where no names are asked for.
+        """
         start, end = f"{self._start}{detector}:{scope}:{session}:", f":{tenant}"
         return ChainLink(
             f"{start}{place.node.hex()}{end}",
@@ -157,6 +160,7 @@ class Chains:
             entry,
             self._ttl_ms,
             MAX_CALLER_BYTES,
+            fresh,
         )
 
 
