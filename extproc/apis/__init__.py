@@ -9,7 +9,7 @@ because gateways mix them.
 from __future__ import annotations
 
 import re
-from functools import reduce
+from functools import lru_cache, reduce
 from importlib import import_module
 from operator import or_
 from pkgutil import iter_modules
@@ -80,9 +80,8 @@ for _api in APIS:
 _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
 _TOOLLESS: Final = [search for search, endpoint in _PATHS if not endpoint.needs_tool]
-_find_modelless: Final = re.compile(
-    "|".join([f"(?:{pattern})" for api in APIS for pattern, endpoint in api.paths.items() if not endpoint.asks_model])
-).search
+_MODELLESS: Final = [search for search, endpoint in _PATHS if not endpoint.asks_model]
+_MOST_PATHS: Final = 128  # that are known, because every request of a session asks
 _WEBSOCKETS: Final = [search for search, endpoint in _PATHS if endpoint.websocket]
 
 
@@ -115,9 +114,10 @@ def takes_websocket(path: str) -> bool:
     return any(search(path) for search in _WEBSOCKETS)
 
 
+@lru_cache(_MOST_PATHS)
 def asks_model(path: str) -> bool:
     """Whether a model may answer requests on this path; not so if the API only counts tokens."""
-    return _find_modelless(path) is None  # one pattern, because every request of a session is asked for
+    return not any(search(path) for search in _MODELLESS)
 
 
 def list_models(model: str) -> list[str]:
