@@ -9,7 +9,7 @@ because gateways mix them.
 from __future__ import annotations
 
 import re
-from functools import reduce
+from functools import lru_cache, reduce
 from importlib import import_module
 from operator import or_
 from pkgutil import iter_modules
@@ -81,6 +81,7 @@ _HEADERS: Final = [pair for api in APIS for pair in api.headers.items()]
 _KEYS: Final = [pair for api in reversed(APIS) for pair in api.keys.items()]
 _TOOLLESS: Final = [search for search, endpoint in _PATHS if not endpoint.needs_tool]
 _MODELLESS: Final = [search for search, endpoint in _PATHS if not endpoint.asks_model]
+_MOST_PATHS: Final = 128  # that are known, because every request of a session asks
 _WEBSOCKETS: Final = [search for search, endpoint in _PATHS if endpoint.websocket]
 
 
@@ -113,6 +114,7 @@ def takes_websocket(path: str) -> bool:
     return any(search(path) for search in _WEBSOCKETS)
 
 
+@lru_cache(_MOST_PATHS)
 def asks_model(path: str) -> bool:
     """Whether a model may answer requests on this path; false if the API only counts tokens."""
     return not any(search(path) for search in _MODELLESS)

@@ -193,7 +193,10 @@ class Conversation:
                 return TOOLS
         if self.before.after:  # a server that keeps the history may keep the tools
             return ""
-        return "" if any(_holds(getattr(self._body, key)) for key in _KEPT_TOOLS) else NO_TOOLS
+        for key in _KEPT_TOOLS:
+            if _holds(getattr(self._body, key)):
+                return ""
+        return NO_TOOLS
 
     def find_field(self, key: str) -> Raw | None:
         """The raw value of a key of the body, ABSENT if missing; None for a key that is skipped."""
@@ -490,10 +493,11 @@ def _find_hint(tool: dict[str, Json]) -> bool | None:
 
 def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
     """Whether the key has a value."""
+    if value is ABSENT:  # as most keys are
+        return False
     if not isinstance(value, Raw):
         return bool(value)
-    raw = bytes(value)
-    return len(raw) > _LONGEST_NOTHING or b"".join(raw.split()) not in {b"", b"null", b"[]", b"{}"}
+    return len(value) > _LONGEST_NOTHING or b"".join(bytes(value).split()) not in {b"", b"null", b"[]", b"{}"}
 
 
 def _follow(value: Json, path: tuple[str, ...]) -> Json:

@@ -10,6 +10,7 @@ A client sends its history again with each request, longer by a turn. So a messa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
@@ -126,16 +127,16 @@ class Transcript(NamedTuple):
     """What a conversation shows.
 
     Attributes:
-        opening: hash of what the user said first, empty where that is nothing; None where it cannot be read.
+        first: what the user said first; None for nothing.
         messages: what each shows, the oldest first, OTHERS in place of those of others.
         turns: hashes of what the assistant said; messages of its own that stand side by side are one turn.
         places: what `find_place` has found: for all turns, and for all but a newest one that is prefilled.
     """
 
-    opening: bytes | None
+    first: Any
     messages: list[ShownMessage]
     turns: list[bytes]
-    places: list[ChainPlace | None]
+    places: dict[bool, ChainPlace | None]
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
@@ -196,13 +197,8 @@ def _read(conversation: Conversation) -> Transcript:
         else:
             turns.append([message.hash])
         goes_on = True
-    start_looking()  # with bounds of its own, so that no call is hidden by it
-    try:
-        opening = _look(shape, first).hash if first is not None else b""
-    except NotCounted:
-        opening = None
     joined = [turn[0] if len(turn) == 1 else digest(b"".join(turn), _ID) for turn in turns]
-    return Transcript(opening, messages, joined, [None, None])
+    return Transcript(first, messages, joined, {})
 
 
 def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the shape's
@@ -244,13 +240,15 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
         shown = read_transcript(conversation)
     except NotCounted:
         return None
-    known = shown.places[prefilled]
-    if known is not None:
-        return known
-    turns = shown.turns[:-1] if prefilled else shown.turns
-    if shown.opening is None or len(turns) > _MOST_SHOWN:
-        return None
-    place = shown.places[prefilled] = ChainPlace(shown.opening, turns)
+    if prefilled in shown.places:
+        return shown.places[prefilled]
+    turns, place = shown.turns[:-1] if prefilled else shown.turns, None
+    if len(turns) <= _MOST_SHOWN:
+        with suppress(NotCounted):
+            opening = _look(conversation.shape, shown.first).hash if shown.first is not None else b""
+            place = ChainPlace(opening, turns)
+        start_looking()
+    shown.places[prefilled] = place
     return place
 
 

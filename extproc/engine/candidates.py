@@ -222,6 +222,7 @@ class Candidate:
     __slots__ = (
         "_earlier",
         "_in_head",
+        "_known",
         "_now",
         "_of_caller",
         "_standing",
@@ -278,6 +279,7 @@ class Candidate:
         self.labels = NO_LABELS
         self._earlier: list[tuple[str, str]] = []
         self._in_head = session
+        self._known: Caller | None = None
         self._of_caller: Sequence[ActiveOverride] = ()
         self._standing: Overrides | None = None
         self._now = 0.0
@@ -305,12 +307,16 @@ class Candidate:
     def _know_caller(self, tenant: str) -> Caller:
         """All names by which orders may refer to the caller; `tenant` is empty while it is not known."""
         aliases, descriptors = self.plan.aliases, [self.values]
-        names = [tenant, *self.list_credentials()]
-        names += [aliases[known] for known in names if known in aliases]
+        names = self.list_credentials()
+        if tenant:
+            names.append(tenant)
+        if aliases:
+            names += [aliases[known] for known in names if known in aliases]
         if self._earlier:
             descriptors.append([*self._earlier, *self.values[len(self._earlier) :]])
-            names.append(hash_tenant(join_descriptors(descriptors[1])) if tenant else "")
-        return Caller(list(dict.fromkeys([name for name in names if name])), descriptors)
+            if tenant:
+                names.append(hash_tenant(join_descriptors(descriptors[1])))
+        return Caller(list(dict.fromkeys(names)), descriptors)
 
     @property
     def is_allowed(self) -> bool:
@@ -362,12 +368,13 @@ class Candidate:
 
     def _look_up_caller(self, tenant: str) -> None:
         if self._standing is not None:
-            self._of_caller = self._standing.find_by_head(self.plan.id, self._now, self._know_caller(tenant))
+            self._known = self._know_caller(tenant)
+            self._of_caller = self._standing.find_by_head(self.plan.id, self._now, self._known)
             self.overrides = self._of_caller
 
     def _look_up(self, standing: Overrides) -> None:
         tools = self.repeat.tools if self.repeat is not None else self.subject.tools
-        caller = self._know_caller(self.tenant)
+        caller = self._known or self._know_caller(self.tenant)
         found = standing.find_by_body(self.plan.id, self._now, caller, self.session, self.fingerprint, tools)
         self.overrides = [*self._of_caller, *found] if found else self._of_caller
 
@@ -440,7 +447,9 @@ class LoopCandidate(Candidate):
         memory = self.memory
         if memory is None or not memory.waits:
             return
-        for answer in reversed(answers) if not _is_whole(answers) else answers[:1]:
+        first = answers[0]
+        whole = isinstance(first, Trail) and first.whole
+        for answer in answers[:1] if whole else reversed(answers):
             follows = isinstance(answer, Trail)
             self.repeat = memory.recall(answer.entries if isinstance(answer, Trail) else answer, followed=follows)
             if self.repeat is not None and self.repeat.looping:
@@ -495,11 +504,6 @@ class LoopCandidate(Candidate):
         scope, name = self._name
         name = self._renew(name) if self.overrides else name
         self.hit = self.detector.make_hit(scope, self.tenant, name, self.subject, self.repeat)
-
-
-def _is_whole(answers: Sequence[Kept]) -> bool:
-    first = answers[0]
-    return isinstance(first, Trail) and first.whole
 
 
 class SessionCandidate(Candidate):

@@ -120,19 +120,21 @@ class _Shape:
         key = f"{target.caller}\n{hashes}{target.session}{target.fingerprint}{target.tool}"
         self._filed.setdefault(key, []).append(override)
 
-    def find(self, caller: Caller, session: str, fingerprint: str, tools: Sequence[str]) -> Sequence[ActiveOverride]:
+    def find(self, caller: Caller, session: str, fingerprint: str, tools: Sequence[str]) -> list[ActiveOverride]:
         """The overrides that match a request; fields that are not known yet are empty."""
         if (self._session and not session) or (self._fingerprint and not fingerprint):
             return _NOTHING
         rest = f"{session if self._session else ''}{fingerprint if self._fingerprint else ''}"
-        named = [_hash_descriptors(self.names, values) for values in caller.descriptors] if self.names else [""]
-        found: list[ActiveOverride] = []
-        for name in caller.names if self._caller else [""]:
+        named = _ANY
+        if self.names:
+            named = [hashes for values in caller.descriptors if (hashes := _hash_descriptors(self.names, values))]
+        found = _NOTHING
+        for name in caller.names if self._caller else _ANY:
             for hashes in named:
-                if self.names and not hashes:
-                    continue
-                for tool in dict.fromkeys(tools) if self._tool else [""]:
-                    found += self._filed.get(f"{name}\n{hashes}{rest}{tool}", _NOTHING)
+                for tool in list(dict.fromkeys(tools)) if self._tool else _ANY:
+                    filed = self._filed.get(f"{name}\n{hashes}{rest}{tool}")
+                    if filed is not None:
+                        found = [*found, *filed]
         return found
 
 
@@ -146,12 +148,14 @@ class Caller:
 
     __slots__ = ("descriptors", "names")
 
-    def __init__(self, names: Sequence[str], descriptors: Sequence[Sequence[tuple[str, str]]]) -> None:
+    def __init__(self, names: list[str], descriptors: list[list[tuple[str, str]]]) -> None:
         self.names = names
         self.descriptors = descriptors
 
 
 _NOTHING: Final[list[ActiveOverride]] = []
+_ANY: Final = [""]
+"""In place of the values of a field that a shape does not name."""
 
 
 class Overrides:
@@ -220,12 +224,15 @@ def _select(filed: Sequence[ActiveOverride], policy: str, now: float) -> list[Ac
     return [override for override in filed if now < override.ends and override.policy in (ALL_POLICIES, policy)]
 
 
-def _hash_descriptors(names: Sequence[str], values: Sequence[tuple[str, str]]) -> str:
+def _hash_descriptors(names: tuple[str, ...], values: list[tuple[str, str]]) -> str:
     """The hashes of these descriptors of a request, joined; empty if it lacks one."""
-    known = dict(values)
-    if any(name not in known for name in names):
-        return ""
-    return "".join([hash_descriptor(name, known[name]) for name in names])
+    hashes, known = "", dict(values)
+    for name in names:
+        value = known.get(name)
+        if value is None:
+            return ""
+        hashes += hash_descriptor(name, value)
+    return hashes
 
 
 def hash_descriptor(name: str, value: str) -> str:

@@ -487,6 +487,8 @@ class Plan:
 
     def list_credentials(self, values: Sequence[tuple[str, str]]) -> list[str]:
         """The hashes of secrets among a request's descriptors, each once."""
+        if not self._secrets:
+            return []
         found = [
             value[len(prefix) :]
             for name, value in values
@@ -504,6 +506,8 @@ class Plan:
 
         Empty if all values are the same.
         """
+        if not self._secrets:
+            return []
         plain = {name: read_plainly(request, key) for name, prefix, key in self._secrets if not prefix and key != CREDENTIAL}
         return [(name, plain.get(name, value)) for name, value in values] if plain else []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from time import perf_counter, time
 
 from extproc.bounded import LRU
@@ -23,7 +22,7 @@ from extproc.operator.incident_table import IncidentTable
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
-from extproc.operator.table import find_known
+from extproc.operator.table import UNKNOWN, find_known
 from extproc.sessions.limits import NARROW, UNNAMED, SessionSubject
 from extproc.store.rules.session import Standing
 
@@ -166,8 +165,9 @@ class Reporter:
                 metrics.session_overflow.labels(policy).inc()
             name = RunName(candidate.tenant, policy, mode, candidate.session)
             tool = candidate.find_last_tool()
-            known = partial(find_known, candidate)
-            self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now, known)
+            run = self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now)
+            if run.known is UNKNOWN:
+                run.known = find_known(candidate)
 
     def _report_unnamed(self, candidate: SessionCandidate, now: float) -> None:
         """A request of no session: how many there are is logged once a minute."""

@@ -5,13 +5,12 @@ What a session has used up comes from its ledger, which all replicas share; this
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
 from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
-from extproc.operator.table import NAME_SHOWN, UNKNOWN, KnownAs, Table, cut_caller
+from extproc.operator.table import NAME_SHOWN, UNKNOWN, Table, cut_caller
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
@@ -107,22 +106,12 @@ class SessionTable(Table[Run, SessionDocument]):
     """The sessions of one process."""
 
     def note(  # noqa: PLR0913  # what is known of a request
-        self,
-        name: RunName,
-        caller: list[tuple[str, str]],
-        standing: Standing,
-        model: str,
-        tool: str,
-        call: bytes,
-        now: float,
-        find_known: Callable[[], KnownAs] = lambda: UNKNOWN,
-    ) -> None:
-        """One request of a session: `standing` is its step's answer, `call` the step's name; `find_known` is asked once."""
+        self, name: RunName, caller: list[tuple[str, str]], standing: Standing, model: str, tool: str, call: bytes, now: float
+    ) -> Run:
+        """One request of a session: `standing` is its step's answer, `call` the step's name."""
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
-        if run.known is UNKNOWN:
-            run.known = find_known()
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
         if standing.limit:
@@ -130,6 +119,7 @@ class SessionTable(Table[Run, SessionDocument]):
             run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
         else:
             run.add_call(call, model, tool, now)
+        return run
 
     def note_unnamed(self, name: RunName, caller: list[tuple[str, str]], now: float) -> None:
         """One request of a caller for which nothing names a session, limited or not; the rest as for `note`."""

@@ -98,7 +98,7 @@ class Patch:
         root: the whole value, without white space around it.
     """
 
-    __slots__ = ("_added", "_children", "_gone", "_left", "_new", "_tails", "_text", "data", "root")
+    __slots__ = ("_added", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "data", "root")
 
     def __init__(self, data: bytes) -> None:
         """Open a body, without changes.
@@ -113,8 +113,8 @@ class Patch:
         check_members(data)
         self.data = data
         self._text = data  # the same length, but readable for msgspec
-        dense = data.count(b",") + data.count(b"[") + data.count(b"{") > len(data) >> _DENSE_BITS
-        self._left = _DENSE_STEPS if dense else MAX_STEPS
+        self._left = _DENSE_STEPS
+        self._more = MAX_STEPS - _DENSE_STEPS
         self._children: dict[Value, list[Value]] = {}
         self._gone: dict[Value, Collection[int]] = {}
         self._new: dict[Value, bytes] = {}
@@ -147,7 +147,16 @@ class Patch:
         """
         self._left -= steps
         if self._left < 0:
-            raise NotCounted(_INSPECT_LIMIT)
+            self._add_steps()
+            if self._left < 0:
+                raise NotCounted(_INSPECT_LIMIT)
+
+    def _add_steps(self) -> None:
+        """Add the steps that only a body has which is not dense; most edits take fewer, so it is rarely counted."""
+        data = self.data
+        if data.count(b",") + data.count(b"[") + data.count(b"{") <= len(data) >> _DENSE_BITS:
+            self._left += self._more
+        self._more = 0
 
     def take_whole(self, value: Value) -> None:
         """Charge the steps for decoding a whole value.
@@ -228,7 +237,7 @@ class Patch:
         found = self._children.get(value)
         if found is None:
             text, found = self._text, []
-            items = self._decode_items(value, self._left)
+            items = self._decode_items(value, 0)
             self.take(len(items))
             place = value.start + 1
             for item in items:
@@ -245,7 +254,7 @@ class Patch:
             NotCounted: there are too many, or too much space between them.
         """
         text, place = self._text, value.end - 1
-        items = self._decode_items(value, self._left << _RAW_BITS) if self.is_list(value) else []
+        items = self._decode_items(value, _RAW_BITS) if self.is_list(value) else []
         self.take(len(items) >> _RAW_BITS)
         for left in range(len(items), 0, -1):
             item = items[left - 1]
@@ -262,15 +271,18 @@ class Patch:
         space = self._text[max(0, place - _MAX_SPACE) : place]
         return place - len(space) + len(space.rstrip(_SPACE))
 
-    def _decode_items(self, value: Value, most: int) -> list[Raw]:
-        """The raw elements of a list; if there may be more than `most`, they have to be objects."""
+    def _decode_items(self, value: Value, bits: int) -> list[Raw]:
+        """The raw elements of a list; 2 to the power of `bits` take a step, and too many have to be objects."""
         raw = self._text[value.start : value.end]
-        if raw.count(b",") >= most:
+        commas = raw.count(b",") if len(raw) > 2 * self._left << bits else 0  # an element takes two bytes with its comma
+        if commas >= self._left << bits:
+            self._add_steps()
+        if commas >= self._left << bits:
             try:
                 count = len(self.decode(raw, _decode_objects))
             except ValidationError:
                 raise NotCounted(_INSPECT_LIMIT) from None
-            if count > most:
+            if count > self._left << bits:
                 raise NotCounted(_INSPECT_LIMIT)
         items: list[Raw] = self.decode(raw, _decode_items)
         return items

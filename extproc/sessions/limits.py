@@ -309,7 +309,7 @@ class SessionGuard:
 
     def make_link(self, scope: str, tenant: str, place: ChainPlace, fresh: bytes) -> ChainLink:
         """The store's question about the conversation in a request; `fresh` becomes its name if it begins there."""
-        return self._chains.make_link(self.name, scope, tenant, "", place, b"")._replace(fresh=fresh)
+        return self._chains.make_link(self.name, scope, tenant, "", place, b"", fresh)
 
     def make_step(  # noqa: PLR0913  # everything that a ledger needs
         self,

@@ -141,9 +141,12 @@ class Chains:
         self._ttl_ms = min(idle_seconds * 1000, _MAX_MS)
 
     def make_link(  # noqa: PLR0913  # everything that distinguishes conversations
-        self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes
+        self, detector: str, scope: str, tenant: str, session: str, place: ChainPlace, entry: bytes, fresh: bytes = b""
     ) -> ChainLink:
-        """The store's question about a request, for one detector, below the session's name if it has one."""
+        """The store's question about a request, for one detector, below the session's name if it has one.
+
+        `fresh` becomes the name of a conversation that begins there; empty if no names are needed.
+        """
         start, end = f"{self._start}{detector}:{scope}:{session}:", f":{tenant}"
         return ChainLink(
             f"{start}{place.node.hex()}{end}",
@@ -156,6 +159,7 @@ class Chains:
             entry,
             self._ttl_ms,
             MAX_CALLER_BYTES,
+            fresh,
         )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.trace import REQUESTS, trace
 
-BUDGET = {"exact": (15, 90), "turns": (37, 230), "session": (37, 236)}
+BUDGET = {"exact": (15, 90), "turns": (37, 229), "session": (37, 235)}
 """Modules and functions at most, by request."""
 
 
