@@ -164,6 +164,7 @@ def _name_session(document: Document, candidate: LoopCandidate) -> str:
     """The session of a request, 16 hex digits: its own, or what its user and its assistant said first."""
     named = candidate.session.encode()
     if not named:
-        shown = read_transcript(open_conversation(document))
-        named = b"%b %b" % (shown.opening or b"", shown.turns[0] if shown.turns else b"")
+        conversation = open_conversation(document)
+        turns = read_transcript(conversation).turns
+        named = b"%b %b" % (conversation.read_first_words().encode(), turns[0] if turns else b"")
     return digest(b"%b %b" % (candidate.tenant.encode(), named)).hex()
