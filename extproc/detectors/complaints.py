@@ -35,5 +35,5 @@ def complains(text: str) -> bool:
     (True, False)
     """
     said = " " + text[:_SAID_WITHIN].lower().replace("\u2019", "'")
-    may = any([stem in said for stem in _STEMS])  # a list: compiled code reads a generator to its end as well
+    may = sum([stem in said for stem in _STEMS]) > 0
     return may and _COMPLAINT.search(said) is not None
