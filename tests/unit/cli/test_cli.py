@@ -232,7 +232,7 @@ def test_explain_reads_a_body_from_a_file(capsys: pytest.CaptureFixture[str], tm
             {"refuse_as": "completion"},
             "then reject with an answer of the API, or if that is unknown with 429 (R",
         ),
-        ("enforce", {"reject_status": "auto"}, "then reject with 429, or 400 if the client is known to retry that (Retry-"),
+        ("enforce", {"reject_status": "auto"}, "then reject with 429, or 400 for clients that retry that (Retry-"),
         ("shadow", {"window_type": "fixed"}, "then report: would reject with 429 (Retry-After: 60); window fixed, 60 s"),
     ],
 )
@@ -614,7 +614,8 @@ def test_validate_knows_every_field_of_a_list(capsys: pytest.CaptureFixture[str]
 
     accepted, refused = Run(capsys, "validate", good), Run(capsys, "validate", written(tmp_path / "bad.json", bad))
 
-    assert (accepted.code, accepted.out, accepted.err) == (0, "good: 1 policy in 1 file\n", "")
+    assert (accepted.code, accepted.out) == (0, "good: 1 policy in 1 file\n")
+    assert "/loop_detection/3: reject_status is not set: several agents retry a 429 for minutes" in accepted.err
     assert refused.code == 1
     assert [line.removeprefix(f"{tmp_path}/bad.json: /spec/") for line in refused.err.splitlines()] == [
         "bypass/0/headers: unknown key; did you mean header?",
