@@ -147,7 +147,9 @@ AGENTS: dict[str, tuple[Callable[[Job], Iterator[Turn]], Any]] = {
 @cache
 def sdk_errors() -> tuple[type[Exception], ...]:
     """What any of these agents may be stopped by."""
+    import anthropic
+    import openai
     from botocore.exceptions import ClientError as BedrockError
     from google.genai.errors import ClientError as GeminiError
 
-    return (*list_refusals(), GeminiError, BedrockError)
+    return (*list_refusals(), openai.BadRequestError, anthropic.BadRequestError, GeminiError, BedrockError)
