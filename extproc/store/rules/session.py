@@ -500,7 +500,13 @@ class Ledger:
 
     def _sort_out(self, asked: Step, times: int) -> bytes:
         """Tell side requests from steps; returns the identity of the repeated step, or the request's own."""
-        has_tools = any(repeated // _OFFER == OFFERS_TOOLS for repeated in self.identities.values())
+        if asked.offer != OFFERS_NONE and self.steps > MAX_RETRIES_PER_STEP:
+            return asked.identity  # as for nearly all requests
+        has_tools = False
+        for repeated in self.identities.values():
+            if repeated // _OFFER == OFFERS_TOOLS:
+                has_tools = True
+                break
         if asked.offer == OFFERS_NONE:
             return next(reversed(self.identities)) if has_tools and times < 0 else asked.identity
         none = [repeated // _OFFER == OFFERS_NONE for repeated in self.identities.values()]
