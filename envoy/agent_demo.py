@@ -64,6 +64,7 @@ class Scene:
         refused: the request after them is refused; otherwise the agent comes to its end.
         path: before the `/v1` of the API.
         detour: what the model asks for once it has read a note of the gateway's; None if it ignores notes.
+        landing: its last answer, when a note asks for one; empty for a model that gives none.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Scene:
     refused: bool = True
     path: str = ""
     detour: Script | None = None
+    landing: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,14 +194,16 @@ def _scenes() -> list[Scene]:
             detour=lambda number: restored[number],
         ),
         Scene(
-            "deaf",
-            "The same agent with a model that ignores notes: steered twice, then refused (openai SDK, chat)",
+            "landed",
+            "The same agent with a model that ignores notes: steered twice, then asked for an answer without tools (openai, chat)",
             chat_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: no such file")},
             lambda _: [read],
-            turns=5,
+            turns=6,
+            refused=False,
             path="/steered",
+            landing="The app does not start because a file is missing. I could not restore it.",
         ),
     ]
 
@@ -310,6 +314,8 @@ async def _play(  # noqa: PLR0913  # the scene, and all that it takes place amon
     model.scripts[user] = scene.script
     if scene.detour is not None:
         model.detours[user] = scene.detour
+    if scene.landing:
+        model.landings[user] = scene.landing
     before = _requests(ports)
     tasks = iter(scene.tasks)
     turns, refusal, answered = 0, None, True

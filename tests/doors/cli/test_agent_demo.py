@@ -63,7 +63,7 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
         "        [~loopguard~ Note from the gateway, not from the tool: Loop detected: 3 of the last 3 turns were",
         "     4  ask_operator()                        restored from the backup",
         "  ok   steered     not refused after 5 turns; 5 requests sent, 5 reached the model",
-        "  ok   deaf        refused after 5 turns; 6 requests sent, 5 reached the model",
+        "  ok   landed      not refused after 6 turns; 6 requests sent, 6 reached the model",
         "8 of 8 scenes ended as expected.",
     ):
         assert f"\n{line}\n" in output
@@ -132,7 +132,7 @@ def test_help_has_examples() -> None:
     shown = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
 
     assert "make demo-agent ARGS='--scene cycle'" in shown
-    assert "{chat,progress,responses,anthropic,stored,cycle,steered,deaf}" in shown
+    assert "{chat,progress,responses,anthropic,stored,cycle,steered,landed}" in shown
 
 
 def test_make_installs_the_sdks_and_passes_flags() -> None:
