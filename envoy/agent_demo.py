@@ -195,7 +195,7 @@ def _scenes() -> list[Scene]:
         ),
         Scene(
             "landed",
-            "The same agent with a model that ignores notes: steered twice, then asked for an answer without tools (openai, chat)",
+            "The same agent with a model that ignores notes: in the end, it has to answer without tools (openai SDK)",
             chat_agent,
             ["Why does the app not start?"],
             {"read_file": _saying("error: no such file")},
