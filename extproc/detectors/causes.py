@@ -7,7 +7,8 @@ itself, or declares too much, no cause is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -19,11 +20,11 @@ from extproc.apis.conversation import TOOL_KEYS, Conversation
 from extproc.apis.messages import CALL
 from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS
-from extproc.detectors.failures import TRANSIENT
-from extproc.detectors.loops import CYCLE, REPEAT
+from extproc.detectors.failures import TRANSIENT, find_complaint
+from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
 from extproc.detectors.turn import Turn, read_turns
 from extproc.request.document import ABSENT, Document, Json, NotCounted, decode_json
-from extproc.request.quoting import MAX_QUOTED, quote, quote_all
+from extproc.request.quoting import MAX_QUOTED, quote
 
 MISSING_ARGUMENT: Final = "missing_argument"
 WRONG_ARGUMENT: Final = "wrong_argument"
@@ -39,7 +40,10 @@ _LONGEST_LIST: Final = 262_144
 
 _LONGEST_SCHEMA: Final = 65_536
 _MOST_NAMED: Final = 3
-"""Most arguments, tools and values to name."""
+"""Most similar tools to name."""
+
+_MOST_JOINED: Final = 8
+_IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
 _MOST_TOOLS: Final = 500
 _MOST_COMPARED: Final = 256
@@ -52,6 +56,14 @@ _LONGEST_QUOTE: Final = 200
 _NEAR: Final = 0.4
 """Least share of pairs of letters that the names of similar tools have in common (Dice's coefficient)."""
 
+_EQUAL: Final = frozenset({REPEAT, RESULT, ERROR, ""})
+"""Rules by which all results are equal."""
+
+_WORTH_QUOTING: Final = re.compile(r"[^\W\d_]{2}.*[^>]$|[^\W_]{1,32}$")
+"""A line with a word in it that is more than a tag."""
+
+_AROUND: Final = " .,'\"`"
+_QUOTES: Final = frozenset("\u201c\u201d")
 _JOINTS: Final = {ord(sign): None for sign in "_-./: "}
 _FAILED: Final = "\x15"  # as `Turn.result` marks a failure
 
@@ -72,11 +84,13 @@ class Cause(NamedTuple):
 
     Attributes:
         kind: one of the kinds above.
-        text: whole sentences for the model.
+        text: what is wrong, in whole sentences for the model.
+        advice: what to do about it, in the same way; empty if nothing is known.
     """
 
     kind: str
     text: str
+    advice: str = ""
 
 
 def find_cause(document: Document, repeat: Repeat | None) -> Cause | None:
@@ -94,52 +108,79 @@ def find_cause(document: Document, repeat: Repeat | None) -> Cause | None:
         newest = next(turns, None)
         if newest is None:
             return None
+        if repeat.rule == CYCLE:
+            length = repeat.calls // max(repeat.count, 1)
+            return _explain_cycle(conversation, [newest, *islice(turns, length - 1)], repeat)
         if not newest.failed:
-            return _name_steps(newest, turns, repeat) if repeat.rule == CYCLE else _quote_result(newest)
-        return _blame_call(conversation, newest, repeat) or _quote_failure(newest)
+            return _quote_result(newest)
+        return _blame_call(conversation, newest, repeat) or _quote_failure(newest, repeat)
     except NotCounted:
         return None
 
 
 def _quote_result(turn: Turn) -> Cause:
-    said = _find_line(turn.result)
-    told = f"The result was the same each time, and will not change: {said}." if said else "Each time, nothing came back."
-    return Cause(SAME_RESULT, told)
+    said = _quote_line(turn.result, failed=False)
+    came = f"The result was {said} each time" if said else "Nothing came back, each time"
+    return Cause(SAME_RESULT, f"{came}, and the same call will not change it.")
 
 
-def _quote_failure(turn: Turn) -> Cause:
-    said = _find_line(turn.result)
-    quoted = f": {said}" if said else ""
+def _quote_failure(turn: Turn, repeat: Repeat) -> Cause:
+    said = _quote_line(turn.result, failed=True)
     if turn.failure == TRANSIENT:
-        return Cause(OUTAGE, f"It fails because of an outage{quoted}. Wait before you try again, or finish without it.")
-    return Cause(SAME_ERROR, f"Each time, it failed with the same error{quoted}.")
+        if "timed out" in said.lower() or "timeout" in said.lower():
+            return Cause(OUTAGE, f"It timed out: {said}.", "Ask for less at once, allow it more time, or finish without it.")
+        quoted = f": {said}" if said else ""
+        return Cause(OUTAGE, f"It fails for now{quoted}.", "Wait before you try again, or finish without it.")
+    if not said:
+        return Cause(SAME_ERROR, "It failed.")
+    return Cause(SAME_ERROR, f"The error was {said} each time." if repeat.rule in _EQUAL else f"The last error was {said}.")
 
 
-def _name_steps(newest: Turn, older: Iterator[Turn], repeat: Repeat) -> Cause | None:
-    length = repeat.calls // max(repeat.count, 1)
-    steps = [_name_step(turn) for turn in [newest, *islice(older, min(length, _MOST_STEPS) - 1)]]
-    if not all(steps):
+def _explain_cycle(conversation: Conversation, steps: list[Turn], repeat: Repeat) -> Cause | None:
+    """What fails in each round, or else the steps; the newest is the first of these."""
+    for turn in steps:
+        if turn.failed:
+            said = _quote_line(turn.result, failed=True)
+            failed = f"In each round, {join(turn.names) or 'a step'} failed{f': {said}' if said else ''}."
+            return _blame_call(conversation, turn, repeat) or Cause(SAME_ERROR, failed)
+    named = [_name_step(turn) for turn in steps[:_MOST_STEPS]]
+    if not all(named):
         return None
-    more = ["..."] if length > _MOST_STEPS else []
-    return Cause(SAME_STEPS, f"The steps are {', '.join([*more, *steps[::-1]])}, and again from the start.")
+    more = ["..."] if len(steps) > _MOST_STEPS else []
+    return Cause(SAME_STEPS, f"The steps are {', '.join([*more, *named[::-1]])}, and again from the start.")
 
 
 def _name_step(turn: Turn) -> str:
     """A step: the tools, and the first text among their arguments."""
     calls = [part for part in turn.parts if part.kind == CALL]
     if len(calls) != 1:
-        return quote_all(turn.names)
+        return join(turn.names)
     arguments = read_arguments(calls[0].value)
     texts = [text for text in arguments.values() if isinstance(text, str)] if isinstance(arguments, dict) else []
     return quote(calls[0].name) + (f" ({quote(texts[0])})" if texts else "")
 
 
-def _find_line(result: str) -> str:
-    """The line that says most: the first, or the last of a traceback of Python; quoted, empty if there is none."""
-    lines = [line.strip() for line in result.replace(_FAILED, "").splitlines() if line and not line.isspace()]
-    if not lines:
-        return ""
-    return quote(lines[-1 if lines[0].startswith("Traceback (most recent") else 0].rstrip("."), _LONGEST_QUOTE)
+def _quote_line(result: str, *, failed: bool) -> str:
+    """The line of a result that says most, quoted; empty if there is none."""
+    text = result.replace(_FAILED, "").strip()
+    lines = [line.strip() for line in text.splitlines()]
+    traced = text.startswith("Traceback (most recent")  # whose last line says what is wrong
+    said = find_complaint(text) if failed and not traced else ""
+    if said:
+        place = text.lower().find(said)
+        said = text[place : place + len(said)] if place >= 0 else said
+    else:
+        said = next((line for line in (lines[::-1] if traced else lines) if _WORTH_QUOTING.search(line)), "")
+    plain = "".join([letter if letter.isprintable() and letter not in _QUOTES else " " for letter in said]).strip(_AROUND)
+    return f"\u201c{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}\u201d" if plain else ""
+
+
+def join(names: Sequence[str], last: str = "and") -> str:
+    """Names as in a sentence: `a`, `a and b`, `a, b and c`; of many, the first ones."""
+    quoted = [quote(name) for name in names[:_MOST_JOINED]]
+    if len(names) > _MOST_JOINED:
+        quoted.append(f"{len(names) - _MOST_JOINED} more")
+    return f" {last} ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else "".join(quoted)
 
 
 # --- calls that no tool takes
@@ -147,6 +188,8 @@ def _find_line(result: str) -> str:
 
 def _blame_call(conversation: Conversation, turn: Turn, repeat: Repeat) -> Cause | None:
     """What is wrong with the calls of a turn, by the tools that the request declares."""
+    if turn.failure == TRANSIENT:
+        return None
     tools = _list_declared(conversation)
     for part in turn.parts if tools else ():
         if part.kind != CALL:
@@ -167,9 +210,9 @@ def _name_similar(name: str, known: list[str]) -> Cause:
     near = sorted([(_measure(pairs, _strip(each)), each) for each in known[:_MOST_COMPARED]], reverse=True)[:_MOST_NAMED]
     names = [each for share, each in near if share >= _NEAR]
     if names:
-        hint = f"Did you mean {quote(names[0])}?" if len(names) == 1 else f"Similar tools are {quote_all(names)}."
+        hint = f"Did you mean {join(names, 'or')}?"
     else:
-        hint = f"The tools are {quote_all(known)}."
+        hint = f"The tools are {join(known)}." if len(known) > 1 else f"The only tool is {join(known)}."
     return Cause(UNKNOWN_TOOL, f"There is no tool named {quote(name)}. {hint}")
 
 
@@ -187,28 +230,28 @@ def _blame_arguments(tool: str, schema: dict[str, Json], given: Json, repeat: Re
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict):
         return None
-    cut = not isinstance(given, dict)  # JSON that ends too early, or nothing of it
-    arguments: dict[str, Json] = {} if cut else given
-    missing = (
-        [name for name in required if isinstance(name, str) and name not in arguments] if isinstance(required, list) else []
-    )
+    if not isinstance(given, dict):
+        cut = isinstance(given, str) and given.startswith("{") and not given.endswith("}")
+        wrong = "end too early, so they are no JSON" if cut else "are no JSON object"
+        return Cause(WRONG_ARGUMENT, f"The arguments of {quote(tool)} {wrong}.", _IN_PARTS if cut else "")
+    names = required if isinstance(required, list) else []
+    missing = [name for name in names if isinstance(name, str) and name not in given]
     if missing:
-        return _name_missing(tool, missing, repeat, cut=cut or not arguments)
-    for name, value in islice(arguments.items(), _MOST_TOOLS):
+        schemas = [properties.get(name) for name in missing]
+        texts = any(isinstance(each, dict) and each.get("type") == "string" and "enum" not in each for each in schemas)
+        return _name_missing(tool, missing, repeat, long=texts and not given)
+    for name, value in islice(given.items(), _MOST_TOOLS):
         wanted = _find_wanted(properties.get(name), value)
         if wanted:
             return Cause(WRONG_ARGUMENT, f"In calls of {quote(tool)}, {quote(name)} must be {wanted}.")
     return None
 
 
-def _name_missing(tool: str, missing: list[str], repeat: Repeat, *, cut: bool) -> Cause:
-    names = quote_all(missing[:_MOST_NAMED])
-    times = f"{repeat.count} calls" if repeat.rule == REPEAT and repeat.count > 1 else "the call"
-    them = "it" if len(missing) == 1 else "them"
-    text = f"{quote(tool)} requires {names}, and {times} left {them} out."
-    return Cause(
-        MISSING_ARGUMENT, f"{text} If the text is too long for one call, send it in parts." if cut else f"{text} Add {them}."
-    )
+def _name_missing(tool: str, missing: list[str], repeat: Repeat, *, long: bool) -> Cause:
+    calls = f"{repeat.count} calls" if repeat.rule == REPEAT and repeat.count > 1 else "The call"
+    text = f"{calls} of {quote(tool)} left out {join(missing)}, which {'is' if len(missing) == 1 else 'are'} required."
+    add = f"Add {'it' if len(missing) == 1 else 'them'}."
+    return Cause(MISSING_ARGUMENT, text, f"{add} {_IN_PARTS}" if long else add)
 
 
 def _find_wanted(schema: Json, value: Json) -> str:
@@ -221,11 +264,12 @@ def _find_wanted(schema: Json, value: Json) -> str:
     if not known or len(known) < len(names) or (schema.get("nullable") is True and value is None):
         return ""
     if not any(isinstance(value, types) and (types == (bool,) or not isinstance(value, bool)) for types, _ in known):
-        return " or ".join([words for _, words in known])
+        wanted = [words for _, words in known]
+        return " or ".join([", ".join(wanted[:-1]), wanted[-1]]) if len(wanted) > 1 else wanted[0]
     values = schema.get("enum")
     if isinstance(values, list) and isinstance(value, str) and value not in values:
         texts = [text for text in values if isinstance(text, str)]
-        return f"one of {quote_all(texts)}" if texts else ""
+        return join(texts, "or")
     return ""
 
 
@@ -249,7 +293,7 @@ _decode_holder: Final = json.Decoder(_Holder).decode
 _INSIDE: Final = (*sorted(TOOL_WORDS.wrappers), *sorted(TOOL_WORDS.lists), *sorted({*TOOL_WORDS.groups.values()}))
 _SCHEMAS: Final = sorted(TOOL_WORDS.schemas)
 _OTHERS: Final = ""
-"""Stands for tools that are not declared by name: built-in ones, and those of servers."""
+"""Stands for tools whose names are not known: built-in ones, those of servers, and those beyond the bound."""
 
 
 def _list_declared(conversation: Conversation) -> dict[str, Any]:
@@ -266,6 +310,8 @@ def _list_declared(conversation: Conversation) -> dict[str, Any]:
             continue
         for entry in entries[:_MOST_TOOLS]:
             _add_declared(entry, tools)
+        if len(entries) > _MOST_TOOLS:
+            tools[_OTHERS] = None
     return tools
 
 

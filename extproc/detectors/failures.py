@@ -280,15 +280,27 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
     said = text[:_SAID_WITHIN].lower()
     if not failed and not finds_any(said, _STEMS):
         return NO_FAILURE
+    said, worded = _prepare(said)
+    line = _find_line(said, worded=worded)
+    if line:
+        return _tell_kind(line)
+    return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said, worded=worded) else NO_FAILURE
+
+
+def find_complaint(text: str) -> str:
+    """The line, or the message, by which a result says that something failed, in lower case; empty where none does."""
+    said, worded = _prepare(text[:_SAID_WITHIN].lower())
+    return _find_line(said, worded=worded)
+
+
+def _prepare(said: str) -> tuple[str, bool]:
+    """A text to be searched, without what says that nothing failed; and whether one of `_WORDS` is in it."""
     if "\\" in said:  # JSON in a string, or a string as Python writes it
         said = said.replace("\\n", "\n").replace('\\"', '"')
     worded = finds_any(said, _WORDS)
     if worded and finds_any(said, _NO_FAILURES):
         said = _NO_FAILURE.sub("", said)
-    line = _find_line(said, worded=worded)
-    if line:
-        return _tell_kind(line)
-    return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said, worded=worded) else NO_FAILURE
+    return said, worded
 
 
 def _find_line(said: str, *, worded: bool) -> str:

@@ -56,25 +56,32 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks:
 def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard, body: bytes | memoryview) -> str:
     """Write the note about an outcome, with the operator's template if the guard has one."""
     found = find_cause(evaluation.plain if evaluation.plain is not None else Document(body), outcome.repeat)
-    cause = found.text if found is not None else ""
+    cause, mend = (found.text, found.advice) if found is not None else ("", "")
     advice = outcome.subject.advise(outcome, evaluation.request.method, evaluation.request.path)
     repeat = outcome.repeat
-    if guard.steer_note:
-        return guard.steer_note.format(
-            what=advice.what,
-            count=outcome.count,
-            tools=quote_all(repeat.tools) if repeat is not None else "",
-            instead=advice.instead,
-            reason=advice.reason,
-            policy=outcome.policy,
-            cause=cause,
-        ) + (f" {LANDING}" if outcome.action is Action.LAND else "")
-    if outcome.action is Action.LAND:
-        sentences = [f"{advice.about}: {advice.what}.", cause, advice.reason, LANDING]
+    own = guard.steer_note and guard.steer_note.format(
+        what=advice.what,
+        count=outcome.count,
+        tools=quote_all(repeat.tools) if repeat is not None else "",
+        instead=advice.instead,
+        reason=advice.reason,
+        policy=outcome.policy,
+        cause=f"{cause} {mend}".strip(),
+    )
+    if own.strip():
+        sentences = [own, LANDING if outcome.action is Action.LAND else ""]
+    elif outcome.action is Action.LAND:
+        sentences = [f"{advice.about}: {advice.what}.", cause, _end(advice.reason), LANDING]
     else:
         earlier, outlook = _look_ahead(outcome, guard)
-        sentences = [f"{advice.about}: {advice.what}.", earlier, cause, advice.reason, advice.instead, outlook]
+        what = f"{advice.about}: {advice.what}."
+        sentences = [what, earlier, cause, mend, _end(advice.reason), advice.instead, outlook]
     return " ".join([sentence for sentence in sentences if sentence])
+
+
+def _end(words: str) -> str:
+    """An operator's words as a sentence."""
+    return f"{words}." if words and words[-1].isalnum() else words
 
 
 def _look_ahead(outcome: Outcome, guard: Guard) -> tuple[str, str]:
@@ -82,6 +89,8 @@ def _look_ahead(outcome: Outcome, guard: Guard) -> tuple[str, str]:
     outlook = _OUTLOOK if guard.refuses_later else ""
     if not isinstance(guard, Detector):
         return "", outlook
+    if Action.LAND in guard.actions:
+        outlook = "If this continues, all tools are taken away" + (", and then requests are refused." if outlook else ".")
     if outcome.repeat is not None and outcome.repeat.widespread:
         return "", ""
     notes, action, left = guard.place_note(outcome)

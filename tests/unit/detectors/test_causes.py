@@ -81,11 +81,20 @@ def test_a_missing_argument_is_named(api: str) -> None:
     some = stuck(("execute_sql", {"limit": 3}), "Error: invalid arguments", api, {"execute_sql": SQL})
     none = stuck(("execute_sql", {}), "Error: invalid arguments", api, {"execute_sql": SQL})
 
-    assert some == Cause(MISSING_ARGUMENT, "execute_sql requires query, and 3 calls left it out. Add it.")
-    assert none == Cause(
-        MISSING_ARGUMENT,
-        "execute_sql requires query, and 3 calls left it out. If the text is too long for one call, send it in parts.",
-    )
+    left_out = "3 calls of execute_sql left out query, which is required."
+    assert some == Cause(MISSING_ARGUMENT, left_out, "Add it.")
+    assert none == Cause(MISSING_ARGUMENT, left_out, "Add it. If the text is too long for one call, send it in parts.")
+
+
+def test_many_missing_arguments_are_counted() -> None:
+    """Eight are named."""
+    schema = {"properties": {letter: {"type": "integer"} for letter in "abcdefghij"}, "required": list("abcdefghij")}
+
+    cause = stuck(("f", {}), "Error: invalid arguments", tools={"f": schema})
+
+    assert cause is not None
+    assert cause.text == "3 calls of f left out a, b, c, d, e, f, g, h and 2 more, which are required."
+    assert cause.advice == "Add them."
 
 
 @pytest.mark.parametrize("api", sorted(DECLARE))
@@ -95,7 +104,7 @@ def test_a_tool_that_does_not_exist_is_told_apart(api: str) -> None:
     far = stuck(("foo", {}), "Unknown tool: foo", api, {"execute_sql": SQL, "read_file": {}})
 
     assert near == Cause(UNKNOWN_TOOL, "There is no tool named exec_sql. Did you mean execute_sql?")
-    assert far == Cause(UNKNOWN_TOOL, "There is no tool named foo. The tools are execute_sql, read_file.")
+    assert far == Cause(UNKNOWN_TOOL, "There is no tool named foo. The tools are execute_sql and read_file.")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +113,7 @@ def test_a_tool_that_does_not_exist_is_told_apart(api: str) -> None:
         ({"query": 1}, "query must be a string."),
         ({"query": "a", "limit": "3"}, "limit must be an integer."),
         ({"query": "a", "limit": True}, "limit must be an integer."),
-        ({"query": "a", "mode": "x"}, "mode must be one of ro, rw."),
+        ({"query": "a", "mode": "x"}, "mode must be ro or rw."),
     ],
 )
 def test_an_argument_of_the_wrong_type_is_named(arguments: dict[str, Any], told: str) -> None:
@@ -114,7 +123,7 @@ def test_an_argument_of_the_wrong_type_is_named(arguments: dict[str, Any], told:
     assert cause == Cause(WRONG_ARGUMENT, f"In calls of execute_sql, {told}")
 
 
-def test_a_call_that_was_cut_off_is_missing_all_arguments() -> None:
+def test_a_call_that_was_cut_off_is_told_from_one_without_arguments() -> None:
     """OpenAI sends arguments as a string, which ends too early if the model may write no more."""
     body = SHAPES["chat"]([Did((("execute_sql", {}),), ("Error: bad JSON",))] * 3) | DECLARE["chat"]({"execute_sql": SQL})
     for message in body["messages"]:
@@ -123,9 +132,11 @@ def test_a_call_that_was_cut_off_is_missing_all_arguments() -> None:
 
     cause = explain(body)
 
-    assert cause is not None
-    assert cause.kind == MISSING_ARGUMENT
-    assert "send it in parts" in cause.text
+    assert cause == Cause(
+        WRONG_ARGUMENT,
+        "The arguments of execute_sql end too early, so they are no JSON.",
+        "If the text is too long for one call, send it in parts.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +155,7 @@ def test_nothing_is_blamed_on_a_call_that_may_be_right(tools: dict[str, Schema])
     """What a schema does not say is allowed; the error itself is quoted then."""
     cause = stuck(("execute_sql", {"query": "a"}), "Error: no such table: a\nat line 3", tools=tools)
 
-    assert cause == Cause(SAME_ERROR, "Each time, it failed with the same error: 'Error: no such table: a'.")
+    assert cause == Cause(SAME_ERROR, "The error was \u201cError: no such table: a\u201d each time.")
 
 
 def test_tools_of_servers_have_names_that_nobody_declares() -> None:
@@ -160,27 +171,65 @@ def test_tools_of_servers_have_names_that_nobody_declares() -> None:
 
 def test_an_outage_is_waited_for() -> None:
     """A failure that passes by itself is not the agent's."""
-    cause = stuck(("fetch", {}), "HTTP 503 Service Unavailable")
+    down = stuck(("fetch", {}), "HTTP 503 Service Unavailable")
+    slow = stuck(("run", {}), "Command timed out after 120 seconds")
 
-    assert cause == Cause(
+    assert down == Cause(
         OUTAGE,
-        "It fails because of an outage: 'HTTP 503 Service Unavailable'. Wait before you try again, or finish without it.",
+        "It fails for now: \u201cHTTP 503 Service Unavailable\u201d.",
+        "Wait before you try again, or finish without it.",
+    )
+    assert slow == Cause(
+        OUTAGE,
+        "It timed out: \u201cCommand timed out after 120 seconds\u201d.",
+        "Ask for less at once, allow it more time, or finish without it.",
     )
 
 
-def test_the_last_line_of_a_traceback_says_what_is_wrong() -> None:
-    """Its first line says nothing."""
-    cause = stuck(("run", {}), "Traceback (most recent call last):\n  File 'a.py', line 1\nKeyError: 3")
+def test_an_outage_is_no_fault_of_a_call() -> None:
+    """Whatever the schema says."""
+    cause = stuck(("execute_sql", {}), "HTTP 503 Service Unavailable", tools={"execute_sql": SQL})
 
-    assert cause == Cause(SAME_ERROR, "Each time, it failed with the same error: 'KeyError: 3'.")
+    assert cause is not None
+    assert cause.kind == OUTAGE
+
+
+@pytest.mark.parametrize(
+    ("result", "quoted"),
+    [
+        ("Traceback (most recent call last):\n  File 'a.py', line 1\nKeyError: 3", "KeyError: 3"),
+        ('{\n "status": "error",\n "message": "File not found: a.txt"\n}', "File not found: a.txt"),
+        ("<stderr>\nls: cannot access 'x': No such file or directory", "ls: cannot access 'x': No such file or directory"),
+        ("```\nError: boom\n```", "Error: boom"),
+        ("Exit code: 1\n\nSyntaxError: bad \u201cinput\u201d", "SyntaxError: bad  input"),
+        ("===== test session starts =====\n\nE   assert 1 == 2\n===== 1 failed in 0.1s =====", "1 failed in 0.1s ====="),
+    ],
+)
+def test_the_line_that_names_the_error_is_quoted(result: str, quoted: str) -> None:
+    """Not a bracket, a tag, a fence or a heading before it."""
+    assert stuck(("run", {}), result) == Cause(SAME_ERROR, f"The error was \u201c{quoted}\u201d each time.")
 
 
 def test_a_result_that_will_not_change_is_quoted() -> None:
     """A model that does not believe its eyes is told once more."""
     assert stuck(("ls", {}), "a.txt\nb.txt") == Cause(
-        SAME_RESULT, "The result was the same each time, and will not change: a.txt."
+        SAME_RESULT, "The result was \u201ca.txt\u201d each time, and the same call will not change it."
     )
-    assert stuck(("ls", {}), "") == Cause(SAME_RESULT, "Each time, nothing came back.")
+    assert stuck(("ls", {}), "") == Cause(SAME_RESULT, "Nothing came back, each time, and the same call will not change it.")
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_the_step_of_a_cycle_that_fails_is_named(last: int) -> None:
+    """Whichever comes last."""
+    steps = [
+        Did((("look", {}),), ("all is well",)),
+        Did((("fix", {"path": "a"}),), ("Error: read-only file system",)),
+        Did((("wait", {}),), ("ok",)),
+    ]
+
+    cause = explain(SHAPES["chat"]((steps * 4)[: 9 + last]))
+
+    assert cause == Cause(SAME_ERROR, "In each round, fix failed: \u201cError: read-only file system\u201d.")
 
 
 def test_the_steps_of_a_cycle_are_named_in_their_order() -> None:
@@ -225,4 +274,14 @@ def test_a_list_of_tools_that_no_api_has_declares_none(tools: object) -> None:
     """It is ignored."""
     body = SHAPES["chat"]([Did((("ls", {}),), ("Error: no",))] * 3) | {"tools": tools}
 
-    assert explain(body) == Cause(SAME_ERROR, "Each time, it failed with the same error: 'Error: no'.")
+    assert explain(body) == Cause(SAME_ERROR, "The error was \u201cError: no\u201d each time.")
+
+
+def test_tools_beyond_the_bound_are_not_called_unknown() -> None:
+    """Their names are not read."""
+    tools = {f"t{number}": SQL for number in range(501)}
+
+    cause = stuck(("t500", {}), "Error: no", tools={name: {} for name in tools})
+
+    assert cause is not None
+    assert cause.kind == SAME_ERROR

@@ -124,5 +124,5 @@ def test_operators_words_are_followed_by_what_a_landing_asks() -> None:
     """The model has to know that it has no tools, whatever the operator says."""
     note = last_text(steered(ask(make_service(policy("p", ANY, **NOTE, steer_note="Stop: {cause}")), looping(3))))
 
-    assert "Stop: Each time, it failed with the same error: 'no such file'." in note
+    assert "Stop: The error was \u201cno such file\u201d each time." in note
     assert f" {LANDING}\n" in note
