@@ -8,7 +8,7 @@ A result says that it failed by
 - a complaint (`not found`, `cannot`, `timed out`, ...) behind the name of a program, in the first or last line, or in a
   field for messages. Source code complains of nothing.
 
-The worst case is `_SAID_WITHIN` characters of beginnings of such lines: each pattern has bounds, and sees each line once.
+The worst case is `SAID_WITHIN` characters of beginnings of such lines: each pattern has bounds, and sees each line once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRANSIENT: Final = "transient"
 MISSING: Final = "missing"
 """What was looked for is not there, which is often an answer; a tool or a command that is not there is FATAL."""
 
-_SAID_WITHIN = 3_000
+SAID_WITHIN = 3_000
 """A failure is told early, in characters."""
 
 _LONGEST_LINE = 400
@@ -277,7 +277,7 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
     >>> read_failure("cat: a.txt: No such file or directory"), read_failure("3 passed, 0 failed")
     ('missing', '')
     """
-    said = text[:_SAID_WITHIN].lower()
+    said = text[:SAID_WITHIN].lower()
     if not failed and not finds_any(said, _STEMS):
         return NO_FAILURE
     said, worded = _prepare(said)
@@ -289,7 +289,7 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
 
 def find_complaint(text: str) -> str:
     """The line, or the message, by which a result says that something failed, in lower case; empty where none does."""
-    said, worded = _prepare(text[:_SAID_WITHIN].lower())
+    said, worded = _prepare(text[:SAID_WITHIN].lower())
     return _find_line(said, worded=worded)
 
 

@@ -22,7 +22,7 @@ from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
 from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains
-from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
+from extproc.detectors.failures import FATAL, NO_FAILURE, SAID_WITHIN, TRANSIENT, Failure, read_failure
 from extproc.detectors.failures import MISSING as NOT_FOUND
 from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
 from extproc.detectors.scratchpad import unfold
@@ -86,6 +86,12 @@ _NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
 
 _FAILURES: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
 """The same of failing results without numbers."""
+
+_KINDS: Final[Memo[bytes, Failure]] = Memo(_MOST_KNOWN)
+"""How longer results failed, by their digests: of an agent that is stuck they come again and again."""
+
+_WORTH_KEEPING: Final = 512
+"""To read a shorter one takes no longer than its digest, in characters."""
 
 
 class Reading:
@@ -262,9 +268,17 @@ class Turn:
         """How it failed, if it did."""
         if self._failure is None:
             text = self.result  # which finds out whether the API says that it failed
-            self._failure = read_failure(text, failed=self._failed)
-            if self._failure == NO_FAILURE and self.known and not self.names and not self._returned and complains(text):
-                self._failure = FATAL
+            long = not self._failed and len(text) >= _WORTH_KEEPING
+            key = digest(text[:SAID_WITHIN].encode(), _ID) if long else b""
+            kind = _KINDS.get(key) if long else None
+            if kind is None:
+                kind = read_failure(text, failed=self._failed)
+                if long:
+                    _KINDS.put(key, kind)
+            if kind == NO_FAILURE and self.known and not self.names and not self._returned and complains(text):
+                kind = FATAL
+            self._failure = kind
+            return kind
         return self._failure
 
     @property
