@@ -75,12 +75,14 @@ class AssistantAction(NamedTuple):
         spelled: all of it in one spelling: equal bytes, equal actions.
         places: of the calls in `spelled`, by id, or by number where they have none; empty where none is made.
         first: of the calls, as in `spelled`.
+        size: of what was done, in bytes.
     """
 
     names: tuple[str, ...]
     spelled: bytes
     places: dict[str, int]
     first: bytes = b""
+    size: int = 0
 
 
 _KNOWN: Final[Memo[tuple[frozenset[str], bytes], tuple[str, bytes]]] = Memo(_MOST_KNOWN)
@@ -103,7 +105,8 @@ def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
     texts = [unpack(part.value) for part in parts if part.kind == TEXT]
     others = [write_canonical(unpack(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
     name, spelled = read_text_action("\n".join([text for text in texts if isinstance(text, str)]), ignored)
-    return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {})
+    size = len(spelled) - spelled.find(_SEPARATOR) - 1  # before it stands what kind of action it is
+    return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {}, b"", size)
 
 
 def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
@@ -111,13 +114,14 @@ def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
     if len(calls) == 1:
         call = calls[0]
         one = spell_call(call, ignored)
-        return AssistantAction((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, one)
+        return AssistantAction((call.name[:MAX_NAME],), one, {call.id or number_id(0): 0}, one, len(one))
     spelled = [spell_call(call, ignored) for call in calls]
     unique = {call: place for place, call in enumerate(sorted(set(spelled)))}
     ranked = sorted([(is_for_thinking(call.name), one, call.name[:MAX_NAME]) for one, call in zip(spelled, calls, strict=True)])
     names = dict.fromkeys([name for _, _, name in ranked])
     places = {call.id or number_id(number): unique[spelled[number]] for number, call in enumerate(calls)}
-    return AssistantAction(tuple(names), _SEPARATOR.join(unique), places, spelled[0])
+    joined = _SEPARATOR.join(unique)
+    return AssistantAction(tuple(names), joined, places, spelled[0], len(joined))
 
 
 def find_mark(action: AssistantAction) -> bytes:

@@ -300,7 +300,7 @@ class Turn:
     @property
     def action_size(self) -> int:
         """What was done, in bytes."""
-        return len(self.action.spelled)
+        return self.action.size
 
     @property
     def evidence(self) -> int:
@@ -371,7 +371,7 @@ class Turn:
             self.evidence,
             b"" if self.names else self.words,
             self.failure_id if self.failed else b"",
-            len(self.action.spelled),
+            self.action.size,
         )
 
     def _read_result(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from extproc.decision import COMPLETION, Action
+from extproc.decision import COMPLETION, NOTED, Action
 from extproc.detectors import KINDS, Similarity
 from extproc.detectors.keys import Escalation, LoopKeys
 from extproc.objects import MAX_THRESHOLD, Place, is_annotation
@@ -296,6 +296,12 @@ def _find_idle_detectors(policy: Policy) -> Iterator[tuple[Place, str]]:
             yield place, 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
 
 
+def _name_noted(loop: LoopDetection) -> str:
+    """The actions of an entry that need a note."""
+    named = [loop.action, *[name for name, _ in loop.escalate.list_steps()]]
+    return " and ".join([action.value for action in Action if action in NOTED and action.value in named])
+
+
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find detectors that steer although no request can be steered."""
     for place, loop in _list_entries(policy):
@@ -303,7 +309,7 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
             continue
         why = "requests without a conversation" if loop.similarity == "mcp" else "requests whose body is not read"
         if loop.similarity == "mcp" or loop.body == "ignore":
-            yield place, f"steer cannot add a note to {why}: they go on with a warning"
+            yield place, f"{_name_noted(loop)} cannot add a note to {why}: they go on with a warning"
 
 
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:

@@ -23,9 +23,10 @@ from tests.support.chains import CHAINS, Model
 from tests.support.verdicts import MadeUp, Rules, Turn, judge, write
 
 MANY = int(os.environ.get("LOOPGUARD_CONVERSATIONS", "0"))
-"""Conversations to try in all; 100,000 take an hour."""
+"""Conversations to try in all; 100,000 take some minutes."""
 
 LADDERS: list[tuple[tuple[str, int], ...]] = [
+    (("steer", 3), ("land", 5), ("reject", 7)),
     (("steer", 3), ("reject", 7)),
     (("steer", 2), ("throttle", 4), ("reject", 6)),
     (("reject", 3),),

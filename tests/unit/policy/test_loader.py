@@ -479,6 +479,24 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         (spec(enforce_percent=1, ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
         (spec(enforce_percent=25, limit_keys=["body:/a"], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
         (spec(enforce_percent=100, limit_keys=["body:/a"]), []),
+        (
+            loop(similarity="mcp", action="land"),
+            [
+                (
+                    "/spec/loop_detection",
+                    "land cannot add a note to requests without a conversation: they go on with a warning",
+                )
+            ],
+        ),
+        (
+            loop(action="steer", escalate={"land": 5, "reject": 7}, body="ignore"),
+            [
+                (
+                    "/spec/loop_detection",
+                    "steer and land cannot add a note to requests whose body is not read: they go on with a warning",
+                )
+            ],
+        ),
         (bundle(), [("/policies", "has no policies: nothing is guarded")]),
         ([], [("", "has no policies: nothing is guarded")]),
     ],
