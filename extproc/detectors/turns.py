@@ -164,7 +164,7 @@ class Turns(HistorySimilarity):
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
         """The same; a weak loop at a step that it may take. It is held where it has not stood often enough for any."""
-        if self._patient is None or found.strength != WEAK:
+        if self._patient is None or found.strength != WEAK or found.notes_only:
             return found
         reach = next((step for step, rule in self._patient if rule.find_loop(history) is not None), None)
         return found._replace(step=min(found.step, reach or 0), held=reach is None)

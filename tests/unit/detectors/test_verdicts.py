@@ -122,6 +122,16 @@ def test_a_request_alone_gets_the_verdict_of_the_second_statement(seed: int) -> 
         try_alone(dice)
 
 
+def test_a_similar_error_stays_a_note_where_a_weak_loop_may_be_refused() -> None:
+    """`weak_threshold` is about loops. Here a patient rule sees one that the first rule does not."""
+    failed, spoken = Turn("edit", "a", "error: request timed out", "passing"), "OK, next."
+    heartbeats = [Turn("", spoken, f"Heartbeat {number}: anything new?") for number in (2, 3)]
+    turns = [failed] * 4 + [heartbeats[0], failed, heartbeats[1], failed]
+    rules = Rules((("reject", 3),), weak=5)
+
+    assert look(make_detector(rules), write(turns, "chat", offers=True)) == judge(turns, rules) == "warn"
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("chained", [False, True], ids=["ring", "chain"])
 def test_what_the_store_remembers_gives_the_same_verdict(seed: int, chained: bool) -> None:
