@@ -115,7 +115,7 @@ bench: .venv/test.stamp $(COMPILED)/test.stamp ## CPU, memory and stalls, as rat
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)
 
 LABELLED := .venv/labelled.ndjson
-precision: .venv/test.stamp ## how right the preset is about labelled conversations: a made-up set, or LABELLED=FILE (flags: ARGS='--help')
+precision: .venv/test.stamp ## how accurate the preset is on labelled conversations: a made-up set, or LABELLED=FILE (flags: ARGS='--help')
 	@$(BIN)/python -m tests.support.labelled > .venv/labelled.ndjson
 	@$(BIN)/loopguard precision $(ARGS) $(LABELLED)
 

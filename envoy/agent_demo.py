@@ -64,7 +64,7 @@ class Scene:
         refused: the request after them is refused; otherwise the agent comes to its end.
         path: before the `/v1` of the API.
         detour: what the model asks for once it has read a note of the gateway's; None if it ignores notes.
-        landing: its last answer, when a note asks for one; empty for a model that gives none.
+        landing: its final answer, when a note asks for one; empty for a model that gives none.
     """
 
     name: str

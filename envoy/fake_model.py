@@ -54,7 +54,7 @@ class FakeModel:
     Attributes:
         scripts: by user.
         detours: by user: the script that goes on, from its own start, where a request has a note of the gateway's in it.
-        landings: by user: the last answer, where a note of the gateway's asks for one.
+        landings: by user: the final answer, where a note of the gateway's asks for one.
         bodies: of the newest request of each user.
         asked: this many requests of each user came as far as here.
         port: where it listens.

@@ -22,7 +22,7 @@ from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.failures import TRANSIENT, find_complaint
 from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
-from extproc.detectors.turn import Turn, read_turns
+from extproc.detectors.turn import FAILURE_MARK, Turn, read_turns
 from extproc.request.document import ABSENT, Document, Json, NotCounted, decode_json
 from extproc.request.quoting import MAX_QUOTED, quote
 
@@ -65,7 +65,6 @@ _WORTH_QUOTING: Final = re.compile(r"[^\W\d_]{2}.*[^>]$|[^\W_]{1,32}$")
 _AROUND: Final = " .,'\"`"
 _QUOTES: Final = frozenset("\u201c\u201d")
 _JOINTS: Final = {ord(sign): None for sign in "_-./: "}
-_FAILED: Final = "\x15"  # as `Turn.result` marks a failure
 
 _TYPES: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
     "string": ((str,), "a string"),
@@ -120,8 +119,8 @@ def find_cause(document: Document, repeat: Repeat | None) -> Cause | None:
 
 def _quote_result(turn: Turn) -> Cause:
     said = _quote_line(turn.result, failed=False)
-    came = f"The result was {said} each time" if said else "Nothing came back, each time"
-    return Cause(SAME_RESULT, f"{came}, and the same call will not change it.")
+    came = f"The result was {said} each time" if said else "Nothing came back each time"
+    return Cause(SAME_RESULT, f"{came}, and the same call will not change that.")
 
 
 def _quote_failure(turn: Turn, repeat: Repeat) -> Cause:
@@ -130,7 +129,7 @@ def _quote_failure(turn: Turn, repeat: Repeat) -> Cause:
         if "timed out" in said.lower() or "timeout" in said.lower():
             return Cause(OUTAGE, f"It timed out: {said}.", "Ask for less at once, allow it more time, or finish without it.")
         quoted = f": {said}" if said else ""
-        return Cause(OUTAGE, f"It fails for now{quoted}.", "Wait before you try again, or finish without it.")
+        return Cause(OUTAGE, f"The failure may be temporary{quoted}.", "Wait before you try again, or finish without it.")
     if not said:
         return Cause(SAME_ERROR, "It failed.")
     return Cause(SAME_ERROR, f"The error was {said} each time." if repeat.rule in _EQUAL else f"The last error was {said}.")
@@ -141,20 +140,20 @@ def _explain_cycle(conversation: Conversation, steps: list[Turn], repeat: Repeat
     for turn in steps:
         if turn.failed:
             said = _quote_line(turn.result, failed=True)
-            failed = f"In each round, {join(turn.names) or 'a step'} failed{f': {said}' if said else ''}."
+            failed = f"In each round, {_list_names(turn.names) or 'a step'} failed{f': {said}' if said else ''}."
             return _blame_call(conversation, turn, repeat) or Cause(SAME_ERROR, failed)
     named = [_name_step(turn) for turn in steps[:_MOST_STEPS]]
     if not all(named):
         return None
     more = ["..."] if len(steps) > _MOST_STEPS else []
-    return Cause(SAME_STEPS, f"The steps are {', '.join([*more, *named[::-1]])}, and again from the start.")
+    return Cause(SAME_STEPS, f"The steps are {', '.join([*more, *named[::-1]])}, over and over.")
 
 
 def _name_step(turn: Turn) -> str:
     """A step: the tools, and the first text among their arguments."""
     calls = [part for part in turn.parts if part.kind == CALL]
     if len(calls) != 1:
-        return join(turn.names)
+        return _list_names(turn.names)
     arguments = read_arguments(calls[0].value)
     texts = [text for text in arguments.values() if isinstance(text, str)] if isinstance(arguments, dict) else []
     return quote(calls[0].name) + (f" ({quote(texts[0])})" if texts else "")
@@ -162,7 +161,7 @@ def _name_step(turn: Turn) -> str:
 
 def _quote_line(result: str, *, failed: bool) -> str:
     """The line of a result that says most, quoted; empty if there is none."""
-    text = result.replace(_FAILED, "").strip()
+    text = result.replace(FAILURE_MARK, "").strip()
     lines = [line.strip() for line in text.splitlines()]
     traced = text.startswith("Traceback (most recent")  # whose last line says what is wrong
     said = find_complaint(text) if failed and not traced else ""
@@ -176,12 +175,17 @@ def _quote_line(result: str, *, failed: bool) -> str:
     return f"\u201c{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}\u201d" if plain else ""
 
 
-def join(names: Sequence[str], last: str = "and") -> str:
-    """Names as in a sentence: `a`, `a and b`, `a, b and c`; of many, the first ones."""
+def _list_names(names: Sequence[str], word: str = "and") -> str:
+    """Names as in a sentence; of many, the first ones."""
     quoted = [quote(name) for name in names[:_MOST_JOINED]]
     if len(names) > _MOST_JOINED:
         quoted.append(f"{len(names) - _MOST_JOINED} more")
-    return f" {last} ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else "".join(quoted)
+    return _join(quoted, word)
+
+
+def _join(items: Sequence[str], word: str) -> str:
+    """Items as in a sentence: `a`, `a or b`, `a, b or c`."""
+    return f" {word} ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)
 
 
 # --- calls that no tool takes
@@ -211,9 +215,9 @@ def _name_similar(name: str, known: list[str]) -> Cause:
     near = sorted([(_measure(pairs, _strip(each)), each) for each in known[:_MOST_COMPARED]], reverse=True)[:_MOST_NAMED]
     names = [each for share, each in near if share >= _NEAR]
     if names:
-        hint = f"Did you mean {join(names, 'or')}?"
+        hint = f"Did you mean {_list_names(names, 'or')}?"
     else:
-        hint = f"The tools are {join(known)}." if len(known) > 1 else f"The only tool is {join(known)}."
+        hint = f"The tools are {_list_names(known)}." if len(known) > 1 else f"The only tool is {_list_names(known)}."
     return Cause(UNKNOWN_TOOL, f"There is no tool named {quote(name)}. {hint}")
 
 
@@ -233,7 +237,7 @@ def _blame_arguments(tool: str, schema: dict[str, Json], given: Json, repeat: Re
         return None
     if not isinstance(given, dict):
         cut = isinstance(given, str) and given.startswith("{") and not given.endswith("}")
-        wrong = "end too early, so they are no JSON" if cut else "are no JSON object"
+        wrong = "are cut off, so they are not valid JSON" if cut else "are not a JSON object"
         return Cause(WRONG_ARGUMENT, f"The arguments of {quote(tool)} {wrong}.", _IN_PARTS if cut else "")
     names = required if isinstance(required, list) else []
     missing = [name for name in names if isinstance(name, str) and name not in given]
@@ -250,7 +254,7 @@ def _blame_arguments(tool: str, schema: dict[str, Json], given: Json, repeat: Re
 
 def _name_missing(tool: str, missing: list[str], repeat: Repeat, *, long: bool) -> Cause:
     calls = f"{repeat.count} calls" if repeat.rule == REPEAT and repeat.count > 1 else "The call"
-    text = f"{calls} of {quote(tool)} left out {join(missing)}, which {'is' if len(missing) == 1 else 'are'} required."
+    text = f"{calls} of {quote(tool)} left out {_list_names(missing)}, which {'is' if len(missing) == 1 else 'are'} required."
     add = f"Add {'it' if len(missing) == 1 else 'them'}."
     return Cause(MISSING_ARGUMENT, text, f"{add} {_IN_PARTS}" if long else add)
 
@@ -265,25 +269,28 @@ def _find_wanted(schema: Json, value: Json) -> str:
     if not known or len(known) < len(names) or (schema.get("nullable") is True and value is None):
         return ""
     if not any(isinstance(value, types) and (types == (bool,) or not isinstance(value, bool)) for types, _ in known):
-        wanted = [words for _, words in known]
-        return " or ".join([", ".join(wanted[:-1]), wanted[-1]]) if len(wanted) > 1 else wanted[0]
+        return _join([words for _, words in known], "or")
     values = schema.get("enum")
     if isinstance(values, list) and isinstance(value, str) and value not in values:
-        texts = [text for text in values if isinstance(text, str)]
-        return join(texts, "or")
+        return _list_names([text for text in values if isinstance(text, str)], "or")
     return ""
 
 
 # --- declared tools
 
 
+_WRAPPERS: Final = sorted(TOOL_WORDS.wrappers)
+_LISTS: Final = sorted(TOOL_WORDS.lists | {*TOOL_WORDS.groups.values()})
+_SCHEMAS: Final = sorted(TOOL_WORDS.schemas)
+
+
 def _make_entry() -> type[Struct]:
     """An entry of a list of tools of any API."""
-    schemas = [(key, Raw, ABSENT) for key in sorted(TOOL_WORDS.schemas)]
+    schemas = [(key, Raw, ABSENT) for key in _SCHEMAS]
     inner = defstruct("Inner", [("name", str, ""), *schemas], gc=False)
     fields: list[tuple[str, Any, Any]] = [("name", str, ""), *schemas]
-    fields += [(key, inner | None, None) for key in sorted(TOOL_WORDS.wrappers)]
-    fields += [(key, list[inner] | None, None) for key in sorted(TOOL_WORDS.lists | {*TOOL_WORDS.groups.values()})]  # type: ignore[valid-type]  # made at run time
+    fields += [(key, inner | None, None) for key in _WRAPPERS]
+    fields += [(key, list[inner] | None, None) for key in _LISTS]  # type: ignore[valid-type]  # made at run time
     return defstruct("Entry", fields, gc=False)
 
 
@@ -291,8 +298,6 @@ _Entry: Final[Any] = _make_entry()
 _Holder: Final[Any] = defstruct("Holder", [("tools", list[_Entry])], gc=False)
 _decode_list: Final = json.Decoder(list[_Entry]).decode
 _decode_holder: Final = json.Decoder(_Holder).decode
-_INSIDE: Final = (*sorted(TOOL_WORDS.wrappers), *sorted(TOOL_WORDS.lists), *sorted({*TOOL_WORDS.groups.values()}))
-_SCHEMAS: Final = sorted(TOOL_WORDS.schemas)
 _OTHERS: Final = ""
 """Stands for tools whose names are not known: built-in ones, those of servers, and those beyond the bound."""
 
@@ -320,7 +325,7 @@ def _add_declared(entry: Any, tools: dict[str, Any]) -> None:  # noqa: ANN401  #
     if entry.name:
         tools[entry.name] = entry
         return
-    inside = [value for value in [getattr(entry, key) for key in _INSIDE] if value]
+    inside = [value for value in [getattr(entry, key) for key in (*_WRAPPERS, *_LISTS)] if value]
     for each in [inner for value in inside for inner in (value if isinstance(value, list) else [value])] or [entry]:
         tools[each.name or _OTHERS] = each
 

@@ -33,7 +33,7 @@ EXTRA_RULES = (LONG_ACTION, TWO_ERRORS, FAILING_TURN, ACTION_CYCLE)
 MIN_SIMILAR: Final = 6
 _MORE_SIMILAR: Final = 4
 NOTED_TURNS: Final = MIN_SIMILAR + _MORE_SIMILAR
-"""So many turns and the threshold's number are enough for SIMILAR_ERROR."""
+"""SIMILAR_ERROR needs this many turns, and as many again as its threshold."""
 
 _MORE_ACTIONS: Final = 2
 _LONG: Final = 60

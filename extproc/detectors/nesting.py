@@ -1,6 +1,6 @@
 """Prompts that nest themselves: a program puts a complaint before its own request, and again: `Try again: Try again: ...`.
 
-In linear time: only so many places are tried where the beginning of the text comes again.
+In linear time: a bounded number of places are tried where the beginning of the text comes again.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.request.document import ABSENT, Document, write_canonical
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
-_FAILED = "\x15"  # a negative acknowledgement
+FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
 _DIGEST: Final = 8
 _ID: Final = 16
 
@@ -406,7 +406,7 @@ class Turn:
         if part.id:
             self._ids.add(part.id)
         text = _strike_injected(read_result(part.value))
-        return part.id or number_id(number), _FAILED + text if part.failed else text
+        return part.id or number_id(number), FAILURE_MARK + text if part.failed else text
 
 
 class Reduced(NamedTuple):

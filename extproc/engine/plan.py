@@ -256,8 +256,8 @@ class Detector:
             return self.actions[held - 1] if held else Action.ALLOW
         return Action.ALLOW
 
-    def place_note(self, outcome: Outcome) -> tuple[int, Action, int]:
-        """How many notes a loop has had; which stricter action comes next, and after how many repetitions, 0 if unknown."""
+    def foresee(self, outcome: Outcome) -> tuple[int, Action, int]:
+        """How many notes a loop has had; which action ends the run next, and after how many repetitions, 0 if unknown."""
         repeat = outcome.repeat
         if repeat is None:
             first = self._find_threshold(outcome.subject)

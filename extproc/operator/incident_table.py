@@ -2,7 +2,7 @@
 
 Only loops are looked at whose newest result is an error. They are of one incident if policy, tool and error are equal. It takes
 ENOUGH sessions within minutes, of which a caller counts for MOST_OF_CALLER: so it takes several callers, and none of them can
-spare itself from refusals. As long as the incident lasts, its loops get the strictest action that refuses nothing; but only
+spare itself from refusals. As long as the incident lasts, its loops get the strictest action that ends no run; but only
 for LONGEST_SECONDS, after which there is a REST_SECONDS for which they are refused, whatever its callers do.
 
 A caller begins only its share of the rows, as in any table, so it never pushes out what others have begun.

@@ -256,7 +256,7 @@ def _describe_action(candidate: LoopCandidate, step: int) -> str:
     told = {
         "reject": f"reject with {answer}{status}{again}",
         "throttle": f"throttle (hold {outcome.delay_ms} ms at first)",
-        "land": "land (a last answer without tools)",
+        "land": "land (a final answer without tools)",
         "steer": "steer",
         "warn": "warn",
     }[outcome.action.value]

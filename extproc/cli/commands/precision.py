@@ -1,4 +1,4 @@
-"""`loopguard precision`: how right policies are about conversations that people have labelled."""
+"""`loopguard precision`: how accurate policies are on conversations that people have labelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from extproc.policy.presets import DEFAULT_PRESET, find_preset
 if TYPE_CHECKING:
     from extproc.cli.replay.precision import Precision
 
-HELP = "show how right policies are about labelled conversations"
+HELP = "measure how accurate policies are on labelled conversations"
 EXAMPLES = """examples:
   loopguard precision labelled.ndjson
   loopguard precision --policy policies/ --policy candidate.json labelled.ndjson --kinds
@@ -133,7 +133,7 @@ def _print_tables(document: dict[str, Any], by_kind: Sequence[Any]) -> None:
     for setting in document["settings"]:
         for level in LEVELS:
             found = setting[level.replace(" ", "_")]
-            turns = "" if found["turns"] is None else f"{found['turns']['median']}, up to {found['turns']['longest']}"
+            turns = "" if found["turns"] is None else f"{found['turns']['median']:g}, up to {found['turns']['longest']}"
             spared = f"{found['bytes_of_loops']:.0%} of loops', {found['bytes_of_all']:.0%} of all"
             name = f"{setting['policy']}/{setting['detector']}" if level == LEVELS[0] else ""
             shares = _write_share(found["loops"]), _write_share(found["others"])

@@ -1,4 +1,4 @@
-"""How right detectors are about labelled conversations.
+"""How accurate detectors are on labelled conversations.
 
 Each conversation is replayed as its client would have sent it, whatever is made of it on the way, by a caller of its own. A
 loop is found if something is done about a request that shows some of it; what is done before is too early. Shares have Wilson's
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import product
 from math import sqrt
+from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,7 +45,7 @@ _LONGEST_ID = 128
 
 
 class Proportion(NamedTuple):
-    """So many of so many, and the interval in which the true share is, from 0 to 1."""
+    """A share, and the interval in which the true one is, from 0 to 1."""
 
     found: int
     of: int
@@ -251,7 +252,7 @@ def _summarize_level(judged: Sequence[Judged], level: int) -> dict[str, Any]:
         "early": len(early),
         "successes": make_share(sum(bool(each.touched[level]) for each in succeeded), len(succeeded))._asdict(),
         "unclear": sum(bool(each.touched[level]) for each in judged if each.label.loop is None),
-        "turns": {"median": turns[len(turns) // 2], "longest": turns[-1]} if turns else None,
+        "turns": {"median": median(turns), "longest": turns[-1]} if turns else None,
         "bytes_of_loops": spared / max(1, sum(sum(each.sizes) for each in loops)),
         "bytes_of_all": spared / max(1, sum(sum(each.sizes) for each in judged)),
         "wrong": [_name(each, each.touched[level][0]) for each in [*wrong, *early]],

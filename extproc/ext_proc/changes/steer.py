@@ -22,7 +22,7 @@ from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
 from extproc.request.quoting import quote_all
 
 _OUTLOOK: Final = "If this continues, requests will be refused."
-LANDING: Final = "Call no more tools. Give your last answer now, from what you have so far, and say what is missing."
+LANDING: Final = "Do not call any more tools. Give your final answer now, based on what you have, and say what is missing."
 _AGAIN: Final = "An earlier note said so, and nothing has changed."
 
 MAX_PLACES: Final = 16
@@ -56,7 +56,7 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks:
 def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard, body: bytes | memoryview) -> str:
     """Write the note about an outcome, with the operator's template if the guard has one."""
     found = find_cause(evaluation.plain if evaluation.plain is not None else Document(body), outcome.repeat)
-    cause, mend = (found.text, found.advice) if found is not None else ("", "")
+    cause, remedy = (found.text, found.advice) if found is not None else ("", "")
     advice = outcome.subject.advise(outcome, evaluation.request.method, evaluation.request.path)
     repeat = outcome.repeat
     own = guard.steer_note and guard.steer_note.format(
@@ -66,7 +66,7 @@ def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard, body: byt
         instead=advice.instead,
         reason=advice.reason,
         policy=outcome.policy,
-        cause=f"{cause} {mend}".strip(),
+        cause=f"{cause} {remedy}".strip(),
     )
     if own.strip():
         sentences = [own, LANDING if outcome.action is Action.LAND else ""]
@@ -75,7 +75,7 @@ def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard, body: byt
     else:
         earlier, outlook = _look_ahead(outcome, guard)
         what = f"{advice.about}: {advice.what}."
-        sentences = [what, earlier, cause, mend, _end(advice.reason), advice.instead, outlook]
+        sentences = [what, earlier, cause, remedy, _end(advice.reason), advice.instead, outlook]
     return " ".join([sentence for sentence in sentences if sentence])
 
 
@@ -89,11 +89,11 @@ def _look_ahead(outcome: Outcome, guard: Guard) -> tuple[str, str]:
     outlook = _OUTLOOK if guard.refuses_later else ""
     if not isinstance(guard, Detector):
         return "", outlook
-    if Action.LAND in guard.actions:
-        outlook = "If this continues, all tools are taken away" + (", and then requests are refused." if outlook else ".")
     if outcome.repeat is not None and outcome.repeat.widespread:
         return "", ""
-    notes, action, left = guard.place_note(outcome)
+    if Action.LAND in guard.actions:
+        outlook = f"If this continues, all tools are taken away{', and then requests are refused' if outlook else ''}."
+    notes, action, left = guard.foresee(outcome)
     if left:
         when = "At the next repetition" if left == 1 else f"After {left} more repetitions"
         outlook = f"{when}, {'all tools are taken away' if action is Action.LAND else 'requests will be refused'}."

@@ -106,7 +106,7 @@ def test_an_agent_that_is_asked_for_a_last_answer_ends_in_peace(gate: Gate, name
 
 @pytest.mark.parametrize("name", SDKS)
 def test_an_agent_that_does_not_listen_is_refused(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """It is told twice, asked twice for a last answer, and refused at the threshold of that, with one request."""
+    """It is told twice, asked twice for a final answer, and refused at the threshold of that, with one request."""
     before = gate.stack.envoy.stat("http.ingress.downstream_rq_total")
 
     turns, refusal = play(gate, name, user[USER], again(SDKS[name][1]), None)

@@ -134,7 +134,7 @@ def test_a_call_that_was_cut_off_is_told_from_one_without_arguments() -> None:
 
     assert cause == Cause(
         WRONG_ARGUMENT,
-        "The arguments of execute_sql end too early, so they are no JSON.",
+        "The arguments of execute_sql are cut off, so they are not valid JSON.",
         "If the text is too long for one call, send it in parts.",
     )
 
@@ -176,7 +176,7 @@ def test_an_outage_is_waited_for() -> None:
 
     assert down == Cause(
         OUTAGE,
-        "It fails for now: \u201cHTTP 503 Service Unavailable\u201d.",
+        "The failure may be temporary: \u201cHTTP 503 Service Unavailable\u201d.",
         "Wait before you try again, or finish without it.",
     )
     assert slow == Cause(
@@ -213,9 +213,9 @@ def test_the_line_that_names_the_error_is_quoted(result: str, quoted: str) -> No
 def test_a_result_that_will_not_change_is_quoted() -> None:
     """A model that does not believe its eyes is told once more."""
     assert stuck(("ls", {}), "a.txt\nb.txt") == Cause(
-        SAME_RESULT, "The result was \u201ca.txt\u201d each time, and the same call will not change it."
+        SAME_RESULT, "The result was \u201ca.txt\u201d each time, and the same call will not change that."
     )
-    assert stuck(("ls", {}), "") == Cause(SAME_RESULT, "Nothing came back, each time, and the same call will not change it.")
+    assert stuck(("ls", {}), "") == Cause(SAME_RESULT, "Nothing came back each time, and the same call will not change that.")
 
 
 @pytest.mark.parametrize("last", [0, 1, 2])
@@ -238,7 +238,7 @@ def test_the_steps_of_a_cycle_are_named_in_their_order() -> None:
 
     cause = explain(SHAPES["anthropic"](steps * 3))
 
-    assert cause == Cause(SAME_STEPS, "The steps are read (a.py), read (b.py), read (c.py), and again from the start.")
+    assert cause == Cause(SAME_STEPS, "The steps are read (a.py), read (b.py), read (c.py), over and over.")
 
 
 def test_agents_that_write_their_actions_have_causes_too() -> None:

@@ -1,4 +1,4 @@
-"""Landing: a request that goes on without tools, with a note that asks for a last answer."""
+"""Landing: a request that goes on without tools, with a note that asks for a final answer."""
 
 from __future__ import annotations
 
