@@ -115,6 +115,19 @@ def test_each_further_rule_sees_what_no_other_does(rule: str) -> None:
         assert "reject" not in act(turns, "chat", make_detector(extra_rules=[other for other in EXTRA_RULES if other != rule]))
 
 
+@pytest.mark.parametrize(("length", "expected"), [(59, False), (60, True)])
+def test_a_long_action_may_stand_in_a_text(length: int, expected: bool) -> None:
+    """Its length is that of the action itself."""
+    detector = make_detector(extra_rules=["long_action"])
+    action = "insert " + "x" * (length - len("insert "))
+    turns = [Did((("insert", {}),), (f"inserted, {n} lines now: " + "y " * 99,)) for n in range(5)]
+    body = as_text(turns, lambda _: f"```\n{action}\n```")
+
+    found = detector.similarity.compare(Document(json.dumps(body).encode()))[1]
+
+    assert (found is not None and found.rule == "long_action") == expected
+
+
 @pytest.mark.parametrize(
     ("action", "escalate", "expected"),
     [("throttle", {"reject": 7}, "warn"), ("reject", {}, "warn"), ("warn", {"reject": 7}, "warn"), ("steer", {}, "steer")],

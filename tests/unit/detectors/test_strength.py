@@ -100,6 +100,17 @@ def test_talk_of_an_agent_with_tools_is_weak() -> None:
     assert strength(said, **offers) == "weak"
 
 
+def test_long_results_are_told_apart() -> None:
+    """How one failed is remembered, by all of it that says so."""
+    turns = Turns(LoopDetection(enabled=True, similarity="turns"))
+    results = ["all is well\n" * 60, "error: boom\n" + "x\n" * 300, "all is well\n" * 61]
+    body = as_chat([Did((("do", {"at": place}),), (result,)) for place, result in enumerate(results)])
+
+    for _ in range(2):
+        history = turns.rule.read(Document(json.dumps(body).encode()))
+        assert [turn.failed for turn in history.newest(3)] == [False, True, False]
+
+
 LADDERS: list[tuple[tuple[tuple[str, int], ...], dict[int, str]]] = [
     ((("reject", 3),), {2: "allow", 3: "warn", 13: "warn", 14: "reject"}),
     ((("throttle", 3),), {3: "warn", 14: "throttle"}),

@@ -193,6 +193,18 @@ def test_the_reason_of_a_tool_is_part_of_the_note() -> None:
     assert " The file is gone. Repeating it" in note
 
 
+def test_a_note_without_words_is_written_in_ours() -> None:
+    """An operator's text may consist of placeholders for what is not there."""
+    assert "Loop detected: 3 of the last 3 turns" in told(steer_note=" {reason} ")
+
+
+def test_weak_loops_are_not_counted_down() -> None:
+    """How long they may go on depends on more than their count."""
+    note = last_text(steered(ask(make_service(policy("p", ANY, **TURNS, weak_threshold=14)), looping(3, result="queued"))))
+
+    assert note.rstrip("0123456789abcdef~]").endswith(f"If this continues, requests will be refused.\n{CLOSING}")
+
+
 def test_no_refusal_is_announced_where_none_follows() -> None:
     """A policy that steers and nothing else does not threaten."""
     assert "refused" not in told(escalate={})

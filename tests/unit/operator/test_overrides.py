@@ -232,6 +232,17 @@ def test_a_blocked_caller_is_refused_on_its_headers(caplog: pytest.LogCaptureFix
     assert line == {"override": "o", "policy": "p", "reason": "runaway", "who": "eve", "requests": 1}
 
 
+@pytest.mark.parametrize(("status", "expected", "waits"), [("auto", 400, False), (429, 429, True), (403, 429, True)])
+def test_a_block_is_final_where_the_policy_leaves_the_status_open(status: int | str, expected: int, waits: bool) -> None:
+    """`auto` is a 400, which no client sends again, and so without a time to wait."""
+    service = apply_orders(make_service(policy("p", ANY, **USER, reject_status=status)), order(BLOCK))
+
+    answer = ask(service)
+
+    assert find_status(answer) == expected
+    assert ("Retry-After" in find_headers(answer)) == waits
+
+
 def test_a_block_beats_an_allow() -> None:
     """A caller that is both allowed and blocked is blocked."""
     assert send(apply_orders(make_service(policy("p", ANY, **USER)), order(ALLOW), order(BLOCK)), 1) == [429]

@@ -516,6 +516,23 @@ def test_times_of_a_bundle_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        ({"similarity": "turns"}, True),
+        ({"similarity": "turns", "action": "steer", "escalate": {"reject": 5}}, True),
+        ({"similarity": "turns", "action": "steer"}, False),
+        ({"similarity": "turns", "reject_status": 429}, False),
+        ({"similarity": "exact"}, False),
+    ],
+)
+def test_a_final_refusal_with_the_default_status_is_a_note(changes: dict[str, Any], noted: bool) -> None:
+    """Several agents retry a 429 for minutes; those of windows are to be retried."""
+    messages = [note.message for note in check(loop(**changes)).notes]
+
+    assert any("reject_status is not set" in message for message in messages) == noted
+
+
+@pytest.mark.parametrize(
     ("override", "shadowed"),
     [
         (None, (False, False)),
