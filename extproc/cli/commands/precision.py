@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     precision = Precision(judge, policies, options.seconds)
     settings = [each for each in precision.settings.values() if options.detector in (None, each.detector)]
     if not settings:
-        raise UsageError(f"--detector {options.detector}: there is no such detector")
+        raise UsageError(f"--detector must be one of {', '.join(dict.fromkeys(name for _, name in precision.settings))}")
     if len(settings) > _MOST_SETTINGS:
         raise UsageError(f"{len(settings)} settings are too many to compare: at most {_MOST_SETTINGS}")
     with open_lines(options.set) as (logs, lines):
@@ -128,19 +128,19 @@ def _print_tables(document: dict[str, Any], by_kind: Sequence[Any]) -> None:
     from extproc.cli.replay.table import add_row, make_console, make_table, print_table  # noqa: PLC0415  # same
 
     console = make_console()
-    columns = ("#loops found", "#others", "#too early", "#successes", "#turns", "#bytes spared")
+    columns = ("#loops found", "#others", "#too early", "#successes", "#turns", "#spared")
     table = make_table("setting", "", *columns)
     for setting in document["settings"]:
         for level in LEVELS:
             found = setting[level.replace(" ", "_")]
             turns = "" if found["turns"] is None else f"{found['turns']['median']:g}, up to {found['turns']['longest']}"
-            spared = f"{found['bytes_of_loops']:.0%} of loops', {found['bytes_of_all']:.0%} of all"
+            spared = f"{found['bytes_of_loops']:.0%}"
             name = f"{setting['policy']}/{setting['detector']}" if level == LEVELS[0] else ""
             shares = _write_share(found["loops"]), _write_share(found["others"])
             cells = (*shares, found["early"], _write_share(found["successes"]), turns, spared if level == LEVELS[1] else "")
             add_row(table, name, level, *cells)
     about = ", ".join([count(document["loops"], "loop"), count(document["others"], "other"), f"{document['unclear']} unclear"])
-    print_table(console, f"{count(document['conversations'], 'conversation')}: {about}; shares with their 95% intervals", table)
+    print_table(console, f"{count(document['conversations'], 'conversation')}: {about} (shares, with 95% intervals)", table)
     uncounted = [(setting, item) for setting in document["settings"] for item in setting["uncounted"].items()]
     if uncounted:
         table = make_table("setting", "reason", "#requests")
@@ -158,4 +158,4 @@ def _write_share(share: dict[str, Any]) -> str:
     if not share["of"]:
         return "-"
     interval = f"{100 * share['low']:.0f}-{100 * share['high']:.0f}"
-    return f"{share['found']:,} of {share['of']:,}: {share['found'] / share['of']:.0%} ({interval})"
+    return f"{share['found'] / share['of']:.0%} ({interval})"

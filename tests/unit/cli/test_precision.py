@@ -218,7 +218,7 @@ def test_what_is_wrong_is_told_with_its_line(
         (("--vary", "window_calls=2"), 2, "no detector has all of these keys: window_calls"),
         (("--vary", "threshold_identical_requests=99"), 1, "threshold_identical_requests must be <= "),
         (("--vary", "tools=[1"), 2, "'[1' is no JSON list"),
-        (("--detector", "none"), 2, "there is no such detector"),
+        (("--detector", "none"), 2, "--detector must be one of turns, again, all"),
     ],
 )
 def test_usage_errors_say_what_would_be_right(
