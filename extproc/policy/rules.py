@@ -47,6 +47,14 @@ _OWNERS = {
 }
 """The keys that only some similarities have, and these similarities."""
 
+_USERS = {
+    "steer_note": ("steer", "land"),
+    "max_delay_ms": ("throttle",),
+    "reject_status": ("throttle", "reject"),  # too many delayed requests are refused
+    "refuse_as": ("throttle", "reject"),
+}
+"""Keys of an entry that only some actions use, and these actions."""
+
 _REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
 
 
@@ -260,6 +268,7 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
         yield ("spec", "session"), f"nothing in this policy uses sessions; {looking}"
     yield from _find_idle_detectors(policy)
     yield from _find_idle_steering(policy)
+    yield from _find_idle_keys(policy)
     yield from _find_idle_ramp(policy.spec)
     selector = policy.spec.selector
     several = [("pathPrefixes", path) for path in selector.pathPrefixes or ()]
@@ -270,6 +279,15 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
                 ("spec", "selector", name),
                 f'\'*\' is matched literally; to match everything below, use "pathPrefix": "{meant}"',
             )
+
+
+def _find_idle_keys(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find keys of actions that an entry does not have."""
+    for place, loop in _list_entries(policy):
+        named = {loop.action, *[name for name, _ in loop.escalate.list_steps()]}
+        for key, users in _USERS.items():
+            if key in loop.model_fields_set and named.isdisjoint(users):
+                yield (*place, key), f"{key} does nothing without the action {' or '.join(users)}"
 
 
 def _find_idle_ramp(spec: Spec) -> Iterator[tuple[Place, str]]:

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import takes_websocket
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
-from extproc.decision import CHOSEN_BY_CLIENTS, NOTED, Outcome
+from extproc.decision import CHOSEN_BY_CLIENTS, NOTED, Action, Outcome
 from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
@@ -23,7 +23,7 @@ from extproc.engine.kill_switch import Switch
 from extproc.engine.ramp import Ramp
 from extproc.errors import UsageError
 from extproc.ext_proc.answers.clients import describe_status
-from extproc.ext_proc.answers.refuse import KILLED_SECONDS, KILLED_STATUS
+from extproc.ext_proc.answers.refuse import KILLED_SECONDS, KILLED_STATUS, write_loop_message
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.logs import escape_controls
@@ -179,6 +179,10 @@ def _print_detector(candidate: LoopCandidate, evaluation: Evaluation, body: byte
     rows.append(("decision", _describe_decision(candidate)))
     if _may_steer(candidate):
         rows += _show_note(candidate, evaluation, body)
+    if candidate.repeat is not None and candidate.repeat.looping:
+        outcome = _make_outcome(candidate, candidate.repeat.step)
+        if outcome.action is Action.REJECT:
+            rows.append(("message", write_loop_message(outcome, evaluation.request)))
     _print_rows(rows)
 
 

@@ -67,7 +67,7 @@ def refuse_session(
 
 def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
     """The immediate response for a loop."""
-    message = f"{lead.subject.write_message(lead, request.method, request.path)} ({_LOOP})"
+    message = write_loop_message(lead, request)
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
     status = lead.refusal.status or choose_status(request, final=lead.retry_after is None)
@@ -86,6 +86,11 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, c
     if lead.retry_after is not None:
         headers.insert(0, ("Retry-After", str(lead.retry_after)))
     return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
+
+
+def write_loop_message(lead: Outcome, request: HttpRequest) -> str:
+    """What the client and its model read."""
+    return f"{lead.subject.write_message(lead, request.method, request.path)} ({_LOOP})"
 
 
 def refuse_uncountable(policy: str, why: str, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:

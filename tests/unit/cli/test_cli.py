@@ -479,6 +479,8 @@ def test_explain_says_whether_calls_loop(capsys: pytest.CaptureFixture[str], tmp
 
     assert loop["tool_calls"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
     assert loop["cool"]["decision"] == "reject with 429; read_file: 3 of 3 calls"
+    assert "3 of the last 3 tool calls were read_file" in loop["cool"]["message"]
+    assert "message" not in before["cool"]
     assert before["cool"]["decision"] == ("allow below 3 identical calls, then reject with 429; read_file: 2 of 2 calls")
     nothing = "allow: no call of the last turn, or fewer calls than any threshold"
     assert [block["decision"] for block in (before["tool_calls"], *quiet.values())] == [nothing] * 3

@@ -497,6 +497,16 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
                 )
             ],
         ),
+        (
+            loop(action="warn", steer_note="Stop.", max_delay_ms=5, reject_status=400, refuse_as="completion"),
+            [
+                ("/spec/loop_detection/steer_note", "steer_note does nothing without the action steer or land"),
+                ("/spec/loop_detection/max_delay_ms", "max_delay_ms does nothing without the action throttle"),
+                ("/spec/loop_detection/reject_status", "reject_status does nothing without the action throttle or reject"),
+                ("/spec/loop_detection/refuse_as", "refuse_as does nothing without the action throttle or reject"),
+            ],
+        ),
+        (loop(action="warn", escalate={"throttle": 6}, max_delay_ms=5, reject_status=400), []),
         (bundle(), [("/policies", "has no policies: nothing is guarded")]),
         ([], [("", "has no policies: nothing is guarded")]),
     ],
