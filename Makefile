@@ -1,18 +1,21 @@
 # Every target sets up what it needs in .venv; PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
+EXTRAS := demo agent-demo test check
 # The sources are installed in place in .venv. The compiled wheel has an environment of its own: beside the sources, its
 # files would be imported in their stead.
 COMPILED := .venv/compiled
 SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find extproc -type f -not -path '*/pb/*' -not -name '*.pyc')
 # Each worker rewrites the asserts of all that it imports, which takes seconds where bytecode is not kept.
 unexport PYTHONDONTWRITEBYTECODE
+# Python keeps the bytecode of what it imports. pip would compile 15,000 files, most of them for nothing.
+export PIP_COMPILE := 0
 # A module stays with one worker, because its tests share servers. Modules run in their order, doors first: those of many short
 # tests are at the end, so that no worker is left with a long one.
 WORKERS := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 # What goes through a door waits most of the time: five workers keep two processors busy.
 WAITING := -n 5 --dist loadscope --no-loadscope-reorder
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench precision chart reference clean
 
@@ -23,25 +26,35 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv
 
 # One stamp for each set of extras: protos are compiled by the install itself.
-.venv/%.stamp: pyproject.toml hatch_build.py $(wildcard protos/*.proto) | $(BIN)/python
+$(EXTRAS:%=.venv/%.stamp): .venv/%.stamp: .venv/build.stamp hatch_build.py $(wildcard protos/*.proto)
 	@echo "installing extproc-loopguard[$*] into .venv ..."
-	@$(BIN)/python $(PIP_INSTALL) --editable '.[$*]'
+	@$(PIP) install --editable '.[$*]'
 	@touch $@
 
-.venv/wheel.stamp: $(SOURCES) | $(BIN)/python
+# What builds a wheel is installed beside what tests need: an environment of its own would take 11 s of CPU.
+.venv/build.stamp: pyproject.toml | $(BIN)/python
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
+		| $(PIP) install --requirement /dev/stdin
+	@touch $@
+
+.venv/wheel.stamp: .venv/build.stamp $(SOURCES)
 	@echo "compiling extproc-loopguard into .venv/wheel (about a minute) ..."
 	@rm -rf .venv/wheel
-	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir .venv/wheel .
+	@$(PIP) wheel --no-build-isolation --no-deps --wheel-dir .venv/wheel .
 	@touch $@
 
-# The wheel's version never changes, so pip has to be told that its files did. The checkout is looked into last: its tests
-# and its benchmark are found there, and extproc in the wheel.
-$(COMPILED)/%.stamp: .venv/wheel.stamp
-	@test -x $(COMPILED)/bin/python || $(PYTHON) -m venv $(COMPILED)
-	@echo "installing extproc-loopguard[$*] from .venv/wheel into $(COMPILED) ..."
-	@$(COMPILED)/bin/python $(PIP_INSTALL) --force-reinstall --no-deps .venv/wheel/*.whl
-	@$(COMPILED)/bin/python $(PIP_INSTALL) "$$(echo .venv/wheel/*.whl)[$*]"
-	@echo $(CURDIR) > "$$($(COMPILED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
+# Only the wheel is installed here. What it needs is imported from .venv, whose own .pth files are not read: extproc is the
+# wheel's. The checkout is looked into last, for the tests and the benchmark.
+# The wheel's version never changes, so pip has to be told that its files did.
+$(COMPILED)/%.stamp: .venv/wheel.stamp .venv/%.stamp
+	@echo "installing extproc-loopguard from .venv/wheel into $(COMPILED) ..."
+	@test -x $(COMPILED)/bin/python || $(PYTHON) -m venv --without-pip $(COMPILED)
+	@$(PIP) --python $(COMPILED)/bin/python install --force-reinstall --no-deps .venv/wheel/*.whl
+	@for python in $(CURDIR)/$(BIN)/python $(COMPILED)/bin/python; do \
+		$$python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	done | { read -r needed; read -r own; printf '%s\n' "$$needed" $(CURDIR) > "$$own/needed.pth"; }
+	@ln -sf $(CURDIR)/$(BIN)/envoy $(COMPILED)/bin
+	@$(PIP) --python $(COMPILED)/bin/python check
 	@$(COMPILED)/bin/loopguard --version
 	@touch $@
 

@@ -148,8 +148,9 @@ def _main(folder: Path, modules: Sequence[str]) -> None:
     except (BaseError, CCompilerError) as error:
         print(error)
         sys.exit(_NO_COMPILER)
-    # Types are checked by `make check`, with its settings and with what Loopguard depends on; none of that is here.
-    options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+    # Types are checked by `make check`, with its settings and with what Loopguard depends on. None of that is looked at here,
+    # so that the code does not depend on what else is installed.
+    options = ["--config-file=", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
     chosen, target = [*options, *modules], str(folder / "c")
     # A file of C for each module takes half the time of one for all, and processors share them.
     extensions = mypycify(chosen, opt_level="2", debug_level="0", group_name="extproc", multi_file=True, target_dir=target)

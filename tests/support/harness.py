@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
 from extproc.policy.loader import load
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
+from tests.support.spawner import Spawned
 
 T = TypeVar("T")
 
@@ -87,11 +89,12 @@ class Process:
     def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         """Start it."""
         self.log = log
-        with log.open("wb") as output:
-            self._popen = subprocess.Popen(
-                arguments, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
-            )
+        self._popen = self._start(arguments, {**os.environ, **(environment or {})})
         self.pid = self._popen.pid
+
+    def _start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Spawned:
+        with self.log.open("wb") as output:
+            return subprocess.Popen(arguments, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
     def output(self) -> str:
         """Everything printed so far."""
@@ -123,12 +126,12 @@ class Process:
     def stop(self) -> None:
         """End it, gently if it lets us."""
         if self.runs():
-            self._popen.terminate()
+            self._popen.send_signal(signal.SIGTERM)
             try:
                 self._popen.wait(5)
             except subprocess.TimeoutExpired:
-                self._popen.kill()
-                self._popen.wait()
+                self._popen.send_signal(signal.SIGKILL)
+                self._popen.wait(PATIENCE)
 
 
 class Loopguard(Process):
@@ -148,13 +151,8 @@ class Loopguard(Process):
             arguments = (*arguments, "--store-timeout", str(STORE_PATIENCE))
         given = ["--policy", str(folder / "policies")] if (folder / "policies").exists() else []
         flags = ["serve", *given, "--listen", listen, "--admin", "127.0.0.1:0"]
-        # Without the garbage collector it imports in nine tenths of the time, and a run of all tests starts hundreds.
-        imports = "import gc, sys\ngc.disable()\nfrom extproc.cli.main import main\ngc.enable()"
-        code = f"{preamble}\n{imports}\nsys.exit(main())"
-        super().__init__(
-            [sys.executable, "-P", "-c", code, *flags, "--drain-delay", "0", *arguments],
-            folder / f"loopguard-{time.monotonic_ns()}.log",
-        )
+        self._preamble = preamble
+        super().__init__([*flags, "--drain-delay", "0", *arguments], folder / f"loopguard-{time.monotonic_ns()}.log")
         try:
             serving = self.wait_for(r"serving listen=(\S+) admin=\S+?:(\d+) ")
         except BaseException:
@@ -162,6 +160,12 @@ class Loopguard(Process):
             raise
         self.address = serving[1]
         self._admin = int(serving[2])
+
+    def _start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | Spawned:
+        if not self._preamble:
+            return Spawned(arguments, self.log, environment)
+        code = f"{self._preamble}\nimport sys\nfrom extproc.cli.main import main\nsys.exit(main())"
+        return super()._start([sys.executable, "-P", "-c", code, *arguments], environment)
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of an admin page."""
