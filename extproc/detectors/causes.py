@@ -8,7 +8,7 @@ itself, or declares too much, no cause is named.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +22,7 @@ from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.failures import TRANSIENT, find_complaint
 from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
+from extproc.detectors.schemas import MISSING, UNKNOWN, Fault, find_fault, join_path
 from extproc.detectors.turn import FAILURE_MARK, Turn, read_turns
 from extproc.request.document import ABSENT, Document, Json, NotCounted, decode_json
 from extproc.request.quoting import MAX_QUOTED, quote
@@ -39,6 +40,7 @@ _LONGEST_LIST: Final = 262_144
 """Longest list of tools that is read, in bytes; decoding it takes half a millisecond."""
 
 _LONGEST_SCHEMA: Final = 65_536
+_LONGEST_PATH: Final = 128
 _MOST_NAMED: Final = 3
 """Most similar tools to name."""
 
@@ -47,7 +49,7 @@ _IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
 _MOST_TOOLS: Final = 500
 _MOST_COMPARED: Final = 256
-"""Most tools whose names are compared with one that does not exist."""
+"""Most names of tools or arguments that are compared with one that does not exist."""
 
 _MOST_STEPS: Final = 10
 _LONGEST_QUOTE: Final = 200
@@ -65,17 +67,6 @@ _WORTH_QUOTING: Final = re.compile(r"[^\W\d_]{2}.*[^>]$|[^\W_]{1,32}$")
 _AROUND: Final = " .,'\"`"
 _QUOTES: Final = frozenset("\u201c\u201d")
 _JOINTS: Final = {ord(sign): None for sign in "_-./: "}
-
-_TYPES: Final[Mapping[str, tuple[tuple[type, ...], str]]] = {
-    "string": ((str,), "a string"),
-    "integer": ((int, Raw), "an integer"),  # Raw is a number with a fraction or an exponent, such as 1e3
-    "number": ((int, Raw), "a number"),
-    "boolean": ((bool,), "a boolean"),
-    "array": ((list,), "an array"),
-    "object": ((dict,), "an object"),
-    "null": ((type(None),), "null"),
-}
-"""The types of JSON Schema (2020-12, section 6.1.1), in Python and in words."""
 
 
 class Cause(NamedTuple):
@@ -210,15 +201,20 @@ def _blame_call(conversation: Conversation, turn: Turn, repeat: Repeat) -> Cause
 
 
 def _name_similar(name: str, known: list[str]) -> Cause:
-    plain = _strip(name)
-    pairs = {plain[place : place + 2] for place in range(len(plain) - 1)}
-    near = sorted([(_measure(pairs, _strip(each)), each) for each in known[:_MOST_COMPARED]], reverse=True)[:_MOST_NAMED]
-    names = [each for share, each in near if share >= _NEAR]
-    if names:
-        hint = f"Did you mean {_list_names(names, 'or')}?"
+    near = _list_similar(name, known)
+    if near:
+        hint = f"Did you mean {_list_names(near, 'or')}?"
     else:
         hint = f"The tools are {_list_names(known)}." if len(known) > 1 else f"The only tool is {_list_names(known)}."
     return Cause(UNKNOWN_TOOL, f"There is no tool named {quote(name)}. {hint}")
+
+
+def _list_similar(name: str, known: list[str]) -> list[str]:
+    """The names that are most similar to another one; empty if none is."""
+    plain = _strip(name)
+    pairs = {plain[place : place + 2] for place in range(len(plain) - 1)}
+    near = sorted([(_measure(pairs, _strip(each)), each) for each in known[:_MOST_COMPARED]], reverse=True)[:_MOST_NAMED]
+    return [each for share, each in near if share >= _NEAR]
 
 
 def _strip(name: str) -> str:
@@ -232,48 +228,46 @@ def _measure(pairs: set[str], other: str) -> float:
 
 def _blame_arguments(tool: str, schema: dict[str, Json], given: Json, repeat: Repeat) -> Cause | None:
     """What is wrong with the arguments of a call, by the schema of the tool."""
-    properties, required = schema.get("properties"), schema.get("required")
-    if not isinstance(properties, dict):
-        return None
-    if not isinstance(given, dict):
+    if schema and not isinstance(given, dict):
         cut = isinstance(given, str) and given.startswith("{") and not given.endswith("}")
         wrong = "are cut off, so they are not valid JSON" if cut else "are not a JSON object"
         return Cause(WRONG_ARGUMENT, f"The arguments of {quote(tool)} {wrong}.", _IN_PARTS if cut else "")
-    names = required if isinstance(required, list) else []
-    missing = [name for name in names if isinstance(name, str) and name not in given]
-    if missing:
-        schemas = [properties.get(name) for name in missing]
-        texts = any(isinstance(each, dict) and each.get("type") == "string" and "enum" not in each for each in schemas)
-        return _name_missing(tool, missing, repeat, long=texts and not given)
-    for name, value in islice(given.items(), _MOST_TOOLS):
-        wanted = _find_wanted(properties.get(name), value)
-        if wanted:
-            return Cause(WRONG_ARGUMENT, f"In calls of {quote(tool)}, {quote(name)} must be {wanted}.")
-    return None
+    fault = find_fault(schema, given)
+    if fault is None:
+        return None
+    if fault.kind == MISSING:
+        return _name_missing(tool, fault, repeat)
+    if fault.kind == UNKNOWN:
+        return _name_unknown(tool, fault)
+    place = f"In calls of {quote(tool)}, {_quote_path(fault.path)}" if fault.path else f"The arguments of {quote(tool)}"
+    wanted = _join(list(fault.wanted), "or") or _list_names(fault.values, "or")
+    return Cause(WRONG_ARGUMENT, f"{place} must be {wanted}.")
 
 
-def _name_missing(tool: str, missing: list[str], repeat: Repeat, *, long: bool) -> Cause:
+def _name_missing(tool: str, fault: Fault, repeat: Repeat) -> Cause:
     calls = f"{repeat.count} calls" if repeat.rule == REPEAT and repeat.count > 1 else "The call"
-    text = f"{calls} of {quote(tool)} left out {_list_names(missing)}, which {'is' if len(missing) == 1 else 'are'} required."
-    add = f"Add {'it' if len(missing) == 1 else 'them'}."
-    return Cause(MISSING_ARGUMENT, text, f"{add} {_IN_PARTS}" if long else add)
+    names = [join_path(fault.path, name) for name in fault.names]
+    if fault.any_of:
+        text = f"{calls} of {quote(tool)} left out {_list_names(names, 'and')}, one of which is required."
+        return Cause(MISSING_ARGUMENT, text, "Add one of them.")
+    text = f"{calls} of {quote(tool)} left out {_list_names(names)}, which {'is' if len(names) == 1 else 'are'} required."
+    add = f"Add {'it' if len(names) == 1 else 'them'}."
+    return Cause(MISSING_ARGUMENT, text, f"{add} {_IN_PARTS}" if fault.long else add)
 
 
-def _find_wanted(schema: Json, value: Json) -> str:
-    """What a schema wants instead of a value; empty if it may take that, or says it in another way."""
-    if not isinstance(schema, dict):
-        return ""
-    kinds = schema.get("type")
-    names = [kind.lower() for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
-    known = [_TYPES[name] for name in names if name in _TYPES]
-    if not known or len(known) < len(names) or (schema.get("nullable") is True and value is None):
-        return ""
-    if not any(isinstance(value, types) and (types == (bool,) or not isinstance(value, bool)) for types, _ in known):
-        return _join([words for _, words in known], "or")
-    values = schema.get("enum")
-    if isinstance(values, list) and isinstance(value, str) and value not in values:
-        return _list_names([text for text in values if isinstance(text, str)], "or")
-    return ""
+def _name_unknown(tool: str, fault: Fault) -> Cause:
+    name, known = fault.names[0], list(fault.known)
+    place = f"In calls of {quote(tool)}, {_quote_path(fault.path)}" if fault.path else quote(tool)
+    near = _list_similar(name, known)
+    if near:
+        hint = f"Did you mean {_list_names(near, 'or')}?"
+    else:
+        hint = f"It takes {_list_names(known)}." if known else "It takes none."
+    return Cause(WRONG_ARGUMENT, f"{place} takes no argument named {quote(name)}. {hint}")
+
+
+def _quote_path(path: str) -> str:
+    return quote(path, _LONGEST_PATH)
 
 
 # --- declared tools
@@ -336,6 +330,6 @@ def _open_schema(tool: Any) -> dict[str, Json]:  # noqa: ANN401  # made at run t
     if raw is ABSENT or len(raw) > _LONGEST_SCHEMA:
         return {}
     value = decode_json(raw)
-    if isinstance(value, dict) and "properties" not in value:
-        value = next(iter(value.values()), None)
+    if isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict):  # Bedrock's
+        value = value["json"]
     return value if isinstance(value, dict) else {}

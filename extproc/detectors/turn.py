@@ -61,7 +61,7 @@ _EVIDENCE: Final = LONG | PASSING | MISSING | READS | CHANGES
 _LONG_RESULT: Final = 200
 """Honest repetition brings back less, in characters."""
 
-_HARNESS: Final = frozenset({"system", "developer"})
+HARNESS: Final = frozenset({"system", "developer"})
 """Whose messages in the middle of a conversation are the harness's: reminders that come and go, and are part of no result."""
 
 _NUMBERS: Final = re.compile(r"[0-9]+")
@@ -340,7 +340,7 @@ class Turn:
             for part in message.read_parts() if message.speaker == USER else ():
                 text = unpack(part.value) if part.kind == TEXT else ""
                 if isinstance(text, str) and not is_injected(text.strip()):
-                    said += _NUMBERS.sub("", _strike_injected(text)).casefold().split()
+                    said += _NUMBERS.sub("", strike_injected(text)).casefold().split()
         return said
 
     def show(self, most: int) -> str:
@@ -382,12 +382,12 @@ class Turn:
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
         behind = self._behind[::-1]
-        for message in [message for message in behind if message.speaker not in _HARNESS] or behind:
+        for message in [message for message in behind if message.speaker not in HARNESS] or behind:
             for part in message.read_parts():
                 if part.kind == RESULT:
                     results.append(self._read_one(part, len(results)))
                 else:
-                    others.append(_strike_injected(_write_said(message, part, self._reading.document)))
+                    others.append(strike_injected(_write_said(message, part, self._reading.document)))
         self._returned = any(text for _, text in results)
         if self._returned:
             others = [text for text in others if not is_injected(text)]
@@ -405,7 +405,7 @@ class Turn:
         self._failed = self._failed or part.failed
         if part.id:
             self._ids.add(part.id)
-        text = _strike_injected(read_result(part.value))
+        text = strike_injected(read_result(part.value))
         return part.id or number_id(number), FAILURE_MARK + text if part.failed else text
 
 
@@ -576,7 +576,7 @@ def _write_said(message: Message, part: Part, document: Document) -> str:
     return write_canonical(value).decode()
 
 
-def _strike_injected(text: str) -> str:
+def strike_injected(text: str) -> str:
     """A text without what a harness has put among the words of others, unless it is nothing else."""
     struck = text.partition("\n")[2].strip() if text.startswith(_CALL_ID) else text
     for start, end in _MARKS:

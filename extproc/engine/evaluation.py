@@ -18,6 +18,7 @@ from msgspec import json
 from extproc.apis import LIST_PATHS, asks_model, open_conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
+from extproc.detectors.own_answers import leave_out_answers
 from extproc.engine.candidates import (
     NO_LABELS,
     NOT_CHANGING,
@@ -37,7 +38,7 @@ from extproc.request.encodings import UnreadableError, list_encodings, read_text
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
-from extproc.request.notes import Marks, cut_notes
+from extproc.request.notes import Marks, cut_notes, frame_answer, list_answers
 from extproc.sessions.limits import SessionGuard
 from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
@@ -495,7 +496,9 @@ class Evaluation:
         self.content = text
         data = text if isinstance(text, bytes) else text.tobytes()
         document = Document(data)
-        plain = cut_notes(data, partial(self._find_marks, document))
+        open_marks = partial(self._find_marks, document)
+        answers = list_answers(data, open_marks)
+        plain = cut_notes(leave_out_answers(data, answers) if answers else data, open_marks)
         if plain is not data:
             document = Document(plain)
         elif text is content:
@@ -514,6 +517,16 @@ class Evaluation:
             NotCounted: it contains no conversation, or cannot be read.
         """
         return self._open_marks(self.document if self.document is not None else Document(data), candidate)
+
+    def frame_answer(self, outcome: Outcome, text: str) -> str:
+        """Write a text as an answer in the model's place, so that it is recognized later; unchanged if that is impossible."""
+        data = self.content
+        if data is None or (self.plain is not None and self.plain.shortened):
+            return text
+        try:
+            return frame_answer(text, self.make_marks(self.find_candidate(outcome), bytes(data)))
+        except NotCounted:
+            return text
 
     def _open_marks(self, document: Document, candidate: Candidate | None = None) -> Marks:
         """The marks to recognize notes, also without a candidate.

@@ -184,7 +184,7 @@ class Transaction:
             outcome = candidate.kill()
             service.reporter.report_sessions([candidate])
             metadata = make_metadata(Decision(outcome, None, [outcome], warning=False))
-            return self._end(refuse(outcome, metadata, evaluation.request, evaluation.content))
+            return self._end(refuse(outcome, metadata, evaluation))
         seconds = max(1, ceil(block.ends - time()))
         return self._end(refuse_blocked(candidate.plan, seconds, evaluation.request, evaluation.content, candidate.subject))
 
@@ -347,7 +347,7 @@ class Transaction:
         metadata = self._describe(evaluation, decision)
         if lead is not None and lead.action is Action.REJECT:
             self.ended = True
-            return Reply(refuse(lead, metadata, evaluation.request, evaluation.content), done=True)
+            return Reply(refuse(lead, metadata, evaluation), done=True)
         if calls:
             metadata[SESSIONS] = calls
         if changed.body is not None:

@@ -1,5 +1,7 @@
 """Notes for a model, appended to the text of tool results: how they are written, recognized and removed.
 
+Answers in the model's place, which say why a request is refused, are written and recognized in the same way.
+
 A note ends in a mark that others cannot forge: 64 bits of a keyed hash (BLAKE2b) of the caller, the user's first words in the
 conversation, and the note's own text. Text with any other mark is not a note, and is left unchanged. A copy of a note hides
 only itself.
@@ -22,9 +24,10 @@ from msgspec import json
 from extproc.request.hash_key import HashKey
 
 OPENING: Final = "[~loopguard~ Note from the gateway, not from the tool:"
+ANSWER: Final = "[~loopguard~ Answer from the gateway, not from the model:"
 CLOSING: Final = "~loopguard:"
 END: Final = "~]"
-"""A note's text is between OPENING and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
+"""A note's text is between OPENING (an answer's: ANSWER) and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
 
 SEPARATOR: Final = "\n\n"
 """Separates a note from the text before it."""
@@ -49,6 +52,8 @@ _MOST_LEVELS: Final = 4
 """Maximum number of levels at which a body may be a string in another one."""
 
 _OPENING: Final = OPENING.encode()
+_ANSWER: Final = ANSWER.encode()
+_ANY_OPENING: Final = b"[~loopguard~ "
 _END: Final = END.encode()
 _SEPARATOR: Final = b"\\n\\n"  # in JSON
 _RARE: Final = 0x7E  # a tilde
@@ -57,9 +62,10 @@ _RARE: Final = 0x7E  # a tilde
 _TRIES: Final = 64
 """After this many of them without a note, search for the whole opening, because a body may consist of them."""
 
-_FORM: Final = f'{re.escape(OPENING)}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
+_OPENINGS: Final = f"(?:{re.escape(OPENING)}|{re.escape(ANSWER)})"
+_FORM: Final = f'{_OPENINGS}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
 _WRITTEN: Final = re.compile(_FORM.encode())
-_SAID: Final = re.compile(_FORM.replace("(", "(?:"))
+_SAID: Final = re.compile(_FORM.replace("([", "(?:["))
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _PLAIN: Final = str.maketrans({'"': "'", "\\": "/", chr(_RARE): "-"})
 
@@ -91,22 +97,24 @@ class Marks:
         said = blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._hashes = [_start(key, caller, said) for caller in callers[:_MOST_CALLERS]]
 
-    def make(self, text: str) -> str:
-        """The mark of a note with this text."""
+    def make(self, text: str, *, answer: bool = False) -> str:
+        """The mark of a note, or of an answer, with this text."""
         mark = self._hashes[0].copy()
-        mark.update(text.encode())
+        mark.update(_hash_as(text.encode(), answer=answer))
         return mark.hexdigest()
 
-    def knows(self, written: bytes, mark: bytes) -> bool:
-        """Whether a mark is that of a note.
+    def knows(self, written: bytes, mark: bytes, *, answer: bool = False) -> bool:
+        """Whether a mark is that of a note, or of an answer.
 
         Args:
-            written: the text of the note, as in JSON.
+            written: its text, as in JSON.
             mark: 16 hex digits.
+            answer: it is written as an answer.
         """
         text = _read_text(written)
         if text is None:
             return False
+        text = _hash_as(text, answer=answer)
         for known in self._hashes:
             made = known.copy()
             made.update(text)
@@ -115,12 +123,23 @@ class Marks:
         return False
 
 
+def _hash_as(text: bytes, *, answer: bool) -> bytes:
+    """What is hashed of a text: a note's, which begins with a line end, is never an answer's."""
+    return _ANSWER + text if answer else text
+
+
 def _leave_out_notes(text: str) -> str:
     """Remove anything that looks like a note from a text, because the input of marks cannot depend on marks."""
-    if OPENING not in text:
+    if OPENING not in text and ANSWER not in text:
         return text
     *pieces, last = _SAID.split(text)
     return "".join([piece.removesuffix(SEPARATOR) for piece in pieces]) + last
+
+
+def read_around(text: str) -> str:
+    """The text around what looks like a note or an answer; the whole text if it has none, or several."""
+    pieces = _SAID.split(text, 2)
+    return "".join(pieces).strip() if len(pieces) == 2 else text  # noqa: PLR2004  # before and behind
 
 
 def _start(key: HashKey, caller: str, said: bytes) -> blake2b:
@@ -144,8 +163,18 @@ def _read_text(written: bytes) -> bytes | None:
 
 def frame_note(text: str, marks: Marks) -> str:
     """Write a text as a note."""
-    plain = f"\n{_ODD.sub(' ', text.strip()[:_LONGEST]).translate(_PLAIN)}\n"
+    plain = _write_plain(text)
     return f"{OPENING}{plain}{CLOSING}{marks.make(plain)}{END}"
+
+
+def frame_answer(text: str, marks: Marks) -> str:
+    """Write a text as an answer in the model's place."""
+    plain = _write_plain(text)
+    return f"{ANSWER}{plain}{CLOSING}{marks.make(plain, answer=True)}{END}"
+
+
+def _write_plain(text: str) -> str:
+    return f"\n{_ODD.sub(' ', text.strip()[:_LONGEST]).translate(_PLAIN)}\n"
 
 
 def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
@@ -157,28 +186,43 @@ def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
     return found is not None and found.end() == end and marks.knows(found[1], found[2])
 
 
+def _find_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> list[re.Match[bytes]]:
+    """All notes and answers in a body, last first."""
+    if _RARE not in data:
+        return []  # almost always
+    if _find_opening(data) < 0:
+        return []
+    written = _list_written(data)
+    marks = open_marks() if written else None
+    if marks is None:
+        return []
+    return [note for note in written if marks.knows(note[1], note[2], answer=_is_answer(note))]
+
+
+def _is_answer(note: re.Match[bytes]) -> bool:
+    return note.string.startswith(_ANSWER, note.start())
+
+
+def list_answers(data: bytes, open_marks: Callable[[], Marks | None]) -> frozenset[bytes]:
+    """All answers in a body, as written. The arguments are those of `cut_notes`."""
+    if _RARE not in data or data.find(_ANSWER) < 0:
+        return frozenset()
+    return frozenset([note[0] for note in _find_notes(data, open_marks) if _is_answer(note)])
+
+
 def cut_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> bytes:
-    """Remove all notes from a body; returns the same object if it has none.
+    """Remove all notes and answers from a body; returns the same object if it has none.
 
     Args:
         data: the body.
         open_marks: called if something looks like a note; returns None if no note can be verified.
     """
-    if _RARE not in data:
-        return data  # almost always
-    if _find_opening(data) < 0:
-        return data
-    found = _list_written(data)
-    marks = open_marks() if found else None
-    if marks is None:
-        return data
     kept: list[bytes] = []
     end = len(data)
-    for note in found:
-        if marks.knows(note[1], note[2]):
-            first, last = _widen(data, note.start(), note.end())
-            kept.append(data[last:end])
-            end = first
+    for note in _find_notes(data, open_marks):
+        first, last = _widen(data, note.start(), note.end())
+        kept.append(data[last:end])
+        end = first
     if not kept:
         return data
     kept.append(data[:end])
@@ -190,9 +234,9 @@ def _find_opening(data: bytes) -> int:
     place = 0
     for _ in range(_TRIES):
         place = data.find(_RARE, place + 1)
-        if place <= 0 or data.startswith(_OPENING, place - 1):
+        if place <= 0 or data.startswith(_ANY_OPENING, place - 1):
             return place - 1 if place > 0 else -1
-    return data.find(_OPENING, place)
+    return data.find(_ANY_OPENING, place)
 
 
 def _list_written(data: bytes) -> list[re.Match[bytes]]:
@@ -200,7 +244,7 @@ def _list_written(data: bytes) -> list[re.Match[bytes]]:
     found: list[re.Match[bytes]] = []
     place, left = len(data), _MOST_WRITTEN
     for _ in range(_MOST_NOTES):
-        behind, place = place, data.rfind(_OPENING, 0, place)
+        behind, place = place, data.rfind(_ANY_OPENING, 0, place)
         if place < 0:
             break
         most = min(behind, place + _LONGEST_WRITTEN)

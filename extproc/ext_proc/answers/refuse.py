@@ -10,6 +10,7 @@ from uuid import uuid4
 from extproc.apis import find_endpoint
 from extproc.apis.api import Completion, Question, Refusal
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
+from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Plan
 from extproc.ext_proc.answers.clients import choose_status
 from extproc.ext_proc.answers.go_on import set_headers
@@ -36,11 +37,11 @@ Content = bytes | memoryview | None
 """A request's body; None if it could not be read."""
 
 
-def refuse(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+def refuse(lead: Outcome, metadata: dict[str, Any], evaluation: Evaluation) -> bytes:
     """The immediate response for the strictest outcome."""
     if isinstance(lead.subject, SessionSubject):
-        return refuse_session(lead, lead.subject, metadata, request, content)
-    return refuse_loop(lead, metadata, request, content)
+        return refuse_session(lead, lead.subject, metadata, evaluation.request, evaluation.content)
+    return refuse_loop(lead, metadata, evaluation)
 
 
 def refuse_session(
@@ -65,8 +66,9 @@ def refuse_session(
     return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, headers, metadata)
 
 
-def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, content: Content) -> bytes:
+def refuse_loop(lead: Outcome, metadata: dict[str, Any], evaluation: Evaluation) -> bytes:
     """The immediate response for a loop."""
+    request = evaluation.request
     message = write_loop_message(lead, request)
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
@@ -74,7 +76,8 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], request: HttpRequest, c
     refusal = Refusal(status, message, reason.value, _LOOP, detail)
     framed = lead.subject.frame(message, request.read_header("accept"))
     if framed is None:
-        framed = _frame(refusal, request, content, completes=lead.refusal.completes)
+        answer = evaluation.frame_answer(lead, message) if lead.refusal.completes else ""
+        framed = _frame(refusal, request, evaluation.content, answer)
     headers = [
         # Together these stop SDKs that would sleep and retry, and still tell other clients when to retry.
         ("x-should-retry", "false"),
@@ -158,12 +161,12 @@ def refuse_without_store(metadata: dict[str, Any], request: HttpRequest, content
     return _make_immediate(framed, _UNAVAILABLE, reason, headers, metadata)
 
 
-def _frame(refusal: Refusal, request: HttpRequest, content: Content, *, completes: bool = False) -> Framed:
-    """Write a refusal as an error of the called API or, with `completes` and if the API can, as an answer of its model."""
+def _frame(refusal: Refusal, request: HttpRequest, content: Content, answer: str = "") -> Framed:
+    """Write a refusal as an error of the called API or, if there is an answer and the API can, as this answer of its model."""
     question = Question(request, content)
     endpoint, framed = find_endpoint(question), None
-    if completes:
-        framed = endpoint.complete(Completion(refusal.message, question.model, uuid4().hex, int(time())), question)
+    if answer:
+        framed = endpoint.complete(Completion(answer, question.model, uuid4().hex, int(time())), question)
     return framed or endpoint.write_error(refusal, question)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import grpc
 import pytest
 
+from extproc.request.notes import ANSWER
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, stack
 from tests.support.sdks import (
@@ -102,8 +103,9 @@ def test_a_refusal_may_be_an_answer_of_the_model(gate: Stack, sdk: str, user: di
     reply, requests = ask(gate, sdk, user, "/completion", stream=stream)
 
     assert reply.status == 0
-    assert reply.text.startswith("Loop detected: 3 of the last 3 turns were check with the same input and the same result")
-    assert reply.text.endswith(" (recursive_loop_detected)")
+    told = "Loop detected: 3 of the last 3 turns were check with the same input and the same result"
+    assert reply.text.startswith(f"{ANSWER}\n{told}")
+    assert " (recursive_loop_detected)\n" in reply.text
     assert (requests, len(gate.upstream.seen)) == (1, seen)
 
 

@@ -108,7 +108,8 @@ def test_its_refusals_have_its_shape(seen: Seen) -> None:
     assert refused["to"] == "a@b"
     assert "(recursive_loop_detected)" in refused["oops"]
     completed = json.loads(seen["completed"]["refused"])
-    assert (completed["by_engine"], refused["oops"]) == ("m-1", completed["machine"])
+    assert completed["by_engine"] == "m-1"
+    assert refused["oops"] in completed["machine"]
 
 
 def test_its_tools_are_narrowed(seen: Seen) -> None:

@@ -18,6 +18,7 @@ from extproc.ext_proc.answers.go_on import STEERED, replace_body
 from extproc.ext_proc.answers.metadata import SESSIONS, write_metadata, write_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.http import HttpRequest
+from extproc.request.notes import ANSWER
 from tests.support.documents import policy
 from tests.support.looping import looping
 from tests.support.messages import body, headers
@@ -431,7 +432,7 @@ def test_a_refusal_as_a_completion_is_still_a_refusal(similarity: str) -> None:
     immediate = answer.immediate_response
     assert (immediate.status.code, immediate.details) == (200, "loop_detected")
     assert headers_of(answer)["x-loopguard-policy"] == "p"
-    assert json.loads(immediate.body)["choices"][0]["message"]["content"].startswith("Loop detected: ")
+    assert json.loads(immediate.body)["choices"][0]["message"]["content"].startswith(f"{ANSWER}\nLoop detected: ")
     assert metadata_of(answer)["action"] == "reject"
     assert sample(service, "requests_total", policy="p", mode="enforce", action="reject") >= 1
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]  # published without type information
 
 from extproc.detectors.causes import (
     MISSING_ARGUMENT,
@@ -22,6 +24,7 @@ from extproc.detectors.causes import (
     find_cause,
 )
 from extproc.detectors.keys import SimilarityKeys
+from extproc.detectors.schemas import find_fault
 from extproc.detectors.turns import Turns
 from extproc.request.document import Document
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
@@ -285,3 +288,174 @@ def test_tools_beyond_the_bound_are_not_called_unknown() -> None:
 
     assert cause is not None
     assert cause.kind == SAME_ERROR
+
+
+def told(schema: Schema, arguments: dict[str, Any]) -> str:
+    """What a note names of a call of `search` that fails; empty if that is only the error."""
+    cause = stuck(("search", arguments), "Error: invalid arguments", tools={"search": schema})
+    assert cause is not None
+    return "" if cause.kind == SAME_ERROR else f"{cause.text} {cause.advice}".strip()
+
+
+def an_object(properties: Schema, *required: str, **more: object) -> Schema:
+    """The schema of an object."""
+    return {"type": "object", "properties": properties, "required": list(required), **more}
+
+
+TEXT: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "integer"}
+FILTER = an_object({"date": TEXT, "limit": NUMBER}, "date")
+CLOSED = an_object({"query": TEXT, "max_results": NUMBER}, "query", additionalProperties=False)
+NODE: Schema = {**an_object({"name": TEXT, "child": {"$ref": "#/$defs/node"}}, "name")}
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "said"),
+    [
+        (an_object({"filter": FILTER}), {"filter": {}}, "3 calls of search left out filter.date, which is required. Add it."),
+        (an_object({"filter": FILTER}), {"filter": "x"}, "In calls of search, filter must be an object."),
+        (an_object({"filter": FILTER}), {"filter": {"date": 1}}, "In calls of search, filter.date must be a string."),
+        (
+            an_object({"rows": {"type": "array", "items": FILTER}}),
+            {"rows": [{"date": "a"}, {"date": "a", "limit": 1.5}]},
+            "In calls of search, 'rows[1].limit' must be an integer.",
+        ),
+        (an_object({"q": {"type": ["string", "null"]}}), {"q": 1}, "In calls of search, q must be a string or null."),
+        (an_object({"q": {"anyOf": [TEXT, {"type": "null"}]}}), {"q": 1}, "In calls of search, q must be a string or null."),
+        (an_object({"q": {"oneOf": [{"enum": ["a"]}, {"const": "b"}]}}), {"q": "c"}, "In calls of search, q must be a or b."),
+        (
+            an_object({"q": {"anyOf": [FILTER, TEXT]}}),
+            {"q": {"limit": 1}},
+            "3 calls of search left out q.date, which is required. Add it.",
+        ),
+        (
+            an_object({"q": {"anyOf": [an_object({"a": TEXT, "b": TEXT}, "a"), an_object({"c": TEXT}, "b")]}}),
+            {"q": {}},
+            "3 calls of search left out q.a and q.b, one of which is required. Add one of them.",
+        ),
+        (
+            an_object({"q": {"anyOf": [FILTER, an_object({"limit": TEXT}, "limit"), TEXT]}}),
+            {"q": {"limit": 1}},
+            "In calls of search, q must be in one of the forms that its schema allows.",
+        ),
+        (an_object({"q": {"allOf": [TEXT, {"enum": ["a"]}]}}), {"q": 1}, "In calls of search, q must be a string."),
+        (
+            {"$ref": "#/$defs/all", "$defs": {"all": FILTER}},
+            {"limit": 1},
+            "3 calls of search left out date, which is required. Add it.",
+        ),
+        (
+            an_object({"root": {"$ref": "#/definitions/a~1b"}}, definitions={"a/b": NUMBER}),
+            {"root": "x"},
+            "In calls of search, root must be an integer.",
+        ),
+        (
+            {**NODE, "$defs": {"node": NODE}},
+            {"name": "a", "child": {"name": "b", "child": {}}},
+            "3 calls of search left out child.child.name, which is required. Add it.",
+        ),
+        (
+            an_object({"q": {"enum": list("abcdefghij")}}),
+            {"q": "x"},
+            "In calls of search, q must be a, b, c, d, e, f, g, h or 2 more.",
+        ),
+        (an_object({"q": {"enum": [1, True, None]}}), {"q": False}, "In calls of search, q must be 1, true or null."),
+        (
+            CLOSED,
+            {"query": "a", "maxResults": 3},
+            "search takes no argument named maxResults. Did you mean max_results?",
+        ),
+        (CLOSED, {"query": "a", "zzz": 3}, "search takes no argument named zzz. It takes query and max_results."),
+        (an_object({}, additionalProperties=False), {"a": 1}, "search takes no argument named a. It takes none."),
+        (
+            an_object({"in": CLOSED}),
+            {"in": {"query": "a", "x": 3}},
+            "In calls of search, in takes no argument named x. It takes query and max_results.",
+        ),
+        (an_object({}, additionalProperties=NUMBER), {"a": "x"}, "In calls of search, a must be an integer."),
+    ],
+)
+def test_what_a_schema_refuses_is_named(schema: Schema, arguments: dict[str, Any], said: str) -> None:
+    """Wherever it is, by its path."""
+    assert told(schema, arguments) == said
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        (an_object({"q": {"anyOf": [TEXT, {"$ref": "https://example.com/a"}]}}), {"q": 1}),
+        (an_object({"q": {"oneOf": [NUMBER, {"type": "number"}]}}), {"q": 1}),
+        (an_object({"q": {"anyOf": [TEXT, {}]}}), {"q": 1}),
+        (an_object({"q": {"anyOf": [TEXT, True]}}), {"q": 1}),
+        (an_object({"q": {"type": "string", "nullable": True}}), {"q": None}),
+        (an_object({"q": {"type": "string", "enum": [1, 2]}}), {"q": "x"}),
+        (an_object({"q": {"allOf": [TEXT, NUMBER]}}), {"q": "x"}),
+        (an_object({"q": {"type": "string", "allOf": [NUMBER]}}), {"q": "x"}),
+        (an_object({"q": TEXT}, "x", additionalProperties=False), {"q": "x"}),
+        (an_object({"q": {"type": "integer"}}), {"q": 3.0}),
+        (an_object({"q": {"enum": [1.5, 2]}}), {"q": 1}),
+        (an_object({"q": TEXT}, additionalProperties=False, patternProperties={"^x": {}}), {"q": "x", "x1": 1}),
+        (an_object({}, additionalProperties=False, allOf=[CLOSED]), {"query": "a"}),
+        (an_object({}, allOf=[CLOSED, an_object({"b": TEXT}, additionalProperties=False)]), {"query": "a", "b": "x"}),
+        (an_object({"id": {"type": "string", "readOnly": True}}, "id"), {"x": 1}),
+        (an_object({"q": {"$id": "x", "$ref": "#/$defs/a", "$defs": {"a": NUMBER}}}, **{"$defs": {"a": TEXT}}), {"q": 1}),
+        (an_object({"q": {"type": "array", "prefixItems": [TEXT], "items": NUMBER}}), {"q": ["x", "y"]}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, {"q": 1}),
+        ({"$ref": "#"}, {"q": 1}),
+        ({"$ref": "#/$defs/none"}, {"q": 1}),
+        ({"anyOf": [{"$ref": "#"}] * 9}, {"q": 1}),
+        (an_object({f"p{number}": {"anyOf": [TEXT] * 100} for number in range(100)}), {"p50": 1, "p99": 2}),
+    ],
+)
+def test_nothing_is_claimed_that_is_not_certain(schema: Schema, arguments: dict[str, Any]) -> None:
+    """A branch may accept it, the schema contradicts itself or refers to elsewhere or to itself, or there is too much of it."""
+    arguments = {**dict.fromkeys([f"p{number}" for number in range(50)], "x"), **arguments} if "p99" in arguments else arguments
+
+    assert not told(schema, arguments)
+
+
+def _join(key: str, parts: list[Schema]) -> Schema:
+    return {key: parts}
+
+
+def _hold(properties: Schema, required: list[str], others: object) -> Schema:
+    return {"properties": properties, "required": required, "additionalProperties": others}
+
+
+def _repeat(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+LETTERS = st.sampled_from("abc")
+Part = st.recursive(
+    st.sampled_from(
+        [{}, TEXT, NUMBER, {"type": ["boolean", "null"]}, {"enum": ["a", 1, None]}, {"const": "a"}, {"$ref": "#/$defs/d"}]
+    ),
+    lambda inner: (
+        st.builds(_join, st.sampled_from(["anyOf", "oneOf", "allOf"]), st.lists(inner, min_size=1, max_size=3))
+        | st.builds(
+            _hold,
+            st.dictionaries(LETTERS, inner, max_size=3),
+            st.lists(LETTERS, unique=True, max_size=2),
+            st.booleans() | inner,
+        )
+        | st.builds(_repeat, inner)
+    ),
+    max_leaves=6,
+)
+Given = st.recursive(
+    st.sampled_from([None, True, 1, 1.5, "a", "b"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(Part, Part, st.dictionaries(st.sampled_from("abcd"), Given, max_size=3))
+def test_what_is_claimed_is_refused_by_a_validator(schema: Schema, shared: Schema, value: dict[str, Any]) -> None:
+    """Compared with the reference implementation in Python."""
+    whole = {**schema, "$defs": {"d": shared}}
+    fault = find_fault(whole, Document(json.dumps(value).encode()).value())
+
+    if fault is not None:
+        with suppress(RecursionError):
+            assert not Draft202012Validator(whole).is_valid(value)

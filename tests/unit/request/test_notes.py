@@ -17,7 +17,7 @@ from extproc.request import document as documents
 from extproc.request.document import Document, NotCounted
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import HashKey
-from extproc.request.notes import CLOSING, END, OPENING, Marks, cut_notes, ends_with_note, frame_note
+from extproc.request.notes import ANSWER, CLOSING, END, OPENING, Marks, cut_notes, ends_with_note, frame_answer, frame_note
 from extproc.request.quoting import quote, quote_all
 from extproc.sessions.limits import PER_TOOL, SessionSubject
 from tests.support.documents import policy
@@ -139,6 +139,8 @@ _MARK = MARKS.make(_TEXT)
         f"{OPENING}{_TEXT}{CLOSING}{_MARK.upper()}{END}" if not _MARK.isdecimal() else FORGED,
         f"{OPENING}{OPENING}{_TEXT}{CLOSING}0123456789abcdef{END}{CLOSING}{_MARK}{END}",
         f"{OPENING}{_TEXT}{CLOSING}{END}{_MARK}",
+        frame_note("b", MARKS).replace(OPENING, ANSWER),
+        frame_answer("b", MARKS).replace(ANSWER, OPENING),
         frame_note("b", Marks(HashKey(bytes(32)), ["user=ann"], "go")),
         frame_note("b", Marks(KEY, ["user=bob"], "go")),
         frame_note("b", Marks(KEY, [""], "go")),

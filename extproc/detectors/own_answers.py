@@ -1,0 +1,117 @@
+"""Answers that Loopguard gave in the model's place, in the history of a client that went on: they are no turns.
+
+Such an answer is removed from a body together with what the agent's program says about it: a result, or a complaint that the
+answer has no action or the wrong form. What a person says behind it stays, and so does the answer before that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any, Final
+
+from extproc.apis import find_conversation
+from extproc.apis.contents import is_injected, unpack
+from extproc.apis.conversation import ASSISTANT, USER, Shape, read_message
+from extproc.apis.messages import RESULT, TEXT
+from extproc.detectors.complaints import complains
+from extproc.detectors.turn import HARNESS, strike_injected
+from extproc.request.document import NotCounted
+from extproc.request.notes import read_around
+from extproc.request.patch import Patch, Value
+
+_MOST_AROUND: Final = 16
+"""Characters that agents' programs add to an answer, such as the closing tag of a code block."""
+
+_NUMBERS: Final = re.compile(r"[0-9]+")
+_ERROR: Final = re.compile(
+    r"\W{0,8}(?:\w{1,16} ){0,2}\w{0,16}(?:error|exception)(?::| (?:in|while|when|parsing|occurred)\b)", re.IGNORECASE
+)
+"""How programs begin a complaint. Persons say `try again` as well, so that what says an error in a result is too much here."""
+
+
+def leave_out_answers(data: bytes, answers: Collection[bytes]) -> bytes:
+    """Remove our own answers, and the complaints about them, from a body; returns the same object if none can be removed.
+
+    Args:
+        data: the body.
+        answers: verified answers, as written in the body.
+    """
+    try:
+        patch = Patch(data)
+        shape, given = find_conversation(patch)
+        messages = patch.open_items(given)
+        patch.remove(given, _Reader(patch, shape, messages, answers).list_own())
+        return patch.apply()
+    except NotCounted:
+        return data
+
+
+class _Reader:
+    """Reads the messages of one body."""
+
+    def __init__(self, patch: Patch, shape: Shape, messages: list[Value], answers: Collection[bytes]) -> None:
+        self._patch = patch
+        self._shape = shape
+        self._messages = messages
+        self._answers = answers
+
+    def list_own(self) -> set[int]:
+        """The indexes of the messages to remove."""
+        own: set[int] = set()
+        heard: set[tuple[str, ...]] = set()
+        for place in range(len(self._messages)):
+            if not self._quotes(place) or not self._is_answer(place):
+                continue
+            behind = self._find_reply(place)
+            if behind is None:
+                own.add(place)
+            elif self._is_automatic(behind, heard):
+                own |= {place, behind}
+        return own
+
+    def _quotes(self, place: int) -> bool:
+        """Whether a message contains one of the answers."""
+        raw = bytes(self._patch.read_raw(self._messages[place]))
+        return any(raw.find(answer) >= 0 for answer in self._answers)
+
+    def _open(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
+        return read_message(self._patch, self._shape, self._patch.read_raw(self._messages[place]))
+
+    def _is_answer(self, place: int) -> bool:
+        """Whether a message that contains an answer is the assistant's, and says nothing else."""
+        message = self._open(place)
+        if self._shape.name_speaker(message) != ASSISTANT:
+            return False
+        parts = self._shape.read(message)
+        texts = [unpack(part.value) for part in parts if part.kind == TEXT]
+        said = "".join([text for text in texts if isinstance(text, str)])
+        return len(texts) == len(parts) and len(read_around(said)) <= _MOST_AROUND
+
+    def _find_reply(self, place: int) -> int | None:
+        """The index of the next message that is not a reminder; None if the assistant goes on, or nothing follows."""
+        for behind in range(place + 1, len(self._messages)):
+            speaker = self._shape.name_speaker(self._open(behind))
+            if speaker == ASSISTANT:
+                return None
+            if speaker and speaker not in HARNESS:
+                return behind
+        return None
+
+    def _is_automatic(self, place: int, heard: set[tuple[str, ...]]) -> bool:
+        """Whether a message behind an answer is a program's, not a person's.
+
+        A program's is a result, quotes the answer, complains, or repeats what was said behind an earlier answer. Only earlier
+        ones count, so that a message is read in the same way in all later requests.
+        """
+        message = self._open(place)
+        parts = self._shape.read(message)
+        if self._shape.name_speaker(message) != USER or any(part.kind == RESULT for part in parts) or self._quotes(place):
+            return True
+        given = [unpack(part.value) for part in parts if part.kind == TEXT]
+        texts = [strike_injected(text) for text in given if isinstance(text, str) and not is_injected(text.strip())]
+        said = "\n".join(texts).strip()
+        words = tuple(_NUMBERS.sub("", said).casefold().split())
+        again = words in heard
+        heard.add(words)
+        return again or complains(said) or _ERROR.match(said) is not None

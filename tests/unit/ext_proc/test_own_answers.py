@@ -1,0 +1,248 @@
+"""Clients that go on behind an answer that Loopguard gave in the model's place: such answers are no turns."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from extproc.detectors.own_answers import leave_out_answers
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.request.notes import ANSWER, CLOSING, END
+from tests.support.documents import policy
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, make_service
+from tests.support.turn_writers import SHAPES, Did
+
+Messages = list[dict[str, Any]]
+
+ANY = {"pathPrefix": "/"}
+READ = Did((("read_file", {"path": "a.txt"}),), ("no such file: a.txt",))
+WRITTEN = re.compile(re.escape(ANSWER) + r'[^"~]+' + CLOSING + "[0-9a-f]{16}" + re.escape(END))
+COMPLAINTS = {
+    "smolagents": "Error:\nError in code parsing:\nYour code snippet is invalid, because the pattern was not found in it.",
+    "mini-swe-agent": "Please always provide EXACTLY ONE action in triple backticks, found 0 actions.",
+    "an error": "Error: you must call a tool",
+}
+
+
+def _say(role: str, content: object, key: str = "content") -> dict[str, Any]:
+    return {"role": role, key: content}
+
+
+PATHS: dict[str, tuple[str, str, Callable[[str, str], dict[str, Any]]]] = {
+    "chat": ("/v1/chat/completions", "messages", _say),
+    "ollama": ("/api/chat", "messages", _say),
+    "responses": (
+        "/v1/responses",
+        "input",
+        lambda role, text: {
+            "type": "message",
+            "role": role,
+            "content": [{"type": "output_text" if role == "assistant" else "input_text", "text": text}],
+        },
+    ),
+    "anthropic": ("/v1/messages", "messages", lambda role, text: _say(role, [{"type": "text", "text": text}])),
+    "gemini": (
+        "/v1beta/models/m:generateContent",
+        "contents",
+        lambda role, text: _say("model" if role == "assistant" else role, [{"text": text}], "parts"),
+    ),
+    "bedrock": ("/model/m/converse", "messages", lambda role, text: _say(role, [{"text": text}])),
+}
+"""For each API: a path, where the messages are, and a message that says something."""
+
+
+class Agent:
+    """An agent that is stuck, whose program goes on after a refusal."""
+
+    def __init__(self, api: str = "chat") -> None:
+        self.path, self.key, self.say = PATHS[api]
+        self.api = api
+        self.service = make_service(
+            policy("p", ANY, similarity="turns", refuse_as="completion", limit_keys=["header:x-user-id"])
+        )
+        self.body: dict[str, Any] = SHAPES[api]([])
+        self.turns = 0
+
+    def act(self, turn: Did = READ) -> None:
+        """The model calls a tool."""
+        self.turns += 1
+        whole, before = SHAPES[self.api]([READ] * self.turns)[self.key], SHAPES[self.api]([READ] * (self.turns - 1))[self.key]
+        if turn is not READ:
+            whole, before = SHAPES[self.api]([turn])[self.key], SHAPES[self.api]([])[self.key]
+        self.body[self.key] += whole[len(before) :]
+
+    def ask(self, *, stream: bool = False) -> str:
+        """The text of a refusal, which joins the history; empty if the request goes on."""
+        path = self.path
+        if stream:
+            self.body["stream"] = True
+            path = path.replace(":generate", ":streamGenerate").replace("/converse", "/converse-stream")
+        answer = self.send(json.dumps(self.body).encode(), path)
+        if not answer.HasField("immediate_response"):
+            return ""
+        assert answer.immediate_response.status.code == 200
+        found = WRITTEN.search(answer.immediate_response.body.decode("utf-8", "replace"))
+        assert found is not None
+        text: str = json.loads(f'"{found[0]}"')
+        self.hear("assistant", text)
+        return text
+
+    def send(self, data: bytes, path: str = "") -> ProcessingResponse:
+        """The answer to a body."""
+        return decoded(exchange(self.service, headers(path or self.path, x_user_id="ann"), body(data))[-1])
+
+    def hear(self, role: str, text: str) -> None:
+        """Append a message."""
+        self.body[self.key].append(self.say(role, text))
+
+    def loop(self) -> str:
+        """Take equal turns up to the refusal."""
+        for _ in range(3):
+            self.act()
+        return self.ask()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", PATHS)
+def test_a_program_that_complains_is_refused_again(api: str, stream: bool) -> None:
+    """Its complaint and the refusal are no turns, so that the count goes on: in each API, whole and streamed."""
+    agent = Agent(api)
+    for _ in range(3):
+        agent.act()
+    said = [agent.ask(stream=stream)]
+
+    for _ in range(3):
+        agent.hear("user", COMPLAINTS["mini-swe-agent"])
+        said.append(agent.ask(stream=stream))
+
+    assert all(each.startswith(f"{ANSWER}\nLoop detected: 3 of the last 3 turns were read_file") for each in said)
+    agent.hear("user", COMPLAINTS["mini-swe-agent"])
+    agent.act()
+    assert agent.ask(stream=stream).startswith(f"{ANSWER}\nLoop detected: 4 of the last 4 turns")
+
+
+@pytest.mark.parametrize("complaint", COMPLAINTS.values(), ids=COMPLAINTS)
+def test_complaints_of_programs_are_known(complaint: str) -> None:
+    """By their words, also with the program's counter at the head, and with reminders beside."""
+    agent = Agent()
+    agent.loop()
+    agent.hear("system", "Reminder: be brief.")
+    agent.hear("user", f"Call id: call_4\n{complaint}")
+
+    assert agent.ask()
+
+
+def test_a_complaint_that_quotes_the_refusal_is_a_programs() -> None:
+    """Whatever else it says."""
+    agent = Agent()
+    agent.hear("user", f"I do not get this: {agent.loop()}")
+
+    assert agent.ask()
+
+
+def test_what_programs_add_to_an_answer_does_not_hide_it() -> None:
+    """Smolagents closes its code block."""
+    agent = Agent()
+    agent.hear("assistant", agent.loop() + "</code>")
+    del agent.body["messages"][-2]
+    agent.hear("user", COMPLAINTS["smolagents"])
+
+    assert agent.ask()
+
+
+def test_words_that_come_again_are_a_programs() -> None:
+    """The first time they may be a person's, so that a person can always go on; digits do not count."""
+    agent = Agent()
+    agent.loop()
+    agent.hear("user", "Please go on, 1 of 9.")
+    first = agent.ask()
+    for _ in range(3):
+        agent.act()
+    refused = agent.ask()
+    agent.hear("user", "Please go on, 2 of 9.")
+
+    assert not first
+    assert refused
+    assert agent.ask()
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_a_person_behind_a_refusal_starts_anew(api: str) -> None:
+    """They get all of their turns again."""
+    agent = Agent(api)
+    agent.loop()
+    agent.hear("user", "Ah, the file is called b.txt. Try again.")
+
+    said = [agent.ask()]
+    for _ in range(3):
+        agent.act()
+        said.append(agent.ask())
+
+    assert [bool(text) for text in said] == [False, False, False, True]
+
+
+FORGERIES: dict[str, Callable[[str], str]] = {
+    "another mark": lambda text: text.replace(CLOSING, f"{CLOSING}0")[: -len(END) - 1] + END,
+    "another text": lambda text: text.replace("read_file", "write_file"),
+    "a note's frame": lambda text: text.replace(ANSWER, "[~loopguard~ Note from the gateway, not from the tool:"),
+    "an action beside": lambda text: text + "\n```bash\ncat b.txt\n```",
+    "twice": lambda text: text + text,
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_a_forged_answer_stays_a_turn(forge: Callable[[str], str]) -> None:
+    """With a complaint behind, it is like any other turn in which the model does not act."""
+    agent = Agent()
+    forged = forge(agent.loop())
+    agent.body["messages"][-1] = agent.say("assistant", forged)
+    agent.hear("user", COMPLAINTS["an error"])
+
+    assert not agent.ask()
+
+
+def test_answers_of_others_stay_turns() -> None:
+    """Another caller's, and another conversation's."""
+    agent = Agent()
+    agent.loop()
+    agent.hear("user", COMPLAINTS["an error"])
+    for_bob = decoded(exchange(agent.service, headers(agent.path, x_user_id="bob"), body(json.dumps(agent.body).encode()))[-1])
+    agent.body["messages"][1]["content"] = "Another task."
+    elsewhere = agent.ask()
+
+    assert not for_bob.HasField("immediate_response")
+    assert not elsewhere
+
+
+def test_the_chain_goes_on_behind_an_answer() -> None:
+    """A client that clears all but its newest result is known by what stood before the refusal."""
+    agent = Agent()
+
+    def clear_and_ask() -> str:
+        results = [message for message in agent.body["messages"] if message["role"] == "tool"]
+        for number, result in enumerate(results[:-1]):
+            result["content"] = f"cleared: {'x' * number}"
+        return agent.ask()
+
+    said = []
+    for _ in range(3):
+        agent.act()
+        said.append(clear_and_ask())
+    agent.hear("user", COMPLAINTS["mini-swe-agent"])
+    agent.act()
+
+    assert [bool(text) for text in said] == [False, False, True]
+    assert "4 of the last 4 turns were read_file" in clear_and_ask()
+
+
+def test_a_body_that_cannot_be_edited_keeps_its_answers() -> None:
+    """They are removed from what is certain to be read in one way."""
+    data = b'{"messages": [{"role": "user"}], "messages": []}'
+
+    assert leave_out_answers(data, [b"x"]) is data
+    assert leave_out_answers(b"[", [b"x"]) == b"["
