@@ -59,7 +59,7 @@ _MARKED_WITHIN = 4_096
 
 _WRITTEN_CALLS: Final = "Calling tools:\n[{"
 _WRITTEN_NAME: Final = re.compile(r"'function': \{'name': '([^'\\]{1,256})'")
-_WRITTEN_ID: Final = re.compile(r"'id': '[^'\\]{0,256}', (?='type': 'function', 'function': )")
+_WRITTEN_ID: Final = re.compile(r"'id': '[^'\\]{0,256}', (?=(?:'type': 'function', )?'function': )")
 
 _FENCE = "```"
 _COMMENTED = frozenset({"bash", "console", "py", "python", "sh", "shell", "zsh"})
