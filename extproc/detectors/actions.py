@@ -57,6 +57,10 @@ _PLAIN_VALUE = re.compile(rb'[:\[]"([ !#-\[\]-~]{4,256})"')
 _MARKED_WITHIN = 4_096
 """A mark is looked for in so much of an action, in bytes."""
 
+_WRITTEN_CALLS: Final = "Calling tools:\n[{"
+_WRITTEN_NAME: Final = re.compile(r"'function': \{'name': '([^'\\]{1,256})'")
+_WRITTEN_ID: Final = re.compile(r"'id': '[^'\\]{0,256}', (?=(?:'type': 'function', )?'function': )")
+
 _FENCE = "```"
 _COMMENTED = frozenset({"bash", "console", "py", "python", "sh", "shell", "zsh"})
 """Languages whose comments start with a `#`."""
@@ -180,7 +184,18 @@ def _read_text(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
         value = _whole_json(text)
         if value is not None:
             return _name_of(value, ignored), _JSON + _SEPARATOR + write_canonical(_action_in(value, ignored))
-    return _read_marked(text, ignored) or ("", _TEXT + _SEPARATOR + _fold(text))
+    return _read_written_calls(text) or _read_marked(text, ignored) or ("", _TEXT + _SEPARATOR + _fold(text))
+
+
+def _read_written_calls(text: str) -> tuple[str, bytes] | None:
+    """The calls that smolagents writes into a text, as a list of Python's, without their ids."""
+    place = text.rfind(_WRITTEN_CALLS)
+    calls = text[place + len(_WRITTEN_CALLS) :] if place >= 0 else ""
+    named = _WRITTEN_NAME.search(calls)
+    if named is None:
+        return None
+    # What replaces an id is nothing that a mark consists of.
+    return named[1], _CODE + _SEPARATOR + _WRITTEN_ID.sub("\x1e", calls).encode()
 
 
 def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None:

@@ -161,6 +161,8 @@ def _quote_line(result: str, *, failed: bool) -> str:
         said = text[place : place + len(said)] if place >= 0 else said
     else:
         said = next((line for line in (lines[::-1] if traced else lines) if _WORTH_QUOTING.search(line)), "")
+    if said.endswith(":") and said in lines:  # a heading
+        said = " ".join([said, *[line for line in lines[lines.index(said) + 1 :] if line][:1]])
     said = said[: 2 * _LONGEST_QUOTE]
     plain = "".join([letter if letter.isprintable() and letter not in _QUOTES else " " for letter in said]).strip(_AROUND)
     return f"\u201c{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}\u201d" if plain else ""

@@ -271,7 +271,8 @@ class TurnMemory:
 
 
 def _name(repeat: Repeat) -> str:
-    return quote_all(repeat.tools) if repeat.tools else "the same message"
+    named = [tool for tool in repeat.tools if tool]
+    return quote_all(named) if named else "the same call" if repeat.tools else "the same message"
 
 
 def _explain(repeat: Repeat) -> tuple[str, str]:

@@ -204,6 +204,7 @@ def test_an_outage_is_no_fault_of_a_call() -> None:
         ('{\n "status": "error",\n "message": "File not found: a.txt"\n}', "File not found: a.txt"),
         ("<stderr>\nls: cannot access 'x': No such file or directory", "ls: cannot access 'x': No such file or directory"),
         ("```\nError: boom\n```", "Error: boom"),
+        ("Error:\n\nCode execution failed at line 3\nTry again.", "Error: Code execution failed at line 3"),
         ("Exit code: 1\n\nSyntaxError: bad \u201cinput\u201d", "SyntaxError: bad  input"),
         ("===== test session starts =====\n\nE   assert 1 == 2\n===== 1 failed in 0.1s =====", "1 failed in 0.1s ====="),
     ],

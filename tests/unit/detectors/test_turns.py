@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from extproc.decision import Repeat
 from extproc.detectors import make_similarity
 from extproc.detectors.extra_rules import SIMILAR_ERROR
-from extproc.detectors.keys import Tool
+from extproc.detectors.keys import SimilarityKeys, Tool
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule, keep_newest
 from extproc.detectors.tools import Limit, ToolLimits
 from extproc.detectors.turn import MAX_ENTRY, decode_turn, encode_turn
@@ -429,6 +429,17 @@ def test_a_reminder_of_the_harness_in_a_message_of_its_own_is_no_part_of_a_resul
     assert verdict({"messages": silent * 3}) is not None
 
 
+@pytest.mark.parametrize(("role", "anew"), [("system", False), ("developer", False), ("user", True)])
+def test_a_reminder_of_the_harness_is_no_persons_word(role: str, anew: bool) -> None:
+    """Only a person's word behind a turn without an action starts anew."""
+    turn = as_chat([Did((("run", {}),), ("x",))])["messages"][2:]
+    said = [{"role": "assistant", "content": "Done."}, {"role": role, "content": "Try the other file."}]
+
+    found = verdict({"messages": [{"role": "user", "content": "go"}, *turn * 3, *said, *turn]})
+
+    assert (found is None) == anew
+
+
 def test_the_number_of_a_call_before_an_observation_is_no_part_of_it() -> None:
     """As smolagents writes it; alone it is what came back."""
     code = "Thought: look.\n<code>\nprint(1)\n</code>\nCalling tools:\n[{'id': 'call_%d', 'function': {'name': 'python'}}]"
@@ -440,6 +451,40 @@ def test_the_number_of_a_call_before_an_observation_is_no_part_of_it() -> None:
 
     assert stuck("\nError:\nForbidden function") is not None
     assert stuck("") is None
+
+
+def test_calls_that_smolagents_writes_into_a_text_are_calls() -> None:
+    """Their ids change; an id among the arguments is content."""
+    given = "'function': {'name': 'find', 'arguments': {'id': '%s'}}"
+    calls = f"Look %d.\nCalling tools:\n[{{'id': 'call_%d', 'type': 'function', {given}}}]"
+
+    def stuck(*ids: str) -> Repeat | None:
+        steps = [(calls % (number, number, each), "Observation:\nno rows") for number, each in enumerate(ids)]
+        said = [({"role": "assistant", "content": text}, {"role": "user", "content": back}) for text, back in steps]
+        return verdict({"messages": [message for step in said for message in step]})
+
+    found = stuck("a", "a", "a")
+
+    assert found is not None
+    assert found.tools == ("find",)
+    assert stuck("a", "b", "c") is None
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "named"),
+    [
+        ({"content": "Let me look."}, "Error executing tool 'read_file' with arguments {'path': 'a'}", "read_file"),
+        ({"content": "Let me look."}, "Error: no such file", "the same message"),
+        ({"tool_calls": [{"id": "c", "function": {"name": "", "arguments": "{}"}}]}, "Error: no name", "the same call"),
+    ],
+)
+def test_a_turn_without_a_name_is_called_by_its_tool(action: dict[str, Any], error: str, named: str) -> None:
+    """Smolagents leaves out calls that failed: then the error names the tool."""
+    turn = [{"role": "assistant", **action}, {"role": "user", "content": error}]
+    found = verdict({"messages": [{"role": "user", "content": "go"}, *turn * 3]})
+
+    assert found is not None
+    assert Turns(SimilarityKeys(similarity="turns")).describe(found).startswith(f"{named}: 3 of 3 turns")
 
 
 def test_what_a_harness_says_is_a_result_where_nothing_else_is_said() -> None:
