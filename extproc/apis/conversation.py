@@ -238,18 +238,6 @@ class Conversation:
                     return words
         return ""
 
-    def read_newest_words(self) -> str:
-        """The user's text in the newest message; empty if that is anything else.
-
-        Raises:
-            NotCounted: it cannot be read.
-        """
-        newest = next(self.read_backwards(), None)
-        if newest is None or newest.speaker != USER:
-            return ""
-        texts = [open_value(part.value) for part in newest.read_parts() if part.kind == TEXT]
-        return "".join([text for text in texts if isinstance(text, str)])
-
     def list_spoken(self) -> list[tuple[str, Any]]:
         """Speakers and their messages, oldest first and without thoughts, as structs of the shape. Calls stay separate.
 
