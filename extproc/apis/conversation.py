@@ -408,6 +408,8 @@ class Shapes:
         """Add the other keys of a body that was decoded as a whole, because a value in it has an unexpected type."""
         given = value if isinstance(value, dict) else {}
         model = given.get("model")
+        if isinstance(model, dict | list):
+            model = None  # names no model, and may take long to spell
         named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
         raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
         return self._body(model=named, **raw)
