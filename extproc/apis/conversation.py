@@ -238,18 +238,6 @@ class Conversation:
                     return words
         return ""
 
-    def read_newest_words(self) -> str:
-        """The user's text in the newest message; empty if that is anything else.
-
-        Raises:
-            NotCounted: it cannot be read.
-        """
-        newest = next(self.read_backwards(), None)
-        if newest is None or newest.speaker != USER:
-            return ""
-        texts = [open_value(part.value) for part in newest.read_parts() if part.kind == TEXT]
-        return "".join([text for text in texts if isinstance(text, str)])
-
     def list_spoken(self) -> list[tuple[str, Any]]:
         """Speakers and their messages, oldest first and without thoughts, as structs of the shape. Calls stay separate.
 
@@ -420,6 +408,8 @@ class Shapes:
         """Add the other keys of a body that was decoded as a whole, because a value in it has an unexpected type."""
         given = value if isinstance(value, dict) else {}
         model = given.get("model")
+        if isinstance(model, dict | list):
+            model = None  # names no model, and may take long to spell
         named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
         raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
         return self._body(model=named, **raw)

@@ -39,6 +39,7 @@ from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
     AnyTurn,
+    Reading,
     Reduced,
     Turn,
     decode_turn,
@@ -48,7 +49,6 @@ from extproc.detectors.turn import (
     get_normalized,
     get_raw,
     leave_out_last,
-    read_turns,
     same_result,
     same_turn,
     weigh,
@@ -79,9 +79,13 @@ class History:
         compared: this many turns.
     """
 
-    def __init__(self, source: Iterator[AnyTurn], *, elsewhere: bool = False, after: bytes = b"") -> None:
+    def __init__(
+        self, source: Iterator[AnyTurn], reading: Reading | None = None, *, elsewhere: bool = False, after: bytes = b""
+    ) -> None:
+        """Take turns from a source, which is a request's `reading`, or what the store remembers."""
         self.again: list[int] = []
         self.compared = 1
+        self._reading = reading
         self._source = islice(source, MAX_TURNS)
         self._taken: list[AnyTurn] = []
         self._since: int | None = None
@@ -101,6 +105,10 @@ class History:
         """This many turns, or as many as there are."""
         self.at(count - 1)
         return self._taken[:count]
+
+    def read_words(self) -> str:
+        """What the user says in the request's newest message; empty if it is anything else."""
+        return self._reading.read_words() if self._reading is not None else ""
 
     def count_since_person(self) -> int:
         """How many turns stand behind the newest word of a person; all that are looked at where there is none."""
@@ -215,10 +223,11 @@ class TurnRule:
             NotCounted: there is no conversation, or it cannot be read.
         """
         conversation = open_conversation(document)
-        turns = read_turns(conversation, document, self._ignored)
+        reading = Reading(conversation, document, self._ignored)
+        turns = reading.read_turns()
         if document.shortened and conversation.shape.joins is not None:
             turns = leave_out_last(turns)
-        history = History(turns, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        history = History(turns, reading, elsewhere=conversation.elsewhere, after=conversation.before.after)
         if conversation.before.in_words:
             newest = history.at(0)
             history.elsewhere = newest is None or not newest.known
@@ -341,13 +350,11 @@ class TurnRule:
         if newest.known and not newest.names:
             count = max(MIN_SIMILAR, count)
         turns = history.newest(count)
-        if len(turns) < count:
+        if len(turns) < count or not newest.failed:
             return None
         for turn in turns[1:]:
             if not same_result(newest, turn, normalized=self._normalized) or self._limits.of(turn.names).allow:
                 return None
-        if not newest.failed:
-            return None
         names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
         spread = 2 * len({turn.reduce().action_hash for turn in turns if turn.known}) > count or not newest.known
         strength = weigh_apart(turns) if spread else weigh(turns)
@@ -402,9 +409,9 @@ def _is_prefill(history: History) -> bool:
 
     That is a word or two, or how it has begun one before; all else that the assistant says behind the results is news.
     """
-    newest, *others = history.newest(MAX_TURNS)
+    newest = history.at(0)
     if not isinstance(newest, Turn) or not _only_speaks(newest):
         return False
     said = newest.said
-    begun = any(turn.said.startswith(said) for turn in others if isinstance(turn, Turn))
+    begun = any(turn.said.startswith(said) for turn in history.newest(MAX_TURNS)[1:] if isinstance(turn, Turn))
     return begun or len(said.split()) <= _PREFILLED_WORDS

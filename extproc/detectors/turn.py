@@ -104,9 +104,10 @@ class Reading:
         hints: whether tools only look, by name; None until it is asked for.
         in_text: the newest message is a scratchpad; known when the first turn is.
         left: this many characters of results may still be normalised.
+        newest: the newest message; known when the first turn is.
     """
 
-    __slots__ = ("conversation", "document", "hints", "ignored", "in_text", "left")
+    __slots__ = ("conversation", "document", "hints", "ignored", "in_text", "left", "newest")
 
     def __init__(self, conversation: Conversation, document: Document, ignored: frozenset[str]) -> None:
         self.conversation = conversation
@@ -115,6 +116,42 @@ class Reading:
         self.hints: dict[str, bool] | None = None
         self.left = _MAX_NORMALIZED_IN_ALL
         self.in_text = False
+        self.newest: Message | None = None
+
+    def read_turns(self) -> Iterator[Turn]:
+        """The turns, the newest first.
+
+        A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
+        """
+        conversation = self.conversation
+        behind: list[Message] = []
+        newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
+        messages = conversation.read_backwards()
+        newest = self.newest = next(messages, None)
+        if newest is None:
+            return
+        unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
+        self.in_text = len(unfolded) > 1
+        for message in chain(unfolded, messages):
+            if message.speaker != ASSISTANT:
+                behind.append(message)
+                newer = None
+                continue
+            turn = Turn(self, message, behind)
+            if newer is not None and _acts(newer) and not _acts(turn):
+                continue
+            yield turn
+            behind, newer = [], turn
+        if conversation.elsewhere and behind and not self.document.shortened and not self.in_text:
+            yield Turn(self, None, behind)
+
+    def read_words(self) -> str:
+        """The user's text in the newest message; empty if that is anything else."""
+        newest = self.newest
+        if newest is None or newest.speaker != USER:
+            return ""
+        texts = [unpack(part.value) for part in newest.read_parts() if part.kind == TEXT]
+        return "".join([text for text in texts if isinstance(text, str)])
 
 
 class Turn:
@@ -166,7 +203,7 @@ class Turn:
         self._action: AssistantAction | None = None
         self._evidence = -1
         self._words: bytes | None = None
-        self._mark: bytes | None = None
+        self._mark: str | None = None
         self._result: str | None = None
         self._head: str | None = None
         self._normalizes: bool | None = None
@@ -199,13 +236,13 @@ class Turn:
     def may_do_as(self, other: Turn) -> bool:
         """False where it is certain, without reading it, that something else was done than in another turn."""
         message = self._message
-        if other._mark is None:  # bytes of its action that no request spells otherwise
-            other._mark = find_mark(other.action)
+        if other._mark is None:  # a part of its action that no request spells otherwise
+            other._mark = find_mark(other.action).decode("latin-1")
         if self._action is not None or message is None or message.joined is not None or not other._mark:
             return True
-        raw = bytes(message.shape.find_raw(message.value))
-        # Python's `in` looks for bytes by way of an exception, which takes six times as long.
-        return not raw or raw.find(other._mark) >= 0 or raw.find(b"\\u") >= 0 or raw.find(b"\\/") >= 0
+        # In a text, `in` takes a tenth of the time that looking for bytes does.
+        raw = bytes(message.shape.find_raw(message.value)).decode("latin-1")
+        return not raw or other._mark in raw or "\\u" in raw or "\\/" in raw
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -595,31 +632,8 @@ def _strike(text: str, start: str, end: str) -> str:
 
 
 def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
-    """The turns of the conversation in a document, the newest first.
-
-    A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
-    """
-    reading = Reading(conversation, document, ignored)
-    behind: list[Message] = []
-    newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
-    messages = conversation.read_backwards()
-    newest = next(messages, None)
-    if newest is None:
-        return
-    unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
-    reading.in_text = len(unfolded) > 1
-    for message in chain(unfolded, messages):
-        if message.speaker != ASSISTANT:
-            behind.append(message)
-            newer = None
-            continue
-        turn = Turn(reading, message, behind)
-        if newer is not None and _acts(newer) and not _acts(turn):
-            continue
-        yield turn
-        behind, newer = [], turn
-    if conversation.elsewhere and behind and not document.shortened and not reading.in_text:
-        yield Turn(reading, None, behind)
+    """The turns of the conversation in a document, the newest first."""
+    return Reading(conversation, document, ignored).read_turns()
 
 
 def _acts(turn: Turn) -> bool:

@@ -104,7 +104,7 @@ class Turns(HistorySimilarity):
         history = self.rule.read(document)
         newest = history.at(0)
         if newest is None or not newest.known:
-            nested = self._find_nested(document)
+            nested = self._find_nested(history)
             if nested is not None:
                 return nested
         if history.elsewhere:
@@ -136,9 +136,9 @@ class Turns(HistorySimilarity):
             found = self.rule.count(history, newest)
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
-    def _find_nested(self, document: Document) -> tuple[bytes, Repeat] | None:
+    def _find_nested(self, history: History) -> tuple[bytes, Repeat] | None:
         """What a prompt that nests itself repeats, where the assistant has not done anything yet. It is weak."""
-        times, words = count_nested(open_conversation(document).read_newest_words())
+        times, words = count_nested(history.read_words())
         step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
         if step < 0:
             return None

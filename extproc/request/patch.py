@@ -154,7 +154,7 @@ class Patch:
     def _add_steps(self) -> None:
         """Add the steps that only a body has which is not dense; most edits take fewer, so it is rarely counted."""
         data = self.data
-        if data.count(b",") + data.count(b"[") + data.count(b"{") <= len(data) >> _DENSE_BITS:
+        if self._more and data.count(b",") + data.count(b"[") + data.count(b"{") <= len(data) >> _DENSE_BITS:
             self._left += self._more
         self._more = 0
 
@@ -273,8 +273,10 @@ class Patch:
 
     def _decode_items(self, value: Value, bits: int) -> list[Raw]:
         """The raw elements of a list; 2 to the power of `bits` take a step, and too many have to be objects."""
-        raw = self._text[value.start : value.end]
-        commas = raw.count(b",") if len(raw) > 2 * self._left << bits else 0  # an element takes two bytes with its comma
+        raw = self._view(value)
+        commas = 0
+        if len(raw) > 2 * self._left << bits:  # an element takes two bytes with its comma
+            commas = self._text.count(b",", value.start, value.end)
         if commas >= self._left << bits:
             self._add_steps()
         if commas >= self._left << bits:
@@ -296,22 +298,26 @@ class Patch:
         found = self._children.get(value)
         if found is not None:
             return found
-        text, base, found = self._text[value.start : value.end], value.start, []
-        fields: dict[str, Raw] = self.decode(text, _decode_fields)
+        text, end, found = self._text, value.end, []
+        fields: dict[str, Raw] = self.decode(self._view(value), _decode_fields)
         self.take(len(fields))
-        place = 1
+        place = value.start + 1
         for name, item in fields.items():
-            key = _KEY.match(text, place)
+            key = _KEY.match(text, place, end)
             if key is None or not text.startswith(bytes(item), key.end()):
                 raise NotCounted(AMBIGUOUS)
             place = key.end() + len(item)
-            found.append(Value(name, base + key.start(1), base + key.end(), base + place, value))
-        if _END.match(text, place) is None:
+            found.append(Value(name, key.start(1), key.end(), place, value))
+        if _END.match(text, place, end) is None:
             raise NotCounted(AMBIGUOUS)
         self._children[value] = found
         return found
 
-    def decode(self, raw: bytes | Raw, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
+    def _view(self, value: Value) -> memoryview:
+        """The bytes of a value, not copied."""
+        return memoryview(self._text)[value.start : value.end]
+
+    def decode(self, raw: bytes | memoryview | Raw, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
         """Decode a part of the body.
 
         Raises:
