@@ -72,7 +72,8 @@ def _look_back(body: ChatBody) -> Before:
 
 
 def _name_speaker(message: ChatMessage) -> str:
-    return ASSISTANT if message.role in ASSISTANTS else message.role or OTHER_ROLE
+    role = message.role
+    return ASSISTANT if role in ASSISTANTS else role or OTHER_ROLE
 
 
 def _find_raw(message: ChatMessage) -> Raw:

@@ -17,19 +17,22 @@ _OPENING = 96
 _NO_DIGITS: Final = str.maketrans("", "", "0123456789")
 
 _LABELS = ("attempt", "iteration", "job", "line", "request", "retry", "round", "run", "step", "task", "test", "try")
-_BEHIND_LABEL = "|".join([rf"(?<={label}\ )" for label in _LABELS])
+_BEHIND_LABEL = "|".join([rf"(?<={label}\ .)" for label in _LABELS])
 _BEHIND_WORD = "".join(
-    [rf"(?<!{word}{sign})" for word in ("ailures", "ailed", "rrors", "assed") for sign in (r":\ ", ":", "=", r'":\ ', '":')]
+    [rf"(?<!{word}{sign}.)" for word in ("ailures", "ailed", "rrors", "assed") for sign in (r":\ ", ":", "=", r'":\ ', '":')]
 )
 _WORDS = "(?:error|fail|pass|problem|issue|warning|violation)"
 
-# In linear time: a match starts where digits do, and gives none of them back.
+# In linear time: a match starts where digits do, and gives none of them back. What must stand before the first digit is looked
+# back at from behind it, because the engine finds a digit fast, and looks back at every character slowly.
 _NUMBERS = re.compile(
     rf"""
-    (?<![0-9]){_BEHIND_WORD}[0-9]++(?:\.[0-9]++)?+
-    (?!\ ?%)
-    (?!(?:\ ?/\ ?[0-9]{{1,9}}+|\ (?:out\ )?of\ [0-9]{{1,9}}+)?\ (?:[a-z]{{1,16}}\ )?{_WORDS})
-    | (?<![0-9])(?:{_BEHIND_LABEL}|(?<=\#))[0-9]++
+    [0-9](?<![0-9].)(?:
+      {_BEHIND_WORD}[0-9]*+(?:\.[0-9]++)?+
+      (?!\ ?%)
+      (?!(?:\ ?/\ ?[0-9]{{1,9}}+|\ (?:out\ )?of\ [0-9]{{1,9}}+)?\ (?:[a-z]{{1,16}}\ )?{_WORDS})
+    | (?:{_BEHIND_LABEL}|(?<=\#.))[0-9]*+
+    )
     """,
     re.VERBOSE | re.IGNORECASE,
 )

@@ -46,8 +46,7 @@ from extproc.detectors.turn import (
     digest,
     encode_turn,
     get_failure_id,
-    get_normalized,
-    get_raw,
+    has_result,
     leave_out_last,
     same_result,
     same_turn,
@@ -159,11 +158,10 @@ class KeptTurn:
         None if no other entry has the same result, nor enough of them one that failed alike, because then there is no loop;
         `always`: there may be one all the same.
         """
-        raw, normalized, failure = self.newest.raw, self.newest.normalized, self.newest.failure_id
-        same = sum([get_raw(entry) == raw or get_normalized(entry) == normalized for entry in entries])
-        if same <= (self.entry in entries) and not always:
-            alike = sum([get_failure_id(entry) == failure for entry in entries]) if failure else 0
-            if alike < MIN_SIMILAR - 1:
+        newest, failure = self.newest, self.newest.failure_id
+        if not always and len([entry for entry in entries if has_result(entry, newest)]) <= (self.entry in entries):
+            alike = [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
+            if len(alike) < MIN_SIMILAR - 1:
                 return None
         past = list(entries[-MAX_TURNS:][::-1])
         if self.entry in past:

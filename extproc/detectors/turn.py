@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 from msgspec import json
@@ -76,9 +75,10 @@ _WORDS_BITS: Final = 11
 """The same of what a user says."""
 
 _ENTRY_NAME = MAX_ENTRY - 1 - 3 * _DIGEST
-get_raw: Final = itemgetter(slice(1 + _DIGEST, 1 + 2 * _DIGEST))
-get_normalized: Final = itemgetter(slice(1 + 2 * _DIGEST, 1 + 3 * _DIGEST))
-"""Hashes of the result in an entry."""
+_RAW: Final = 1 + _DIGEST
+_NORMALIZED: Final = _RAW + _DIGEST
+_REST: Final = _NORMALIZED + _DIGEST
+"""Offsets in an entry: of the result's hashes, and of what is behind them."""
 
 
 _NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
@@ -500,12 +500,17 @@ def encode_turn(turn: AnyTurn) -> bytes:
     return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
 
 
+def has_result(entry: bytes, kept: Reduced) -> bool:
+    """Whether an entry has the result of a turn, as it is or without what changes by itself."""
+    return entry[_RAW:_NORMALIZED] == kept.raw or entry[_NORMALIZED:_REST] == kept.normalized
+
+
 def decode_turn(entry: bytes) -> Reduced:
     """The turn of an entry that `encode_turn` has made; of an empty one nothing is known."""
     entry = entry or bytes(1 + 3 * _DIGEST)
     flags = entry[0]
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
-    rest = entry[1 + 3 * _DIGEST :]
+    rest = entry[_REST:]
     name = rest.decode("utf-8", "ignore")
     known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
     names, words = ((name,), b"") if name else ((), _read_bits(rest[:_WORDS_BITS], _DIGEST))
@@ -515,8 +520,10 @@ def decode_turn(entry: bytes) -> Reduced:
 
 def get_failure_id(entry: bytes) -> bytes:
     """That of an entry; empty where nothing failed, or an older version wrote it; no name ends as one does."""
-    rest = entry[1 + 3 * _DIGEST :]
-    if not entry or not entry[0] & _ERROR or (len(rest) == _WORDS_BITS and rest[0] & ~_SIX_BITS == _NO_TEXT):
+    if not entry or not entry[0] & _ERROR:
+        return b""
+    rest = entry[_REST:]
+    if len(rest) == _WORDS_BITS and rest[0] & ~_SIX_BITS == _NO_TEXT:
         return b""
     return _read_bits(rest[-_FAILURE_BITS:], _FAILURE)
 

@@ -75,8 +75,7 @@ def read_tool_calls(document: Document) -> CallHistory:
     shown = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).messages
     total, newest, ended = 0, 0, True
     tools: dict[bytes, str] = {}
-    numbers: dict[bytes, int] = {}
-    records: list[bytes] = []
+    calls: list[CountedCall] = []
     for message in shown:
         if message is OTHERS:
             ended = True
@@ -87,12 +86,21 @@ def read_tool_calls(document: Document) -> CallHistory:
             total += call.pair
             if call.tool and call.tool_digest not in tools:
                 tools[call.tool_digest] = call.tool[:_SHOWN]
-            number = 1
-            if call.named:
-                number = numbers[call.first] = numbers.get(call.first, 0) + 1
-            records.append(call.first if number == 1 else call.write(number))
-    offer = _OFFERS[conversation.find_offer()]
+            calls.append(call)
+    records, offer = _write_records(calls), _OFFERS[conversation.find_offer()]
     return CallHistory(b"".join(records), total, newest, tuple(tools.items()), conversation.model[:_LONGEST_MODEL], offer)
+
+
+def _write_records(calls: list[CountedCall]) -> list[bytes]:
+    """The calls' records; those of equal calls are numbered, if these have ids."""
+    records = [call.first for call in calls]
+    if len(set(records)) == len(records):  # as in nearly all histories
+        return records
+    numbers: dict[bytes, int] = {}
+    for place, call in enumerate(calls):
+        number = numbers[call.first] = numbers.get(call.first, 0) + 1
+        records[place] = call.write(number)
+    return records
 
 
 def _read_kept(conversation: Conversation) -> list[ShownMessage]:

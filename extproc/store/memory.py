@@ -102,7 +102,14 @@ class MemoryStore:
     def push(self, pushes: Sequence[Push | ChainLink], now: int | None = None) -> list[list[bytes] | Trail]:
         """Push every entry once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now
-        return [self._push(pushed, moment) if isinstance(pushed, Push) else self._follow(pushed, moment) for pushed in pushes]
+        answers: list[list[bytes] | Trail] = []
+        for pushed in pushes:
+            if isinstance(pushed, Push):
+                answers.append(self._push(pushed, moment))
+            else:
+                answers.append(follow(self._chains.get, self._chains.put, pushed, moment))
+                self._chains.sweep(moment)
+        return answers
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:  # noqa: ARG002  # a Store's signature
         """See `Store`; this process is the only replica."""
@@ -234,11 +241,6 @@ class MemoryStore:
         (last, records), entries = push(ring, pushed, now)
         self._put(pushed.key, pushed.ttl_ms, _TIMES.pack(last, 0) + records, now)
         return entries
-
-    def _follow(self, link: ChainLink, now: int) -> Trail:
-        trail = follow(self._chains.get, self._chains.put, link, now)
-        self._chains.sweep(now)
-        return trail
 
     def _take(self, key: str, lifetime: int) -> _Entry | None:
         """Take an entry out, to be changed and put back."""
