@@ -97,6 +97,10 @@ class History:
         self.at(count - 1)
         return self._taken[:count]
 
+    def leave_out(self, count: int) -> History:
+        """The history before its newest turns."""
+        return History(_follow(self, count))
+
     def count_since_person(self) -> int:
         """How many turns stand behind the newest word of a person; all that are looked at where there is none."""
         if self._since is None:
@@ -109,6 +113,13 @@ class History:
                     words.append(turn.words)
             self._since = next((place for place, said in enumerate(words) if said and words.count(said) == 1), MAX_TURNS)
         return self._since
+
+
+def _follow(history: History, place: int) -> Iterator[AnyTurn]:
+    """The turns from a place on."""
+    while (turn := history.at(place)) is not None:
+        yield turn
+        place += 1
 
 
 class KeptTurn:
