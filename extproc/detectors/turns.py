@@ -173,12 +173,12 @@ class Turns(HistorySimilarity):
         left = history.at(1) if self.looks_back else None
         if left is None:
             return found
-        last = self.find_loop(history.leave_out(1))
+        before = history.leave_out(1)
+        last = self.find_loop(before) if self.rule.may_have_looped(before) else None
         if last is None:
             return found if found is None else found._replace(before=_NOTHING_BEFORE)
         earlier = self.find_loop(history.leave_out(2)) if found is not None and found.looping else None
-        before = Before(last, earlier, self.rule.spell(left))
-        return (found or _NO_REPEAT)._replace(before=before)
+        return (found or _NO_REPEAT)._replace(before=Before(last, earlier, self.rule.spell(left)))
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
         """The same; a weak loop at a step that it may take. It is held where it has not stood often enough for any."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from extproc.operator.after_notes import AFTER
 from extproc.request.notes import OPENING
 from tests.support.command import Run
 from tests.support.documents import bundle, policy
@@ -41,6 +42,11 @@ def run_agent(made: Stack, task: str, *, heeds: bool) -> int:
     return answer.status
 
 
+def count_as(*counts: int) -> dict[str, int]:
+    """Changes with these counts."""
+    return dict(zip(AFTER, counts, strict=True))
+
+
 def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.CaptureFixture[str]) -> None:
     """Metrics, `/loops`, the page and the canary's status have the same numbers."""
     with server() as valkey, stack(POLICIES, "--store", f"redis://{valkey.address}", replicas=2) as made:
@@ -55,13 +61,12 @@ def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.Cap
             return found if sum(each["begun"] for each in found) == 10 else None
 
         assert statuses == [200] * 3 + [429] * 2
-        changes = ("begun", "went_on", "turned_round", "landed", "refused")
-        assert [count("live", after, "noted") for after in changes] == [5, 2, 3, 2, 0]
-        assert [count("next", after, "not_noted") for after in changes] == [5, 0, 3, 0, 2]
+        assert [count("live", after, "noted") for after in AFTER] == [5, 2, 3, 2, 0]
+        assert [count("next", after, "not_noted") for after in AFTER] == [5, 0, 3, 0, 2]
         rows = eventually(read_loops, "what both replicas have seen")
         same = {"detector": "default", "cause": "same_error", "open": 0, "ended": 0}
         assert rows == [
-            {"policy": "live", "mode": "enforce", "arm": "noted", **same, **dict(zip(changes, (5, 2, 3, 2, 0), strict=True))},
+            {"policy": "live", "mode": "enforce", "arm": "noted", **same, **count_as(5, 2, 3, 2, 0)},
             {
                 "policy": "next",
                 "mode": "shadow",

@@ -58,7 +58,8 @@ def count_changes(service: Service) -> dict[tuple[str, str], int]:
     ("now", "before", "earlier", "change"),
     [
         (STEER, ALLOW, ALLOW, BEGUN), (STEER, WARN, ALLOW, BEGUN), (STEER, STEER, ALLOW, WENT_ON), (STEER, STEER, STEER, ""),
-        (THROTTLE, STEER, STEER, ""), (ALLOW, STEER, ALLOW, TURNED), (ALLOW, THROTTLE, STEER, TURNED), (LAND, STEER, STEER, LANDED),
+        (THROTTLE, STEER, STEER, ""), (ALLOW, STEER, ALLOW, TURNED), (ALLOW, THROTTLE, STEER, TURNED),
+        (LAND, STEER, STEER, LANDED),
         (REJECT, STEER, STEER, REFUSED), (REJECT, LAND, STEER, ""), (ALLOW, LAND, STEER, ""), (STEER, REJECT, ALLOW, ""),
         (ALLOW, ALLOW, ALLOW, ""), (REJECT, ALLOW, ALLOW, ""),
     ],
