@@ -67,13 +67,7 @@ def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.Cap
         same = {"detector": "default", "cause": "same_error", "open": 0, "ended": 0}
         assert rows == [
             {"policy": "live", "mode": "enforce", "arm": "noted", **same, **count_as(5, 2, 3, 2, 0)},
-            {
-                "policy": "next",
-                "mode": "shadow",
-                "arm": "not_noted",
-                **same,
-                **dict(zip(changes, (5, 0, 3, 0, 2), strict=True)),
-            },
+            {"policy": "next", "mode": "shadow", "arm": "not_noted", **same, **count_as(5, 0, 3, 0, 2)},
         ]
         assert "After the first note" in made.replicas[1].get("/")[1]
 
