@@ -83,7 +83,7 @@ class State(msgspec.Struct, frozen=True):
 
 def read_state(pair: Pair, now: float) -> State:
     """What a pair has counted until now, in seconds since 1970."""
-    counts = {name: getattr(pair, name) for name in _COUNTED} | pair.after_notes
+    counts = {name: getattr(pair, name) for name in _COUNTED} | dict.fromkeys(_AFTER, 0) | pair.after_notes
     sketches = {name: _write_sketch(getattr(pair, name)) for name in _SKETCHES}
     disagreements = [Disagreement(*kind, count, over) for kind, count, over in pair.disagreements.list_most()]
     return State(*pair.pairing, pair.since, now, counts, sketches, disagreements)
