@@ -98,10 +98,6 @@ class History:
         self.at(count - 1)
         return self._taken[:count]
 
-    def leave_out(self, count: int) -> History:
-        """The history before its newest turns."""
-        return History(_follow(self, count))
-
     def count_since_person(self) -> int:
         """How many turns stand behind the newest word of a person; all that are looked at where there is none."""
         if self._since is None:
@@ -116,7 +112,7 @@ class History:
         return self._since
 
 
-def _follow(history: History, place: int) -> Iterator[AnyTurn]:
+def follow(history: History, place: int) -> Iterator[AnyTurn]:
     """The turns from a place on."""
     while (turn := history.at(place)) is not None:
         yield turn

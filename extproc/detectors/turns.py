@@ -18,7 +18,7 @@ from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, follow, keep_newest
 from extproc.detectors.nesting import count_nested
 from extproc.detectors.tools import find_window_errors
 from extproc.detectors.turn import MISSING, Turn, digest
@@ -173,11 +173,11 @@ class Turns(HistorySimilarity):
         left = history.at(1) if self.looks_back else None
         if left is None:
             return found
-        before = history.leave_out(1)
+        before = History(follow(history, 1))
         last = self.find_loop(before) if self.rule.may_have_looped(before) else None
         if last is None:
             return found if found is None else found._replace(before=_NOTHING_BEFORE)
-        earlier = self.find_loop(history.leave_out(2)) if found is not None and found.looping else None
+        earlier = self.find_loop(History(follow(history, 2))) if found is not None and found.looping else None
         return (found or _NO_REPEAT)._replace(before=Before(last, earlier, self.rule.spell(left)))
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
