@@ -139,7 +139,7 @@ class Turns(HistorySimilarity):
         newest = history.at(kept.place)
         if found is None and self._cooldown and newest is not None:
             found = self.rule.count(history, newest)
-        found = self.look_back(history, found)
+        found = self.look_back(history, found) if self.looks_back else found
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
     def _find_nested(self, document: Document) -> tuple[bytes, Repeat] | None:
