@@ -68,6 +68,20 @@ class ToolFailure(NamedTuple):
     digest: str
 
 
+class Before(NamedTuple):
+    """The loops that a history showed earlier.
+
+    Attributes:
+        last: without its newest turn; None for no loop.
+        earlier: without its two newest turns; None for no loop, or if `last` is not in question.
+        compared: the turn that `last` repeats, as for a fingerprint.
+    """
+
+    last: Repeat | None
+    earlier: Repeat | None
+    compared: bytes
+
+
 class Repeat(NamedTuple):
     """A loop, or how near one is, as a conversation's own history shows it.
 
@@ -84,6 +98,7 @@ class Repeat(NamedTuple):
         held: it is weak, and has not repeated often enough for more than the mildest action.
         notes_only: it gets a note for the model or a warning at most, whatever else the policy names.
         widespread: a tool fails in this way for many sessions.
+        before: what the history showed earlier; None if nothing looked.
     """
 
     tools: tuple[str, ...]
@@ -98,6 +113,7 @@ class Repeat(NamedTuple):
     held: bool = False
     notes_only: bool = False
     widespread: bool = False
+    before: Before | None = None
 
     @property
     def looping(self) -> bool:

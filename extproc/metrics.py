@@ -53,6 +53,9 @@ class Metrics:
         by_detector = ("policy", "detector", "mode", "action", "strength")
         text = "Requests that were part of a loop, by detector and strength (strong, weak, or empty)"
         self.detections = counter("detections_total", text, *by_detector)
+        by_change = ("policy", "detector", "mode", "cause", "arm", "after")
+        text = "Loops that got a first note (begun) or were to get one (arm not_noted), and what came after"
+        self.after_notes = counter("after_notes_total", text, *by_change)
         self.compared_exactly = counter("compared_exactly_total", "Bodies that canonical compared byte for byte", "policy")
         self.unmatched = counter("unmatched_total", "Requests that no policy matched")
         self.uncounted = counter("uncounted_total", "Matched requests that could not be counted", "policy", "reason")

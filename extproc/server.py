@@ -126,7 +126,7 @@ class Server:
         coverage = Board("coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica)
         self._boards: list[Board[Any]] = [loops, sessions, incidents, coverage]
         self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view())
-        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents)
+        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions)
         session_pages = SessionPages(sessions, self._shows_callers)
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize

@@ -83,18 +83,19 @@ class Cause(NamedTuple):
     advice: str = ""
 
 
-def find_cause(document: Document, repeat: Repeat | None) -> Cause | None:
+def find_cause(document: Document, repeat: Repeat | None, newer: int = 0) -> Cause | None:
     """The cause of a loop; None if the request shows none.
 
     Args:
         document: the request's body.
         repeat: the loop, as its history shows it; None if requests are counted.
+        newer: turns since then.
     """
     if repeat is None:
         return None
     try:
         conversation = open_conversation(document)
-        turns = read_turns(conversation, document, THOUGHTS)
+        turns = islice(read_turns(conversation, document, THOUGHTS), newer, None)
         newest = next(turns, None)
         if newest is None:
             return None

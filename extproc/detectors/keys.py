@@ -175,6 +175,11 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
 
     similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns", "mcp"] = "exact"
 
+    @property
+    def steers(self) -> bool:
+        """Whether a loop may get a note before anything stricter happens."""
+        return self.escalate.steer is not None
+
     def list_steps(self, default: int | None) -> list[Self]:
         """These keys with the threshold of each action in place of their own, the lowest first.
 

@@ -48,6 +48,7 @@ from extproc.detectors.turn import (
     get_failure_id,
     has_result,
     leave_out_last,
+    same_action,
     same_result,
     same_turn,
     weigh,
@@ -121,6 +122,13 @@ class History:
                     words.append(turn.words)
             self._since = next((place for place, said in enumerate(words) if said and words.count(said) == 1), MAX_TURNS)
         return self._since
+
+
+def follow(history: History, place: int) -> Iterator[AnyTurn]:
+    """The turns from a place on."""
+    while (turn := history.at(place)) is not None:
+        yield turn
+        place += 1
 
 
 class KeptTurn:
@@ -247,6 +255,15 @@ class TurnRule:
         if found is not None and (since := history.count_since_person()) < MAX_TURNS:
             return self._find_loop(History(iter(history.newest(since))))
         return found
+
+    def may_have_looped(self, history: History) -> bool:
+        """Whether it is worth looking for a loop: most turns do something new, do not fail and bring back something else."""
+        newest, before = history.at(0), history.at(1)
+        if newest is None or before is None:
+            return False
+        if self._extra or not newest.known or same_result(newest, before, normalized=self._normalized) or newest.failed:
+            return True
+        return any(same_action(newest, turn) for turn in history.newest(max(2 * self.threshold + 4, self._max_cycle + 1))[1:])
 
     def may_loop(self, newest: AnyTurn) -> bool:
         """Whether a turn may be part of a loop, whatever was before it."""

@@ -13,12 +13,12 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from extproc.apis import open_conversation
-from extproc.decision import WEAK, Advice, Outcome, Repeat, ToolFailure
+from extproc.decision import WEAK, Advice, Before, Outcome, Repeat, ToolFailure
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, keep_newest
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, follow, keep_newest
 from extproc.detectors.nesting import count_nested
 from extproc.detectors.tools import find_window_errors
 from extproc.detectors.turn import MISSING, Turn, digest
@@ -56,6 +56,9 @@ _NOW_STRICTEST = 2
 _QUOTED = 150
 """The same where a few turns have to do."""
 
+_NOTHING_BEFORE = Before(None, None, b"")
+_NO_REPEAT = Repeat((), 0, 0, MAX_THRESHOLD, results=True)
+
 
 class Turns(HistorySimilarity):
     """A detector's settings, ready to look into conversations.
@@ -64,6 +67,7 @@ class Turns(HistorySimilarity):
         rule: with the lowest threshold.
         last_step: the number of the strictest action.
         needs_equal_results: nothing is a loop whose results all differ, in more than numbers.
+        looks_back: loops say what the history showed before its newest turn, and so does a history that has left one.
     """
 
     keys: ClassVar[type[JsonObject]] = TurnsKeys
@@ -80,6 +84,7 @@ class Turns(HistorySimilarity):
         self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
         self._finds_failures = keys.incidents
         self.needs_equal_results = not keys.extra_rules
+        self.looks_back = keys.steers
 
     def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
         """When weak loops get more than the mildest action, and up to which step; the strictest first."""
@@ -111,8 +116,8 @@ class Turns(HistorySimilarity):
             raise NotCounted("no_history")
         found = self.find_loop(history)
         if newest is None or (found is None and not self._cooldown):
-            return b"", None
-        return self.rule.spell(newest), found or self.rule.count(history, newest)
+            return b"", self.look_back(history, found)
+        return self.rule.spell(newest), self.look_back(history, found or self.rule.count(history, newest))
 
     def compare_in_session(self, document: Document, *, named: bool = True) -> tuple[bytes, Repeat | None, Memory | None]:
         """The newest turn, whether there is a loop or not: who asks what was before may find one; see `Similarity`."""
@@ -134,6 +139,7 @@ class Turns(HistorySimilarity):
         newest = history.at(kept.place)
         if found is None and self._cooldown and newest is not None:
             found = self.rule.count(history, newest)
+        found = self.look_back(history, found) if self.looks_back else found
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
     def _find_nested(self, history: History) -> tuple[bytes, Repeat] | None:
@@ -161,6 +167,18 @@ class Turns(HistorySimilarity):
             if best.step >= step - 1 and not best.held:
                 break
         return best
+
+    def look_back(self, history: History, found: Repeat | None) -> Repeat | None:
+        """The same loop, with the loops that the history showed earlier; one that has left a loop repeats nothing."""
+        left = history.at(1) if self.looks_back else None
+        if left is None:
+            return found
+        before = History(follow(history, 1))
+        last = self.find_loop(before) if self.rule.may_have_looped(before) else None
+        if last is None:
+            return found if found is None else found._replace(before=_NOTHING_BEFORE)
+        earlier = self.find_loop(History(follow(history, 2))) if found is not None and found.looping else None
+        return (found or _NO_REPEAT)._replace(before=Before(last, earlier, self.rule.spell(left)))
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
         """The same; a weak loop at a step that it may take. It is held where it has not stood often enough for any."""
@@ -196,7 +214,7 @@ class Turns(HistorySimilarity):
 
     def describe(self, repeat: Repeat | None) -> str:
         """See `Similarity`."""
-        if repeat is None:
+        if repeat is None or not repeat.calls:
             return "the newest turn is not part of a loop"
         strength = f", {repeat.strength}" if repeat.strength else ""
         return f"{_name(repeat)}: {repeat.count} of {repeat.calls} turns ({repeat.rule}{strength})"
@@ -262,9 +280,9 @@ class TurnMemory:
     def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
         """See `Memory`."""
         found, kept = self._found, self._kept
-        always = not self._turns.needs_equal_results
+        always = not self._turns.needs_equal_results or self._turns.looks_back
         history = kept.extend(entries, followed=followed, always=always) if kept is not None else None
-        recalled = self._turns.find_loop(history) if history is not None else None
+        recalled = self._turns.look_back(history, self._turns.find_loop(history)) if history is not None else None
         if recalled is None or (found is not None and found.rank > recalled.rank):
             return found
         return recalled

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from msgspec import json
 
@@ -33,6 +33,7 @@ from extproc.engine.candidates import (
 from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
 from extproc.engine.ramp import Ramp
+from extproc.policy.bundle import EVERYBODY
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import UnreadableError, list_encodings, read_text
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
@@ -50,6 +51,9 @@ _NO_SESSIONS: Final[list[SessionCandidate]] = []
 
 _MANY_OBJECTS: Final = 32_768
 """A body of this many bytes may contain so many objects that garbage collection takes long."""
+
+_SHARE: Final = b"steer_share"
+_SHARE_BYTES: Final = 8
 
 _encode: Final = json.Encoder().encode
 
@@ -321,8 +325,10 @@ class Evaluation:
         steers: maximum length of a body to keep for editing, in bytes; 0 for none.
         reads_ends: of bodies longer than `inspects`, an excerpt may be inspected.
         plans: the policies that matched.
+        leaves_out_notes: a detector gives notes to a share of the conversations.
         paired: the verdict of a policy is compared with another's.
         trace: each policy's verdict, after such a comparison.
+        after_notes: what it shows to have come after notes, once it has been reported.
         is_overridden: there may be operators' orders about it.
         counts_failed: it stays counted if its upstream fails.
     """
@@ -333,6 +339,7 @@ class Evaluation:
         "_key",
         "_last",
         "_scope",
+        "after_notes",
         "content",
         "counts_failed",
         "document",
@@ -340,6 +347,7 @@ class Evaluation:
         "groups",
         "inspects",
         "is_overridden",
+        "leaves_out_notes",
         "paired",
         "plain",
         "plans",
@@ -366,8 +374,10 @@ class Evaluation:
         self.steers = 0
         self.reads_ends = False
         self.paired = False
+        self.leaves_out_notes = False
         self.counts_failed = True
         self.trace: list[Outcome] = []
+        self.after_notes: list[Any] = []
         self.plans: Sequence[Plan] = ()
         self._key = key
         self._earlier: Evaluation | None = None
@@ -408,6 +418,7 @@ class Evaluation:
         if admitted:
             self._last = group.candidates[-1] if group.candidates else None
             self.counts_failed = self.counts_failed and plan.counts_failed
+            self.leaves_out_notes = self.leaves_out_notes or plan.leaves_out_notes
             if plan.needs_body:
                 self.inspects = max(self.inspects, plan.inspects)
                 self.steers = max(self.steers, plan.steers)
@@ -588,7 +599,23 @@ class Evaluation:
     def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
         """Decide about a counted request. The counts are those for `CandidateGroup.judge`."""
         trace = self.enforcing.judge(counts)
+        for place, outcome in enumerate(trace) if self.leaves_out_notes else ():
+            if outcome.action is Action.STEER and not self.gets_notes(outcome):
+                trace[place] = outcome.change_action(Action.WARN)
         return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
+
+    def gets_notes(self, outcome: Outcome) -> bool:
+        """Whether the conversation is in its detector's `steer_share`: the same for every replica, policy and request of it."""
+        candidate = self.find_candidate(outcome)
+        if not isinstance(candidate, LoopCandidate) or candidate.detector.steer_share >= EVERYBODY or self.plain is None:
+            return True
+        try:
+            said = open_conversation(self.plain).read_first_words()
+        except NotCounted:
+            return True
+        place = self._key.start(_SHARE, _SHARE_BYTES)
+        place.update(f"{len(candidate.caller_in_head)} {candidate.caller_in_head}{said}".encode("utf-8", "surrogatepass"))
+        return int.from_bytes(place.digest(), "big") % EVERYBODY < candidate.detector.steer_share
 
     def find_candidate(self, outcome: Outcome) -> Candidate:
         """The enforcing candidate of an outcome."""

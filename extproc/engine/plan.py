@@ -75,7 +75,7 @@ class Parts:
 
     def find_similarity(self, loop: LoopDetection) -> Similarity:
         """The similarity of an entry, shared by all entries with equal keys."""
-        keys = loop.model_dump_json(include=_SIMILARITY_KEYS)
+        keys = f"{loop.steers}{loop.model_dump_json(include=_SIMILARITY_KEYS)}"
         made = self._similarities.get(keys)
         if made is None:
             made = self._similarities[keys] = make_similarity(loop)
@@ -157,6 +157,7 @@ class Detector:
         "similarity_name",
         "stateless",
         "steer_note",
+        "steer_share",
         "steers",
         "threshold",
         "window_seconds",
@@ -186,6 +187,7 @@ class Detector:
         self.steers = not NOTED.isdisjoint(self.actions)
         self.refuses_later = self.steers and self.actions[-1] is Action.REJECT
         self.steer_note = loop.steer_note or ""
+        self.steer_share = loop.steer_share if Action.STEER in self.actions else EVERYBODY
         self._later = tuple([(step.threshold_identical_requests or self.threshold) - self.threshold for step in steps])
         self._last = self._later[-1]
         self.window_seconds = loop.window_seconds or 0
@@ -277,6 +279,19 @@ class Detector:
             return self.actions[repeat.step]
         return self.noted if repeat.notes_only else self.mildest
 
+    def find_earlier_actions(self, outcome: Outcome) -> tuple[Action, Action, Action]:
+        """What is due for a request, for the one before it and for the one before that, as far as its own loop tells."""
+        repeat = outcome.repeat
+        if repeat is not None and repeat.before is not None:
+            loops = [repeat, repeat.before.last, repeat.before.earlier]
+            found = [self.find_action(loop) if loop is not None and loop.looping else Action.ALLOW for loop in loops]
+            return found[0], found[1], found[2]
+        first = self._find_threshold(outcome.subject) if repeat is None else repeat.threshold - self._later[repeat.step]
+        thresholds, count = [first + later for later in self._later], outcome.count
+        actions = (Action.ALLOW, *self.actions)
+        found = [actions[bisect_right(thresholds, number)] for number in (count, count - 1, count - 2)]
+        return found[0], found[1], found[2]
+
     def judge(self, fingerprint: str, tenant: str, count: Count, subject: Subject, repeat: Repeat | None = None) -> Outcome:
         """The verdict about a request that has been counted."""
         number = count.count
@@ -335,6 +350,7 @@ class Plan:
         aliases: names of callers, by the hash of a caller or of its secret.
         ramp: chooses the callers that the policy acts on; None if it acts on all or none.
         watching: the same policy in shadow, for the other callers.
+        leaves_out_notes: a detector gives notes to a share of the conversations.
         paired: its verdicts are compared with those of another policy.
         counts_failed: requests stay counted if their upstream fails.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
@@ -353,6 +369,7 @@ class Plan:
         "id",
         "inspects",
         "labels",
+        "leaves_out_notes",
         "limiter",
         "merges_strangers",
         "mode",
@@ -382,6 +399,7 @@ class Plan:
             Detector(self.id, name, loop, parts.find_similarity(loop), shadow=shadow, namespace=namespace)
             for name, loop in spec.detectors()
         )
+        self.leaves_out_notes = not shadow and any(detector.steer_share < EVERYBODY for detector in self.detectors)
         self.counts_failed = all(detector.counts_failed for detector in self.detectors)
         self._bypass = tuple(_compile_bypass(entry) for entry in spec.bypass)
         self._missing = spec.missing_descriptor

@@ -6,7 +6,9 @@ New fields go behind the others and have a default.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import msgspec
 
@@ -14,6 +16,9 @@ from extproc.operator.board import KEPT_SECONDS, fit
 from extproc.store.rules.documents import MAX_DOCUMENT
 
 MINUTES = 60
+
+NoteLabels: TypeAlias = tuple[str, str, str, str, str, str]
+"""See `AfterNote.labels`."""
 
 
 class Loop(msgspec.Struct, array_like=True):
@@ -36,6 +41,8 @@ class Loop(msgspec.Struct, array_like=True):
         alias, labels, credentials: see `KnownAs`.
         agent: the id that the agent has given itself, empty for none; cut to what can be shown.
         strength: of the newest request's evidence, `strong` or `weak`; empty if unknown.
+        cause: of the newest episode; see `after_notes`.
+        after: changes in episodes, by the last two of the labels.
     """
 
     policy: str
@@ -63,6 +70,8 @@ class Loop(msgspec.Struct, array_like=True):
     credentials: list[str] = []
     agent: str = ""
     strength: str = ""
+    cause: str = ""
+    after: dict[str, int] = {}
 
     @property
     def name(self) -> tuple[str, ...]:
@@ -76,14 +85,17 @@ class Loop(msgspec.Struct, array_like=True):
 
     def absorb(self, other: Loop) -> None:
         """Add what another replica saw of the same loop."""
-        if other.last > self.last:
+        if (other.total > 0, other.last) > (self.total > 0, self.last):  # that has none has only seen what came after
             self.last, self.count, self.fingerprint = other.last, other.count, other.fingerprint
-            self.strength = other.strength
+            self.strength, self.tools = other.strength, other.tools
         self.first = min(self.first, other.first)
         self.caller = self.caller or other.caller
         self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
         for action, requests in other.requests.items():
             self.requests[action] = self.requests.get(action, 0) + requests
+        self.cause = self.cause or other.cause
+        for name, changes in other.after.items():
+            self.after[name] = self.after.get(name, 0) + changes
         self.size += other.size
         self.stopped += other.stopped
         self.stopped_size += other.stopped_size
@@ -115,16 +127,18 @@ class LoopDocument(msgspec.Struct, array_like=True):
     Attributes:
         lines: one for each policy, mode and action.
         left_out: loops that did not fit on the board.
+        after: changes in all episodes.
     """
 
     rows: list[Loop]
     lines: list[Line]
     left_out: int = 0
+    after: list[tuple[NoteLabels, int]] = []
 
     def pack(self) -> bytes:
         """As many loops as fit on a board; the last ones are left out."""
         rows = self.rows
-        packed = fit(len(rows), lambda kept: LoopDocument(rows[:kept], self.lines, len(rows) - kept))
+        packed = fit(len(rows), lambda kept: LoopDocument(rows[:kept], self.lines, len(rows) - kept, self.after))
         return packed if len(packed) <= MAX_DOCUMENT else fit(0, lambda _: LoopDocument([], [], len(rows)))
 
     @classmethod
@@ -135,7 +149,15 @@ class LoopDocument(msgspec.Struct, array_like=True):
             merge_loops((row for document in every for row in document.rows), now - KEPT_SECONDS),
             merge_lines((line for document in every for line in document.lines), int(now) // 60),
             sum(document.left_out for document in every),
+            list(_add_up(change for document in every for change in document.after).items()),
         )
+
+
+def _add_up(changes: Iterable[tuple[NoteLabels, int]]) -> Counter[NoteLabels]:
+    added: Counter[NoteLabels] = Counter()
+    for labels, count in changes:
+        added[labels] += count
+    return added
 
 
 def merge_loops(rows: Iterable[Loop], since: float) -> list[Loop]:
@@ -145,7 +167,7 @@ def merge_loops(rows: Iterable[Loop], since: float) -> list[Loop]:
         if row.last < since:
             continue
         if (known := merged.get(row.name)) is None:
-            merged[row.name] = msgspec.structs.replace(row, requests=dict(row.requests))
+            merged[row.name] = msgspec.structs.replace(row, requests=dict(row.requests), after=dict(row.after))
         else:
             known.absorb(row)
     return list(merged.values())

@@ -10,10 +10,10 @@ from typing import Final
 
 import msgspec
 
-from extproc.decision import Action, Decision, Outcome
+from extproc.decision import Action, Decision, Outcome, Repeat
 from extproc.engine.candidates import Candidate
 from extproc.engine.evaluation import Evaluation
-from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines
+from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, NoteLabels, merge_lines
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, Table, cut_caller, find_known
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.prices import read_model
@@ -29,11 +29,12 @@ class LoopTable(Table[Loop, LoopDocument]):
     def __init__(self) -> None:
         super().__init__()
         self.curves: dict[tuple[str, str, str], Line] = {}
+        self.after: dict[NoteLabels, int] = {}
 
     def note(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> Loop:
         """One detector's outcome for one request, which is not ALLOW; returns its loop."""
         now, action, size = time(), outcome.action.value, evaluation.size
-        repeats = _name_repeated(outcome)
+        repeats = name_repeated(outcome.repeat, outcome.fingerprint)
         key = (outcome.tenant, outcome.policy, outcome.detector, outcome.mode, repeats)
         loop = self.use(key)
         if loop is None:
@@ -49,13 +50,27 @@ class LoopTable(Table[Loop, LoopDocument]):
         self.draw(outcome)
         return loop
 
+    def note_after(self, evaluation: Evaluation, outcome: Outcome, repeats: str, fingerprint: str, labels: NoteLabels) -> None:
+        """What came after the first note of a loop, which another replica may have acted on."""
+        if labels in self.after or len(self.after) < _MAX_CURVES:
+            self.after[labels] = self.after.get(labels, 0) + 1
+        key = (outcome.tenant, outcome.policy, outcome.detector, outcome.mode, repeats)
+        loop = self.use(key)
+        if loop is None:
+            loop = _begin_loop(evaluation, outcome, repeats, time())
+            loop.fingerprint = fingerprint
+            self.put(key, loop)
+        *_, loop.cause, arm, after = labels
+        name = f"{arm} {after}"
+        loop.after[name] = loop.after.get(name, 0) + 1
+
     def make_document(self, *, shows_callers: bool) -> LoopDocument:
         """The table as it is now, the largest loop first; without callers' values unless they may be shown."""
         rows = sorted(self.copy(), key=lambda loop: -loop.size)
         if not shows_callers:
             rows = [msgspec.structs.replace(loop, caller=[]) for loop in rows]
         minute = int(time()) // 60
-        return LoopDocument(rows, merge_lines(self.curves.copy().values(), minute))
+        return LoopDocument(rows, merge_lines(self.curves.copy().values(), minute), after=list(self.after.copy().items()))
 
     def draw(self, outcome: Outcome) -> None:
         """One more request in the curves."""
@@ -114,8 +129,8 @@ def find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None
     return None
 
 
-def _name_repeated(outcome: Outcome) -> str:
+def name_repeated(repeat: Repeat | None, fingerprint: str) -> str:
     """What requests of one loop share: the fingerprint, or in a cycle, where that changes, its tools."""
-    if outcome.repeat is not None and len(outcome.repeat.tools) > 1:
-        return "\n".join(sorted(outcome.repeat.tools))[:_PATH_SHOWN]
-    return outcome.fingerprint
+    if repeat is not None and len(repeat.tools) > 1:
+        return "\n".join(sorted(repeat.tools))[:_PATH_SHOWN]
+    return fingerprint

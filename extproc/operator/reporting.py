@@ -16,6 +16,7 @@ from extproc.engine.orders import ALLOW, ActiveOverride
 from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
+from extproc.operator.after_notes import NoteFollower
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
@@ -62,6 +63,7 @@ class Reporter:
         self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)
         self._failures = RateLimit(_LINES_PER_SECOND)
         self._missing = RateLimit(_LINES_PER_SECOND)
+        self._follower = NoteFollower()
         self._stopped: dict[str, Reminder] = {}  # by place in a policy file, or by override
         self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
 
@@ -75,6 +77,10 @@ class Reporter:
         metrics = self._metrics
         if decision.lead is not None or decision.shadow is not None:
             self._report_acts(evaluation, decision)
+        for outcome in decision.trace:
+            if outcome.repeat is not None or outcome.action is not Action.ALLOW:
+                self._report_after_notes(evaluation, decision)
+                break
         decisions, loops = metrics.decisions, metrics.loops
         for outcome in decision.trace if len(decision.trace) == 1 else group_by_policy(decision.trace):
             labels = outcome.policy, outcome.mode, outcome.action._value_  # `value` costs two calls
@@ -148,6 +154,16 @@ class Reporter:
                 labels = outcome.policy, outcome.detector, outcome.mode, outcome.action.value
                 metrics.detections.labels(*labels, outcome.strength).inc()
                 self._report_detection(evaluation, decision, outcome)
+
+    def _report_after_notes(self, evaluation: Evaluation, decision: Decision) -> None:
+        """What the request shows to have come after notes."""
+        try:
+            evaluation.after_notes = self._follower.follow(evaluation, decision)
+            for change in evaluation.after_notes:
+                self._metrics.after_notes.labels(*change.labels).inc()
+                self.loops.note_after(evaluation, change.outcome, change.repeats, change.fingerprint, change.labels)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
+            self.report_failure("what came after a note could not be reported", error)
 
     def report_sessions(self, candidates: list[SessionCandidate]) -> None:
         """How the sessions of a request stand."""

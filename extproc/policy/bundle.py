@@ -240,6 +240,7 @@ class LoopDetection(SimilarityKeys):
         max_inspect_bytes: longest body to inspect, at most 16 MiB; `turns` reads the end of longer ones, and `exact` without a
             `body:` key counts them.
         steer_note: text of the note, with `{what}`, `{count}`, `{tools}`, `{instead}`, `{reason}`, `{policy}` and `{cause}`.
+        steer_share: percentage of the conversations that `steer` gives notes to, 0 to 100; the others get none.
     """
 
     name: Id | None = None
@@ -254,12 +255,18 @@ class LoopDetection(SimilarityKeys):
     max_delay_ms: Annotated[int, Field(ge=1, le=MAX_DELAY_MS)] = MAX_DELAY_MS
     body: Literal["include", "ignore"] = "include"
     steer_note: NoteTemplate | None = None
+    steer_share: Annotated[int, Field(ge=0, le=EVERYBODY)] = EVERYBODY
     max_inspect_bytes: InspectBytes = INSPECT_BYTES
 
     @property
     def steers(self) -> bool:
+        """Whether one of its actions is `steer`."""
+        return self.action == "steer" or self.escalate.steer is not None
+
+    @property
+    def adds_notes(self) -> bool:
         """Whether one of its actions puts a note into requests."""
-        return self.action in {"steer", "land"} or self.escalate.steer is not None or self.escalate.land is not None
+        return self.steers or self.action == "land" or self.escalate.land is not None
 
 
 DEFAULT_DETECTOR = "default"

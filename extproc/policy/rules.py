@@ -323,7 +323,9 @@ def _name_noted(loop: LoopDetection) -> str:
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find detectors that steer although no request can be steered."""
     for place, loop in _list_entries(policy):
-        if not loop.enabled or not loop.steers:
+        if loop.steer_share < EVERYBODY and not loop.steers:
+            yield (*place, "steer_share"), "steer_share does nothing: no action of this entry is steer"
+        if not loop.enabled or not loop.adds_notes:
             continue
         why = "requests without a conversation" if loop.similarity == "mcp" else "requests whose body is not read"
         if loop.similarity == "mcp" or loop.body == "ignore":

@@ -14,6 +14,7 @@ from extproc.cli.commands import count
 from extproc.errors import LoopguardError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, open_clients
+from extproc.operator.after_notes import write_after
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.review import ANSWERS, RIGHT, WRONG, ReviewTally
 from extproc.operator.canary.states import State, convert_state
@@ -213,6 +214,9 @@ def _print_canary(console: Console, canary: dict[str, Any]) -> None:
     newly = canary["newly_refused"]
     about = "" if newly["exact"] else "about "
     console.print(f"  newly refused: tenants {about}{newly['tenants']} of {newly['of_tenants']}, sessions {newly['sessions']}")
+    for who, arms in canary["after_notes"].items():
+        for arm, counts in arms.items():
+            console.print(f"  {who}: {write_after(counts, noted=arm == 'noted')}")
     console.print(_make_counts(canary))
     if canary["disagreements"]:
         console.print(_make_disagreements(canary["disagreements"]))

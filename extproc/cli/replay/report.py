@@ -13,6 +13,7 @@ from extproc.decision import Action, Decision, Outcome
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation, group_by_policy
 from extproc.logs import escape_controls
+from extproc.operator.after_notes import ARMS, NoteFollower, describe_after
 from extproc.operator.sketch import Sketch
 from extproc.request.http import HttpRequest
 
@@ -44,6 +45,7 @@ class _Policy:
     def __init__(self) -> None:
         self.actions: Counter[Action] = Counter()
         self.rules: Counter[str] = Counter()
+        self.after: dict[str, Counter[str]] = {arm: Counter() for arm in ARMS}
         self.uncounted: Counter[str] = Counter()
         self.uncountable = 0
         self.failed = 0
@@ -97,6 +99,7 @@ class ReplayReport:
         self._tenants: Top[tuple[str, str, str], _Tenant] = Top(_MAX_TENANTS, _Tenant)
         self._failures: list[str] = []
         self._requests = 0
+        self._follower = NoteFollower()
 
     def add(self, entry: LogEntry, judged: tuple[Evaluation, Decision] | None) -> None:
         """One more request."""
@@ -104,6 +107,8 @@ class ReplayReport:
         if judged is None:
             return
         evaluation, decision = judged
+        for change in self._follower.follow(evaluation, decision):
+            self._get_policy(change.outcome.policy, change.outcome.mode).after[change.arm][change.after] += 1
         for outcome in group_by_policy(decision.trace):
             self._add_outcome(entry, outcome, evaluation.request)
         for policy, reason in evaluation.list_uncounted():
@@ -187,6 +192,7 @@ def _describe_policy(name: str, mode: str, policy: _Policy) -> dict[str, Any]:
         **_describe_actions(policy.actions),
         "held_seconds": round(policy.held_ms / 1000, 1),
         "rules": dict(policy.rules.most_common()),
+        "after_notes": {arm: describe_after(counts, 0) for arm, counts in policy.after.items() if counts},
         "uncounted": dict(policy.uncounted.most_common()),
         "refused_uncountable": policy.uncountable,
         "failed": policy.failed,

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from extproc.operator.after_notes import write_after
+
 _WIDE = 200
 """Columns of what is no terminal: tables are as wide as they have to be."""
 
@@ -27,6 +29,9 @@ def print_report(document: dict[str, Any]) -> None:
     print_table(console, "What each policy would have done", _tabulate_policies(document["policies"]))
     if any(policy["rules"] for policy in document["policies"]):
         print_table(console, "Loops by rule", _tabulate_rules(document["policies"]))
+    for policy in document["policies"]:
+        for arm, counts in policy["after_notes"].items():
+            console.print(_write(f"{policy['policy']} ({policy['mode']}): {write_after(counts, noted=arm == 'noted')}"))
     if any(policy["uncounted"] for policy in document["policies"]):
         print_table(console, "Not counted", _tabulate_uncounted(document["policies"]))
     if document["worst"]:

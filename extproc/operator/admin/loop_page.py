@@ -22,6 +22,7 @@ from starlette.routing import Route
 from extproc.operator.admin.loop_report import ACTIONS, SORTS, LoopPages
 from extproc.operator.admin.reports import Selection, read_selection
 from extproc.operator.admin.session_report import SessionPages
+from extproc.operator.after_notes import AFTER
 from extproc.operator.loop_rows import MINUTES
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Respons
         selection=selection,
         sorts=SORTS,
         actions=dict(reversed(ACTIONS.items())),
+        after=(*AFTER, "ended", "open"),
         refresh=REFRESH_SECONDS,
         nonce=nonce,
         now=_read_time(report["at"]),

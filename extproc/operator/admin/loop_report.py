@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from time import time
 from typing import Any
@@ -23,12 +24,17 @@ from extproc.operator.admin.reports import (
     select,
     write_time,
 )
+from extproc.operator.after_notes import ARMS, count_open, describe_after
 from extproc.operator.board import Board, View
 from extproc.operator.incident_rows import WINDOW_SECONDS as INCIDENT_SECONDS
 from extproc.operator.incident_rows import IncidentDocument, IncidentRow
 from extproc.operator.loop_rows import Loop, LoopDocument
+from extproc.operator.session_rows import SessionDocument, SessionRow
 from extproc.sessions.prices import Prices
 from extproc.sessions.rates import BYTES_PER_TOKEN, estimate_tokens
+
+ENDED_SECONDS = 300
+"""A conversation has ended if its loop was not acted on for this long."""
 
 LOOPING_SECONDS = 60
 """A loop is active if it was acted on within this many seconds."""
@@ -56,8 +62,10 @@ class LoopPages(TablePages[LoopDocument]):
         prices: Prices,
         shows_callers: Callable[[], bool],
         incidents: Board[IncidentDocument],
+        sessions: Board[SessionDocument] | None = None,
     ) -> None:
         super().__init__(board, shows_callers)
+        self._sessions = sessions
         self._prices = prices
         self._incidents = incidents
 
@@ -70,7 +78,8 @@ class LoopPages(TablePages[LoopDocument]):
         query = request.query_params
         selection, prices = read_selection(query, SORTS), self._choose_prices(query)
         shown = self._sees_callers(request)
-        report = make_report(self._board.view(), selection, prices, shows_callers=shown, now=time())
+        runs = self._sessions.view().document.rows if self._sessions is not None else []
+        report = make_report(self._board.view(), selection, prices, shows_callers=shown, now=time(), runs=runs)
         return {**report, "incidents": self._list_incidents(selection), "coverage": self.summarize()}
 
     def _list_incidents(self, selection: Selection) -> list[dict[str, Any]]:
@@ -88,11 +97,24 @@ class LoopPages(TablePages[LoopDocument]):
         return Prices(float(price))
 
 
-def make_report(
-    view: View[LoopDocument], selection: Selection, prices: Prices, *, shows_callers: bool, now: float
+def make_report(  # noqa: PLR0913  # what is known, and what is asked
+    view: View[LoopDocument],
+    selection: Selection,
+    prices: Prices,
+    *,
+    shows_callers: bool,
+    now: float,
+    runs: Sequence[SessionRow] = (),
 ) -> dict[str, Any]:
     """The JSON of `/loops`."""
-    every = [_describe(loop, prices, shows_callers=shows_callers, now=now) for loop in view.document.rows]
+    sessions = {(run.policy, run.mode, run.tenant, run.session): run for run in runs}
+    every = [
+        {
+            **_describe(loop, prices, shows_callers=shows_callers, now=now),
+            **_describe_after_notes(loop, sessions.get((loop.policy, loop.mode, loop.tenant, loop.session)), now),
+        }
+        for loop in view.document.rows
+    ]
     # Among equals, the later one in the table comes first.
     found = select(every if selection.sort == OLDEST_FIRST else reversed(every), selection, SORTS)
     return {
@@ -101,12 +123,59 @@ def make_report(
         "known": len(every),
         "total": _add_up(found),
         "loops": found[: selection.limit],
+        "after_notes": [each for each in _sum_after_notes(view.document, now) if selection.policy in ("", each["policy"])],
         "curves": [
             {"policy": line.policy, "mode": line.mode, "action": line.action, "minutes": line.counts}
             for line in view.document.lines
             if selection.policy in ("", line.policy)
         ],
     }
+
+
+def _describe_after_notes(loop: Loop, run: SessionRow | None, now: float) -> dict[str, Any]:
+    """What came after the notes of a loop, and the tokens of its session before and since, if all of them are known."""
+    arms = {arm: _read_arm(loop, arm) for arm in ARMS}
+    began, calls = loop.first, run.calls if run is not None else []
+    sides = [call.tokens for call in calls if call.at < began], [call.tokens for call in calls if call.at >= began]
+    known = run is not None and bool(loop.after) and len(calls) == run.steps
+    before, since = [_add_tokens(side) if known else None for side in sides]
+    return {
+        "cause": loop.cause or None,
+        "after_notes": {
+            arm: describe_after(counts, count_open(counts) if _is_open(loop, now) else 0)
+            for arm, counts in arms.items()
+            if counts
+        },
+        "tokens_before_note": before,
+        "tokens_after_note": since,
+    }
+
+
+def _read_arm(loop: Loop, arm: str) -> dict[str, int]:
+    return {name.removeprefix(f"{arm} "): count for name, count in loop.after.items() if name.startswith(f"{arm} ")}
+
+
+def _is_open(loop: Loop, now: float) -> bool:
+    return now - loop.last < ENDED_SECONDS
+
+
+def _add_tokens(calls: Iterable[tuple[int, ...] | None]) -> int | None:
+    """Input and output tokens of these calls; None if those of one are unknown."""
+    every = list(calls)
+    return sum([sum(tokens[:2]) for tokens in every if tokens]) if None not in every else None
+
+
+def _sum_after_notes(document: LoopDocument, now: float) -> list[dict[str, Any]]:
+    """What came after notes, by policy, detector, mode, cause and whether there were notes."""
+    groups: dict[tuple[str, ...], dict[str, int]] = {}
+    for (*labels, after), count in sorted(document.after):
+        groups.setdefault(tuple(labels), {})[after] = count
+    active: Counter[tuple[str, ...]] = Counter()
+    for loop in document.rows:
+        for arm in ARMS if loop.after and _is_open(loop, now) else ():
+            active[loop.policy, loop.detector, loop.mode, loop.cause, arm] += count_open(_read_arm(loop, arm))
+    names = ("policy", "detector", "mode", "cause", "arm")
+    return [{**dict(zip(names, key, strict=True)), **describe_after(counts, active[key])} for key, counts in groups.items()]
 
 
 def describe_incident(row: IncidentRow, now: float) -> dict[str, Any]:

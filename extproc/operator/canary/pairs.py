@@ -14,6 +14,7 @@ from extproc.decision import Action, Decision, Outcome
 from extproc.engine.candidates import Candidate, SessionCandidate
 from extproc.engine.evaluation import Evaluation, group_by_policy
 from extproc.metrics import Counts, Metrics
+from extproc.operator.after_notes import AfterNote
 from extproc.operator.canary.samples import Samples
 from extproc.operator.sketch import Sketch
 from extproc.policy.pairings import Pairing
@@ -30,6 +31,8 @@ _LIVE_ALONE = ("missed", "only_live")
 
 REFUSALS = ("extra", "already", "missed")
 """The candidate would refuse what passes today, refuse what is refused anyway, or let pass what live refuses."""
+
+LIVE, CANDIDATE = POLICIES = ("live", "candidate")
 
 _MAX_DISAGREEMENTS = 64
 SHOWN = 20
@@ -87,6 +90,7 @@ class Pair:
         refused_tenants: of extra refusals.
         refused_sessions: of extra refusals, where the request names one.
         samples: of extra refusals; None where none are wanted.
+        after_notes: what came after notes, by `name_after`.
     """
 
     def __init__(self, pairing: Pairing, now: float, samples: Samples | None = None) -> None:
@@ -100,6 +104,7 @@ class Pair:
         self.refused_tenants = Sketch()
         self.refused_sessions = Sketch()
         self.disagreements = Disagreements()
+        self.after_notes: dict[str, int] = {}
 
     @property
     def labels(self) -> tuple[str, str]:
@@ -206,6 +211,22 @@ class Pairs:
             if tried is not None:
                 live = _find_outcome(trace, tried.pairing.live) or _find_outcome(evaluation.earlier, tried.pairing.live)
                 _compare(tried, live, outcome, evaluation, refused=refused)
+        for change in evaluation.after_notes:
+            self._count_after(change)
+
+    def _count_after(self, change: AfterNote) -> None:
+        """Count what came after a note of a policy of a pair."""
+        pairs = [(LIVE, pair) for pair in self._by_live.get(change.outcome.policy, ())]
+        if change.outcome.policy in self._by_candidate:
+            pairs.append((CANDIDATE, self._by_candidate[change.outcome.policy]))
+        for who, pair in pairs:
+            name = name_after(who, change.arm, change.after)
+            pair.after_notes[name] = pair.after_notes.get(name, 0) + 1
+
+
+def name_after(who: str, arm: str, after: str) -> str:
+    """The name of a count of what came after notes."""
+    return f"{who} {arm} {after}"
 
 
 def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: Evaluation, *, refused: bool) -> None:

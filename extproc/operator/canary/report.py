@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from extproc.operator.canary.pairs import REFUSALS, VERDICTS
+from extproc.operator.after_notes import AFTER, ARMS, describe_after
+from extproc.operator.canary.pairs import POLICIES, REFUSALS, VERDICTS, name_after
 from extproc.operator.canary.states import State, merge_states
 from extproc.operator.canary.verdict import Rules, find_bounds, judge
 from extproc.operator.table import write_time
@@ -61,5 +62,12 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
             "of_tenants": callers["tenants"].count(),
             "exact": all(sketch.exact for sketch in callers.values()),
         },
+        "after_notes": {who: _describe_after(counts, who) for who in POLICIES},
         "disagreements": [msgspec.structs.asdict(entry) for entry in state.disagreements],
     }
+
+
+def _describe_after(counts: dict[str, int], who: str) -> dict[str, Any]:
+    """What came after the notes of one of the two, with and without them."""
+    arms = {arm: describe_after({after: counts.get(name_after(who, arm, after), 0) for after in AFTER}) for arm in ARMS}
+    return {arm: found for arm, found in arms.items() if found["begun"]}

@@ -11,11 +11,14 @@ from typing import Annotated, Any
 import msgspec
 
 from extproc.errors import LoopguardError
-from extproc.operator.canary.pairs import REFUSALS, SHOWN, VERDICTS, Pair
+from extproc.operator.after_notes import AFTER, ARMS
+from extproc.operator.canary.pairs import POLICIES, REFUSALS, SHOWN, VERDICTS, Pair, name_after
 from extproc.operator.sketch import HASH_DIGITS, Sketch
 from extproc.policy.pairings import Pairing
 
-_COUNTS = (*VERDICTS, *REFUSALS, "uncompared", "refused")
+_AFTER = tuple(name_after(who, arm, after) for who in POLICIES for arm in ARMS for after in AFTER)
+_COUNTED = (*VERDICTS, *REFUSALS, "uncompared", "refused")
+_COUNTS = (*_COUNTED, *_AFTER)
 _SKETCHES = ("tenants", "refused_tenants", "refused_sessions")
 
 _Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
@@ -80,7 +83,7 @@ class State(msgspec.Struct, frozen=True):
 
 def read_state(pair: Pair, now: float) -> State:
     """What a pair has counted until now, in seconds since 1970."""
-    counts = {name: getattr(pair, name) for name in _COUNTS}
+    counts = {name: getattr(pair, name) for name in _COUNTED} | dict.fromkeys(_AFTER, 0) | pair.after_notes
     sketches = {name: _write_sketch(getattr(pair, name)) for name in _SKETCHES}
     disagreements = [Disagreement(*kind, count, over) for kind, count, over in pair.disagreements.list_most()]
     return State(*pair.pairing, pair.since, now, counts, sketches, disagreements)
@@ -124,7 +127,7 @@ def _merge(one: State, other: State) -> State:
         *one.pairing,
         min(one.since, other.since),
         max(one.until, other.until),
-        {name: one.counts[name] + other.counts[name] for name in _COUNTS},
+        {name: one.counts.get(name, 0) + other.counts.get(name, 0) for name in _COUNTS},
         {name: _merge_sketches(one, other, name) for name in _SKETCHES},
         _merge_disagreements(one.disagreements, other.disagreements),
     )

@@ -1,0 +1,161 @@
+"""What came after the first note of a loop: whether notes help.
+
+Clients keep no notes, so a conversation does not show them. But what a detector made of the previous request is known from the
+history without its newest turn. So each request says itself what has just changed, on any replica; nothing is kept of a
+conversation but whether it is followed, in bounded room.
+
+An episode begins with a loop's first note, or without it: in shadow, or outside `steer_share`. It ends when the newest turn is
+no part of the loop, with a landing or with a refusal. If none of these comes, the conversation has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from extproc.bounded import LRU
+from extproc.decision import Action, Decision, Outcome
+from extproc.detectors.causes import find_cause
+from extproc.engine.candidates import LoopCandidate
+from extproc.engine.evaluation import Evaluation
+from extproc.operator.loop_table import find_candidate, name_repeated
+from extproc.request.fingerprint import NO_BODY, compose, digest, write_head, write_query
+
+BEGUN, WENT_ON, TURNED, LANDED, REFUSED = AFTER = ("begun", "went_on", "turned_round", "landed", "refused")
+"""A note was due for the first time, the loop continued behind it, and how the episode ended."""
+
+ARMS: Final = ("noted", "not_noted")
+ENDS: Final = (TURNED, LANDED, REFUSED)
+NO_CAUSE: Final = "none"
+
+_MOST_FOLLOWED: Final = 10_000
+_NOTED: Final = frozenset({Action.STEER, Action.THROTTLE})
+"""Actions of detectors that steer about loops which have had a note, or get one now."""
+
+_ENDING: Final = {Action.LAND: LANDED, Action.REJECT: REFUSED}
+
+
+class AfterNote(NamedTuple):
+    """A change in an episode.
+
+    Attributes:
+        outcome: of the request that shows it.
+        repeats: what makes requests parts of the loop, which this one may have left; see `Loop`.
+        fingerprint: of the loop.
+        after: one of AFTER.
+        noted: the conversation gets notes.
+        cause: a kind of `Cause`, or NO_CAUSE.
+    """
+
+    outcome: Outcome
+    repeats: str
+    fingerprint: str
+    after: str
+    noted: bool
+    cause: str
+
+    @property
+    def labels(self) -> tuple[str, str, str, str, str, str]:
+        """Policy, detector, mode, cause, whether there are notes, and what came after."""
+        outcome = self.outcome
+        return outcome.policy, outcome.detector, outcome.mode, self.cause, self.arm, self.after
+
+    @property
+    def arm(self) -> str:
+        """One of ARMS."""
+        return ARMS[not self.noted]
+
+
+class NoteFollower:
+    """Finds the changes that requests show."""
+
+    def __init__(self) -> None:
+        # By policy, detector, mode, tenant and node of the chain: whether the conversation is followed from there on. It is not
+        # if its body could not be edited. A request that is sent again is known by its node.
+        self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(_MOST_FOLLOWED)
+
+    def follow(self, evaluation: Evaluation, decision: Decision) -> list[AfterNote]:
+        """What a decided request shows."""
+        found = [self._follow(evaluation, outcome) for outcome in decision.trace if may_follow(outcome)]
+        return [change for change in found if change is not None]
+
+    def _follow(self, evaluation: Evaluation, outcome: Outcome) -> AfterNote | None:
+        candidate = find_candidate(evaluation, outcome)
+        if not isinstance(candidate, LoopCandidate) or Action.STEER not in candidate.detector.actions or candidate.is_allowed:
+            return None
+        now, before, earlier = candidate.detector.find_earlier_actions(outcome)
+        if outcome.action in _ENDING:
+            now = outcome.action
+        elif now in _ENDING:  # an incident has spared it, or it cannot land
+            now = Action.STEER
+        after = find_change(now, before, earlier)
+        if not after and now not in _NOTED:
+            return None
+        noted = outcome.mode == "enforce" and evaluation.gets_notes(outcome)
+        failed = noted and now in _NOTED and outcome.action is Action.WARN
+        if not self._is_followed(outcome, candidate, failed=failed) or not after:
+            return None
+        repeat, newer, fingerprint = outcome.repeat, 0, outcome.fingerprint
+        if after == TURNED and repeat is not None and repeat.before is not None:
+            fingerprint = _find_fingerprint(evaluation, candidate, repeat.before.compared)
+            repeat, newer = repeat.before.last, 1
+        cause = find_cause(evaluation.plain, repeat, newer) if evaluation.plain is not None else None
+        kind = cause.kind if cause is not None else NO_CAUSE
+        return AfterNote(outcome, name_repeated(repeat, fingerprint), fingerprint, after, noted, kind)
+
+    def _is_followed(self, outcome: Outcome, candidate: LoopCandidate, *, failed: bool) -> bool:
+        place = candidate.memory.place if candidate.memory is not None else None
+        if place is None:
+            return not failed
+        name = (outcome.policy, outcome.detector, outcome.mode, outcome.tenant)
+        if self._nodes.peek((*name, place.node)) is not None:
+            return False
+        followed = not failed and self._nodes.peek((*name, place.parent)) is not False
+        self._nodes.put((*name, place.node), followed)
+        return followed
+
+
+def describe_after(counts: Mapping[str, int], active: int | None = None) -> dict[str, int]:
+    """The counts of AFTER, and the episodes without an end, of which this many are active, if that is known."""
+    found = {after: counts.get(after, 0) for after in AFTER}
+    left = count_open(counts)
+    more = {"open_or_ended": left} if active is None else {"open": min(left, active), "ended": max(0, left - active)}
+    return {**found, **more}
+
+
+def count_open(counts: Mapping[str, int]) -> int:
+    """Episodes without an end."""
+    return max(0, counts.get(BEGUN, 0) - sum([counts.get(end, 0) for end in ENDS]))
+
+
+def write_after(counts: Mapping[str, int], *, noted: bool) -> str:
+    """The counts in words."""
+    words = ("turned_round", "landed", "refused", "ended", "open", "open_or_ended")
+    said = ", ".join([f"{counts[word]:,} {word.replace('_', ' ')}" for word in words if counts.get(word)])
+    return f"{'steered' if noted else 'not steered'} {counts[BEGUN]:,}{': ' if said else ''}{said}"
+
+
+def may_follow(outcome: Outcome) -> bool:
+    """Whether a request may show a change: it is acted on, or has left a loop."""
+    repeat = outcome.repeat
+    if repeat is None:
+        return outcome.action is not Action.ALLOW
+    return repeat.looping or (repeat.before is not None and repeat.before.last is not None)
+
+
+def find_change(now: Action, before: Action, earlier: Action) -> str:
+    """What has changed, by what was due for a request and the two before it; empty for nothing."""
+    if before not in _NOTED:
+        return BEGUN if now in _NOTED and before not in _ENDING else ""
+    if now in _ENDING:
+        return _ENDING[now]
+    if now not in _NOTED:
+        return TURNED
+    return "" if earlier in _NOTED else WENT_ON
+
+
+def _find_fingerprint(evaluation: Evaluation, candidate: LoopCandidate, compared: bytes) -> str:
+    """That of a request whose newest turn is this one."""
+    request, sums = evaluation.request, NO_BODY.plus(compared)
+    query = write_query(request.read_shown_query()) if request.query else ""
+    return digest(compose(write_head(request.method, request.path, query), sums, candidate.caller), sums)[0]

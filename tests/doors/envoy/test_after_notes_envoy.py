@@ -1,0 +1,80 @@
+"""Whether notes help, measured on the real Envoy with two replicas: a model that heeds notes, and one that does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from extproc.operator.after_notes import AFTER
+from extproc.request.notes import OPENING
+from tests.support.command import Run
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack, eventually, stack
+from tests.support.servers import server
+from tests.support.turn_writers import Did, as_chat
+
+PATH = "/v1/chat/completions"
+LADDER: dict[str, Any] = {
+    "similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 6}, "limit_keys": ["header:x-user-id"],
+}  # fmt: skip
+POLICIES = bundle(
+    policy("live", {"pathExact": PATH}, **LADDER),
+    policy("next", {"pathExact": PATH}, mode="shadow", canary_of="live", **{**LADDER, "escalate": {"reject": 4}}),
+)
+STUCK = Did((("read", {"path": "a"}),), ("error: no such file",))
+OTHER = Did((("list", {}),), ("a.txt b.txt",))
+
+
+def run_agent(made: Stack, task: str, *, heeds: bool) -> int:
+    """Six requests at most; its model takes another step once it reads a note, or never."""
+    turns: list[Did] = []
+    for number in range(1, 7):
+        noted = heeds and bool(turns) and OPENING.encode() in made.upstream.seen[-1].body
+        turns.append((OTHER if noted else STUCK)._replace(thought=f"{task} {number}", number=number))
+        value = as_chat(turns)
+        value["messages"][1]["content"] = task
+        headers = {"content-type": "application/json", "x-user-id": task}
+        answer = made.send(PATH, method="POST", body=json.dumps(value).encode(), headers=headers)
+        if answer.status != 200 or noted:
+            break
+    return answer.status
+
+
+def count_as(*counts: int) -> dict[str, int]:
+    """Changes with these counts."""
+    return dict(zip(AFTER, counts, strict=True))
+
+
+def test_both_models_are_counted_wherever_their_requests_went(capsys: pytest.CaptureFixture[str]) -> None:
+    """Metrics, `/loops`, the page and the canary's status have the same numbers."""
+    with server() as valkey, stack(POLICIES, "--store", f"redis://{valkey.address}", replicas=2) as made:
+        statuses = [run_agent(made, f"task {number}", heeds=number < 3) for number in range(5)]
+
+        def count(policy: str, after: str, arm: str) -> float:
+            labels = {"policy": policy, "after": after, "arm": arm, "cause": "same_error"}
+            return sum(replica.metric("after_notes_total", **labels) for replica in made.replicas)
+
+        def read_loops() -> list[dict[str, Any]] | None:
+            found = json.loads(made.replicas[0].get("/loops")[1])["after_notes"]
+            return found if sum(each["begun"] for each in found) == 10 else None
+
+        assert statuses == [200] * 3 + [429] * 2
+        assert [count("live", after, "noted") for after in AFTER] == [5, 2, 3, 2, 0]
+        assert [count("next", after, "not_noted") for after in AFTER] == [5, 0, 3, 0, 2]
+        rows = eventually(read_loops, "what both replicas have seen")
+        same = {"detector": "default", "cause": "same_error", "open": 0, "ended": 0}
+        assert rows == [
+            {"policy": "live", "mode": "enforce", "arm": "noted", **same, **count_as(5, 2, 3, 2, 0)},
+            {"policy": "next", "mode": "shadow", "arm": "not_noted", **same, **count_as(5, 0, 3, 0, 2)},
+        ]
+        assert "After the first note" in made.replicas[1].get("/")[1]
+
+        def read_status() -> str | None:
+            out = Run(capsys, "canary", "status", "--admin", f"http://127.0.0.1:{made.replicas[1]._admin}").out
+            return out if "steered 5" in out and "2 landed" in out and "2 refused" in out else None
+
+        status = eventually(read_status, "the canary's status")
+        assert "live: steered 5: 3 turned round, 2 landed\n" in status
+        assert "candidate: not steered 5: 3 turned round, 2 refused\n" in status

@@ -1,0 +1,192 @@
+"""What comes after the first note of a loop, counted from what each request shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from extproc.decision import Action
+from extproc.ext_proc.service import Service
+from extproc.operator.admin.loop_report import ENDED_SECONDS, make_report
+from extproc.operator.admin.reports import Selection
+from extproc.operator.after_notes import BEGUN, LANDED, REFUSED, TURNED, WENT_ON, find_change, write_after
+from extproc.operator.board import View
+from extproc.operator.canary.report import describe_canaries
+from extproc.operator.canary.states import read_state
+from extproc.operator.canary.verdict import Rules
+from extproc.operator.loop_rows import LoopDocument
+from extproc.sessions.prices import Prices
+from tests.support.documents import policy
+from tests.support.engine import ANY
+from tests.support.messages import body, headers
+from tests.support.service import exchange, make_service
+from tests.support.turn_writers import Did, as_chat
+
+LADDER: dict[str, Any] = {
+    "similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 6}, "limit_keys": ["header:x-user-id"],
+}  # fmt: skip
+STUCK = Did((("read", {"path": "a"}),), ("error: no such file",))
+OTHER = Did((("list", {}),), ("a.txt b.txt",))
+ALLOW, WARN, STEER, THROTTLE, LAND, REJECT = Action
+
+
+def converse(service: Service, task: str, turns: Sequence[Did], *, again: int = 1, user: str = "ann") -> None:
+    """The requests of a conversation, each sent again this often."""
+    for count in range(1, len(turns) + 1):
+        shown = [turn._replace(thought=f"{task} {number}", number=number) for number, turn in enumerate(turns[:count], 1)]
+        value = as_chat(shown)
+        value["messages"][1]["content"] = task
+        for _ in range(again):
+            exchange(service, headers("/v1/chat/completions", **{"x-user-id": user}), body(json.dumps(value).encode()))
+
+
+def count_changes(service: Service) -> dict[tuple[str, str], int]:
+    """The metric, by arm and change."""
+    found: dict[tuple[str, str], int] = {}
+    for metric in service.metrics.after_notes.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                key = (sample.labels["arm"], sample.labels["after"])
+                found[key] = found.get(key, 0) + int(sample.value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "earlier", "change"),
+    [
+        (STEER, ALLOW, ALLOW, BEGUN), (STEER, WARN, ALLOW, BEGUN), (STEER, STEER, ALLOW, WENT_ON), (STEER, STEER, STEER, ""),
+        (THROTTLE, STEER, STEER, ""), (ALLOW, STEER, ALLOW, TURNED), (ALLOW, THROTTLE, STEER, TURNED),
+        (LAND, STEER, STEER, LANDED),
+        (REJECT, STEER, STEER, REFUSED), (REJECT, LAND, STEER, ""), (ALLOW, LAND, STEER, ""), (STEER, REJECT, ALLOW, ""),
+        (ALLOW, ALLOW, ALLOW, ""), (REJECT, ALLOW, ALLOW, ""),
+    ],
+)  # fmt: skip
+def test_a_change_is_told_by_three_requests(now: Action, before: Action, earlier: Action, change: str) -> None:
+    """An episode begins with a note and ends once, whatever happens behind its end."""
+    assert find_change(now, before, earlier) == change
+
+
+def test_each_way_out_of_a_loop_is_counted_once() -> None:
+    """Two turn round, one of them after a second note, one lands and is refused after that, one sends no more."""
+    service = make_service(policy("p", ANY, **LADDER))
+
+    converse(service, "one", [*[STUCK] * 3, OTHER, OTHER])
+    converse(service, "two", [*[STUCK] * 4, OTHER])
+    converse(service, "three", [STUCK] * 8)
+    converse(service, "four", [STUCK] * 3)
+    converse(service, "five", [STUCK, OTHER, STUCK])
+
+    assert count_changes(service) == {
+        ("noted", BEGUN): 4, ("noted", WENT_ON): 2, ("noted", TURNED): 2, ("noted", LANDED): 1,
+    }  # fmt: skip
+    assert {key[3] for key in service.reporter.loops.after} == {"same_error"}
+
+
+def test_a_request_that_is_sent_again_changes_nothing() -> None:
+    """A retry shows the same turns."""
+    service = make_service(policy("p", ANY, **LADDER))
+
+    converse(service, "one", [*[STUCK] * 3, OTHER], again=2)
+
+    assert count_changes(service) == {("noted", BEGUN): 1, ("noted", TURNED): 1}
+
+
+def test_conversations_without_a_note_still_land() -> None:
+    """With a share of 0, nothing is steered, and what came after says what happens without notes."""
+    service = make_service(policy("p", ANY, **LADDER, steer_share=0))
+
+    converse(service, "one", [*[STUCK] * 3, OTHER])
+    converse(service, "two", [STUCK] * 5)
+
+    assert count_changes(service) == {
+        ("not_noted", BEGUN): 2, ("not_noted", WENT_ON): 1, ("not_noted", TURNED): 1, ("not_noted", LANDED): 1,
+    }  # fmt: skip
+    detections = {key[3] for key in service.metrics.detections._metrics}
+    assert detections == {"warn", "land"}
+
+
+def test_a_share_splits_conversations_and_not_requests() -> None:
+    """Of many conversations about half get notes, and each of them is in one half from its first note to its end."""
+    service = make_service(policy("p", ANY, **LADDER, steer_share=50))
+
+    for number in range(40):
+        converse(service, f"task {number}", [*[STUCK] * 3, OTHER])
+
+    found = count_changes(service)
+    assert found["noted", BEGUN] == found["noted", TURNED]
+    assert found["not_noted", BEGUN] == found["not_noted", TURNED] == 40 - found["noted", BEGUN]
+    assert 5 < found["noted", BEGUN] < 35
+
+
+def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
+    """It got no note, although it was to get one."""
+    service = make_service(policy("p", ANY, **LADDER))
+    signed = {"signature-input": 'sig=("content-digest")', "content-digest": "sha-256=:x:", "x-user-id": "ann"}
+
+    for turns in ([STUCK] * 3, [*[STUCK] * 3, OTHER]):
+        value = as_chat(turns)
+        exchange(service, headers("/v1/chat/completions", **signed), body(json.dumps(value).encode()))
+
+    assert {key[0] for key in service.metrics.unsteered._metrics} == {"p"}
+    assert count_changes(service) == {}
+
+
+def test_a_windowed_detector_counts_what_it_sees() -> None:
+    """It cannot see a conversation turn round, but it counts the first note, and what it did next."""
+    loop = {"threshold_identical_requests": 2, "action": "steer", "escalate": {"reject": 4}}
+    service = make_service(policy("p", ANY, similarity="canonical", window_seconds=60, **loop))
+    data = json.dumps(as_chat([STUCK])).encode()
+
+    for _ in range(5):
+        exchange(service, headers("/v1/chat/completions"), body(data))
+
+    assert count_changes(service) == {("noted", BEGUN): 1, ("noted", WENT_ON): 1, ("noted", REFUSED): 1}
+
+
+def test_replicas_add_up_what_each_has_seen() -> None:
+    """The loop was acted on by one replica and left on another: one row, which is open for a while and then has ended."""
+    one, other = make_service(policy("p", ANY, **LADDER)), make_service(policy("p", ANY, **LADDER))
+    converse(one, "one", [STUCK] * 3)
+    converse(one, "two", [STUCK] * 3)
+    shown = [turn._replace(thought=f"one {number}", number=number) for number, turn in enumerate([*[STUCK] * 3, OTHER], 1)]
+    value = as_chat(shown)
+    exchange(other, headers("/v1/chat/completions", **{"x-user-id": "ann"}), body(json.dumps(value).encode()))
+
+    documents = [service.reporter.loops.make_document(shows_callers=False) for service in (other, one)]
+    merged = LoopDocument.merge(documents, documents[0].rows[0].last)
+
+    (row,) = merged.rows
+    assert (row.tools, row.count, row.total) == (["read"], 3, 2)
+    for later, left in ((0, {"open": 1, "ended": 0}), (ENDED_SECONDS, {"open": 0, "ended": 1})):
+        view = View(merged, "a", ["a", "b"], "")
+        report = make_report(view, Selection(), Prices(None), shows_callers=False, now=row.last + later)
+        expected = {"begun": 2, "went_on": 0, "turned_round": 1, "landed": 0, "refused": 0, **left}
+        (total,) = report["after_notes"]
+        assert total == {
+            "policy": "p",
+            "detector": "default",
+            "mode": "enforce",
+            "cause": "same_error",
+            "arm": "noted",
+            **expected,
+        }
+        assert report["loops"][0]["after_notes"] == {"noted": expected}
+        assert report["loops"][0]["tokens_after_note"] is None
+
+
+def test_a_canary_says_what_came_after_without_acting() -> None:
+    """The candidate would have steered; the live policy does not steer."""
+    live = policy("live", ANY, similarity="turns", limit_keys=["header:x-user-id"])
+    candidate = policy("next", ANY, mode="shadow", **LADDER)
+    service = make_service(live, candidate)
+    service.pairs.follow(service.engine.pairings, 0)
+
+    converse(service, "one", [*[STUCK] * 3, OTHER])
+
+    (canary,) = describe_canaries([read_state(pair, 1) for pair in service.pairs.list_pairs()], Rules())
+    counts = canary["after_notes"]["candidate"]["not_noted"]
+    assert canary["after_notes"]["live"] == {}
+    assert write_after(counts, noted=False) == "not steered 1: 1 turned round"
