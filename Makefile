@@ -80,7 +80,9 @@ test: ## all tests, each once: what is compiled, and what goes through a door, o
 test-pure: .venv/test.stamp ## all tests on the sources
 	@$(BIN)/python -m pytest $(WORKERS)
 
+# First one process rewrites the asserts of all tests, which takes 10 s of CPU: each of seven workers would do it for itself.
 test-sources: .venv/test.stamp
+	@$(BIN)/python -m pytest -n 0 --collect-only -qq >/dev/null || true
 	@echo "on the sources: units of what is not compiled, the project's own tests, and a look through both doors ..."
 	@$(BIN)/python -m pytest $(WORKERS) --build sources
 

@@ -16,7 +16,7 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     """Ten times the log, of ten times as many callers, paths and loops, takes next to nothing more."""
     (tmp_path / "policies.json").write_text(json.dumps(bundle(policy("p", ANY, window_seconds=1, **USER))))
     peaks = []
-    for count in (20_000, 200_000):
+    for count in (10_000, 100_000):
         log = tmp_path / "access.log"
         log.write_bytes(write_lines(make_record(n / 300, f"u{n // 3}", path=f"/v1/{n // 3}") for n in range(count)))
         code = (
@@ -29,4 +29,4 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
         assert json.loads(done.stdout)["policies"][0]["loops"] == count // 3
         peaks.append(int(done.stderr.split()[-1]) / 1024)
 
-    assert peaks[1] - peaks[0] < 30
+    assert peaks[1] - peaks[0] < 20
