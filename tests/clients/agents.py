@@ -28,10 +28,10 @@ def read_file(path: str) -> str:
 
 
 def smolagents_code(task: str) -> Any:
-    from smolagents import CodeAgent, OpenAIServerModel
+    from smolagents import CodeAgent, OpenAIServerModel, tool
 
     model = OpenAIServerModel(MODEL, api_base=V1, api_key=KEY)
-    return CodeAgent(tools=[], model=model, max_steps=MOST_STEPS, additional_authorized_imports=["*"]).run(task)
+    return CodeAgent(tools=[tool(read_file)], model=model, max_steps=MOST_STEPS).run(task)
 
 
 def smolagents_tools(task: str) -> Any:

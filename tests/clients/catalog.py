@@ -8,7 +8,6 @@ for, `{file}` is the file to read, and `{task}` the task of a sub-agent.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -18,6 +17,17 @@ from fake_model import Call
 Step: TypeAlias = Call | str
 
 NPM, PYPI = "npm", "PyPI"
+PROMISES: Final = ("noted", "refused", "ends", "message", "finishes", "healthy")
+"""What must be true of every client:
+
+- noted: the model reads a note after its third identical turn
+- refused: a model that goes on is refused in the end
+- ends: the client ends within `MOST_SECONDS` of its first refusal
+- message: the refusal's message is on the client's screen
+- finishes: the client finishes its task, if its model does what the note says
+- healthy: of steps that differ, nothing is acted on
+"""
+
 KEY: Final = "{key}"
 _NO_FILES: Final[Mapping[str, str]] = {}
 _AGENTS: Final = str(Path(__file__).with_name("agents.py"))
@@ -70,7 +80,13 @@ class Client(NamedTuple):
 
 
 _QUIET: Final = {"privacy": {"usageStatisticsEnabled": False}, "telemetry": {"enabled": False}, "general": {"disableAutoUpdate": True}}
+_GEMINI: Final = {
+    **_QUIET,
+    "model": {"disableLoopDetection": True},  # its own, which stops before the limits are met
+    "security": {"auth": {"selectedType": "gemini-api-key"}},
+}
 _OPENAI: Final = {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_BASE": "{url}/v1"}
+_TWO: Final = ("missing.txt", "absent.txt")
 _READ: Final = Call("read_file", {"path": "{file}"})
 
 
@@ -156,8 +172,7 @@ CLIENTS: Final = (
         ("{bin}/gemini", "-p", "{prompt}", "--yolo", "--skip-trust"),
         {"GEMINI_API_KEY": KEY, "GOOGLE_GEMINI_BASE_URL": "{url}"},
         Call("read_file", {"file_path": "{file}"}),
-        loop=("missing.txt", "absent.txt"),
-        files={"{home}/.gemini/settings.json": json.dumps({**_QUIET, "security": {"auth": {"selectedType": "gemini-api-key"}}})},
+        files={"{home}/.gemini/settings.json": json.dumps(_GEMINI)},
     ),
     Client(
         "qwen-code",
@@ -166,7 +181,7 @@ CLIENTS: Final = (
         ("{bin}/qwen", "-p", "{prompt}", "--yolo", "--auth-type", "openai"),
         {**_OPENAI, "OPENAI_MODEL": "qwen-x"},
         Call("read_file", {"file_path": "{file}"}),
-        loop=("missing.txt", "absent.txt"),
+        loop=_TWO,
         files={"{home}/.qwen/settings.json": json.dumps(_QUIET)},
     ),
     Client(
@@ -176,6 +191,7 @@ CLIENTS: Final = (
         ("{bin}/cline", "--auto-approve", "true", "-P", "openai", "{prompt}"),
         {"CLINE_TELEMETRY_DISABLED": "1", "DO_NOT_TRACK": "1"},
         Call("read_files", {"paths": ["{file}"]}),
+        loop=_TWO,
         before=("{bin}/cline", "auth", "-p", "openai", "-k", KEY, "-m", "gpt-x", "-b", "{url}/v1"),
     ),
     Client(
@@ -191,12 +207,13 @@ CLIENTS: Final = (
             "MSWEA_SILENT_STARTUP": "1",
         },
         Call("bash", {"command": "cat {file}"}),
+        allowed={"ends": "tries ten times for four minutes, whatever the status"},
         end=Call("bash", {"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {DONE}"}),
     ),
     _python(
         "smolagents/code",
         ("smolagents[openai]==1.26.0",),
-        step="Thought: I read the file.\n<code>\nprint(open('{file}').read())\n</code>",
+        step="Thought: I read the file.\n<code>\nprint(read_file('{file}'))\n</code>",
         end=f"Thought: This is the end.\n<code>\nfinal_answer('{DONE}')\n</code>",
     ),
     _python("smolagents/tools", ("smolagents[openai]==1.26.0",), end=Call("final_answer", {"answer": DONE})),
@@ -207,11 +224,14 @@ CLIENTS: Final = (
         spawn=Call("task", {"description": "{task}", "subagent_type": "general-purpose"}),
     ),
     _python("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",)),
-    _python("openai-agents", ("openai-agents==0.24.0",), spawn=Call("ask_colleague", {"input": "{task}"})),
+    _python(
+        "openai-agents",
+        ("openai-agents==0.24.0",),
+        environment={**_OPENAI, "OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        spawn=Call("ask_colleague", {"input": "{task}"}),
+    ),
     _python("strands", ("strands-agents[openai]==1.62.0",)),
     _python("langchain-google", ("langchain-google-genai==4.4.2", "langchain"), environment={"GOOGLE_API_KEY": KEY}),
     _python("google-adk", ("google-adk==2.13.0",), environment={"GOOGLE_API_KEY": KEY}),
-    _python("crewai", ("crewai==1.15.30",), environment={**_OPENAI, "CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}),
+    _python("crewai", ("crewai==1.15.30",), environment={**_OPENAI, "CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}, allowed={"refused": "ends itself at the fifth identical call"}),
 )
-
-PYTHON: Final = sys.executable

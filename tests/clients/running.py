@@ -140,6 +140,7 @@ def run(zoo: Zoo, script: str) -> Run:
         environment = {
             "PATH": f"{zoo.commands}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(home),
+            "TMPDIR": str(home),
             "LANG": "C.UTF-8",
             "TERM": "dumb",
             "COLUMNS": "1000",
