@@ -137,7 +137,9 @@ def _row(visit: Visit) -> tuple[str, ...]:
     yes: Callable[[bool], str] = lambda is_true: "yes" if is_true else "no"  # noqa: E731  # two words
     loop, (given, *_) = runs["loop"], runs["loop"].given.values()
     refused = bool(loop.refused)
-    subs = [visit.count_turns(one.noted) for task, one in runs["sub-agents"].given.items() if task] if "sub-agents" in runs else []
+    subs = (
+        [visit.count_turns(one.noted) for task, one in runs["sub-agents"].given.items() if task] if "sub-agents" in runs else []
+    )
     return (
         visit.client.name,
         visit.client.version,
@@ -157,15 +159,21 @@ def _row(visit: Visit) -> tuple[str, ...]:
 
 def write_page(visits: Sequence[Visit]) -> str:
     """docs/clients.md."""
-    lines = ["|".join(("", *row, "")) for row in (_HEAD, ["---"] * len(_HEAD), *[_row(visit) for visit in visits if visit.runs])]
+    lines = [
+        "|".join(("", *row, "")) for row in (_HEAD, ["---"] * len(_HEAD), *[_row(visit) for visit in visits if visit.runs])
+    ]
     notes = [f"- {visit.client.name} {reason}." for visit in visits if visit.runs for reason in visit.client.allowed.values()]
     notes += [
         f"- {visit.client.name} stops identical calls itself: its model takes turns between {len(visit.client.loop)} calls."
         for visit in visits
         if visit.runs and len(visit.client.loop) > 1
     ]
-    notes += [f"- {visit.client.name} {visit.client.version} was skipped: {visit.skipped}." for visit in visits if visit.skipped]
-    return _TEXT.format(date=f"{datetime.now(UTC):%Y-%m-%d}", table="\n".join(lines), notes="\n" + "\n".join(notes) + "\n" if notes else "")
+    notes += [
+        f"- {visit.client.name} {visit.client.version} was skipped: {visit.skipped}." for visit in visits if visit.skipped
+    ]
+    return _TEXT.format(
+        date=f"{datetime.now(UTC):%Y-%m-%d}", table="\n".join(lines), notes="\n" + "\n".join(notes) + "\n" if notes else ""
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,7 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make test-clients", description="Real clients, through Envoy and Loopguard.")
     names = sorted({name for client in CLIENTS for name in (client.name, client.folder)})
-    parser.add_argument("--only", action="append", choices=names, metavar="CLIENT", help=f"repeatable; one of {', '.join(names)}")
+    parser.add_argument(
+        "--only", action="append", choices=names, metavar="CLIENT", help=f"repeatable; one of {', '.join(names)}"
+    )
     parser.add_argument("--script", action="append", choices=SCRIPTS, help="repeatable; what the model does")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="clients at the same time (default %(default)s)")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep what clients print there")

@@ -116,7 +116,14 @@ def crewai(task: str) -> Any:
     from crewai import Agent
     from crewai.tools import tool
 
-    agent = Agent(role="reader", goal="Read files.", backstory="Reads.", tools=[tool("read_file")(read_file)], llm=f"openai/{MODEL}", max_iter=MOST_STEPS)
+    agent = Agent(
+        role="reader",
+        goal="Read files.",
+        backstory="Reads.",
+        tools=[tool("read_file")(read_file)],
+        llm=f"openai/{MODEL}",
+        max_iter=MOST_STEPS,
+    )
     return agent.kickoff(task).raw
 
 

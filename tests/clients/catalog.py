@@ -79,7 +79,11 @@ class Client(NamedTuple):
         return self.packages[0].rpartition("@" if self.source == NPM else "==")[2]
 
 
-_QUIET: Final = {"privacy": {"usageStatisticsEnabled": False}, "telemetry": {"enabled": False}, "general": {"disableAutoUpdate": True}}
+_QUIET: Final = {
+    "privacy": {"usageStatisticsEnabled": False},
+    "telemetry": {"enabled": False},
+    "general": {"disableAutoUpdate": True},
+}
 _GEMINI: Final = {
     **_QUIET,
     "model": {"disableLoopDetection": True},  # its own, which stops before the limits are met
@@ -233,5 +237,10 @@ CLIENTS: Final = (
     _python("strands", ("strands-agents[openai]==1.62.0",)),
     _python("langchain-google", ("langchain-google-genai==4.4.2", "langchain"), environment={"GOOGLE_API_KEY": KEY}),
     _python("google-adk", ("google-adk==2.13.0",), environment={"GOOGLE_API_KEY": KEY}),
-    _python("crewai", ("crewai==1.15.30",), environment={**_OPENAI, "CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"}, allowed={"refused": "ends itself at the fifth identical call"}),
+    _python(
+        "crewai",
+        ("crewai==1.15.30",),
+        environment={**_OPENAI, "CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"},
+        allowed={"refused": "ends itself at the fifth identical call"},
+    ),
 )

@@ -145,12 +145,18 @@ def run(zoo: Zoo, script: str) -> Run:
             "TERM": "dumb",
             "COLUMNS": "1000",
             "LOOPGUARD_ZOO_URL": known["{url}"],
-            **{name: value for name, value in os.environ.items() if name.startswith("SSL_CERT") or name == "NODE_EXTRA_CA_CERTS"},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith("SSL_CERT") or name == "NODE_EXTRA_CA_CERTS"
+            },
             **{name: _fill(value, known) for name, value in client.environment.items()},
         }
         if client.before:
             before = [_fill(word, known) for word in client.before]
-            subprocess.run(before, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+            subprocess.run(
+                before, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+            )
         seen = len(_list_entries(zoo.stack))
         return _watch(zoo, [_fill(word, known) for word in client.command], environment, Path(name), seen)
 
@@ -161,7 +167,13 @@ def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder:
     refusals: list[float] = []
     with screen.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder / "work", env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            command,
+            cwd=folder / "work",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         while process.poll() is None:
