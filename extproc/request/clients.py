@@ -29,9 +29,7 @@ CLIENTS: Final = (
     Client("Claude Code", "user-agent", b"claude-cli/", retries=False),
     Client("Vercel AI SDK (2 retries)", "user-agent", b"ai-sdk/", retries=True),
     Client("every AWS SDK (2 retries)", "amz-sdk-request", b"", retries=True),
-    Client(
-        "Google Gen AI SDKs, if told to retry (4 retries)", "x-goog-api-client", b"google-genai-sdk/", retries=True
-    ),
+    Client("Google Gen AI SDKs, if told to retry (4 retries)", "x-goog-api-client", b"google-genai-sdk/", retries=True),
     Client("SDKs made by Fern, such as Cohere's (2 retries)", "x-fern-sdk-name", b"", retries=True),
 )
 

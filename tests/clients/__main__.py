@@ -21,10 +21,9 @@ NOTED_AT: Final = 3
 
 _TEXT: Final = """# Clients
 
-`make test-clients` runs these clients through Envoy and Loopguard with the preset `agents` as `loopguard init` prints it, against a
-model that repeats one call. The note comes after the third identical turn, the landing after the fifth, the refusal after the seventh.
-Then the same client runs against a model that does what the note says, and against one that takes 20 different steps. Generated on
-{date}.
+`make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against a model that repeats one call.
+The preset notes the third identical turn, lands the fifth and refuses the seventh. Then the same clients run against a model
+that does what the note says, and against one that takes 20 different steps. Generated on {date}.
 
 {table}
 {notes}"""
@@ -122,9 +121,11 @@ def visit_client(client: Client, scripts: Sequence[str], record: Path | None) ->
 def _describe(done: Run) -> str:
     noted = "/".join([str(given.noted) for task, given in done.given.items() if task or done.script != "sub-agents"])
     refused = f", refused after {done.refused}, {done.retries} retries" if done.refused else ""
+    marks = (("finished", done.finished), ("message shown", done.shown), ("killed", done.killed))
+    ending = "".join([f", {name}" for name, holds in marks if holds])
     return (
-        f"{done.script}: {done.requests} requests, noted after {noted or 0} steps{refused}, {done.seconds:.1f} s, exit code {done.code}"
-        f"{', finished' if done.finished else ''}{', message shown' if done.shown else ''}{', killed' if done.killed else ''}"
+        f"{done.script}: {done.requests} requests, noted after {noted or 0} steps{refused}, {done.seconds:.1f} s, "
+        f"exit code {done.code}{ending}"
     )
 
 

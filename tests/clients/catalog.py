@@ -150,7 +150,8 @@ CLIENTS: Final = (
     ),
     _codex(
         "codex",
-        'model_provider = "mine"\n[model_providers.mine]\nname = "mine"\nbase_url = "{url}/v1"\nenv_key = "KEY"\nwire_api = "responses"',
+        'model_provider = "mine"\n[model_providers.mine]\nname = "mine"\nbase_url = "{url}/v1"\n'
+        'env_key = "KEY"\nwire_api = "responses"',
         "KEY",
     ),
     _codex("codex/websocket", 'openai_base_url = "{url}/v1"', "CODEX_API_KEY"),

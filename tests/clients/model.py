@@ -1,4 +1,4 @@
-"""The model that real clients talk to: it answers in the API that it is asked in, whole or as a stream, from one of its scripts.
+"""The model that real clients talk to: it answers in the API that it is asked in, whole or streamed, from one of its scripts.
 
 Any other request is answered as well as clients need it: a WebSocket with 426, lists of models, counts of tokens.
 """
@@ -170,7 +170,9 @@ def _list_response(response: dict[str, Any]) -> Iterator[Event]:
     yield "response.created", {"response": {**response, "status": "in_progress", "output": [], "usage": None}}
     for index, item in enumerate(response["output"]):
         place = {"item_id": item["id"], "output_index": index}
-        started = {**item, "status": "in_progress", **{name: "" for name in ("arguments",) if name in item}}
+        started: dict[str, Any] = {**item, "status": "in_progress"}
+        if "arguments" in item:
+            started["arguments"] = ""
         if "content" in item:
             started["content"] = []
         yield "response.output_item.added", {"output_index": index, "item": started}
