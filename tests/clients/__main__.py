@@ -21,9 +21,9 @@ NOTED_AT: Final = 3
 
 _TEXT: Final = """# Clients
 
-`make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against a model that repeats one call.
-The preset notes the third identical turn, lands the fifth and refuses the seventh. Then the same clients run against a model
-that does what the note says, and against one that takes 20 different steps. Generated on {date}.
+`make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against a model that repeats one
+call. The preset notes the third identical turn, lands the fifth and refuses the seventh. Then the same clients run against a
+model that does what the note says, and against one that takes 20 different steps. Generated on {date}.
 
 {table}
 {notes}"""
