@@ -76,7 +76,7 @@ class Model:
         """The next answer."""
         self.requests += 1
         client, text = self.client, json.dumps(body)
-        if self._is_aside(body):
+        if OPENING not in text and self._is_aside(body):  # of a turn, landing may have taken the tools away
             config = body.get("generationConfig") or {}
             schema = config.get("responseJsonSchema") or config.get("responseSchema")
             return json.dumps(_fit(schema)) if schema else "A title"
