@@ -17,7 +17,7 @@ WORKERS := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 WAITING := -n 5 --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh check bench precision chart reference clean
+.PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients check bench precision chart reference clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -125,6 +125,9 @@ test-mesh: .venv/test.stamp ## the chart on Istio's and Envoy Gateway's own cont
 		$(MAKE) --no-print-directory $(MESH)/istiod $(MESH)/egctl && \
 		LOOPGUARD_TEST_MESH=$(CURDIR)/$(MESH) $(BIN)/python -m pytest tests/mesh; \
 	fi
+
+test-clients: .venv/test.stamp ## real agent programs against a model that loops; writes docs/clients.md (flags: make test-clients ARGS='--help')
+	@$(BIN)/python -m tests.clients $(ARGS)
 
 bench: .venv/test.stamp $(COMPILED)/test.stamp ## CPU, memory and stalls, as ratios measured in one run (flags: make bench ARGS='--help')
 	@$(COMPILED)/bin/python -P -m tests.bench $(ARGS)

@@ -75,7 +75,7 @@ class FakeModel:
         if user in self.detours and find_note(body):
             detour, left = self.detours.pop(user), self.asked[user]
             self.scripts[user] = lambda number: detour(number - left)
-        shape = next((shape for end, shape in _SHAPES.items() if path.partition("?")[0].endswith(end)), None)
+        shape = next((shape for end, shape in SHAPES.items() if path.partition("?")[0].endswith(end)), None)
         if shape is None or user not in self.scripts:
             return HTTPStatus.NOT_FOUND, {"error": {"message": f"no {path} for {user!r}", "type": "not_found_error"}}
         number = self.asked[user]
@@ -112,7 +112,7 @@ def fake_model() -> Iterator[FakeModel]:
             status, answer = model.answer(self.path, find_user(self.headers), asked)
             body, kind = json.dumps(answer).encode(), "application/json"
             if answer.get("object") == "chat.completion" and json.loads(asked).get("stream"):
-                body, kind = _stream(answer), "text/event-stream"
+                body, kind = stream_completion(answer), "text/event-stream"
             self.send_response(status)
             self.send_header("content-type", kind)
             self.send_header("content-length", str(len(body)))
@@ -126,7 +126,7 @@ def fake_model() -> Iterator[FakeModel]:
         yield model
 
 
-def _stream(answer: dict[str, Any]) -> bytes:
+def stream_completion(answer: dict[str, Any]) -> bytes:
     """A chat completion as a stream of events: one for the role, one for the text, and one for the end."""
     (choice,) = answer["choices"]
     message = choice["message"]
@@ -271,7 +271,7 @@ def _ollama(answer: Answer, number: int) -> dict[str, Any]:
     return {"model": NAME, "created_at": "2026-01-01T00:00:00Z", "message": message, "done": True, "done_reason": "stop"}
 
 
-_SHAPES: dict[str, Callable[[Answer, int], dict[str, Any]]] = {
+SHAPES: Mapping[str, Callable[[Answer, int], dict[str, Any]]] = {
     "/v1/chat/completions": _chat,
     "/v1/responses": _response,
     "/v1/messages": _message,
@@ -279,3 +279,4 @@ _SHAPES: dict[str, Callable[[Answer, int], dict[str, Any]]] = {
     "/converse": _converse,
     "/api/chat": _ollama,
 }
+"""By the end of the path: from an answer and its number to the body."""

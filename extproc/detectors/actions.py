@@ -16,6 +16,7 @@ from extproc.apis.contents import read_arguments, unpack
 from extproc.apis.messages import CALL, TEXT, Part
 from extproc.bounded import Memo
 from extproc.detectors.arguments import is_for_thinking, reduce_arguments, tidy_command
+from extproc.request.clients import FAILED_CALL
 from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
 
 MAX_NAME = 256
@@ -111,6 +112,16 @@ def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
     name, spelled = read_text_action("\n".join([text for text in texts if isinstance(text, str)]), ignored)
     size = len(spelled) - spelled.find(_SEPARATOR) - 1  # before it stands what kind of action it is
     return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {}, b"", size)
+
+
+def read_failed_call(text: str) -> AssistantAction | None:
+    """The call that failed, from what a harness says of it; None where it says nothing of the kind."""
+    found = FAILED_CALL.match(text)
+    if found is None:
+        return None
+    name, arguments, unknown = found.groups(default="")
+    spelled = _SEPARATOR.join([_TEXT, (name or unknown).encode(), arguments.encode()])
+    return AssistantAction((name or unknown,), spelled, {}, b"", len(arguments))
 
 
 def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:

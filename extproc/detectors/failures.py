@@ -244,7 +244,7 @@ _TRANSIENT = _compile(
     | timeout(?=\W*$|:| (?:of|exceeded|expired|after|error|while|waiting)| [0-9])
     | ^\W{{0,8}}{_STATUS} | >{_STATUS} | http\S{{0,4}} {_STATUS} | status\W{{1,3}}{_STATUS} | code\W{{1,3}}{_STATUS}
     | error\W{{1,3}}{_STATUS} | \btoo many requests | \brate[ _-]?limit | \brate exceeded | \bthrottl | throughput
-    | \bunavailable\b | \btemporar(?:y|ily)\b | overloaded | \btry again\b | \bis locked\b
+    | \bunavailable\b | \btemporar(?:y|ily)\b | overloaded | \btry again (?:later|soon|shortly|in)\b | \bis locked\b
     """
 )
 _MISSING = _compile(

@@ -18,7 +18,7 @@ from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
 from extproc.bounded import Memo
 from extproc.decision import STRONG, WEAK
-from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action
+from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action, read_failed_call
 from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains
 from extproc.detectors.failures import FATAL, NO_FAILURE, SAID_WITHIN, TRANSIENT, Failure, read_failure
@@ -26,6 +26,7 @@ from extproc.detectors.failures import MISSING as NOT_FOUND
 from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
+from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
 from extproc.request.document import ABSENT, Document, write_canonical
 
 _NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
@@ -33,13 +34,7 @@ FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
 _DIGEST: Final = 8
 _ID: Final = 16
 
-_INJECTED = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
-"""What agents' harnesses are known to inject, also where no tool brings anything back and texts are all that comes."""
-
-_MARKS = [(f"<{tag}>", f"</{tag}>") for tag in sorted(_INJECTED)]
-
-_CALL_ID: Final = "Call id: "
-"""Before the first line of what smolagents writes as an observation stands one with a counter."""
+_MARKS = [(f"<{tag}>", f"</{tag}>") for tag in sorted(INJECTED_TAGS)]
 
 _MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
 """So much of all the results of a request, in characters; the others are compared as they are."""
@@ -230,8 +225,15 @@ class Turn:
     def action(self) -> AssistantAction:
         """What the assistant did; nothing where that is not known."""
         if self._action is None:
-            self._action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
+            action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
+            self._action = action if action.names or not self.known else self._read_failed_call() or action
         return self._action
+
+    def _read_failed_call(self) -> AssistantAction | None:
+        """The call that the harness left out of the history, by what it says of it."""
+        parts = self._behind[-1].read_parts() if self._behind else []
+        text = unpack(parts[0].value) if parts and parts[0].kind == TEXT else ""
+        return read_failed_call(text) if isinstance(text, str) else None
 
     def may_do_as(self, other: Turn) -> bool:
         """False where it is certain, without reading it, that something else was done than in another turn."""
@@ -428,7 +430,7 @@ class Turn:
         self._returned = any(text for _, text in results)
         if self._returned:
             others = [text for text in others if not is_injected(text)]
-        known = [text for text in others if not _INJECTED.issuperset(find_wrappers(text) or [""])]
+        known = [text for text in others if not INJECTED_TAGS.issuperset(find_wrappers(text) or [""])]
         if results or known:
             others = known
         if len(results) > 1:
@@ -622,7 +624,7 @@ def _write_said(message: Message, part: Part, document: Document) -> str:
 
 def strike_injected(text: str) -> str:
     """A text without what a harness has put among the words of others, unless it is nothing else."""
-    struck = text.partition("\n")[2].strip() if text.startswith(_CALL_ID) else text
+    struck = text.partition("\n")[2].strip() if text.startswith(CALL_ID_LINE) else text
     for start, end in _MARKS:
         if struck.find(start) >= 0:
             struck = _strike(struck, start, end).strip()

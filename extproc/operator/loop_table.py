@@ -15,9 +15,9 @@ from extproc.engine.candidates import Candidate
 from extproc.engine.evaluation import Evaluation
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, NoteLabels, merge_lines
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, UNKNOWN, Table, cut_caller, find_known
+from extproc.request.clients import AGENT_HEADERS
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.prices import read_model
-from extproc.sessions.session_limits import AGENT_HEADERS
 
 _MAX_CURVES: Final = 1_000
 _PATH_SHOWN: Final = 256

@@ -19,12 +19,13 @@ from extproc.bounded import Memo
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace
 from extproc.detectors.loops import MAX_TURNS
+from extproc.request.clients import PARENT_SESSION, SESSION_HEADERS, USER_ID
 from extproc.request.document import ABSENT, Document, NotCounted, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION
 from extproc.sessions.changing import ChangingNames
-from extproc.sessions.session_limits import PARENT_SESSION, SESSION_HEADERS, USER_ID, Session
+from extproc.sessions.session_limits import Session
 from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from extproc.objects import MAX_SECONDS, InspectBytes, JsonObject, Place, Status
+from extproc.request.clients import CACHE_KEY, ROOT_HEADERS, SESSION_HEADERS, USER_ID
 from extproc.request.limit_keys import BODY, HEADER, VENDOR_SESSION, SessionKey
 
 MAX_COUNT: Final = 1_000_000_000
@@ -31,45 +32,7 @@ ANY_MODEL: Final = "*"
 _COUNTED = ("max_steps", "max_tool_calls", "max_cost_per_session")
 """Limits with a rest that a model can be told."""
 
-PARENT_SESSION = "x-parent-session-id"
-"""Header in which an agent names the `x-session-id` of its parent."""
-
-USER_ID = f"{BODY}:/metadata/user_id"
-"""Field in which some clients name a session, alone or beside the user."""
-
 _LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker")
-
-_GATEWAYS = (
-    "x-litellm-session-id",
-    "helicone-session-id",
-    "agent-session-id",  # Envoy AI Gateway
-    "mcp-session-id",
-    "x-bf-session-id",
-)
-
-SESSION_HEADERS = (
-    "x-claude-code-agent-id",  # first: an agent that another one started has a history of its own
-    "thread-id",  # Codex; early for the same reason
-    "x-session-id",  # opencode, in which each agent has its own
-    "x-claude-code-session-id",
-    "session-id",
-    "x-session-affinity",
-    *_GATEWAYS,
-)
-"""Headers by which clients and gateways name a conversation unasked, in the order in which they are tried."""
-
-AGENT_HEADERS: Final = ("x-claude-code-agent-id", "thread-id")
-"""The headers among these that distinguish agents of one session."""
-
-_ROOT_HEADERS = (
-    "x-claude-code-session-id",
-    PARENT_SESSION,
-    "session-id",
-    "x-session-id",
-    "x-session-affinity",
-    *_GATEWAYS,
-    "thread-id",
-)
 
 _CONVERSATIONS = [
     f"{BODY}:/conversation",  # of the Responses API: its id, or an object that contains it
@@ -82,9 +45,9 @@ CONVERSATION_KEYS = [*(f"{HEADER}:{name}" for name in SESSION_HEADERS), VENDOR_S
 """What names a conversation by default; fields of the body come last."""
 
 BUDGET_KEYS = [
-    *(f"{HEADER}:{name}" for name in _ROOT_HEADERS),
+    *(f"{HEADER}:{name}" for name in ROOT_HEADERS),
     VENDOR_SESSION,
-    f"{BODY}:/prompt_cache_key",  # Codex; behind the headers, because other programs send the same one in all sessions
+    CACHE_KEY,  # behind the headers
     *_CONVERSATIONS,
 ]
 """The defaults for `session_limits`. Agents count together with their parent, so the parent's session comes first."""

@@ -22,8 +22,8 @@ from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
 from extproc.engine.ramp import Ramp
 from extproc.errors import UsageError
-from extproc.ext_proc.answers.clients import describe_status
 from extproc.ext_proc.answers.refuse import KILLED_SECONDS, KILLED_STATUS, write_loop_message
+from extproc.ext_proc.answers.status import describe_status
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.logs import escape_controls

@@ -12,9 +12,9 @@ from extproc.apis.api import Completion, Question, Refusal
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Plan
-from extproc.ext_proc.answers.clients import choose_status
 from extproc.ext_proc.answers.go_on import set_headers
 from extproc.ext_proc.answers.metadata import write_metadata
+from extproc.ext_proc.answers.status import choose_status
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.sessions.limits import SessionSubject

@@ -136,6 +136,7 @@ def test_what_passes_and_what_is_not_there_are_told_from_what_stays() -> None:
         ("The command timed out.", TRANSIENT),
         ("Error: temporarily unavailable", TRANSIENT),
         ("Busy. Please try again later.", TRANSIENT),
+        ("An error occurred while running the tool. Please try again.", FATAL),  # of openai-agents, whatever has failed
         ("Error: user 503 is blocked", FATAL),
         ("500 Internal Server Error", FATAL),
         ("Error: the timeout must be a number", FATAL),

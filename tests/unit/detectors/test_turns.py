@@ -487,6 +487,28 @@ def test_a_turn_without_a_name_is_called_by_its_tool(action: dict[str, Any], err
     assert Turns(SimilarityKeys(similarity="turns")).describe(found).startswith(f"{named}: 3 of 3 turns")
 
 
+@pytest.mark.parametrize(
+    "failed",
+    [
+        "Error executing tool 'read' with arguments {'path': '%s'}: FileNotFoundError: %s",
+        "Unknown tool read, should be one of: look.",
+    ],
+)
+def test_a_call_that_only_its_error_shows_is_the_action(failed: str) -> None:
+    """Smolagents leaves calls that failed out of the history: what stands there is a thought, new in each turn."""
+
+    def stuck(*paths: str) -> Repeat | None:
+        said = [
+            (f"Thought {n}: look.", f"Error:\n{failed.replace('%s', path)}\nNow let's retry.") for n, path in enumerate(paths)
+        ]
+        turns = [({"role": "assistant", "content": text}, {"role": "user", "content": back}) for text, back in said]
+        return verdict({"messages": [message for turn in turns for message in turn]})
+
+    assert stuck("a", "a", "a") is not None
+    if "%s" in failed:
+        assert stuck("a", "b", "c") is None
+
+
 def test_what_a_harness_says_is_a_result_where_nothing_else_is_said() -> None:
     """What changes there alone may be all that the action has done."""
     said = [f"<environment_details>Open: {name}</environment_details>" for name in ("a.py", "b.py", "c.py")]

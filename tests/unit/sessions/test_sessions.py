@@ -11,8 +11,8 @@ import pytest
 from extproc.engine.evaluation import Evaluation
 from extproc.errors import StoreError
 from extproc.ext_proc.wire import parse_message, read_request
+from extproc.request.clients import SESSION_HEADERS
 from extproc.request.fingerprint import NO_BODY
-from extproc.sessions.session_limits import SESSION_HEADERS
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
 from tests.support.messages import headers

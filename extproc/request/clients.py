@@ -1,0 +1,89 @@
+"""What is known about clients: agent programs, SDKs and gateways. `make test-clients` runs many of them.
+
+Each fact says whose it is. A new client that names its sessions in a header of its own is added here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+
+class Client(NamedTuple):
+    """A client that is known for what it does with a refusal of status 429 and the header `x-should-retry: false`.
+
+    Attributes:
+        name: for people.
+        header: the header by which it is recognized.
+        part: part of the header's value; empty for any value.
+        retries: it tries again; otherwise it stops, and shows the message.
+    """
+
+    name: str
+    header: str
+    part: bytes
+    retries: bool
+
+
+CLIENTS: Final = (
+    Client("Claude Code", "user-agent", b"claude-cli/", retries=False),
+    Client("Vercel AI SDK (2 retries)", "user-agent", b"ai-sdk/", retries=True),
+    Client("every AWS SDK (2 retries)", "amz-sdk-request", b"", retries=True),
+    Client("Google Gen AI SDKs, if told to retry (4 retries)", "x-goog-api-client", b"google-genai-sdk/", retries=True),
+    Client("SDKs made by Fern, such as Cohere's (2 retries)", "x-fern-sdk-name", b"", retries=True),
+)
+
+PARENT_SESSION: Final = "x-parent-session-id"
+"""Header in which an agent of opencode names the `x-session-id` of its parent."""
+
+_GATEWAYS: Final = (
+    "x-litellm-session-id",
+    "helicone-session-id",
+    "agent-session-id",  # Envoy AI Gateway
+    "mcp-session-id",
+    "x-bf-session-id",
+)
+
+SESSION_HEADERS: Final = (
+    "x-claude-code-agent-id",  # first: an agent that another one started has a history of its own
+    "thread-id",  # Codex; early for the same reason
+    "x-session-id",  # opencode, in which each agent has its own
+    "x-claude-code-session-id",
+    "session-id",  # Codex
+    "x-session-affinity",  # opencode
+    *_GATEWAYS,
+)
+"""Headers by which clients and gateways name a conversation unasked, in the order in which they are tried."""
+
+AGENT_HEADERS: Final = ("x-claude-code-agent-id", "thread-id")
+"""The headers among these that distinguish agents of one session."""
+
+ROOT_HEADERS: Final = (
+    "x-claude-code-session-id",
+    PARENT_SESSION,
+    "session-id",
+    "x-session-id",
+    "x-session-affinity",
+    *_GATEWAYS,
+    "thread-id",
+)
+"""The same for the session that started an agent."""
+
+USER_ID: Final = "body:/metadata/user_id"
+"""Limit key of the field in which some clients, such as Claude Code, name a session, alone or beside the user."""
+
+CACHE_KEY: Final = "body:/prompt_cache_key"
+"""Limit key of the field in which Codex names its session; other programs send the same one in all sessions."""
+
+INJECTED_TAGS: Final = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
+"""What agents' harnesses are known to inject, also where no tool brings anything back and texts are all that comes: of Claude
+Code, Cline and Codex."""
+
+CALL_ID_LINE: Final = "Call id: "
+"""Before the first line of what smolagents writes as an observation stands one with a counter."""
+
+FAILED_CALL: Final = re.compile(
+    r"Error:\n(?:Error executing (?:tool|request to team member) '([\w.-]{1,256})' with arguments ([^\n]{0,4096}?): "
+    r"|Unknown tool ([\w.-]{1,256}), )"
+)
+"""What smolagents' ToolCallingAgent says of a call that failed: it leaves the call itself out of the history."""

@@ -1,0 +1,222 @@
+"""`make test-clients`: run real clients through Envoy and Loopguard, write docs/clients.md, and say what is not as promised."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tests.clients.catalog import CLIENTS, PROMISES, Client
+from tests.clients.running import NotInstalled, Run, install, opened, run
+from tests.support import ROOT
+
+PAGE: Final = ROOT / "docs" / "clients.md"
+MOST_SECONDS: Final = 10
+SCRIPTS: Final = ("loop", "obey", "work", "sub-agents", "compaction")
+NOTED_AT: Final = 3
+
+_TEXT: Final = """# Clients
+
+`make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against a model that repeats one
+call. The preset notes the third identical turn, lands the fifth and refuses the seventh. Then the same clients run against a
+model that does what the note says, and against one that takes 20 different steps. Generated on {date}.
+
+{table}
+{notes}"""
+
+_HEAD: Final = (
+    "client", "version", "noted", "landed", "refused", "retries", "seconds to its end", "message shown", "exit code",
+    "finishes when noted", "20 steps", "sub-agents", "compaction",
+)  # fmt: skip
+_NONE: Final = "-"
+
+
+class Visit(NamedTuple):
+    """What became of a client in all scripts, or why it did not run."""
+
+    client: Client
+    runs: Mapping[str, Run]
+    skipped: str = ""
+
+    def find_broken(self) -> list[str]:
+        """The promises that are not kept, each with what happened instead."""
+        broken = {name: said for name, judge in _JUDGES.items() if (said := judge(self))}
+        return [f"{name}: {said}" for name, said in broken.items() if name not in self.client.allowed]
+
+    def count_turns(self, steps: int) -> int:
+        """Identical turns among the steps of a loop."""
+        return -(-steps // len(self.client.loop))
+
+
+def _judge_noted(visit: Visit) -> str:
+    seen = {
+        f"{script}{f' ({task})' if task else ''}": visit.count_turns(given.noted)
+        for script, done in visit.runs.items()
+        if script in {"loop", "obey", "sub-agents"}
+        for task, given in done.given.items()
+        if not (script == "sub-agents" and not task)
+    }
+    return ", ".join([f"{where}: turn {turn or 'none'}" for where, turn in seen.items() if turn != NOTED_AT])
+
+
+def _judge_refused(visit: Visit) -> str:
+    loop = visit.runs.get("loop")
+    return "never" if loop and not loop.refused else ""
+
+
+def _judge_ends(visit: Visit) -> str:
+    loop = visit.runs.get("loop")
+    late = loop and (loop.killed or (loop.refused and loop.seconds > MOST_SECONDS))
+    return f"after {loop.seconds:.0f} s{', killed' if loop.killed else ''}" if loop and late else ""
+
+
+def _judge_message(visit: Visit) -> str:
+    loop = visit.runs.get("loop")
+    return "not on its screen" if loop and loop.refused and not loop.shown else ""
+
+
+def _judge_finishes(visit: Visit) -> str:
+    unfinished = [name for name in ("obey", "sub-agents", "compaction") if (done := visit.runs.get(name)) and not done.finished]
+    return f"not with {', '.join(unfinished)}" if unfinished else ""
+
+
+def _judge_healthy(visit: Visit) -> str:
+    work = visit.runs.get("work")
+    if not work:
+        return ""
+    return f"{work.acted} requests acted on" if work.acted else "" if work.finished else "not finished"
+
+
+_JUDGES: Final[Mapping[str, Callable[[Visit], str]]] = dict(
+    zip(PROMISES, (_judge_noted, _judge_refused, _judge_ends, _judge_message, _judge_finishes, _judge_healthy), strict=True)
+)
+
+
+def visit_client(client: Client, scripts: Sequence[str], record: Path | None) -> Visit:
+    """Install a client and run it with each script that it can play."""
+    try:
+        commands = install(client)
+    except NotInstalled as reason:
+        return Visit(client, {}, str(reason))
+    runs: dict[str, Run] = {}
+    with opened(client, commands) as zoo:
+        for script in scripts:
+            if (script == "sub-agents" and client.spawn is None) or (script == "compaction" and not client.compact):
+                continue
+            runs[script] = done = run(zoo, script)
+            _tell(client, _describe(done))
+            if record:
+                record.mkdir(parents=True, exist_ok=True)
+                (record / f"{client.name.replace('/', '-')}-{script}.txt").write_text(done.screen)
+            if not done.requests:
+                last = [line for line in done.screen.splitlines() if line.strip()][-1:] or [f"exit code {done.code}"]
+                return Visit(client, {}, f"it sends no request: {last[0].strip()[:200]}")
+    return Visit(client, runs)
+
+
+def _describe(done: Run) -> str:
+    noted = "/".join([str(given.noted) for task, given in done.given.items() if task or done.script != "sub-agents"])
+    refused = f", refused after {done.refused}, {done.retries} retries" if done.refused else ""
+    marks = (("finished", done.finished), ("message shown", done.shown), ("killed", done.killed))
+    ending = "".join([f", {name}" for name, holds in marks if holds])
+    return (
+        f"{done.script}: {done.requests} requests, noted after {noted or 0} steps{refused}, {done.seconds:.1f} s, "
+        f"exit code {done.code}{ending}"
+    )
+
+
+def _tell(client: Client, text: str) -> None:
+    print(f"{client.name} {client.version}  {text}", flush=True)
+
+
+def _row(visit: Visit) -> tuple[str, ...]:
+    runs = visit.runs
+    yes: Callable[[bool], str] = lambda is_true: "yes" if is_true else "no"  # noqa: E731  # two words
+    loop, (given, *_) = runs["loop"], runs["loop"].given.values()
+    refused = bool(loop.refused)
+    subs = (
+        [visit.count_turns(one.noted) for task, one in runs["sub-agents"].given.items() if task] if "sub-agents" in runs else []
+    )
+    return (
+        visit.client.name,
+        visit.client.version,
+        str(visit.count_turns(given.noted) or _NONE),
+        str(visit.count_turns(given.landed) or _NONE),
+        str(visit.count_turns(loop.refused) or _NONE),
+        str(loop.retries) if refused else _NONE,
+        ("over " if loop.killed else "") + f"{loop.seconds:.0f}" if refused else _NONE,
+        yes(loop.shown) if refused else _NONE,
+        _NONE if loop.killed else str(loop.code),
+        yes(runs["obey"].finished),
+        "untouched" if not runs["work"].acted and runs["work"].finished else "**touched**",
+        f"noted at {', '.join(map(str, subs))}" if subs else _NONE,
+        f"noted after {next(iter(runs['compaction'].given.values())).noted}" if "compaction" in runs else _NONE,
+    )
+
+
+def write_page(visits: Sequence[Visit]) -> str:
+    """docs/clients.md."""
+    lines = [
+        "|".join(("", *row, "")) for row in (_HEAD, ["---"] * len(_HEAD), *[_row(visit) for visit in visits if visit.runs])
+    ]
+    notes = [f"- {visit.client.name} {reason}." for visit in visits if visit.runs for reason in visit.client.allowed.values()]
+    notes += [
+        f"- {visit.client.name} stops identical calls itself: its model takes turns between {len(visit.client.loop)} calls."
+        for visit in visits
+        if visit.runs and len(visit.client.loop) > 1
+    ]
+    notes += [
+        f"- {visit.client.name} {visit.client.version} was skipped: {visit.skipped}." for visit in visits if visit.skipped
+    ]
+    return _TEXT.format(
+        date=f"{datetime.now(UTC):%Y-%m-%d}", table="\n".join(lines), notes="\n" + "\n".join(notes) + "\n" if notes else ""
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the clients asked for; 1 if a promise is broken."""
+    options = _parser().parse_args(arguments)
+    chosen = [client for client in CLIENTS if not options.only or client.name in options.only or client.folder in options.only]
+    scripts = [script for script in SCRIPTS if not options.script or script in options.script]
+    # Two configurations of one client share a folder: the first is installed before the second begins.
+    with ThreadPoolExecutor(options.jobs) as pool:
+        by_folder: dict[str, list[Client]] = {}
+        for client in chosen:
+            by_folder.setdefault(client.folder, []).append(client)
+        groups = pool.map(lambda group: [visit_client(client, scripts, options.record) for client in group], by_folder.values())
+        visits = [visit for group in groups for visit in group]
+    broken = 0
+    for visit in visits:
+        if visit.skipped:
+            _tell(visit.client, f"!!! SKIPPED: {visit.skipped}")
+        for problem in visit.find_broken() if visit.runs else ():
+            broken += 1
+            _tell(visit.client, f"!!! BROKEN: {problem}")
+        for name, reason in visit.client.allowed.items():
+            _tell(visit.client, f"known exception to {name!r}: it {reason}")
+    if not options.only and not options.script:
+        PAGE.write_text(write_page(visits))
+        print(f"wrote {PAGE.relative_to(ROOT)}")
+    skipped = sum([bool(visit.skipped) for visit in visits])
+    print(f"{len(visits) - skipped} clients ran, {skipped} skipped, {broken} promises broken")
+    return 1 if broken else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make test-clients", description="Real clients, through Envoy and Loopguard.")
+    names = sorted({name for client in CLIENTS for name in (client.name, client.folder)})
+    parser.add_argument(
+        "--only", action="append", choices=names, metavar="CLIENT", help=f"repeatable; one of {', '.join(names)}"
+    )
+    parser.add_argument("--script", action="append", choices=SCRIPTS, help="repeatable; what the model does")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="clients at the same time (default %(default)s)")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep what clients print there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""The clients that `make test-clients` runs, as data: how each is installed and started, and what the model asks it to do.
+
+In commands, environments and files, `{url}` is Envoy's address, `{key}` the API key of a run, `{home}` and `{work}` its home
+and the folder that it works in, `{bin}` the folder of the client's commands, and `{prompt}` the task. In what the model asks
+for, `{file}` is the file to read, and `{task}` the task of a sub-agent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from fake_model import Call
+
+Step: TypeAlias = Call | str
+
+NPM, PYPI = "npm", "PyPI"
+PROMISES: Final = ("noted", "refused", "ends", "message", "finishes", "healthy")
+"""What must be true of every client:
+
+- noted: the model reads a note after its third identical turn
+- refused: a model that goes on is refused in the end
+- ends: the client ends within `MOST_SECONDS` of its first refusal
+- message: the refusal's message is on the client's screen
+- finishes: the client finishes its task, if its model does what the note says
+- healthy: of steps that differ, nothing is acted on
+"""
+
+KEY: Final = "{key}"
+_NO_FILES: Final[Mapping[str, str]] = {}
+_AGENTS: Final = str(Path(__file__).with_name("agents.py"))
+DONE: Final = "This is my final report."
+"""What the model says at the end of a task; on a client's screen it shows that the task was finished."""
+
+
+class Client(NamedTuple):
+    """A client.
+
+    Attributes:
+        name: for `--only`, and the folder that it is installed in; what stands before a slash is the folder.
+        source: NPM or PYPI.
+        packages: with their versions; the first is the client's own.
+        command: its command line.
+        environment: beside `_ENVIRONMENT`.
+        step: what the model asks for in each turn, a call or a text.
+        end: how the model ends a task.
+        loop: files that the model asks for in turn when it loops: several, where a client stops identical calls itself.
+        files: written before a run, by their paths.
+        before: a command to run before.
+        spawn: how the model starts a sub-agent, where the client has them.
+        compact: what makes the client compact its history all the time, as files.
+        allowed: what it may do that the others may not, by the name of the promise, with the reason.
+    """
+
+    name: str
+    source: str
+    packages: tuple[str, ...]
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    step: Step
+    end: Step = DONE
+    loop: tuple[str, ...] = ("missing.txt",)
+    files: Mapping[str, str] = _NO_FILES
+    before: tuple[str, ...] = ()
+    spawn: Call | None = None
+    compact: Mapping[str, str] = _NO_FILES
+    allowed: Mapping[str, str] = _NO_FILES
+
+    @property
+    def folder(self) -> str:
+        """Where it is installed."""
+        return self.name.partition("/")[0]
+
+    @property
+    def version(self) -> str:
+        """Its own."""
+        return self.packages[0].rpartition("@" if self.source == NPM else "==")[2]
+
+
+_QUIET: Final = {
+    "privacy": {"usageStatisticsEnabled": False},
+    "telemetry": {"enabled": False},
+    "general": {"disableAutoUpdate": True},
+}
+_GEMINI: Final = {
+    **_QUIET,
+    "model": {"disableLoopDetection": True},  # its own, which stops before the limits are met
+    "security": {"auth": {"selectedType": "gemini-api-key"}},
+}
+_OPENAI: Final = {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_BASE": "{url}/v1"}
+_TWO: Final = ("missing.txt", "absent.txt")
+_READ: Final = Call("read_file", {"path": "{file}"})
+
+
+def _codex(name: str, settings: str, key: str, spawn: Call | None = None) -> Client:
+    config = f'model = "gpt-5.1-codex"\ncheck_for_update_on_startup = false\n{settings}\n[analytics]\nenabled = false\n'
+    return Client(
+        name,
+        NPM,
+        ("@openai/codex@0.169.0",),
+        ("{bin}/codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "{prompt}"),
+        {key: KEY, "CODEX_HOME": "{home}/.codex"},
+        Call("exec_command", {"cmd": "cat {file}"}),
+        files={"{home}/.codex/config.toml": config},
+        spawn=spawn,
+    )
+
+
+def _python(name: str, packages: tuple[str, ...], **more: object) -> Client:
+    """One that is a library, used by the function in `agents.py` that has its name."""
+    function = name.replace("/", "_").replace("-", "_")
+    command = ("{bin}/python", "-P", _AGENTS, function, "{prompt}")
+    given: dict[str, object] = {"environment": _OPENAI, "step": _READ, **more}
+    return Client(name, PYPI, packages, command, **given)  # type: ignore[arg-type]
+
+
+_OPENCODE: Final = {
+    "$schema": "https://opencode.ai/config.json",
+    "autoupdate": False,
+    "share": "disabled",
+    "permission": {"*": "allow"},
+    "model": "mine/model",
+    "provider": {
+        "mine": {
+            "npm": "@ai-sdk/openai-compatible",
+            "name": "mine",
+            "options": {"baseURL": "{url}/v1", "apiKey": KEY},
+            "models": {"model": {"name": "model", "tool_call": True, "limit": {"context": 200_000, "output": 8_000}}},
+        }
+    },
+}
+
+CLIENTS: Final = (
+    Client(
+        "claude-code",
+        NPM,
+        ("@anthropic-ai/claude-code@2.1.331",),
+        ("{bin}/claude", "-p", "{prompt}", "--allowedTools", "Read", "Agent", "Task"),
+        {
+            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_API_KEY": KEY,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_TELEMETRY": "1",
+            "DISABLE_AUTOUPDATER": "1",
+        },
+        Call("Read", {"file_path": "{file}"}),
+        spawn=Call("Agent", {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"}),
+    ),
+    _codex(
+        "codex",
+        'model_provider = "mine"\n[model_providers.mine]\nname = "mine"\nbase_url = "{url}/v1"\n'
+        'env_key = "KEY"\nwire_api = "responses"',
+        "KEY",
+    ),
+    _codex("codex/websocket", 'openai_base_url = "{url}/v1"', "CODEX_API_KEY"),
+    Client(
+        "opencode",
+        NPM,
+        ("opencode-ai@1.18.33",),
+        ("{bin}/opencode", "run", "{prompt}"),
+        {
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        },
+        Call("read", {"filePath": "{file}"}),
+        files={"{work}/opencode.json": json.dumps(_OPENCODE)},
+        spawn=Call("task", {"description": "{task}", "prompt": "{task}", "subagent_type": "general"}),
+    ),
+    Client(
+        "gemini-cli",
+        NPM,
+        ("@google/gemini-cli@0.61.0",),
+        ("{bin}/gemini", "-p", "{prompt}", "--yolo", "--skip-trust"),
+        {"GEMINI_API_KEY": KEY, "GOOGLE_GEMINI_BASE_URL": "{url}"},
+        Call("read_file", {"file_path": "{file}"}),
+        files={"{home}/.gemini/settings.json": json.dumps(_GEMINI)},
+    ),
+    Client(
+        "qwen-code",
+        NPM,
+        ("@qwen-code/qwen-code@0.24.4",),
+        ("{bin}/qwen", "-p", "{prompt}", "--yolo", "--auth-type", "openai"),
+        {**_OPENAI, "OPENAI_MODEL": "qwen-x"},
+        Call("read_file", {"file_path": "{file}"}),
+        loop=_TWO,
+        files={"{home}/.qwen/settings.json": json.dumps(_QUIET)},
+    ),
+    Client(
+        "cline",
+        NPM,
+        ("cline@3.0.65",),
+        ("{bin}/cline", "--auto-approve", "true", "-P", "openai", "{prompt}"),
+        {"CLINE_TELEMETRY_DISABLED": "1", "DO_NOT_TRACK": "1"},
+        Call("read_files", {"paths": ["{file}"]}),
+        loop=_TWO,
+        before=("{bin}/cline", "auth", "-p", "openai", "-k", KEY, "-m", "gpt-x", "-b", "{url}/v1"),
+    ),
+    Client(
+        "mini-swe-agent",
+        PYPI,
+        ("mini-swe-agent==2.4.6",),
+        ("{bin}/mini", "-m", "openai/gpt-x", "-t", "{prompt}", "-y", "--exit-immediately"),
+        {
+            **_OPENAI,
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_GLOBAL_CONFIG_DIR": "{home}/mini",
+            "MSWEA_SILENT_STARTUP": "1",
+        },
+        Call("bash", {"command": "cat {file}"}),
+        allowed={"ends": "tries ten times for four minutes, whatever the status"},
+        end=Call("bash", {"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {DONE}"}),
+    ),
+    _python(
+        "smolagents/code",
+        ("smolagents[openai]==1.26.0",),
+        step="Thought: I read the file.\n<code>\nprint(read_file('{file}'))\n</code>",
+        end=f"Thought: This is the end.\n<code>\nfinal_answer('{DONE}')\n</code>",
+    ),
+    _python("smolagents/tools", ("smolagents[openai]==1.26.0",), end=Call("final_answer", {"answer": DONE})),
+    _python(
+        "deepagents",
+        ("deepagents==0.7.32", "langchain-openai"),
+        step=Call("read_file", {"file_path": "{file}"}),
+        spawn=Call("task", {"description": "{task}", "subagent_type": "general-purpose"}),
+    ),
+    _python("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",)),
+    _python(
+        "openai-agents",
+        ("openai-agents==0.24.0",),
+        environment={**_OPENAI, "OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        spawn=Call("ask_colleague", {"input": "{task}"}),
+    ),
+    _python("strands", ("strands-agents[openai]==1.62.0",)),
+    _python("langchain-google", ("langchain-google-genai==4.4.2", "langchain"), environment={"GOOGLE_API_KEY": KEY}),
+    _python("google-adk", ("google-adk==2.13.0",), environment={"GOOGLE_API_KEY": KEY}),
+    _python(
+        "crewai",
+        ("crewai==1.15.30",),
+        environment={**_OPENAI, "CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true"},
+        allowed={"refused": "ends itself at the fifth identical call"},
+    ),
+)

@@ -1,0 +1,267 @@
+"""The model that real clients talk to: it answers in the API that it is asked in, whole or streamed, from one of its scripts.
+
+Any other request is answered as well as clients need it: a WebSocket with 426, lists of models, counts of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Final, TypeAlias
+
+from demo import read_body, serving
+from fake_model import SHAPES, Answer, Call, stream_completion
+
+from extproc.ext_proc.changes.steer import LANDING
+from extproc.request.notes import OPENING
+from tests.clients.catalog import Client, Step
+
+STEPS: Final = 20
+"""Of honest work."""
+
+TASK: Final = "Read the files in this folder, one by one, and report."
+"""What the person asks for: sub-agents are not told."""
+
+SUBTASKS: Final = ("subtask alpha", "subtask beta")
+_LONGEST_LOOP: Final = 40
+"""Equal answers after which the model gives up: nothing stopped the client."""
+
+_STREAM_GEMINI: Final = ":streamGenerateContent"
+
+
+@dataclass
+class Given:
+    """The steps that the model gave in one conversation, and what it read there.
+
+    Attributes:
+        steps: when each was given.
+        noted: number of steps before the first request with a note.
+        landed: the same for a note that asks for a final answer.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    noted: int = 0
+    landed: int = 0
+
+
+class Model:
+    """Plays one script for one client.
+
+    Attributes:
+        given: by conversation: the main agent's has an empty name, those of sub-agents the names of their tasks.
+        requests: number of model requests.
+        ended: the script came to its end.
+        folder: where the client works, and finds its files.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.begin("", "")
+
+    def begin(self, script: str, folder: str) -> None:
+        """Play a script from its start."""
+        self.script = script
+        self.folder = folder
+        self.given: dict[str, Given] = {}
+        self.requests = 0
+        self.ended = False
+
+    def answer(self, body: dict[str, Any]) -> Answer:
+        """The next answer."""
+        self.requests += 1
+        client, text = self.client, json.dumps(body)
+        if OPENING not in text and self._is_aside(body):  # of a turn, landing may have taken the tools away
+            config = body.get("generationConfig") or {}
+            schema = config.get("responseJsonSchema") or config.get("responseSchema")
+            return json.dumps(_fit(schema)) if schema else "A title"
+        task = "" if TASK in text else next((task for task in SUBTASKS if task in text), "")
+        given = self.given.setdefault(task, Given())
+        if OPENING in text:
+            given.noted = given.noted or len(given.steps)
+        if LANDING in text:
+            given.landed = given.landed or len(given.steps)
+        answer = self._choose(task, given, noted=OPENING in text)
+        if answer is None:
+            self.ended = True
+            return self._write(client.end, "")
+        given.steps.append(time.time())
+        return answer
+
+    def _is_aside(self, body: dict[str, Any]) -> bool:
+        """Whether a request is not a turn of the agent, but for a title, a summary or a choice of models."""
+        step = self.client.step
+        return isinstance(step, Call) and step.tool not in _read_tools(body)
+
+    def _choose(self, task: str, given: Given, *, noted: bool) -> Answer | None:
+        """The next step of a conversation; None at its end."""
+        number = len(given.steps)
+        match self.script:
+            case "work":
+                return self._write(self.client.step, f"file{number + 1}.txt") if number < STEPS else None
+            case "sub-agents" if not task:
+                spawn = self.client.spawn
+                assert spawn is not None
+                return None if number else [self._fill(spawn, task) for task in SUBTASKS]
+            case "obey" | "sub-agents" | "compaction" if noted:
+                return None
+        files = self.client.loop
+        return self._write(self.client.step, files[number % len(files)]) if number < _LONGEST_LOOP else None
+
+    def _write(self, step: Step, file: str) -> Answer:
+        if isinstance(step, str):
+            return step.replace("{file}", f"{self.folder}/{file}")
+        return [self._fill(step, f"{self.folder}/{file}")]
+
+    def _fill(self, call: Call, value: str) -> Call:
+        return Call(call.tool, json.loads(json.dumps(call.arguments).replace("{file}", value).replace("{task}", value)))
+
+
+def _fit(schema: dict[str, Any]) -> Any:  # noqa: ANN401  # JSON
+    """Something that fits a schema."""
+    match schema.get("type", "").lower():
+        case "object":
+            return {name: _fit(inside) for name, inside in schema.get("properties", {}).items()}
+        case "array":
+            return []
+        case "integer" | "number":
+            return schema.get("minimum", 1)
+        case "boolean":
+            return False
+    return schema["enum"][0] if "enum" in schema else "It is so."
+
+
+def _read_tools(body: dict[str, Any]) -> dict[str, Any]:
+    """The tools that a request offers, by name."""
+    tools: dict[str, Any] = {}
+    for tool in body.get("tools") or ():
+        declared = tool.get("functionDeclarations") or [tool.get("function") or tool]
+        tools |= {item["name"]: item for item in declared if "name" in item}
+    return tools
+
+
+Event: TypeAlias = tuple[str, dict[str, Any]]
+
+
+def _list_message(message: dict[str, Any]) -> Iterator[Event]:
+    """Anthropic's events of one message."""
+    yield "message_start", {"message": {**message, "content": [], "stop_reason": None}}
+    for index, block in enumerate(message["content"]):
+        if block["type"] == "text":
+            empty: dict[str, Any] = {"type": "text", "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield "content_block_start", {"index": index, "content_block": empty}
+        yield "content_block_delta", {"index": index, "delta": delta}
+        yield "content_block_stop", {"index": index}
+    ending = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    yield "message_delta", {"delta": ending, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
+    yield "message_stop", {}
+
+
+def _list_response(response: dict[str, Any]) -> Iterator[Event]:
+    """The Responses API's events of one response."""
+    yield "response.created", {"response": {**response, "status": "in_progress", "output": [], "usage": None}}
+    for index, item in enumerate(response["output"]):
+        place = {"item_id": item["id"], "output_index": index}
+        started: dict[str, Any] = {**item, "status": "in_progress"}
+        if "arguments" in item:
+            started["arguments"] = ""
+        if "content" in item:
+            started["content"] = []
+        yield "response.output_item.added", {"output_index": index, "item": started}
+        for number, part in enumerate(item.get("content", ())):
+            inside = {**place, "content_index": number}
+            yield "response.content_part.added", {**inside, "part": {**part, "text": ""}}
+            yield "response.output_text.delta", {**inside, "delta": part["text"], "logprobs": []}
+            yield "response.output_text.done", {**inside, "text": part["text"], "logprobs": []}
+            yield "response.content_part.done", {**inside, "part": part}
+        if "arguments" in item:
+            yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
+            yield "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": item["arguments"]}
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    yield "response.completed", {"response": response}
+
+
+def _write_events(events: Iterator[Event]) -> bytes:
+    pieces = [
+        f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number, **more})}\n\n"
+        for number, (kind, more) in enumerate(events)
+    ]
+    return "".join(pieces).encode()
+
+
+def write_answer(path: str, answer: Answer, number: int, *, streamed: bool) -> tuple[str, bytes]:
+    """Content type and body of an answer, as the API of a path has them.
+
+    Raises:
+        KeyError: no API has this path.
+    """
+    if path.endswith(_STREAM_GEMINI):
+        content = SHAPES[":generateContent"](answer, number)
+        return "text/event-stream", f"data: {json.dumps(content)}\r\n\r\n".encode()
+    end = next(end for end in (*SHAPES, path) if path.endswith(end))
+    whole = SHAPES[end](answer, number)
+    if not streamed:
+        return "application/json", json.dumps(whole).encode()
+    match end:
+        case "/v1/messages":
+            return "text/event-stream", _write_events(_list_message(whole))
+        case "/v1/responses":
+            return "text/event-stream", _write_events(_list_response(whole))
+    return "text/event-stream", stream_completion(whole)
+
+
+_LISTED: Final = {"id": "gpt-5", "object": "model", "type": "model", "created": 1, "owned_by": "x", "display_name": "x"}
+_OTHERS: Final[Sequence[tuple[str, dict[str, Any]]]] = (
+    (r"/count_tokens$|:countTokens$", {"input_tokens": 1000, "totalTokens": 1000}),
+    (r"/models(/|$)", {"object": "list", "data": [_LISTED], "models": [], "has_more": False}),
+)
+"""What is answered to other paths."""
+
+
+@contextmanager
+def serve_model(model: Model) -> Iterator[int]:
+    """Listen on a free port, and yield it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def _serve(self) -> None:
+            asked, path = read_body(self), self.path.partition("?")[0]
+            if self.headers.get("upgrade"):
+                return self._send(HTTPStatus.UPGRADE_REQUIRED, "text/plain", b"no WebSockets here")
+            try:
+                body = json.loads(asked)
+                write_answer(path, "", 0, streamed=False)
+            except (KeyError, ValueError):
+                other = next((answer for form, answer in _OTHERS if re.search(form, path)), None)
+                status = HTTPStatus.NOT_FOUND if other is None else HTTPStatus.OK
+                return self._send(status, "application/json", json.dumps(other or {"error": {"message": "not here"}}).encode())
+            answer = model.answer(body)
+            kind, data = write_answer(path, answer, model.requests, streamed=bool(body.get("stream")))
+            return self._send(HTTPStatus.OK, kind, data)
+
+        def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_HEAD = do_POST = _serve  # noqa: N815  # the base class's names
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+            """Say nothing."""
+
+    with serving(Handler) as port:
+        yield port
