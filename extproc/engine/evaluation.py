@@ -39,7 +39,7 @@ from extproc.request.encodings import UnreadableError, list_encodings, read_text
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
-from extproc.request.notes import Marks, cut_notes, frame_answer, list_answers
+from extproc.request.notes import Marks, cut_notes, frame_answer
 from extproc.sessions.limits import SessionGuard
 from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
@@ -508,8 +508,7 @@ class Evaluation:
         data = text if isinstance(text, bytes) else text.tobytes()
         document = Document(data)
         open_marks = partial(self._find_marks, document)
-        answers = list_answers(data, open_marks)
-        plain = cut_notes(leave_out_answers(data, answers) if answers else data, open_marks)
+        plain = cut_notes(data, open_marks, leave_out_answers)
         if plain is not data:
             document = Document(plain)
         elif text is content:

@@ -188,8 +188,6 @@ def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
 
 def _find_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> list[re.Match[bytes]]:
     """All notes and answers in a body, last first."""
-    if _RARE not in data:
-        return []  # almost always
     if _find_opening(data) < 0:
         return []
     written = _list_written(data)
@@ -203,23 +201,28 @@ def _is_answer(note: re.Match[bytes]) -> bool:
     return note.string.startswith(_ANSWER, note.start())
 
 
-def list_answers(data: bytes, open_marks: Callable[[], Marks | None]) -> frozenset[bytes]:
-    """All answers in a body, as written. The arguments are those of `cut_notes`."""
-    if _RARE not in data or data.find(_ANSWER) < 0:
-        return frozenset()
-    return frozenset([note[0] for note in _find_notes(data, open_marks) if _is_answer(note)])
-
-
-def cut_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> bytes:
+def cut_notes(
+    data: bytes,
+    open_marks: Callable[[], Marks | None],
+    leave_out: Callable[[bytes, frozenset[bytes]], bytes] | None = None,
+) -> bytes:
     """Remove all notes and answers from a body; returns the same object if it has none.
 
     Args:
         data: the body.
         open_marks: called if something looks like a note; returns None if no note can be verified.
+        leave_out: called first with the body and its answers, as written, to remove whole messages.
     """
+    if _RARE not in data:
+        return data  # almost always
+    notes = _find_notes(data, open_marks)
+    answers = frozenset([note[0] for note in notes if _is_answer(note)])
+    if answers and leave_out is not None:
+        data = leave_out(data, answers)
+        notes = _find_notes(data, open_marks)
     kept: list[bytes] = []
     end = len(data)
-    for note in _find_notes(data, open_marks):
+    for note in notes:
         first, last = _widen(data, note.start(), note.end())
         kept.append(data[last:end])
         end = first
