@@ -26,11 +26,9 @@ Turns are read from the newest to the oldest, and no further than a loop could s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Final
 
 from extproc.apis import open_conversation
 from extproc.decision import WEAK, Repeat
@@ -62,9 +60,6 @@ MAX_TURNS = 32
 DEFAULT_MAX_CYCLE = 10
 MIN_CYCLE = 2
 _PREFILLED_WORDS = 2
-_TOOL_IN_ERROR: Final = re.compile(r"\btool:? ?['\"`]([\w.:-]{1,64})['\"`]", re.IGNORECASE)
-_TOOL_WITHIN: Final = 600
-"""Where an error names a tool, in characters."""
 REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
 """The rules; RESULT is REPEAT where what was done is not known."""
 
@@ -307,7 +302,7 @@ class TurnRule:
         turns = history.newest(window)
         measure = weigh if newest.known else weigh_apart
         return Repeat(
-            _list_tools(newest),
+            newest.names,
             len(places) + 1,
             len(turns),
             limit.threshold,
@@ -387,14 +382,6 @@ class TurnRule:
         again = sum([turn is newest or same_turn(newest, turn, normalized=self._normalized) for turn in turns])
         below = min(again, limit.threshold - 1)  # it may stand there often, with much that is new in between
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
-
-
-def _list_tools(turn: AnyTurn) -> tuple[str, ...]:
-    """The tools of a turn, for people; some programs leave out a call that failed, and name its tool in the error alone."""
-    if turn.names or not isinstance(turn, Turn) or not turn.failed:
-        return turn.names
-    found = _TOOL_IN_ERROR.search(turn.result[:_TOOL_WITHIN])
-    return (found[1],) if found is not None else ()
 
 
 def _changes(history: History, place: int) -> bool:

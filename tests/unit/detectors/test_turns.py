@@ -473,7 +473,11 @@ def test_calls_that_smolagents_writes_into_a_text_are_calls() -> None:
 @pytest.mark.parametrize(
     ("action", "error", "named"),
     [
-        ({"content": "Let me look."}, "Error executing tool 'read_file' with arguments {'path': 'a'}", "read_file"),
+        (
+            {"content": "Let me look."},
+            "Error:\nError executing tool 'read_file' with arguments {'path': 'a'}: gone",
+            "read_file",
+        ),
         ({"content": "Let me look."}, "Error: no such file", "the same message"),
         ({"tool_calls": [{"id": "c", "function": {"name": "", "arguments": "{}"}}]}, "Error: no name", "the same call"),
     ],
