@@ -68,7 +68,7 @@ class ToolFailure(NamedTuple):
     digest: str
 
 
-class Before(NamedTuple):
+class EarlierLoops(NamedTuple):
     """The loops that a history showed earlier.
 
     Attributes:
@@ -113,7 +113,7 @@ class Repeat(NamedTuple):
     held: bool = False
     notes_only: bool = False
     widespread: bool = False
-    before: Before | None = None
+    before: EarlierLoops | None = None
 
     @property
     def looping(self) -> bool:

@@ -333,6 +333,6 @@ def _open_schema(tool: Any) -> dict[str, Json]:  # noqa: ANN401  # made at run t
     if raw is ABSENT or len(raw) > _LONGEST_SCHEMA:
         return {}
     value = decode_json(raw)
-    if isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict):  # Bedrock's
+    if isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict):  # wrapped, as some APIs have it
         value = value["json"]
     return value if isinstance(value, dict) else {}

@@ -252,11 +252,11 @@ class TurnRule:
         return found
 
     def may_have_looped(self, history: History) -> bool:
-        """Whether it is worth looking for a loop: most turns do something new, do not fail and bring back something else."""
-        newest, before = history.at(0), history.at(1)
-        if newest is None or before is None:
+        """Whether it is worth looking for a loop: most turns do something new and do not fail."""
+        newest = history.at(0)
+        if newest is None or history.at(1) is None:
             return False
-        if self._extra or not newest.known or same_result(newest, before, normalized=self._normalized) or newest.failed:
+        if self._extra or not newest.known or newest.failed:
             return True
         return any(same_action(newest, turn) for turn in history.newest(max(2 * self.threshold + 4, self._max_cycle + 1))[1:])
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from extproc.apis import open_conversation
-from extproc.decision import WEAK, Advice, Before, Outcome, Repeat, ToolFailure
+from extproc.decision import WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
@@ -56,7 +56,7 @@ _NOW_STRICTEST = 2
 _QUOTED = 150
 """The same where a few turns have to do."""
 
-_NOTHING_BEFORE = Before(None, None, b"")
+_NO_LOOPS = EarlierLoops(None, None, b"")
 _NO_REPEAT = Repeat((), 0, 0, MAX_THRESHOLD, results=True)
 
 
@@ -176,9 +176,9 @@ class Turns(HistorySimilarity):
         before = History(follow(history, 1))
         last = self.find_loop(before) if self.rule.may_have_looped(before) else None
         if last is None:
-            return found if found is None else found._replace(before=_NOTHING_BEFORE)
+            return found if found is None else found._replace(before=_NO_LOOPS)
         earlier = self.find_loop(History(follow(history, 2))) if found is not None and found.looping else None
-        return (found or _NO_REPEAT)._replace(before=Before(last, earlier, self.rule.spell(left)))
+        return (found or _NO_REPEAT)._replace(before=EarlierLoops(last, earlier, self.rule.spell(left)))
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
         """The same; a weak loop at a step that it may take. It is held where it has not stood often enough for any."""

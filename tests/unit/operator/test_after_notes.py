@@ -33,6 +33,11 @@ OTHER = Did((("list", {}),), ("a.txt b.txt",))
 ALLOW, WARN, STEER, THROTTLE, LAND, REJECT = Action
 
 
+def ask(service: Service, value: dict[str, Any], **more: Any) -> None:
+    """One request, with more headers."""
+    exchange(service, headers("/v1/chat/completions", **more), body(json.dumps(value).encode()))
+
+
 def converse(service: Service, task: str, turns: Sequence[Did], *, again: int = 1, user: str = "ann") -> None:
     """The requests of a conversation, each sent again this often."""
     for count in range(1, len(turns) + 1):
@@ -40,7 +45,7 @@ def converse(service: Service, task: str, turns: Sequence[Did], *, again: int = 
         value = as_chat(shown)
         value["messages"][1]["content"] = task
         for _ in range(again):
-            exchange(service, headers("/v1/chat/completions", **{"x-user-id": user}), body(json.dumps(value).encode()))
+            ask(service, value, **{"x-user-id": user})
 
 
 def count_changes(service: Service) -> dict[tuple[str, str], int]:
@@ -128,7 +133,7 @@ def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
 
     for turns in ([STUCK] * 3, [*[STUCK] * 3, OTHER]):
         value = as_chat(turns)
-        exchange(service, headers("/v1/chat/completions", **signed), body(json.dumps(value).encode()))
+        ask(service, value, **signed)
 
     assert {key[0] for key in service.metrics.unsteered._metrics} == {"p"}
     assert count_changes(service) == {}
@@ -136,7 +141,7 @@ def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
 
 def test_a_windowed_detector_counts_what_it_sees() -> None:
     """It cannot see a conversation turn round, but it counts the first note, and what it did next."""
-    loop = {"threshold_identical_requests": 2, "action": "steer", "escalate": {"reject": 4}}
+    loop: dict[str, Any] = {"threshold_identical_requests": 2, "action": "steer", "escalate": {"reject": 4}}
     service = make_service(policy("p", ANY, similarity="canonical", window_seconds=60, **loop))
     data = json.dumps(as_chat([STUCK])).encode()
 
@@ -153,7 +158,7 @@ def test_replicas_add_up_what_each_has_seen() -> None:
     converse(one, "two", [STUCK] * 3)
     shown = [turn._replace(thought=f"one {number}", number=number) for number, turn in enumerate([*[STUCK] * 3, OTHER], 1)]
     value = as_chat(shown)
-    exchange(other, headers("/v1/chat/completions", **{"x-user-id": "ann"}), body(json.dumps(value).encode()))
+    ask(other, value, **{"x-user-id": "ann"})
 
     documents = [service.reporter.loops.make_document(shows_callers=False) for service in (other, one)]
     merged = LoopDocument.merge(documents, documents[0].rows[0].last)
