@@ -33,7 +33,7 @@ OTHER = Did((("list", {}),), ("a.txt b.txt",))
 ALLOW, WARN, STEER, THROTTLE, LAND, REJECT = Action
 
 
-def ask(service: Service, value: dict[str, Any], **more: Any) -> None:
+def ask(service: Service, value: dict[str, Any], more: dict[str, Any]) -> None:
     """One request, with more headers."""
     exchange(service, headers("/v1/chat/completions", **more), body(json.dumps(value).encode()))
 
@@ -45,7 +45,7 @@ def converse(service: Service, task: str, turns: Sequence[Did], *, again: int = 
         value = as_chat(shown)
         value["messages"][1]["content"] = task
         for _ in range(again):
-            ask(service, value, **{"x-user-id": user})
+            ask(service, value, {"x-user-id": user})
 
 
 def count_changes(service: Service) -> dict[tuple[str, str], int]:
@@ -133,7 +133,7 @@ def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
 
     for turns in ([STUCK] * 3, [*[STUCK] * 3, OTHER]):
         value = as_chat(turns)
-        ask(service, value, **signed)
+        ask(service, value, signed)
 
     assert {key[0] for key in service.metrics.unsteered._metrics} == {"p"}
     assert count_changes(service) == {}
@@ -158,7 +158,7 @@ def test_replicas_add_up_what_each_has_seen() -> None:
     converse(one, "two", [STUCK] * 3)
     shown = [turn._replace(thought=f"one {number}", number=number) for number, turn in enumerate([*[STUCK] * 3, OTHER], 1)]
     value = as_chat(shown)
-    ask(other, value, **{"x-user-id": "ann"})
+    ask(other, value, {"x-user-id": "ann"})
 
     documents = [service.reporter.loops.make_document(shows_callers=False) for service in (other, one)]
     merged = LoopDocument.merge(documents, documents[0].rows[0].last)
