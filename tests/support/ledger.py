@@ -277,6 +277,7 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
     """What agents are told whose histories grow with each step, are compacted, fork, and are sent again."""
     histories: list[list[bytes]] = [[], [], [], []]
     steps: list[list[tuple[Step, str]]] = [[], [], [], []]
+    bodies: list[tuple[list[bytes], int]] = [([], 0)] * 4  # of the newest request: what it shows, and what it offers
     answers, now = [], 1_000_000
     for number, (who, move, amount, gap) in enumerate(moves):
         now += gap
@@ -298,7 +299,10 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
         again = done[-1][0].identity if move == "retry" and done else number.to_bytes(8)
         names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
         offer = OFFERS_NONE if move == "side" else (who + 1) % 4 and (0, OFFERS_TOOLS, OFFERS_TOOLS)[who % 3]
-        shown = history if move != "side" or amount % 2 else []
+        shown = list(history) if move != "side" or amount % 2 else []
+        if move == "retry" and done:
+            shown, offer = bodies[who]
+        bodies[who] = shown, offer
         more = {"reserve": amount * 2, "grants": (amount // 3, amount // 4, amount), "offer": offer}
         more["earlier"] = amount * (who == 2)
         asked = make_step(number, limits, shown, **names, **more)
