@@ -7,7 +7,6 @@ answer has no action or the wrong form. What a person says behind it stays, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from typing import Any, Final
 
 from extproc.apis import find_conversation
@@ -15,22 +14,24 @@ from extproc.apis.contents import is_injected, unpack
 from extproc.apis.conversation import ASSISTANT, USER, Shape, read_message
 from extproc.apis.messages import RESULT, TEXT
 from extproc.detectors.complaints import complains
-from extproc.detectors.turn import HARNESS, strike_injected
+from extproc.detectors.turn import HARNESS, NUMBERS, strike_injected
 from extproc.request.document import NotCounted
-from extproc.request.notes import read_around
+from extproc.request.notes import quotes_answer, read_around
 from extproc.request.patch import Patch, Value
 
 _MOST_AROUND: Final = 16
 """Characters that agents' programs add to an answer, such as the closing tag of a code block."""
 
-_NUMBERS: Final = re.compile(r"[0-9]+")
+_SAID_WITHIN: Final = 2_000
+"""What is said behind an answer is compared up to here, in characters."""
+
 _ERROR: Final = re.compile(
     r"\W{0,8}(?:\w{1,16} ){0,2}\w{0,16}(?:error|exception)(?::| (?:in|while|when|parsing|occurred)\b)", re.IGNORECASE
 )
 """How programs begin a complaint. Persons say `try again` as well, so that what says an error in a result is too much here."""
 
 
-def leave_out_answers(data: bytes, answers: Collection[bytes]) -> bytes:
+def leave_out_answers(data: bytes, answers: frozenset[bytes]) -> bytes:
     """Remove our own answers, and the complaints about them, from a body; returns the same object if none can be removed.
 
     Args:
@@ -50,7 +51,7 @@ def leave_out_answers(data: bytes, answers: Collection[bytes]) -> bytes:
 class _Reader:
     """Reads the messages of one body."""
 
-    def __init__(self, patch: Patch, shape: Shape, messages: list[Value], answers: Collection[bytes]) -> None:
+    def __init__(self, patch: Patch, shape: Shape, messages: list[Value], answers: frozenset[bytes]) -> None:
         self._patch = patch
         self._shape = shape
         self._messages = messages
@@ -72,8 +73,7 @@ class _Reader:
 
     def _quotes(self, place: int) -> bool:
         """Whether a message contains one of the answers."""
-        raw = bytes(self._patch.read_raw(self._messages[place]))
-        return any(raw.find(answer) >= 0 for answer in self._answers)
+        return quotes_answer(bytes(self._patch.read_raw(self._messages[place])), self._answers)
 
     def _open(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
         return read_message(self._patch, self._shape, self._patch.read_raw(self._messages[place]))
@@ -110,8 +110,8 @@ class _Reader:
             return True
         given = [unpack(part.value) for part in parts if part.kind == TEXT]
         texts = [strike_injected(text) for text in given if isinstance(text, str) and not is_injected(text.strip())]
-        said = "\n".join(texts).strip()
-        words = tuple(_NUMBERS.sub("", said).casefold().split())
+        said = "\n".join(texts).strip()[:_SAID_WITHIN]
+        words = tuple(NUMBERS.sub("", said).casefold().split())
         again = words in heard
         heard.add(words)
         return again or complains(said) or _ERROR.match(said) is not None

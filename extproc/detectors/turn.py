@@ -58,7 +58,7 @@ _LONG_RESULT: Final = 200
 HARNESS: Final = frozenset({"system", "developer"})
 """Whose messages in the middle of a conversation are the harness's: reminders that come and go, and are part of no result."""
 
-_NUMBERS: Final = re.compile(r"[0-9]+")
+NUMBERS: Final = re.compile(r"[0-9]+")
 _SIX_BITS: Final = 0x3F
 _NO_TEXT: Final = 0x80
 """Of bytes that older versions, which expect a name in their place, read as none: UTF-8 has none that begins so."""
@@ -379,7 +379,7 @@ class Turn:
             for part in message.read_parts() if message.speaker == USER else ():
                 text = unpack(part.value) if part.kind == TEXT else ""
                 if isinstance(text, str) and not is_injected(text.strip()):
-                    said += _NUMBERS.sub("", strike_injected(text)).casefold().split()
+                    said += NUMBERS.sub("", strike_injected(text)).casefold().split()
         return said
 
     def show(self, most: int) -> str:

@@ -49,6 +49,7 @@ _OWNERS = {
 
 _USERS = {
     "steer_note": ("steer", "land"),
+    "steer_share": ("steer",),
     "max_delay_ms": ("throttle",),
     "reject_status": ("throttle", "reject"),  # too many delayed requests are refused
     "refuse_as": ("throttle", "reject"),
@@ -323,8 +324,6 @@ def _name_noted(loop: LoopDetection) -> str:
 def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find detectors that steer although no request can be steered."""
     for place, loop in _list_entries(policy):
-        if loop.steer_share < EVERYBODY and not loop.steers:
-            yield (*place, "steer_share"), "steer_share does nothing: no action of this entry is steer"
         if not loop.enabled or not loop.adds_notes:
             continue
         why = "requests without a conversation" if loop.similarity == "mcp" else "requests whose body is not read"

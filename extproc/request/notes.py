@@ -201,6 +201,17 @@ def _is_answer(note: re.Match[bytes]) -> bool:
     return note.string.startswith(_ANSWER, note.start())
 
 
+def quotes_answer(part: bytes, answers: frozenset[bytes]) -> bool:
+    """Whether a part of a body contains one of these answers; in linear time, whatever it consists of."""
+    place = part.find(_ANSWER)
+    while place >= 0:
+        found = _WRITTEN.match(part, place)
+        if found is not None and found[0] in answers:
+            return True
+        place = part.find(_ANSWER, place + 1)
+    return False
+
+
 def cut_notes(
     data: bytes,
     open_marks: Callable[[], Marks | None],
