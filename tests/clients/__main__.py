@@ -16,13 +16,13 @@ from tests.support import ROOT
 
 PAGE: Final = ROOT / "docs" / "clients.md"
 MOST_SECONDS: Final = 10
-SCRIPTS: Final = ("loop", "obey", "work", "sub-agents", "compaction")
+SCRIPTS: Final = ("loop", "obey", "work", "sub-agents")
 NOTED_AT: Final = 3
 
 _TEXT: Final = """# Clients
 
 `make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against a model that repeats one
-call. The preset notes the third identical turn, lands the fifth and refuses the seventh. Then the same clients run against a
+call. The columns `noted`, `landed` and `refused` say at which identical turn that happened. Each client also runs against a
 model that does what the note says, and against one that takes 20 different steps. Generated on {date}.
 
 {table}
@@ -30,7 +30,7 @@ model that does what the note says, and against one that takes 20 different step
 
 _HEAD: Final = (
     "client", "version", "noted", "landed", "refused", "retries", "seconds to its end", "message shown", "exit code",
-    "finishes when noted", "20 steps", "sub-agents", "compaction",
+    "finishes when noted", "20 steps", "sub-agents",
 )  # fmt: skip
 _NONE: Final = "-"
 
@@ -80,7 +80,7 @@ def _judge_message(visit: Visit) -> str:
 
 
 def _judge_finishes(visit: Visit) -> str:
-    unfinished = [name for name in ("obey", "sub-agents", "compaction") if (done := visit.runs.get(name)) and not done.finished]
+    unfinished = [name for name in ("obey", "sub-agents") if (done := visit.runs.get(name)) and not done.finished]
     return f"not with {', '.join(unfinished)}" if unfinished else ""
 
 
@@ -105,7 +105,7 @@ def visit_client(client: Client, scripts: Sequence[str], record: Path | None) ->
     runs: dict[str, Run] = {}
     with opened(client, commands) as zoo:
         for script in scripts:
-            if (script == "sub-agents" and client.spawn is None) or (script == "compaction" and not client.compact):
+            if script == "sub-agents" and client.spawn is None:
                 continue
             runs[script] = done = run(zoo, script)
             _tell(client, _describe(done))
@@ -154,7 +154,6 @@ def _row(visit: Visit) -> tuple[str, ...]:
         yes(runs["obey"].finished),
         "untouched" if not runs["work"].acted and runs["work"].finished else "**touched**",
         f"noted at {', '.join(map(str, subs))}" if subs else _NONE,
-        f"noted after {next(iter(runs['compaction'].given.values())).noted}" if "compaction" in runs else _NONE,
     )
 
 
@@ -164,11 +163,7 @@ def write_page(visits: Sequence[Visit]) -> str:
         "|".join(("", *row, "")) for row in (_HEAD, ["---"] * len(_HEAD), *[_row(visit) for visit in visits if visit.runs])
     ]
     notes = [f"- {visit.client.name} {reason}." for visit in visits if visit.runs for reason in visit.client.allowed.values()]
-    notes += [
-        f"- {visit.client.name} stops identical calls itself: its model takes turns between {len(visit.client.loop)} calls."
-        for visit in visits
-        if visit.runs and len(visit.client.loop) > 1
-    ]
+    notes += [f"- {visit.client.name} {visit.client.remark}." for visit in visits if visit.runs and visit.client.remark]
     notes += [
         f"- {visit.client.name} {visit.client.version} was skipped: {visit.skipped}." for visit in visits if visit.skipped
     ]

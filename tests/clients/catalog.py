@@ -50,7 +50,7 @@ class Client(NamedTuple):
         files: written before a run, by their paths.
         before: a command to run before.
         spawn: how the model starts a sub-agent, where the client has them.
-        compact: what makes the client compact its history all the time, as files.
+        remark: what else was done for it, for the page.
         allowed: what it may do that the others may not, by the name of the promise, with the reason.
     """
 
@@ -65,7 +65,7 @@ class Client(NamedTuple):
     files: Mapping[str, str] = _NO_FILES
     before: tuple[str, ...] = ()
     spawn: Call | None = None
-    compact: Mapping[str, str] = _NO_FILES
+    remark: str = ""
     allowed: Mapping[str, str] = _NO_FILES
 
     @property
@@ -91,6 +91,7 @@ _GEMINI: Final = {
 }
 _OPENAI: Final = {"OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_BASE": "{url}/v1"}
 _TWO: Final = ("missing.txt", "absent.txt")
+_ALTERNATES: Final = "stops identical calls itself, so its model alternates between two calls"
 _READ: Final = Call("read_file", {"path": "{file}"})
 
 
@@ -178,6 +179,7 @@ CLIENTS: Final = (
         {"GEMINI_API_KEY": KEY, "GOOGLE_GEMINI_BASE_URL": "{url}"},
         Call("read_file", {"file_path": "{file}"}),
         files={"{home}/.gemini/settings.json": json.dumps(_GEMINI)},
+        remark="runs without its own loop detection, which would end it first",
     ),
     Client(
         "qwen-code",
@@ -187,6 +189,7 @@ CLIENTS: Final = (
         {**_OPENAI, "OPENAI_MODEL": "qwen-x"},
         Call("read_file", {"file_path": "{file}"}),
         loop=_TWO,
+        remark=_ALTERNATES,
         files={"{home}/.qwen/settings.json": json.dumps(_QUIET)},
     ),
     Client(
@@ -197,6 +200,7 @@ CLIENTS: Final = (
         {"CLINE_TELEMETRY_DISABLED": "1", "DO_NOT_TRACK": "1"},
         Call("read_files", {"paths": ["{file}"]}),
         loop=_TWO,
+        remark=_ALTERNATES,
         before=("{bin}/cline", "auth", "-p", "openai", "-k", KEY, "-m", "gpt-x", "-b", "{url}/v1"),
     ),
     Client(
@@ -212,7 +216,7 @@ CLIENTS: Final = (
             "MSWEA_SILENT_STARTUP": "1",
         },
         Call("bash", {"command": "cat {file}"}),
-        allowed={"ends": "tries ten times for four minutes, whatever the status"},
+        allowed={"ends": "retries for minutes, whatever the status"},
         end=Call("bash", {"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {DONE}"}),
     ),
     _python(

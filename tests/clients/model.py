@@ -108,7 +108,7 @@ class Model:
                 spawn = self.client.spawn
                 assert spawn is not None
                 return None if number else [self._fill(spawn, task) for task in SUBTASKS]
-            case "obey" | "sub-agents" | "compaction" if noted:
+            case "obey" | "sub-agents" if noted:
                 return None
         files = self.client.loop
         return self._write(self.client.step, files[number % len(files)]) if number < _LONGEST_LOOP else None

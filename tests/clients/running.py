@@ -133,7 +133,7 @@ def run(zoo: Zoo, script: str) -> Run:
             "{bin}": str(zoo.commands),
             "{prompt}": TASK,
         }
-        for path, text in {**client.files, **(client.compact if script == "compaction" else {})}.items():
+        for path, text in client.files.items():
             file = Path(_fill(path, known))
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(_fill(text, known))

@@ -244,5 +244,5 @@ def test_a_body_that_cannot_be_edited_keeps_its_answers() -> None:
     """They are removed from what is certain to be read in one way."""
     data = b'{"messages": [{"role": "user"}], "messages": []}'
 
-    assert leave_out_answers(data, [b"x"]) is data
-    assert leave_out_answers(b"[", [b"x"]) == b"["
+    assert leave_out_answers(data, frozenset([b"x"])) is data
+    assert leave_out_answers(b"[", frozenset([b"x"])) == b"["

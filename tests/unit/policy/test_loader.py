@@ -498,9 +498,10 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             ],
         ),
         (
-            loop(action="warn", steer_note="Stop.", max_delay_ms=5, reject_status=400, refuse_as="completion"),
+            loop(action="warn", steer_note="Stop.", steer_share=50, max_delay_ms=5, reject_status=400, refuse_as="completion"),
             [
                 ("/spec/loop_detection/steer_note", "steer_note does nothing without the action steer or land"),
+                ("/spec/loop_detection/steer_share", "steer_share does nothing without the action steer"),
                 ("/spec/loop_detection/max_delay_ms", "max_delay_ms does nothing without the action throttle"),
                 ("/spec/loop_detection/reject_status", "reject_status does nothing without the action throttle or reject"),
                 ("/spec/loop_detection/refuse_as", "refuse_as does nothing without the action throttle or reject"),
