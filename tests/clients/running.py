@@ -188,6 +188,7 @@ def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the whole session: some clients leave helpers behind
         code = process.wait()
+        _end_strays(folder / "home")
     time.sleep(0.2)  # until Envoy has written its log
     entries = _list_entries(zoo.stack)[seen:]
     refusals = [entry.time for entry in entries if entry.refused]
@@ -207,6 +208,15 @@ def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder:
         model.requests,
         text,
     )
+
+
+def _end_strays(home: Path) -> None:
+    """End the processes that a client has started in sessions of their own, such as cline's daemon."""
+    mark = f"HOME={home}\0".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def _fill(text: str, known: Mapping[str, str]) -> str:
