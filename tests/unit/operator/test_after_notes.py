@@ -90,6 +90,23 @@ def test_each_way_out_of_a_loop_is_counted_once() -> None:
     assert {key[3] for key in service.reporter.loops.after} == {"same_error"}
 
 
+@pytest.mark.parametrize(
+    "stuck",
+    [
+        [Did((("read", {"path": "a"}),), ("A line of the file.\n" * 20,))] * 3,
+        [Did((("read", {"path": f"{number}"}),), ("error: invalid syntax",)) for number in range(6)],
+    ],
+    ids=["without an error", "other actions, the same error"],
+)
+def test_each_kind_of_loop_can_be_left(stuck: list[Did]) -> None:
+    """What is repeated may be the action or the error alone."""
+    service = make_service(policy("p", ANY, **LADDER))
+
+    converse(service, "one", [*stuck, OTHER])
+
+    assert count_changes(service) == {("noted", BEGUN): 1, ("noted", TURNED): 1}
+
+
 def test_a_request_that_is_sent_again_changes_nothing() -> None:
     """A retry shows the same turns."""
     service = make_service(policy("p", ANY, **LADDER))
