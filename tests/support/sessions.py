@@ -14,7 +14,7 @@ from extproc.pb.external_processor_pb2 import ProcessingResponse
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
-from tests.support.service import decoded
+from tests.support.service import decoded, run
 from tests.support.turn_writers import Did, as_chat
 
 STUCK = Did((("run", {"tests": "all"}),), ("3 failed",))
@@ -49,7 +49,7 @@ def ask(service: Service, data: bytes, **named: Any) -> tuple[ProcessingResponse
         finally:
             stream.close()
 
-    reply, at_once = asyncio.run(exchange())
+    reply, at_once = run(exchange())
     return decoded(reply), at_once
 
 

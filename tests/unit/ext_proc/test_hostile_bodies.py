@@ -213,9 +213,10 @@ def test_every_depth_is_too_deep_or_is_not(nest: str) -> None:
         lambda value: f'{{"prompt":{value}}}'.encode(),
     ]
 
+    service = _service()
     for shape in shapes:
         for depth in range(900, 1_000):
-            _send(_service(), shape(opening * depth + "1" + closing * depth))
+            _send(service, shape(opening * depth + "1" + closing * depth))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
