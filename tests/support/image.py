@@ -35,6 +35,8 @@ from tests.support.harness import PATIENCE
 
 DOCKERFILE = ROOT / "Dockerfile"
 AS_ROOT = os.getuid() == 0
+COMPILED = "extproc/tallies.py"
+"""What is compiled of the image that is tested: it imports nothing, whose types would be looked at as well."""
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -111,7 +113,7 @@ class Build:
         self._name = ""
         self._arguments: dict[str, str] = {}
         send_context(folder / "context")
-        compile_only(folder / "context", "extproc/engine/engine.py")
+        compile_only(folder / "context", COMPILED)
 
     def run(self) -> Image:
         """All of it."""
