@@ -33,9 +33,12 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
 def test_every_loop_is_found_and_no_other(driver: Driver, api: str) -> None:
     """With whole histories, cleared results and windows of messages, all side by side."""
     random = Random(api)
+    habits = ["whole, retries", "newest 2 results kept", "last 3 turns", "last 5 turns, no opening, retries"]
+    if api == "gemini":  # its agents say nothing here: without the task too, nothing tells a request sent again from a turn
+        habits.pop()
     runs = [
         run
-        for habit in ("whole, retries", "newest 2 results kept", "last 3 turns", "last 5 turns, no opening, retries")
+        for habit in habits
         for run in [*make_runs(api, HABITS[habit], random), *make_best_of(4, api, HABITS[habit], random)]
     ]
     runs += make_few(4, "chat", HABITS["whole"], random)
