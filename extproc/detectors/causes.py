@@ -20,7 +20,7 @@ from extproc.apis.conversation import TOOL_KEYS, Conversation
 from extproc.apis.messages import CALL
 from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS
-from extproc.detectors.failures import TRANSIENT, find_complaint
+from extproc.detectors.failures import SAID_WITHIN, TRANSIENT, find_complaint
 from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
 from extproc.detectors.schemas import MISSING, UNKNOWN, Fault, find_fault, join_path
 from extproc.detectors.turn import FAILURE_MARK, Turn, read_turns
@@ -65,7 +65,8 @@ _WORTH_QUOTING: Final = re.compile(r"[^\W\d_]{2}.*[^>]$|[^\W_]{1,32}$")
 """A line with a word in it that is more than a tag."""
 
 _AROUND: Final = " .,'\"`"
-_QUOTES: Final = frozenset("\u201c\u201d")
+_OPEN: Final = "\u201c"
+_CLOSE: Final = "\u201d"
 _JOINTS: Final = {ord(sign): None for sign in "_-./: "}
 
 
@@ -154,8 +155,9 @@ def _name_step(turn: Turn) -> str:
 def _quote_line(result: str, *, failed: bool) -> str:
     """The line of a result that says most, quoted; empty if there is none."""
     text = result.replace(FAILURE_MARK, "").strip()
-    lines = [line.strip() for line in text.splitlines()]
     traced = text.startswith("Traceback (most recent")  # whose last line says what is wrong
+    text = text[-SAID_WITHIN:] if traced else text[:SAID_WITHIN]
+    lines = [line.strip() for line in text.splitlines()]
     said = find_complaint(text) if failed and not traced else ""
     if said:
         place = text.lower().find(said)
@@ -164,9 +166,11 @@ def _quote_line(result: str, *, failed: bool) -> str:
         said = next((line for line in (lines[::-1] if traced else lines) if _WORTH_QUOTING.search(line)), "")
     if said.endswith(":") and said in lines:  # a heading
         said = " ".join([said, *[line for line in lines[lines.index(said) + 1 :] if line][:1]])
-    said = said[: 2 * _LONGEST_QUOTE]
-    plain = "".join([letter if letter.isprintable() and letter not in _QUOTES else " " for letter in said]).strip(_AROUND)
-    return f"\u201c{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}\u201d" if plain else ""
+    plain = said[: 2 * _LONGEST_QUOTE].replace(_OPEN, " ").replace(_CLOSE, " ")
+    if not plain.isprintable():
+        plain = "".join([letter if letter.isprintable() else " " for letter in plain])
+    plain = plain.strip(_AROUND)
+    return f"{_OPEN}{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}{_CLOSE}" if plain else ""
 
 
 def _list_names(names: Sequence[str], word: str = "and") -> str:
