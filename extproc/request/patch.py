@@ -84,6 +84,7 @@ class Value:
 
 
 Fields = dict[str, Value]
+Pieces = list[bytes | memoryview]
 
 
 class _Edit(NamedTuple):
@@ -281,7 +282,7 @@ class Patch:
             yield element
 
     def _find_object(self, openings: Sequence[bytes], start: int, end: int) -> Value | None:
-        """The element of a list that ends at an offset, if it is an object that begins like one of these; None if that is unclear.
+        """The element of a list that ends at an offset, if it is an object that begins like these; None if that is unclear.
 
         This saves decoding the list. Only one start is possible: no object's JSON ends in a shorter object's. From outside a
         string, that one would have a bracket too many, and from inside, its strings would be what is between the other's.
@@ -405,15 +406,15 @@ class Patch:
             elif text is not None:
                 self.append(value, text, key)
 
-    def apply(self) -> bytes:
-        """Apply all changes, which must not overlap.
+    def apply(self) -> Pieces:
+        """Apply all changes, which must not overlap. Joined, the pieces are the new body; only one if nothing changes.
 
         Raises:
             NotCounted: they would change anything else, or this is too expensive to check.
         """
         edits = sorted(self._list_edits())
         if not edits:
-            return self.data
+            return [self.data]
         done = 0
         for place, edit in enumerate(edits):
             if edit.start < done or (place and edit == edits[place - 1]):
@@ -423,7 +424,7 @@ class Patch:
             self._verify(edits)
         except (NotJson, ValidationError):
             raise NotCounted(UNVERIFIED) from None
-        return _write(self.data, edits, 0, len(self.data))
+        return _cut(self.data, edits, 0, len(self.data))
 
     def _list_edits(self) -> list[_Edit]:
         """The changes as replacements of bytes."""
@@ -457,7 +458,7 @@ class Patch:
         left: list[tuple[Value, bytes]] = []
         for whole in wholes:
             inside = [edit for edit in edits if edit.start >= whole.start and edit.end <= whole.end]
-            left.append((whole, _write(self._text, inside, whole.start, whole.end)))
+            left.append((whole, b"".join(_cut(self._text, inside, whole.start, whole.end))))
         while left:
             value, new = left.pop()
             if value in self._new:
@@ -506,12 +507,12 @@ def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edi
     return edits
 
 
-def _write(data: bytes, edits: Sequence[_Edit], start: int, end: int) -> bytes:
-    """Apply replacements, which are in order, to the part of a body between two offsets."""
+def _cut(data: bytes, edits: Sequence[_Edit], start: int, end: int) -> Pieces:
+    """The part of a body between two offsets, with replacements, which are in order, in pieces that are not copied."""
     whole = memoryview(data)
-    parts: list[bytes | memoryview] = []
+    pieces: Pieces = []
     for edit in edits:
-        parts += [whole[start : edit.start], edit.text]
+        pieces += [whole[start : edit.start], edit.text]
         start = edit.end
-    parts.append(whole[start:end])
-    return b"".join(parts)
+    pieces.append(whole[start:end])
+    return pieces
