@@ -50,6 +50,7 @@ class Client(NamedTuple):
         files: written before a run, by their paths.
         before: a command to run before.
         spawn: how the model starts a sub-agent, where the client has them.
+        wait: how it waits for them, where their results come later; `{agents}` is an id of one.
         remark: what else was done for it, for the page.
         allowed: what it may do that the others may not, by the name of the promise, with the reason.
     """
@@ -65,6 +66,7 @@ class Client(NamedTuple):
     files: Mapping[str, str] = _NO_FILES
     before: tuple[str, ...] = ()
     spawn: Call | None = None
+    wait: Call | None = None
     remark: str = ""
     allowed: Mapping[str, str] = _NO_FILES
 
@@ -95,7 +97,7 @@ _ALTERNATES: Final = "stops identical calls itself, so its model alternates betw
 _READ: Final = Call("read_file", {"path": "{file}"})
 
 
-def _codex(name: str, settings: str, key: str, spawn: Call | None = None) -> Client:
+def _codex(name: str, settings: str, key: str) -> Client:
     config = f'model = "gpt-5.1-codex"\ncheck_for_update_on_startup = false\n{settings}\n[analytics]\nenabled = false\n'
     return Client(
         name,
@@ -105,7 +107,8 @@ def _codex(name: str, settings: str, key: str, spawn: Call | None = None) -> Cli
         {key: KEY, "CODEX_HOME": "{home}/.codex"},
         Call("exec_command", {"cmd": "cat {file}"}),
         files={"{home}/.codex/config.toml": config},
-        spawn=spawn,
+        spawn=Call("multi_agent_v1.spawn_agent", {"message": "{task}"}),
+        wait=Call("multi_agent_v1.wait_agent", {"targets": ["{agents}"], "timeout_ms": 60_000}),
     )
 
 
@@ -178,6 +181,7 @@ CLIENTS: Final = (
         ("{bin}/gemini", "-p", "{prompt}", "--yolo", "--skip-trust"),
         {"GEMINI_API_KEY": KEY, "GOOGLE_GEMINI_BASE_URL": "{url}"},
         Call("read_file", {"file_path": "{file}"}),
+        spawn=Call("invoke_agent", {"agent_name": "generalist", "prompt": "{task}"}),
         files={"{home}/.gemini/settings.json": json.dumps(_GEMINI)},
         remark="runs without its own loop detection, which would end it first",
     ),
@@ -189,6 +193,7 @@ CLIENTS: Final = (
         {**_OPENAI, "OPENAI_MODEL": "qwen-x"},
         Call("read_file", {"file_path": "{file}"}),
         loop=_TWO,
+        spawn=Call("agent", {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"}),
         remark=_ALTERNATES,
         files={"{home}/.qwen/settings.json": json.dumps(_QUIET)},
     ),

@@ -32,6 +32,9 @@ SUBTASKS: Final = ("subtask alpha", "subtask beta")
 _LONGEST_LOOP: Final = 40
 """Equal answers after which the model gives up: nothing stopped the client."""
 
+_AGENT: Final = re.compile(r'agent_id[\\]*":[\\]*"([^"\\]+)')
+"""The id of a sub-agent, in the result of the call that started it."""
+
 _STREAM_GEMINI: Final = ":streamGenerateContent"
 
 
@@ -86,7 +89,7 @@ class Model:
             given.noted = given.noted or len(given.steps)
         if LANDING in text:
             given.landed = given.landed or len(given.steps)
-        answer = self._choose(task, given, noted=OPENING in text)
+        answer = self._choose(task, given, text, noted=OPENING in text)
         if answer is None:
             self.ended = True
             return self._write(client.end, "")
@@ -98,20 +101,26 @@ class Model:
         step = self.client.step
         return isinstance(step, Call) and step.tool not in _read_tools(body)
 
-    def _choose(self, task: str, given: Given, *, noted: bool) -> Answer | None:
+    def _choose(self, task: str, given: Given, text: str, *, noted: bool) -> Answer | None:
         """The next step of a conversation; None at its end."""
         number = len(given.steps)
         match self.script:
             case "work":
                 return self._write(self.client.step, f"file{number + 1}.txt") if number < STEPS else None
             case "sub-agents" if not task:
-                spawn = self.client.spawn
-                assert spawn is not None
-                return None if number else [self._fill(spawn, task) for task in SUBTASKS]
+                return self._delegate(number, text)
             case "obey" | "sub-agents" if noted:
                 return None
         files = self.client.loop
         return self._write(self.client.step, files[number % len(files)]) if number < _LONGEST_LOOP else None
+
+    def _delegate(self, number: int, text: str) -> Answer | None:
+        """The main agent's next step with sub-agents: it starts them, waits for them where it has to, and ends."""
+        spawn, wait = self.client.spawn, self.client.wait
+        if spawn is not None and not number:
+            return [self._fill(spawn, task) for task in SUBTASKS]
+        agents = list(dict.fromkeys(_AGENT.findall(text)))
+        return [self._fill(wait, agents[number - 1])] if wait is not None and number <= len(agents) else None
 
     def _write(self, step: Step, file: str) -> Answer:
         if isinstance(step, str):
@@ -119,7 +128,7 @@ class Model:
         return [self._fill(step, f"{self.folder}/{file}")]
 
     def _fill(self, call: Call, value: str) -> Call:
-        return Call(call.tool, json.loads(json.dumps(call.arguments).replace("{file}", value).replace("{task}", value)))
+        return Call(call.tool, json.loads(json.dumps(call.arguments).replace("{file}", value).replace("{task}", value).replace("{agents}", value)))
 
 
 def _fit(schema: dict[str, Any]) -> Any:  # noqa: ANN401  # JSON
@@ -209,6 +218,9 @@ def write_answer(path: str, answer: Answer, number: int, *, streamed: bool) -> t
         return "text/event-stream", f"data: {json.dumps(content)}\r\n\r\n".encode()
     end = next(end for end in (*SHAPES, path) if path.endswith(end))
     whole = SHAPES[end](answer, number)
+    for item in whole.get("output", ()):
+        if item.get("type") == "function_call" and "." in item["name"]:
+            item["namespace"], _, item["name"] = item["name"].partition(".")
     if not streamed:
         return "application/json", json.dumps(whole).encode()
     match end:
