@@ -58,7 +58,7 @@ _IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
 _MOST_TOOLS: Final = 500
 _MOST_COMPARED: Final = 128
-_MOST_PAIRS: Final = 4_096
+_MOST_PAIRS: Final = 2_560
 """Most names of tools or arguments that are compared with one that does not exist, and most pairs of letters."""
 
 _MOST_STEPS: Final = 10
