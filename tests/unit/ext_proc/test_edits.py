@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import extproc.ext_proc.changes.changes
 from extproc.ext_proc.budget import InspectionBudget
@@ -195,6 +197,25 @@ def test_changes_are_written_where_they_belong() -> None:
         b"".join(patch.apply())
         == rb' { "a" : [ 2 ] , "b" : {"n":null,"m":"' + b"\xc3\xa9" + rb'" } , "c": "x\"\n" , "d" : [true ],"e":0 } '
     )
+
+
+_TEXTS = st.lists(st.sampled_from(['{"', '"', "\\", "}", "]", ",", ":", "{", '":{"', "a"]), max_size=6).map("".join)
+_VALUES = st.recursive(
+    _TEXTS | st.integers(-1, 1),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.dictionaries(_TEXTS, _VALUES, max_size=3) | _VALUES, max_size=4), st.sampled_from([None, 0, 1]))
+def test_a_list_is_read_backwards_as_it_stands(values: list[Any], indent: int | None) -> None:
+    """Whatever its texts look like, each element begins and ends where a parser says."""
+    separators = (",", ":") if indent == 0 else None
+    patch = Patch(json.dumps({"a": values}, indent=indent or None, separators=separators).encode())
+
+    found = [patch.data[value.start : value.end] for value in patch.open_newest(find(patch, "a"))]
+
+    assert [json.loads(data) for data in found] == values[::-1]
 
 
 # --- what is not changed
