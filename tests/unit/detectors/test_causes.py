@@ -164,7 +164,7 @@ def test_nothing_is_blamed_on_a_call_that_may_be_right(tools: dict[str, Schema])
 @pytest.mark.parametrize(
     ("tools", "arguments"),
     [
-        ({f"tool_{number}": SQL for number in range(1_500)} | {"execute_sql": SQL}, {}),
+        ({"execute_sql": SQL} | {f"tool_{number}": SQL for number in range(1_000)}, {}),
         ({"execute_sql": {**SQL, "anyOf": [{}] * 1_500}}, {}),
         ({"execute_sql": {**SQL, "enum": list(range(4_100))}}, {}),
         ({"execute_sql": {**SQL, "title": "a" * 66_000}}, {}),
