@@ -26,7 +26,7 @@ _TEXT: Final = """# Clients
 call. The columns `noted`, `landed` and `refused` say at which identical turn that happened. Each client also runs against a
 model that does what the note says, and against one that takes 20 different steps. For `compaction`, the model says after two
 steps that the context is full: of the clients that then ask for a summary, those that show no older turns are counted anew. `-`
-stands for what was not played: most of these have no sub-agents, or do not compact their history within a task. Generated on {date}.
+stands for what was not played: most have no sub-agents, or do not compact their history within a task. Generated on {date}.
 
 {table}
 {notes}"""
