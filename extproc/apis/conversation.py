@@ -350,9 +350,10 @@ class Shapes:
             NotCounted: there is none, or several.
         """
         found: list[tuple[Shape, Value]] = []
+        fields_at_top = patch.open_fields(patch.root)
         for shape in self._shapes:
-            value: Value | None = patch.root
-            for step in shape.path:
+            value = fields_at_top.get(shape.path[0])
+            for step in shape.path[1:]:
                 value = patch.open_fields(value).get(step)
             if value is not None and not patch.is_null(value) and not (shape.fallback and found):
                 found.append((shape, value))
@@ -378,7 +379,7 @@ class Shapes:
         if patch.is_text(given):
             return [Place(given)]
         places: list[Place] = []
-        for number, (_, whole) in enumerate(patch.open_newest(given)):
+        for number, whole in enumerate(patch.open_newest(given)):
             message = read_message(patch, shape, patch.shorten(whole))
             speaker = shape.name_speaker(message)
             if speaker == ASSISTANT or number == _MAX_NEWEST:

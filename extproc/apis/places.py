@@ -7,7 +7,7 @@ from json import dumps
 from typing import NamedTuple
 
 from extproc.apis.contents import READERS
-from extproc.request.patch import Fields, Patch, Value
+from extproc.request.patch import Fields, Patch, Pieces, Value
 
 _MAX_BLOCKS = 100
 
@@ -41,8 +41,8 @@ class Place(NamedTuple):
         return self.value.end - 1
 
 
-def splice(patch: Patch, places: list[Place], note: str, separator: str = "") -> bytes:
-    """Put a note into each of these places, with the separator between a text and its note.
+def splice(patch: Patch, places: list[Place], note: str, separator: str = "") -> Pieces:
+    """Put a note into each of these places, with the separator between a text and its note; returns the new body in pieces.
 
     Raises:
         NotCounted: this would change anything else, or is too expensive to check.

@@ -1,7 +1,7 @@
 """Why an agent is stuck, as far as its request shows: what a note for the model can name.
 
 The newest turn decides: what it called, which tools the request declares, and what came back. If the request contradicts
-itself, or declares too much, no cause is named.
+itself, or declares too much, no cause is named: finding one takes a millisecond at most.
 """
 # interpreted: looks at requests that get a note; msgspec makes its Structs while Python runs
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, Struct, ValidationError, defstruct, json
@@ -20,11 +21,11 @@ from extproc.apis.conversation import TOOL_KEYS, Conversation
 from extproc.apis.messages import CALL
 from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS
-from extproc.detectors.failures import TRANSIENT, find_complaint
+from extproc.detectors.failures import SAID_WITHIN, TRANSIENT, find_complaint
 from extproc.detectors.loops import CYCLE, ERROR, REPEAT, RESULT
 from extproc.detectors.schemas import MISSING, UNKNOWN, Fault, find_fault, join_path
 from extproc.detectors.turn import FAILURE_MARK, Turn, read_turns
-from extproc.request.document import ABSENT, Document, Json, NotCounted, decode_json
+from extproc.request.document import ABSENT, Document, Json, NotCounted, count_left, decode_json, walk
 from extproc.request.quoting import MAX_QUOTED, quote
 
 MISSING_ARGUMENT: Final = "missing_argument"
@@ -37,9 +38,17 @@ SAME_STEPS: Final = "same_steps"
 """Kinds of causes."""
 
 _LONGEST_LIST: Final = 262_144
-"""Longest list of tools that is read, in bytes; decoding it takes half a millisecond."""
+_MOST_OBJECTS: Final = 5_000
+"""Longest list of tools that is read, in bytes, and most objects in it."""
 
-_LONGEST_SCHEMA: Final = 65_536
+_LONGEST_VALUE: Final = 65_536
+_MOST_CONTAINERS: Final = 1_500
+_MOST_VALUES: Final = 4_000
+"""Longest schema, and arguments, that are read, in bytes; most objects and lists in them, and most commas."""
+
+_MOST_FRACTIONS: Final = 200
+"""Most numbers with a fraction in all that is read."""
+
 _LONGEST_PATH: Final = 128
 _MOST_NAMED: Final = 3
 """Most similar tools to name."""
@@ -48,8 +57,9 @@ _MOST_JOINED: Final = 8
 _IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
 _MOST_TOOLS: Final = 500
-_MOST_COMPARED: Final = 256
-"""Most names of tools or arguments that are compared with one that does not exist."""
+_MOST_COMPARED: Final = 128
+_MOST_PAIRS: Final = 2_560
+"""Most names of tools or arguments that are compared with one that does not exist, and most pairs of letters."""
 
 _MOST_STEPS: Final = 10
 _LONGEST_QUOTE: Final = 200
@@ -65,8 +75,9 @@ _WORTH_QUOTING: Final = re.compile(r"[^\W\d_]{2}.*[^>]$|[^\W_]{1,32}$")
 """A line with a word in it that is more than a tag."""
 
 _AROUND: Final = " .,'\"`"
-_QUOTES: Final = frozenset("\u201c\u201d")
-_JOINTS: Final = {ord(sign): None for sign in "_-./: "}
+_OPEN: Final = "\u201c"
+_CLOSE: Final = "\u201d"
+_JOINTS: Final = "_-./: "
 
 
 class Cause(NamedTuple):
@@ -95,6 +106,7 @@ def find_cause(document: Document, repeat: Repeat | None, newer: int = 0) -> Cau
         return None
     try:
         conversation = open_conversation(document)
+        walk(0, count_left()[1] - _MOST_FRACTIONS)
         turns = islice(read_turns(conversation, document, THOUGHTS), newer, None)
         newest = next(turns, None)
         if newest is None:
@@ -154,8 +166,9 @@ def _name_step(turn: Turn) -> str:
 def _quote_line(result: str, *, failed: bool) -> str:
     """The line of a result that says most, quoted; empty if there is none."""
     text = result.replace(FAILURE_MARK, "").strip()
-    lines = [line.strip() for line in text.splitlines()]
     traced = text.startswith("Traceback (most recent")  # whose last line says what is wrong
+    text = text[-SAID_WITHIN:] if traced else text[:SAID_WITHIN]
+    lines = [line.strip() for line in text.splitlines()]
     said = find_complaint(text) if failed and not traced else ""
     if said:
         place = text.lower().find(said)
@@ -164,9 +177,11 @@ def _quote_line(result: str, *, failed: bool) -> str:
         said = next((line for line in (lines[::-1] if traced else lines) if _WORTH_QUOTING.search(line)), "")
     if said.endswith(":") and said in lines:  # a heading
         said = " ".join([said, *[line for line in lines[lines.index(said) + 1 :] if line][:1]])
-    said = said[: 2 * _LONGEST_QUOTE]
-    plain = "".join([letter if letter.isprintable() and letter not in _QUOTES else " " for letter in said]).strip(_AROUND)
-    return f"\u201c{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}\u201d" if plain else ""
+    plain = said[: 2 * _LONGEST_QUOTE].replace(_OPEN, " ").replace(_CLOSE, " ")
+    if not plain.isprintable():
+        plain = "".join([letter if letter.isprintable() else " " for letter in plain])
+    plain = plain.strip(_AROUND)
+    return f"{_OPEN}{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}{_CLOSE}" if plain else ""
 
 
 def _list_names(names: Sequence[str], word: str = "and") -> str:
@@ -191,7 +206,7 @@ def _blame_call(conversation: Conversation, turn: Turn, repeat: Repeat) -> Cause
         return None
     tools = _list_declared(conversation)
     for part in turn.parts if tools else ():
-        if part.kind != CALL:
+        if part.kind != CALL or _is_large(part.value):
             continue
         name = TOOL_WORDS.called.get(part.name, part.name)
         if name in tools:
@@ -216,12 +231,16 @@ def _list_similar(name: str, known: list[str]) -> list[str]:
     """The names that are most similar to another one; empty if none is."""
     plain = _strip(name)
     pairs = {plain[place : place + 2] for place in range(len(plain) - 1)}
-    near = sorted([(_measure(pairs, _strip(each)), each) for each in known[:_MOST_COMPARED]], reverse=True)[:_MOST_NAMED]
+    compared = known[: min(_MOST_COMPARED, _MOST_PAIRS // max(len(pairs), 1))]
+    near = sorted([(_measure(pairs, _strip(each)), each) for each in compared], reverse=True)[:_MOST_NAMED]
     return [each for share, each in near if share >= _NEAR]
 
 
 def _strip(name: str) -> str:
-    return name[:MAX_QUOTED].casefold().translate(_JOINTS)
+    plain = name[:MAX_QUOTED].casefold()
+    for joint in _JOINTS:  # `translate` takes three times as long
+        plain = plain.replace(joint, "")
+    return plain
 
 
 def _measure(pairs: set[str], other: str) -> float:
@@ -292,6 +311,7 @@ def _make_entry() -> type[Struct]:
 
 
 _Entry: Final[Any] = _make_entry()
+_read_inside: Final = attrgetter(*_WRAPPERS, *_LISTS)
 _Holder: Final[Any] = defstruct("Holder", [("tools", list[_Entry])], gc=False)
 _decode_list: Final = json.Decoder(list[_Entry]).decode
 _decode_holder: Final = json.Decoder(_Holder).decode
@@ -304,7 +324,7 @@ def _list_declared(conversation: Conversation) -> dict[str, Any]:
     tools: dict[str, Any] = {}
     for key in TOOL_KEYS:
         raw = conversation.find_field(key)
-        if raw is None or raw is ABSENT or len(raw) > _LONGEST_LIST:
+        if raw is None or raw is ABSENT or len(raw) > _LONGEST_LIST or bytes(raw).count(b"{") > _MOST_OBJECTS:
             continue
         try:
             held = bytes(raw).startswith(b"{")
@@ -322,17 +342,32 @@ def _add_declared(entry: Any, tools: dict[str, Any]) -> None:  # noqa: ANN401  #
     if entry.name:
         tools[entry.name] = entry
         return
-    inside = [value for value in [getattr(entry, key) for key in (*_WRAPPERS, *_LISTS)] if value]
-    for each in [inner for value in inside for inner in (value if isinstance(value, list) else [value])] or [entry]:
-        tools[each.name or _OTHERS] = each
+    named = False
+    for value in _read_inside(entry):
+        if value:
+            named = True
+            for each in value if type(value) is list else (value,):
+                tools[each.name or _OTHERS] = each
+    if not named:
+        tools[_OTHERS] = entry
 
 
 def _open_schema(tool: Any) -> dict[str, Json]:  # noqa: ANN401  # made at run time
     """The schema of a tool's arguments, which may be one level below; empty if it is too long, or none."""
     raw: Raw = next((raw for raw in [getattr(tool, key) for key in _SCHEMAS] if raw), ABSENT)
-    if raw is ABSENT or len(raw) > _LONGEST_SCHEMA:
+    if raw is ABSENT or _is_large(raw):
         return {}
     value = decode_json(raw)
     if isinstance(value, dict) and len(value) == 1 and isinstance(value.get("json"), dict):  # wrapped, as some APIs have it
         value = value["json"]
     return value if isinstance(value, dict) else {}
+
+
+def _is_large(value: Json) -> bool:
+    """Whether it would take long to decode a value."""
+    if not isinstance(value, (str, Raw)):
+        return False
+    if len(value) > _LONGEST_VALUE:
+        return True
+    text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+    return text.count(b"{") + text.count(b"[") > _MOST_CONTAINERS or text.count(b",") > _MOST_VALUES

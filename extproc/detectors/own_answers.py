@@ -42,8 +42,9 @@ def leave_out_answers(data: bytes, answers: frozenset[bytes]) -> bytes:
         patch = Patch(data)
         shape, given = find_conversation(patch)
         messages = patch.open_items(given)
-        patch.remove(given, _Reader(patch, shape, messages, answers).list_own())
-        return patch.apply()
+        own = _Reader(patch, shape, messages, answers).list_own()
+        patch.remove(given, own)
+        return b"".join(patch.apply()) if own else data
     except NotCounted:
         return data
 

@@ -21,7 +21,9 @@ UNKNOWN: Final = "unknown"
 
 _MOST_STEPS: Final = 400
 _STEP_BITS: Final = 3
-"""Steps for one schema: one for each comparison of a value with a part of it, and one for each 2 to this power of names."""
+_PATH_BITS: Final = 8
+"""Steps for one schema: one for each comparison of a value with a part of it, and one for each 2 to these powers of names, and
+of letters in a path."""
 
 _DEEPEST: Final = 16
 _LONGEST_REFERENCE: Final = 512
@@ -184,6 +186,7 @@ class _Search:
             return Fault(MISSING, path, tuple(missing), long=long)
         closed = others is False and not loose and _LOOSE.isdisjoint(schema)
         for name, item in value.items():
+            self._take((len(path) + len(name)) >> _PATH_BITS)
             if name in properties:
                 fault = self.check(properties[name], item, join_path(path, name), depth + 1)
             elif closed:

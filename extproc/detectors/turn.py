@@ -314,7 +314,7 @@ class Turn:
                 kind = read_failure(text, failed=self._failed)
                 if long:
                     _KINDS.put(key, kind)
-            if kind == NO_FAILURE and self.known and not self.names and not self._returned and complains(text):
+            if kind == NO_FAILURE and self.known and not self._returned and not self.names and complains(text):
                 kind = FATAL
             self._failure = kind
             return kind

@@ -17,7 +17,8 @@ from msgspec import json
 
 from extproc.apis import LIST_PATHS, asks_model, open_conversation
 from extproc.apis.excerpt import Excerpt
-from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, decide
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, decide
+from extproc.detectors.causes import Cause, find_cause
 from extproc.detectors.own_answers import leave_out_answers
 from extproc.engine.candidates import (
     NO_LABELS,
@@ -335,6 +336,7 @@ class Evaluation:
 
     __slots__ = (
         "_body",
+        "_cause",
         "_earlier",
         "_key",
         "_last",
@@ -385,6 +387,7 @@ class Evaluation:
         self.is_overridden = False
         self._scope = scope
         self._body: RequestBody | None = None
+        self._cause: tuple[Repeat, Cause | None] | None = None
 
     def describe_counted(self) -> list[str]:
         """JSON that its access log entry has to repeat, so that a request that its upstream fails is taken back."""
@@ -515,6 +518,16 @@ class Evaluation:
             self.document = document
         self.plain = document
         return document, ""
+
+    def find_cause(self, repeat: Repeat | None, newer: int = 0) -> Cause | None:
+        """See `find_cause`. The note and the report about it ask for the same one."""
+        if repeat is None or self.plain is None:
+            return None
+        if newer:
+            return find_cause(self.plain, repeat, newer)
+        if self._cause is None or self._cause[0] is not repeat:
+            self._cause = repeat, find_cause(self.plain, repeat)
+        return self._cause[1]
 
     def make_marks(self, candidate: Candidate, data: bytes) -> Marks:
         """The marks of notes for a candidate's caller, in the request's conversation.

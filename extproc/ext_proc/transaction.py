@@ -315,7 +315,10 @@ class Transaction:
         """Edit the body of a request that continues, if Envoy accepts an edited body."""
         if decision.action is Action.REJECT:
             return decision, UNCHANGED
-        original = Original(self._content, self._unknown or "inspect_limit")
+        content: bytes | memoryview | None = self._content
+        if content is not None and evaluation.document is not None:
+            content = bytes(evaluation.document)  # the same, and already copied
+        original = Original(content, self._unknown or "inspect_limit")
         if self.observed:
             original = Original(None, OBSERVED)
         elif kind in HEADERS:

@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from extproc.bounded import LRU
 from extproc.decision import Action, Decision, Outcome
-from extproc.detectors.causes import find_cause
 from extproc.engine.candidates import LoopCandidate
 from extproc.engine.evaluation import Evaluation
 from extproc.operator.loop_table import find_candidate, name_repeated
@@ -99,7 +98,7 @@ class NoteFollower:
         if after == TURNED and repeat is not None and repeat.before is not None:
             fingerprint = _find_fingerprint(evaluation, candidate, repeat.before.compared)
             repeat, newer = repeat.before.last, 1
-        cause = find_cause(evaluation.plain, repeat, newer) if evaluation.plain is not None else None
+        cause = evaluation.find_cause(repeat, newer)
         kind = cause.kind if cause is not None else NO_CAUSE
         return AfterNote(outcome, name_repeated(repeat, fingerprint), fingerprint, after, noted, kind)
 

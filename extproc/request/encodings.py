@@ -63,8 +63,7 @@ def list_encodings(content_encoding: bytes) -> list[bytes]:
 
 def split_mark(body: bytes) -> tuple[bytes, bytes]:
     """Split a body into its byte order mark, which is not part of the JSON, and the rest."""
-    size = len(BOM_UTF8) if body.startswith(BOM_UTF8) else 0
-    return body[:size], body[size:]
+    return (BOM_UTF8, body[len(BOM_UTF8) :]) if body.startswith(BOM_UTF8) else (b"", body)
 
 
 def _unpack_all(body: bytes | memoryview, encodings: list[bytes], limit: int) -> bytes | memoryview:

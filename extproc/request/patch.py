@@ -35,7 +35,8 @@ UNVERIFIED: Final = "unverified"
 
 _INSPECT_LIMIT: Final = "inspect_limit"
 _MAX_SPACE: Final = 256
-"""Maximum white space before an element of a list that is read backwards, in bytes."""
+_FAR: Final = 16_384
+"""Of a list that is read backwards: the maximum white space before an element, and the length of one to look for, in bytes."""
 
 _STEP_BITS: Final = 10
 _RAW_BITS: Final = 4
@@ -51,6 +52,9 @@ _SPACE: Final = b" \t\n\r"
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("(?:[^"\\]|\\.)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
 _NEXT: Final = re.compile(rb"[ \t\n\r]*+,?[ \t\n\r]*+")
 _END: Final = re.compile(rb"[ \t\n\r]*+\}\Z")
+_FIRST: Final = re.compile(rb'\[[ \t\n\r]*+(\{[ \t\n\r]*+"[^"\\]{1,64}+")')
+_OPENING: Final = b'{"'
+"""How a list's first object begins, with its first key, and any object without white space."""
 
 _decode_fields: Final = json.Decoder(dict[str, Raw]).decode
 _decode_items: Final = json.Decoder(list[Raw]).decode
@@ -80,6 +84,7 @@ class Value:
 
 
 Fields = dict[str, Value]
+Pieces = list[bytes | memoryview]
 
 
 class _Edit(NamedTuple):
@@ -247,24 +252,63 @@ class Patch:
             self._children[value] = found
         return found
 
-    def open_newest(self, value: Value) -> Iterator[tuple[Raw, Value]]:
+    def open_newest(self, value: Value) -> Iterator[Value]:
         """The elements of a list, last first; an edit of one is verified without the others.
 
         Raises:
             NotCounted: there are too many, or too much space between them.
         """
-        text, place = self._text, value.end - 1
-        items = self._decode_items(value, _RAW_BITS) if self.is_list(value) else []
-        self.take(len(items) >> _RAW_BITS)
-        for left in range(len(items), 0, -1):
-            item = items[left - 1]
+        text, place, count = self._text, value.end - 1, 0
+        items: list[Raw] | None = None if self.is_list(value) else []
+        first = _FIRST.match(text, value.start, value.end)
+        openings = [first[1], _OPENING] if first is not None else [_OPENING]
+        while place > value.start:
             self.take(1)
             end = self._skip_space_backwards(place)
-            start = end - len(item)
-            place = self._skip_space_backwards(start) - 1
-            if not text.startswith(b"[" if left == 1 else b",", place):
+            element = self._find_object(openings, value.start, end) if items is None else None
+            if element is None:
+                if items is None:
+                    items = self._decode_items(value, _RAW_BITS)
+                    self.take(len(items) >> _RAW_BITS)
+                if count == len(items):
+                    break
+                start = end - len(items[-1 - count])
+                element = Value("", start, start, end, None)
+            count += 1
+            place = self._skip_space_backwards(element.start) - 1
+            oldest = place == value.start if items is None else count == len(items)
+            if oldest != (place == value.start) or not text.startswith(b"[" if oldest else b",", place):
                 raise NotCounted(AMBIGUOUS)
-            yield item, Value("", start, start, end, None)
+            yield element
+
+    def _find_object(self, openings: Sequence[bytes], start: int, end: int) -> Value | None:
+        """The element of a list that ends at an offset, if it is an object that begins like these; None if that is unclear.
+
+        This saves decoding the list. Only one start is possible: no object's JSON ends in a shorter object's. From outside a
+        string, that one would have a bracket too many, and from inside, its strings would be what is between the other's.
+
+        Args:
+            openings: likely first bytes.
+            start: the offset of the list.
+            end: the offset behind the element.
+        """
+        text = self._text
+        if not text.endswith(b"}", start, end):
+            return None
+        for opening in openings:
+            place = text.rfind(opening, max(start, end - _FAR), end)
+            if place < 0:
+                continue
+            found = Value("", place, place, end, None)
+            try:
+                self._open_object(found)
+            except NotJson:
+                continue
+            except NotCounted as why:
+                if why.reason != AMBIGUOUS:  # which is left to those who open it
+                    raise
+            return found
+        return None
 
     def _skip_space_backwards(self, place: int) -> int:
         """The start of the space before an offset; with too much space, the offsets do not add up, which is noticed."""
@@ -304,7 +348,7 @@ class Patch:
         place = value.start + 1
         for name, item in fields.items():
             key = _KEY.match(text, place, end)
-            if key is None or not text.startswith(bytes(item), key.end()):
+            if key is None or not text.startswith(item, key.end()):
                 raise NotCounted(AMBIGUOUS)
             place = key.end() + len(item)
             found.append(Value(name, key.start(1), key.end(), place, value))
@@ -362,26 +406,25 @@ class Patch:
             elif text is not None:
                 self.append(value, text, key)
 
-    def apply(self) -> bytes:
-        """Apply all changes, which must not overlap.
+    def apply(self) -> Pieces:
+        """Apply all changes, which must not overlap. Joined, the pieces are the new body; only one if nothing changes.
 
         Raises:
             NotCounted: they would change anything else, or this is too expensive to check.
         """
         edits = sorted(self._list_edits())
         if not edits:
-            return self.data
+            return [self.data]
         done = 0
         for place, edit in enumerate(edits):
             if edit.start < done or (place and edit == edits[place - 1]):
                 raise NotCounted(UNVERIFIED)
             done = edit.end
-        changed = _write(self._text, edits)
         try:
-            self._verify(changed, edits)
+            self._verify(edits)
         except (NotJson, ValidationError):
             raise NotCounted(UNVERIFIED) from None
-        return changed if self._text is self.data else _write(self.data, edits)
+        return _cut(self.data, edits, 0, len(self.data))
 
     def _list_edits(self) -> list[_Edit]:
         """The changes as replacements of bytes."""
@@ -397,11 +440,11 @@ class Patch:
             edits.append(_Edit(end, end, comma + b",".join(written)))
         return edits
 
-    def _verify(self, changed: bytes, edits: Sequence[_Edit]) -> None:
+    def _verify(self, edits: Sequence[_Edit]) -> None:
         """Check, by decoding, that only the intended parts have changed.
 
         Each value with a change inside is decoded, starting from the outermost one that is verified as a whole. The bytes
-        around that one are unchanged, and it ends at the same place.
+        around that one are unchanged, because no edit reaches beyond it.
         """
         touched: set[Value] = set()
         wholes: dict[Value, None] = {}
@@ -412,7 +455,10 @@ class Patch:
                 at = at.within
                 touched.add(at)
             wholes[at] = None
-        left = [(whole, changed[_shift(edits, whole.start, 0) : _shift(edits, whole.end, 1)]) for whole in wholes]
+        left: list[tuple[Value, bytes]] = []
+        for whole in wholes:
+            inside = [edit for edit in edits if edit.start >= whole.start and edit.end <= whole.end]
+            left.append((whole, b"".join(_cut(self._text, inside, whole.start, whole.end))))
         while left:
             value, new = left.pop()
             if value in self._new:
@@ -461,18 +507,12 @@ def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edi
     return edits
 
 
-def _write(data: bytes, edits: Sequence[_Edit]) -> bytes:
-    """Apply replacements, which are in order, to a body."""
+def _cut(data: bytes, edits: Sequence[_Edit], start: int, end: int) -> Pieces:
+    """The part of a body between two offsets, with replacements, which are in order, in pieces that are not copied."""
     whole = memoryview(data)
-    parts: list[bytes | memoryview] = []
-    done = 0
+    pieces: Pieces = []
     for edit in edits:
-        parts += [whole[done : edit.start], edit.text]
-        done = edit.end
-    parts.append(whole[done:])
-    return b"".join(parts)
-
-
-def _shift(edits: Sequence[_Edit], place: int, inside: int) -> int:
-    """An offset in the changed body; with `inside`, edits that end at the offset are included."""
-    return place + sum([len(edit.text) - (edit.end - edit.start) for edit in edits if edit.end < place + inside])
+        pieces += [whole[start : edit.start], edit.text]
+        start = edit.end
+    pieces.append(whole[start:end])
+    return pieces

@@ -128,8 +128,8 @@ def find_called(patch: Patch, names: Collection[str]) -> str | None:
             raise
         return None
     called = "" if look_back(patch, shape).after else None
-    for raw, value in patch.open_newest(given):
-        message = read_message(patch, shape, raw)
+    for value in patch.open_newest(given):
+        message = read_message(patch, shape, patch.read_raw(value))
         if shape.name_speaker(message) != ASSISTANT:
             continue
         patch.take_whole(value)

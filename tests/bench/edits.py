@@ -17,7 +17,7 @@ from extproc.server import freeze_objects
 from tests.bench.report import progress
 from tests.support.messages import make_marks
 
-_Edit: TypeAlias = Callable[[bytes], bytes]
+_Edit: TypeAlias = Callable[[bytes], object]
 
 _NOTE = "Loop detected: the same again. " * 20
 _ROOM = 512
@@ -162,7 +162,7 @@ def fill(filling: str, before: str, behind: str, size: int) -> bytes:
 def find_worst_note(*, quick: bool) -> Worst:
     """The slowest of notes that are put, or not, into such bodies."""
     request = HttpRequest("POST", "/v1/x")
-    return _find_worst("notes", _STEERED, [lambda body: steer(request, body, _NOTE, make_marks)], quick=quick)
+    return _find_worst("notes", _STEERED, [lambda body: b"".join(steer(request, body, _NOTE, make_marks))], quick=quick)
 
 
 def find_worst_narrowing(*, quick: bool) -> Worst:

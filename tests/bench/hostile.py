@@ -13,7 +13,7 @@ from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.request.notes import CLOSING, END, OPENING
 from extproc.settings import Settings
-from tests.bench import edits, samples
+from tests.bench import causes, edits, samples
 from tests.bench.report import Row, progress
 
 TITLE = "hostile: the longest time that one message blocks the event loop"
@@ -143,7 +143,7 @@ def run(*, quick: bool) -> list[Row]:
         rows.append(Row(name, median(longest), "ms", _LIMIT_MS))
     for kind, worst in (("notes", edits.find_worst_note(quick=quick)), ("narrowings", edits.find_worst_narrowing(quick=quick))):
         rows.append(Row(f"worst of {worst.bodies} {kind}: {worst.name}", worst.milliseconds, "ms", _EDIT_LIMIT_MS))
-    return rows
+    return [*rows, causes.measure(quick=quick)]
 
 
 def _send(serving: Service, messages: Sequence[bytes]) -> float:

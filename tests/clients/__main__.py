@@ -11,26 +11,29 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.clients.catalog import CLIENTS, PROMISES, Client
+from tests.clients.model import FULL_AFTER
 from tests.clients.running import NotInstalled, Run, install, opened, run
 from tests.support import ROOT
 
 PAGE: Final = ROOT / "docs" / "clients.md"
 MOST_SECONDS: Final = 10
-SCRIPTS: Final = ("loop", "obey", "work", "sub-agents")
+SCRIPTS: Final = ("loop", "obey", "work", "sub-agents", "compaction")
 NOTED_AT: Final = 3
 
 _TEXT: Final = """# Clients
 
 `make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against a model that repeats one
 call. The columns `noted`, `landed` and `refused` say at which identical turn that happened. Each client also runs against a
-model that does what the note says, and against one that takes 20 different steps. Generated on {date}.
+model that does what the note says, and against one that takes 20 different steps. For `compaction`, the model says after two
+steps that the context is full: of the clients that then ask for a summary, those that show no older turns are counted anew. `-`
+stands for what was not played: most have no sub-agents, or do not compact their history within a task. Generated on {date}.
 
 {table}
 {notes}"""
 
 _HEAD: Final = (
     "client", "version", "noted", "landed", "refused", "retries", "seconds to its end", "message shown", "exit code",
-    "finishes when noted", "20 steps", "sub-agents",
+    "finishes when noted", "20 steps", "sub-agents", "compaction",
 )  # fmt: skip
 _NONE: Final = "-"
 
@@ -60,12 +63,18 @@ def _judge_noted(visit: Visit) -> str:
         for task, given in done.given.items()
         if not (script == "sub-agents" and not task)
     }
-    return ", ".join([f"{where}: turn {turn or 'none'}" for where, turn in seen.items() if turn != NOTED_AT])
+    late = [f"{where}: turn {turn or 'none'}" for where, turn in seen.items() if turn != NOTED_AT]
+    compacted = visit.runs.get("compaction")
+    turn = visit.count_turns(compacted.given[""].noted) if compacted else NOTED_AT
+    if not NOTED_AT <= turn <= NOTED_AT + FULL_AFTER:
+        late.append(f"compaction: turn {turn or 'none'}")
+    return ", ".join(late)
 
 
 def _judge_refused(visit: Visit) -> str:
-    loop = visit.runs.get("loop")
-    return "never" if loop and not loop.refused else ""
+    return ", ".join(
+        [f"never in {name}" for name in ("loop", "compaction") if name in visit.runs and not visit.runs[name].refused]
+    )
 
 
 def _judge_ends(visit: Visit) -> str:
@@ -105,7 +114,7 @@ def visit_client(client: Client, scripts: Sequence[str], record: Path | None) ->
     runs: dict[str, Run] = {}
     with opened(client, commands) as zoo:
         for script in scripts:
-            if script == "sub-agents" and client.spawn is None:
+            if (script == "sub-agents" and client.spawn is None) or (script == "compaction" and not client.compacts):
                 continue
             runs[script] = done = run(zoo, script)
             _tell(client, _describe(done))
@@ -154,7 +163,15 @@ def _row(visit: Visit) -> tuple[str, ...]:
         yes(runs["obey"].finished),
         "untouched" if not runs["work"].acted and runs["work"].finished else "**touched**",
         f"noted at {', '.join(map(str, subs))}" if subs else _NONE,
+        _describe_compaction(visit),
     )
+
+
+def _describe_compaction(visit: Visit) -> str:
+    done = visit.runs.get("compaction")
+    if done is None or not done.compacted:
+        return _NONE
+    return f"noted at {visit.count_turns(done.given[''].noted)}, refused at {visit.count_turns(done.refused)}"
 
 
 def write_page(visits: Sequence[Visit]) -> str:

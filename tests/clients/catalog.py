@@ -50,6 +50,8 @@ class Client(NamedTuple):
         files: written before a run, by their paths.
         before: a command to run before.
         spawn: how the model starts a sub-agent, where the client has them.
+        wait: how it waits for them, where their results come later; `{agents}` is an id of one.
+        compacts: it asks the model for a summary by itself, when its context is full.
         remark: what else was done for it, for the page.
         allowed: what it may do that the others may not, by the name of the promise, with the reason.
     """
@@ -65,6 +67,8 @@ class Client(NamedTuple):
     files: Mapping[str, str] = _NO_FILES
     before: tuple[str, ...] = ()
     spawn: Call | None = None
+    wait: Call | None = None
+    compacts: bool = False
     remark: str = ""
     allowed: Mapping[str, str] = _NO_FILES
 
@@ -95,7 +99,8 @@ _ALTERNATES: Final = "stops identical calls itself, so its model alternates betw
 _READ: Final = Call("read_file", {"path": "{file}"})
 
 
-def _codex(name: str, settings: str, key: str, spawn: Call | None = None) -> Client:
+def _codex(name: str, settings: str, key: str) -> Client:
+    settings = f"model_auto_compact_token_limit = 100000\n{settings}"
     config = f'model = "gpt-5.1-codex"\ncheck_for_update_on_startup = false\n{settings}\n[analytics]\nenabled = false\n'
     return Client(
         name,
@@ -105,7 +110,9 @@ def _codex(name: str, settings: str, key: str, spawn: Call | None = None) -> Cli
         {key: KEY, "CODEX_HOME": "{home}/.codex"},
         Call("exec_command", {"cmd": "cat {file}"}),
         files={"{home}/.codex/config.toml": config},
-        spawn=spawn,
+        compacts=True,
+        spawn=Call("multi_agent_v1.spawn_agent", {"message": "{task}"}),
+        wait=Call("multi_agent_v1.wait_agent", {"targets": ["{agents}"], "timeout_ms": 60_000}),
     )
 
 
@@ -142,11 +149,13 @@ CLIENTS: Final = (
         {
             "ANTHROPIC_BASE_URL": "{url}",
             "ANTHROPIC_API_KEY": KEY,
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "100000",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_TELEMETRY": "1",
             "DISABLE_AUTOUPDATER": "1",
         },
         Call("Read", {"file_path": "{file}"}),
+        compacts=True,
         spawn=Call("Agent", {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"}),
     ),
     _codex(
@@ -168,6 +177,7 @@ CLIENTS: Final = (
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
         },
         Call("read", {"filePath": "{file}"}),
+        compacts=True,
         files={"{work}/opencode.json": json.dumps(_OPENCODE)},
         spawn=Call("task", {"description": "{task}", "prompt": "{task}", "subagent_type": "general"}),
     ),
@@ -178,6 +188,7 @@ CLIENTS: Final = (
         ("{bin}/gemini", "-p", "{prompt}", "--yolo", "--skip-trust"),
         {"GEMINI_API_KEY": KEY, "GOOGLE_GEMINI_BASE_URL": "{url}"},
         Call("read_file", {"file_path": "{file}"}),
+        spawn=Call("invoke_agent", {"agent_name": "generalist", "prompt": "{task}"}),
         files={"{home}/.gemini/settings.json": json.dumps(_GEMINI)},
         remark="runs without its own loop detection, which would end it first",
     ),
@@ -189,6 +200,8 @@ CLIENTS: Final = (
         {**_OPENAI, "OPENAI_MODEL": "qwen-x"},
         Call("read_file", {"file_path": "{file}"}),
         loop=_TWO,
+        compacts=True,
+        spawn=Call("agent", {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"}),
         remark=_ALTERNATES,
         files={"{home}/.qwen/settings.json": json.dumps(_QUIET)},
     ),
@@ -229,6 +242,7 @@ CLIENTS: Final = (
     _python(
         "deepagents",
         ("deepagents==0.7.32", "langchain-openai"),
+        compacts=True,
         step=Call("read_file", {"file_path": "{file}"}),
         spawn=Call("task", {"description": "{task}", "subagent_type": "general-purpose"}),
     ),

@@ -28,9 +28,26 @@ STEPS: Final = 20
 TASK: Final = "Read the files in this folder, one by one, and report."
 """What the person asks for: sub-agents are not told."""
 
+FULL_AFTER: Final = 2
+"""Steps after which the context is said to be full."""
+
 SUBTASKS: Final = ("subtask alpha", "subtask beta")
 _LONGEST_LOOP: Final = 40
 """Equal answers after which the model gives up: nothing stopped the client."""
+
+_LAST: Final = b"data: [DONE]"
+_COMPACTION: Final = re.compile(r"(?i)summar|compact|continu|handoff")
+"""A word in the newest message of a client that asks for a summary."""
+
+SUMMARY: Final = "They are to be read."
+_TRIGGER: Final = "compaction_trigger"
+"""By which Codex asks its own provider, whose summary is an item that nobody else can read."""
+
+_FULL: Final = 230_000
+"""Tokens of a prompt with which clients take the context to be full, and not yet for too long."""
+
+_AGENT: Final = re.compile(r'agent_id[\\]*":[\\]*"([^"\\]+)')
+"""The id of a sub-agent, in the result of the call that started it."""
 
 _STREAM_GEMINI: Final = ":streamGenerateContent"
 
@@ -57,6 +74,8 @@ class Model:
         given: by conversation: the main agent's has an empty name, those of sub-agents the names of their tasks.
         requests: number of model requests.
         ended: the script came to its end.
+        compacted: the client has asked for a summary of its history.
+        tokens: length of the newest request's prompt, as it is told to the client; 0 for a short one.
         folder: where the client works, and finds its files.
     """
 
@@ -71,11 +90,17 @@ class Model:
         self.given: dict[str, Given] = {}
         self.requests = 0
         self.ended = False
+        self.compacted = False
+        self.tokens = 0
 
     def answer(self, body: dict[str, Any]) -> Answer:
         """The next answer."""
         self.requests += 1
         client, text = self.client, json.dumps(body)
+        self.tokens = 0
+        if self._is_full and _COMPACTION.search(_read_newest(body)):
+            self.compacted = True
+            return SUMMARY
         if OPENING not in text and self._is_aside(body):  # of a turn, landing may have taken the tools away
             config = body.get("generationConfig") or {}
             schema = config.get("responseJsonSchema") or config.get("responseSchema")
@@ -86,32 +111,46 @@ class Model:
             given.noted = given.noted or len(given.steps)
         if LANDING in text:
             given.landed = given.landed or len(given.steps)
-        answer = self._choose(task, given, noted=OPENING in text)
+        answer = self._choose(task, given, text, noted=OPENING in text)
         if answer is None:
             self.ended = True
             return self._write(client.end, "")
         given.steps.append(time.time())
+        self.tokens = _FULL if self._is_full else 0
         return answer
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the context is said to be full, until the client has asked for a summary."""
+        return (
+            self.script == "compaction" and not self.compacted and "" in self.given and len(self.given[""].steps) >= FULL_AFTER
+        )
 
     def _is_aside(self, body: dict[str, Any]) -> bool:
         """Whether a request is not a turn of the agent, but for a title, a summary or a choice of models."""
         step = self.client.step
         return isinstance(step, Call) and step.tool not in _read_tools(body)
 
-    def _choose(self, task: str, given: Given, *, noted: bool) -> Answer | None:
+    def _choose(self, task: str, given: Given, text: str, *, noted: bool) -> Answer | None:
         """The next step of a conversation; None at its end."""
         number = len(given.steps)
         match self.script:
             case "work":
                 return self._write(self.client.step, f"file{number + 1}.txt") if number < STEPS else None
             case "sub-agents" if not task:
-                spawn = self.client.spawn
-                assert spawn is not None
-                return None if number else [self._fill(spawn, task) for task in SUBTASKS]
+                return self._delegate(number, text)
             case "obey" | "sub-agents" if noted:
                 return None
         files = self.client.loop
         return self._write(self.client.step, files[number % len(files)]) if number < _LONGEST_LOOP else None
+
+    def _delegate(self, number: int, text: str) -> Answer | None:
+        """The main agent's next step with sub-agents: it starts them, waits for them where it has to, and ends."""
+        spawn, wait = self.client.spawn, self.client.wait
+        if spawn is not None and not number:
+            return [self._fill(spawn, task) for task in SUBTASKS]
+        agents = list(dict.fromkeys(_AGENT.findall(text)))
+        return [self._fill(wait, agents[number - 1])] if wait is not None and number <= len(agents) else None
 
     def _write(self, step: Step, file: str) -> Answer:
         if isinstance(step, str):
@@ -119,7 +158,10 @@ class Model:
         return [self._fill(step, f"{self.folder}/{file}")]
 
     def _fill(self, call: Call, value: str) -> Call:
-        return Call(call.tool, json.loads(json.dumps(call.arguments).replace("{file}", value).replace("{task}", value)))
+        return Call(
+            call.tool,
+            json.loads(json.dumps(call.arguments).replace("{file}", value).replace("{task}", value).replace("{agents}", value)),
+        )
 
 
 def _fit(schema: dict[str, Any]) -> Any:  # noqa: ANN401  # JSON
@@ -134,6 +176,11 @@ def _fit(schema: dict[str, Any]) -> Any:  # noqa: ANN401  # JSON
         case "boolean":
             return False
     return schema["enum"][0] if "enum" in schema else "It is so."
+
+
+def _read_newest(body: dict[str, Any]) -> str:
+    """The newest message, as JSON."""
+    return json.dumps([body[key][-1:] for key in ("messages", "input", "contents") if key in body])
 
 
 def _read_tools(body: dict[str, Any]) -> dict[str, Any]:
@@ -198,17 +245,33 @@ def _write_events(events: Iterator[Event]) -> bytes:
     return "".join(pieces).encode()
 
 
-def write_answer(path: str, answer: Answer, number: int, *, streamed: bool) -> tuple[str, bytes]:
+def _count(whole: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The same answer, to a prompt of so many tokens."""
+    for key in ("usage", "usageMetadata"):
+        for name in whole.get(key, ()) if tokens else ():
+            if any(word in name.lower() for word in ("prompt", "input", "total")) and isinstance(whole[key][name], int):
+                whole[key][name] = tokens
+    return whole
+
+
+def write_answer(
+    path: str, answer: Answer, number: int, *, streamed: bool, tokens: int = 0, remote: bool = False
+) -> tuple[str, bytes]:
     """Content type and body of an answer, as the API of a path has them.
 
     Raises:
         KeyError: no API has this path.
     """
     if path.endswith(_STREAM_GEMINI):
-        content = SHAPES[":generateContent"](answer, number)
+        content = _count(SHAPES[":generateContent"](answer, number), tokens)
         return "text/event-stream", f"data: {json.dumps(content)}\r\n\r\n".encode()
     end = next(end for end in (*SHAPES, path) if path.endswith(end))
-    whole = SHAPES[end](answer, number)
+    whole = _count(SHAPES[end](answer, number), tokens)
+    if answer == SUMMARY and end == "/v1/responses" and remote:
+        whole["output"] = [{"type": "compaction", "id": "cmp_1", "encrypted_content": answer}]
+    for item in whole.get("output", ()):
+        if item.get("type") == "function_call" and "." in item["name"]:
+            item["namespace"], _, item["name"] = item["name"].partition(".")
     if not streamed:
         return "application/json", json.dumps(whole).encode()
     match end:
@@ -216,7 +279,8 @@ def write_answer(path: str, answer: Answer, number: int, *, streamed: bool) -> t
             return "text/event-stream", _write_events(_list_message(whole))
         case "/v1/responses":
             return "text/event-stream", _write_events(_list_response(whole))
-    return "text/event-stream", stream_completion(whole)
+    used = {**whole, "object": "chat.completion.chunk", "choices": []}
+    return "text/event-stream", stream_completion(whole).replace(_LAST, b"data: %b\n\n%b" % (json.dumps(used).encode(), _LAST))
 
 
 _LISTED: Final = {"id": "gpt-5", "object": "model", "type": "model", "created": 1, "owned_by": "x", "display_name": "x"}
@@ -247,7 +311,14 @@ def serve_model(model: Model) -> Iterator[int]:
                 status = HTTPStatus.NOT_FOUND if other is None else HTTPStatus.OK
                 return self._send(status, "application/json", json.dumps(other or {"error": {"message": "not here"}}).encode())
             answer = model.answer(body)
-            kind, data = write_answer(path, answer, model.requests, streamed=bool(body.get("stream")))
+            kind, data = write_answer(
+                path,
+                answer,
+                model.requests,
+                streamed=bool(body.get("stream")),
+                tokens=model.tokens,
+                remote=_TRIGGER in _read_newest(body),
+            )
             return self._send(HTTPStatus.OK, kind, data)
 
         def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:

@@ -51,6 +51,7 @@ class Run(NamedTuple):
         shown: the refusal's message was on its screen.
         code: exit code.
         finished: so was the last word of the model.
+        compacted: the client asked the model for a summary of its history.
         requests: number of them that came to the model.
         screen: all that it printed.
     """
@@ -65,6 +66,7 @@ class Run(NamedTuple):
     shown: bool
     code: int
     finished: bool
+    compacted: bool
     requests: int
     screen: str
 
@@ -205,6 +207,7 @@ def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder:
         _MARK in plain,
         code,
         _OF_TERMINALS.sub("", DONE) in plain and model.ended,
+        model.compacted,
         model.requests,
         text,
     )

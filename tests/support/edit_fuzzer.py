@@ -289,7 +289,7 @@ def check_steer(body: bytes) -> str:
     try:
         mark, patch = open_patch(_REQUEST, body)
         places = locate_results(patch)[-MAX_PLACES:]
-        new = mark + splice(patch, places, NOTE)
+        new = b"".join([mark, *splice(patch, places, NOTE)])
     except (NotEdited, NotCounted) as why:
         return _check_reason(why.reason)
     old_value, new_value = _read_both(body, new)

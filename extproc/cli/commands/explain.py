@@ -200,7 +200,7 @@ def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) ->
     found = candidate.repeat
     now = found.step if found is not None and found.looping else 0
     step = next(step for step, action in enumerate(detector.actions) if step >= now and action in NOTED)
-    note = write_note(_make_outcome(candidate, step), evaluation, detector, body)
+    note = write_note(_make_outcome(candidate, step), evaluation, detector)
     try:
         steer(request, body, note, partial(evaluation.make_marks, candidate))
     except NotEdited as why:

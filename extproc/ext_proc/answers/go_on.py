@@ -10,6 +10,7 @@ from extproc.ext_proc.answers.metadata import write_field, write_head, write_met
 from extproc.pb.base_pb2 import HeaderValueOption
 from extproc.pb.external_processor_pb2 import CommonResponse, HeaderMutation, ProcessingResponse
 from extproc.policy.bundle import DEFAULT_DETECTOR
+from extproc.request.patch import Pieces
 from extproc.sessions.limits import SessionSubject
 
 LAST_HEADERS: Final = "last_request_headers"
@@ -71,27 +72,28 @@ def end_headers(answer: bytes) -> bytes:
     return answer + _LAST
 
 
-def replace_body(body: bytes, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> bytes:
+def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> bytes:
     """The answer that lets a request continue with another body.
 
     It is written from the inside out, because protobuf would copy the body four times.
 
     Args:
-        body: replaces the request's body, which was buffered.
+        body: replaces the request's body, which was buffered; in pieces.
         metadata: dynamic metadata to add.
         warning: tells the upstream about a loop; empty for none.
         marks: headers that tell the upstream how the body was edited.
     """
     # Envoy compares the body with its content-length, and answers 500 if they differ.
-    headers = [_write_header(name, value) for name, value in [*marks, ("content-length", str(len(body)))]]
+    size = sum([len(piece) for piece in body])
+    headers = [_write_header(name, value) for name, value in [*marks, ("content-length", str(size))]]
     if warning:
         headers.append(_write_header(_WARNING, warning))
-    inner = write_head(_BODY, len(body))
-    mutation = write_head(_BODY_MUTATION, len(inner) + len(body)) + inner
+    inner = write_head(_BODY, size)
+    mutation = write_head(_BODY_MUTATION, len(inner) + size) + inner
     head = write_field(_HEADER_MUTATION, b"".join([*headers, _WITHOUT_DIGESTS])) + mutation
-    head = write_head(_RESPONSE, len(head) + len(body)) + head
-    head = write_head(_REQUEST_BODY, len(head) + len(body)) + head
-    return b"".join([head, body, write_metadata(metadata)])
+    head = write_head(_RESPONSE, len(head) + size) + head
+    head = write_head(_REQUEST_BODY, len(head) + size) + head
+    return b"".join([head, *body, write_metadata(metadata)])
 
 
 def hand_back(kind: str, body: bytes | memoryview) -> bytes:

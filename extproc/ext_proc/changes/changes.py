@@ -17,7 +17,7 @@ from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.narrow import narrow
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.operator.reporting import Reporter
-from extproc.request.patch import AMBIGUOUS
+from extproc.request.patch import AMBIGUOUS, Pieces
 
 OBSERVED: Final = "observed"
 NOTHING: Final = "no_body"
@@ -55,11 +55,11 @@ class Changed(NamedTuple):
     """The result of an edit.
 
     Attributes:
-        body: the new body; None if it is unchanged.
+        body: the new body in pieces; None if it is unchanged.
         marks: headers that tell the upstream about the edit.
     """
 
-    body: bytes | None
+    body: Pieces | None
     marks: tuple[Header, ...]
 
 
@@ -106,7 +106,7 @@ class Changes:
             if why in _NOTHING_DONE or (not strict and why != AMBIGUOUS):
                 return decision, UNCHANGED  # if the model calls such a tool, the next request is refused
             return decision.refuse_instead((strict or [narrowed[0][0]])[0].refuse_unnarrowed()), UNCHANGED
-        return decision, UNCHANGED if body == original.content else Changed(body, (NARROWED,))
+        return decision, UNCHANGED if body == original.content else Changed([body], (NARROWED,))
 
     def _steer(
         self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed
@@ -114,8 +114,8 @@ class Changes:
         """Add a note to the request, or let it continue with a warning if that is impossible."""
         try:
             candidate = evaluation.find_candidate(outcome)
-            body = changed.body if changed.body is not None else original.read(candidate.plan.steers)
-            note = write_note(outcome, evaluation, candidate.guard, body)
+            body = b"".join(changed.body) if changed.body is not None else original.read(candidate.plan.steers)
+            note = write_note(outcome, evaluation, candidate.guard)
             noted = steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate))
             changed = Changed(noted, (*changed.marks, STEERED))
             return decision, self._land(evaluation, changed, outcome) if outcome.action is Action.LAND else changed
@@ -125,12 +125,13 @@ class Changes:
 
     def _land(self, evaluation: Evaluation, noted: Changed, outcome: Outcome) -> Changed:
         """Remove all tools from a request with a note; where that is impossible, the note has to do."""
+        whole = b"".join(noted.body or [])
         try:
-            body = narrow(evaluation.request, noted.body or b"", None)
+            body = narrow(evaluation.request, whole, None)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._reporter.report_unnarrowed([outcome.policy], self._find_reason(error))
             return noted
-        return noted if body == noted.body else Changed(body, tuple(dict.fromkeys((*noted.marks, NARROWED))))
+        return noted if body == whole else Changed([body], tuple(dict.fromkeys((*noted.marks, NARROWED))))
 
     def _find_reason(self, error: Exception) -> str:
         """The reason why a body was not edited; internal errors are logged."""

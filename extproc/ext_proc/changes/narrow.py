@@ -51,7 +51,7 @@ def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[s
     mark, patch = open_patch(request, body)
     try:
         _Narrowing(patch, without, needs_tool=needs_tool(request.path)).narrow()
-        return mark + patch.apply()
+        return b"".join([mark, *patch.apply()])
     except NotCounted as why:
         raise NotEdited(why.reason) from None
 

@@ -11,14 +11,14 @@ from typing import Final
 from extproc.apis import locate_results
 from extproc.apis.places import splice
 from extproc.decision import Action, Outcome
-from extproc.detectors.causes import find_cause
 from extproc.engine.candidates import Guard
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Detector
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
-from extproc.request.document import Document, NotCounted
+from extproc.request.document import NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
+from extproc.request.patch import Pieces
 from extproc.request.quoting import quote_all
 
 _OUTLOOK: Final = "If this continues, requests will be refused."
@@ -29,8 +29,8 @@ MAX_PLACES: Final = 16
 """The maximum number of results that get the note, newest first."""
 
 
-def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks: Callable[[bytes], Marks]) -> bytes:
-    """Add the note to a request's body.
+def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks: Callable[[bytes], Marks]) -> Pieces:
+    """Add the note to a request's body; returns the new one in pieces, because its only copy is the answer to Envoy.
 
     Args:
         request: the request that has the body.
@@ -48,14 +48,14 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks:
             raise NotEdited("no_result")
         marks = make_marks(patch.data)
         free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset, marks)]
-        return mark + splice(patch, free, frame_note(note, marks), SEPARATOR)
+        return [mark, *splice(patch, free, frame_note(note, marks), SEPARATOR)]
     except NotCounted as why:
         raise NotEdited(why.reason) from None
 
 
-def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard, body: bytes | memoryview) -> str:
+def write_note(outcome: Outcome, evaluation: Evaluation, guard: Guard) -> str:
     """Write the note about an outcome, with the operator's template if the guard has one."""
-    found = find_cause(evaluation.plain if evaluation.plain is not None else Document(body), outcome.repeat)
+    found = evaluation.find_cause(outcome.repeat)
     cause, remedy = (found.text, found.advice) if found is not None else ("", "")
     advice = outcome.subject.advise(outcome, evaluation.request.method, evaluation.request.path)
     repeat = outcome.repeat

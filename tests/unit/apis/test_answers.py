@@ -484,7 +484,12 @@ def test_a_body_is_replaced_as_protobuf_would_write_it(size: int, warning: str) 
     common.header_mutation.remove_headers.extend(["content-md5", "digest", "content-digest", "repr-digest"])
     common.body_mutation.body = sent
 
-    assert ProcessingResponse.FromString(replace_body(sent, {"count": 3}, warning=warning, marks=(STEERED,))) == expected
+    assert (
+        ProcessingResponse.FromString(
+            replace_body([sent[: size // 2], sent[size // 2 :]], {"count": 3}, warning=warning, marks=(STEERED,))
+        )
+        == expected
+    )
 
 
 def test_long_metadata_has_long_lengths() -> None:

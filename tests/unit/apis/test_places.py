@@ -128,7 +128,7 @@ def put_each(body: bytes, note: str = NOTE) -> list[bytes]:
     bodies = []
     for number in range(len(locate(body))):
         patch = Patch(body)
-        bodies.append(splice(patch, [locate_results(patch)[number]], note))
+        bodies.append(b"".join(splice(patch, [locate_results(patch)[number]], note)))
     return bodies
 
 

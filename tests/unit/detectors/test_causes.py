@@ -161,6 +161,25 @@ def test_nothing_is_blamed_on_a_call_that_may_be_right(tools: dict[str, Schema])
     assert cause == Cause(SAME_ERROR, "The error was \u201cError: no such table: a\u201d each time.")
 
 
+@pytest.mark.parametrize(
+    ("tools", "arguments"),
+    [
+        ({"execute_sql": SQL} | {f"tool_{number}": SQL for number in range(1_000)}, {}),
+        ({"execute_sql": {**SQL, "anyOf": [{}] * 1_500}}, {}),
+        ({"execute_sql": {**SQL, "enum": list(range(4_100))}}, {}),
+        ({"execute_sql": {**SQL, "title": "a" * 66_000}}, {}),
+        ({"execute_sql": SQL}, {"limit": "a" * 66_000}),
+        ({"execute_sql": SQL}, {"limit": [[]] * 1_600}),
+        ({"execute_sql": {"additionalProperties": {"properties": {"b": {"type": "null"}}}}}, {"a" * 60_000: {"b": 1, "c": 2}}),
+    ],
+)
+def test_what_takes_long_to_read_is_not_blamed(tools: dict[str, Schema], arguments: dict[str, Any]) -> None:
+    """However wrong the call is, the note then quotes the error."""
+    cause = stuck(("execute_sql", arguments), "Error: invalid arguments", tools=tools)
+
+    assert cause == Cause(SAME_ERROR, "The error was \u201cError: invalid arguments\u201d each time.")
+
+
 def test_tools_of_servers_have_names_that_nobody_declares() -> None:
     """So a name that is not declared may be right."""
     body = SHAPES["responses"]([Did((("other", {}),), ("Error: no",))] * 3)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import extproc.ext_proc.changes.changes
 from extproc.ext_proc.budget import InspectionBudget
@@ -28,6 +30,13 @@ from tests.support.turn_writers import Did, as_anthropic, as_chat
 
 _EXAMPLES = 3_000
 _REQUEST = HttpRequest("POST", "/v1/x")
+
+
+def put_note(old: bytes) -> bytes:
+    """A body that is steered."""
+    return b"".join(steer(_REQUEST, old, "note", make_marks))
+
+
 _TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("run", "look")]
 
 
@@ -93,7 +102,7 @@ def test_a_result_in_a_result_is_content_like_any_other(depth: int) -> None:
     """The note stands behind the text of the outermost, which is the one that the model was sent."""
     old = nested(depth, behind=',{"type":"text","text":"behind"}')
 
-    new = steer(_REQUEST, old, "note", make_marks).decode()
+    new = put_note(old).decode()
 
     (block, behind) = json.loads(new)["messages"][0]["content"]
     said = block["content"] if depth == 1 else block["content"][-1]["text"]
@@ -105,9 +114,7 @@ def test_a_result_in_a_result_is_content_like_any_other(depth: int) -> None:
 def test_a_result_without_content_gets_one() -> None:
     """Whatever stands behind it."""
     blocks = [{"type": "tool_result", "tool_use_id": "1"}, {"type": "text", "text": "go on"}]
-    new = json.loads(
-        steer(_REQUEST, json.dumps({"messages": [{"role": "user", "content": blocks}]}).encode(), "note", make_marks)
-    )
+    new = json.loads(put_note(json.dumps({"messages": [{"role": "user", "content": blocks}]}).encode()))
 
     result, text = new["messages"][0]["content"]
     assert result == blocks[0] | {"content": result["content"]}
@@ -118,9 +125,9 @@ def test_a_result_without_content_gets_one() -> None:
 def test_a_note_that_stands_in_a_response_of_its_own_is_not_written_twice() -> None:
     """Gemini's structured result keeps one member for it."""
     parts = [{"functionResponse": {"name": "f", "response": {"a": 1}}}]
-    once = steer(_REQUEST, json.dumps({"contents": [{"role": "user", "parts": parts}]}).encode(), "note", make_marks)
+    once = put_note(json.dumps({"contents": [{"role": "user", "parts": parts}]}).encode())
 
-    assert steer(_REQUEST, once, "note", make_marks) == once
+    assert put_note(once) == once
 
 
 def find(patch: Patch, *path: str | int) -> Value:
@@ -187,9 +194,28 @@ def test_changes_are_written_where_they_belong() -> None:
     patch.change(patch.root, {"e": b"0"})
 
     assert (
-        patch.apply()
+        b"".join(patch.apply())
         == rb' { "a" : [ 2 ] , "b" : {"n":null,"m":"' + b"\xc3\xa9" + rb'" } , "c": "x\"\n" , "d" : [true ],"e":0 } '
     )
+
+
+_TEXTS = st.lists(st.sampled_from(['{"', '"', "\\", "}", "]", ",", ":", "{", '":{"', "a"]), max_size=6).map("".join)
+_VALUES = st.recursive(
+    _TEXTS | st.integers(-1, 1),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.dictionaries(_TEXTS, _VALUES, max_size=3) | _VALUES, max_size=4), st.sampled_from([None, 0, 1]))
+def test_a_list_is_read_backwards_as_it_stands(values: list[Any], indent: int | None) -> None:
+    """Whatever its texts look like, each element begins and ends where a parser says."""
+    separators = (",", ":") if indent == 0 else None
+    patch = Patch(json.dumps({"a": values}, indent=indent or None, separators=separators).encode())
+
+    found = [patch.data[value.start : value.end] for value in patch.open_newest(find(patch, "a"))]
+
+    assert [json.loads(data) for data in found] == values[::-1]
 
 
 # --- what is not changed
@@ -263,7 +289,7 @@ def test_a_policy_changes_no_body_that_is_above_its_own_bound() -> None:
 def test_what_is_too_much_is_left_alone(data: bytes, reason: str) -> None:
     """All levels of a body share one number of steps."""
     with pytest.raises(NotEdited, match=reason):
-        steer(_REQUEST, data, "note", make_marks)
+        put_note(data)
 
 
 def test_a_long_result_gets_its_note() -> None:
@@ -272,7 +298,7 @@ def test_a_long_result_gets_its_note() -> None:
     for write in (as_chat, as_anthropic):
         data = json.dumps(write([turn])).encode()
         assert len(data) > 2**20 - 2**12
-        assert len(steer(_REQUEST, data, "note", make_marks)) > len(data)
+        assert len(put_note(data)) > len(data)
 
 
 @pytest.mark.parametrize("every", [True, False])
@@ -301,9 +327,9 @@ def test_a_body_of_many_small_values_is_left_alone() -> None:
     long = (b'"%b"' % (b"a" * 2**19), b"[%b0]" % (b"0," * 2**18))
     text, numbers = [b'{"messages":[{"role":"user","content":[{"content":"a","type":%b}]}]}' % value for value in long]
 
-    assert len(steer(_REQUEST, text, "note", make_marks)) > len(text)
+    assert len(put_note(text)) > len(text)
     with pytest.raises(NotEdited, match="inspect_limit"):
-        steer(_REQUEST, numbers, "note", make_marks)
+        put_note(numbers)
 
 
 @pytest.mark.parametrize("looks", [{}, {"similarity": "tail"}])
