@@ -200,6 +200,16 @@ def unpack(value: Json) -> Json:
     return None if value is ABSENT else decode_json(value)
 
 
+def list_texts(parts: list[Part]) -> list[str]:
+    """The texts among the parts of a message.
+
+    Raises:
+        NotCounted: one of them cannot be read.
+    """
+    texts = [unpack(part.value) for part in parts if part.kind == TEXT]
+    return [text for text in texts if isinstance(text, str)]
+
+
 def is_injected(text: str) -> bool:
     """Whether a text beside a result consists of elements of the agent's own harness, such as `<system-reminder>`.
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
-from extproc.apis.messages import TEXT, Message, Part
+from extproc.apis.messages import TEXT, Part
 from extproc.apis.places import Place
 from extproc.request.document import (
     ABSENT,
@@ -25,6 +25,7 @@ from extproc.request.document import (
     decode_json,
     open_value,
     start_looking,
+    walk,
     write_canonical,
 )
 from extproc.request.patch import AMBIGUOUS, Patch, Value
@@ -57,6 +58,7 @@ _MOST_HINTS: Final = 10_000
 """Number of values in a list of tools in which to look for hints."""
 
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
+_LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 
 
 class Before(NamedTuple):
@@ -156,6 +158,67 @@ class Shape:
         self.look_back = look_back or know_nothing
         self.locate = locate
         self.fallback = fallback
+
+
+class Message:
+    """One message, which is read on demand.
+
+    Attributes:
+        shape: see `Shape`.
+        speaker: who says it.
+        value: the message as a struct of the shape.
+        place: index among the messages.
+        joined: calls before it that were made at once with it.
+    """
+
+    __slots__ = ("_parts", "joined", "place", "shape", "speaker", "value")
+
+    def __init__(self, shape: Shape, speaker: str, value: Any, place: int, parts: list[Part] | None = None) -> None:  # noqa: ANN401  # of the shape's
+        """Store a message, and its parts if these are known."""
+        self.shape = shape
+        self.speaker = speaker
+        self.value = value
+        self.place = place
+        self.joined: list[Message] | None = None
+        self._parts = parts
+
+    def join(self, older: Message) -> None:
+        """Add the preceding call, which was made at once with this one."""
+        self.joined = [older, *(self.joined or ())]
+
+    def read_parts(self) -> list[Part]:
+        """The message's parts, in order.
+
+        Raises:
+            NotCounted: it cannot be read, or is too large.
+        """
+        parts = self._parts
+        if parts is None:
+            walk(1)
+            parts = self.shape.read(self.value)
+            if self.joined is not None:
+                parts = [part for message in self.joined for part in message.read_parts()] + parts
+            self._parts = parts
+        return parts
+
+    def list_values(self) -> list[Any]:
+        """The message's value, and those of the calls that were made at once with it."""
+        return [*[message.value for message in self.joined or ()], self.value]
+
+    def find_whole(self, document: Document) -> Json:
+        """The whole message; ABSENT if it says nothing.
+
+        Args:
+            document: the document that contains it. It refers to the conversation, which must therefore not refer to it.
+
+        Raises:
+            NotCounted: the body is not JSON, or too large.
+        """
+        value = document.value()
+        for step in self.shape.path:
+            value = value[step]
+        whole = value[self.place]
+        return ABSENT if isinstance(whole, dict) and _says_nothing(whole) else whole
 
 
 class Conversation:
@@ -479,6 +542,11 @@ def _find_hint(tool: dict[str, Json]) -> bool | None:
     annotations = tool.get("annotations")
     hint = annotations.get(_READ_ONLY) if isinstance(annotations, dict) else None
     return hint if isinstance(hint, bool) else None
+
+
+def _says_nothing(message: dict[str, Json]) -> bool:
+    """Whether the message names a speaker but has no content."""
+    return isinstance(message.get("role"), str) and not any([message[key] for key in message.keys() - _LABELS])
 
 
 def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it

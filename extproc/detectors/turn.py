@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 
 from msgspec import json
 
-from extproc.apis.contents import find_wrappers, is_injected, read_result, unpack
-from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation
-from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
+from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result, unpack
+from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, Message
+from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.bounded import Memo
 from extproc.decision import STRONG, WEAK
-from extproc.detectors.actions import AssistantAction, find_mark, number_id, read_action, read_failed_call
+from extproc.detectors.actions import AssistantAction, find_mark, may_hold, number_id, read_action, read_failed_call
 from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains
 from extproc.detectors.failures import FATAL, NO_FAILURE, SAID_WITHIN, TRANSIENT, Failure, read_failure
@@ -145,8 +145,7 @@ class Reading:
         newest = self.newest
         if newest is None or newest.speaker != USER:
             return ""
-        texts = [unpack(part.value) for part in newest.read_parts() if part.kind == TEXT]
-        return "".join([text for text in texts if isinstance(text, str)])
+        return "".join(list_texts(newest.read_parts()))
 
 
 class Turn:
@@ -218,8 +217,7 @@ class Turn:
     @property
     def said(self) -> str:
         """What the assistant said beside."""
-        texts = [unpack(part.value) for part in self.parts if part.kind == TEXT]
-        return "\n".join([text for text in texts if isinstance(text, str)]).strip()
+        return "\n".join(list_texts(self.parts)).strip()
 
     @property
     def action(self) -> AssistantAction:
@@ -242,9 +240,7 @@ class Turn:
             other._mark = find_mark(other.action).decode("latin-1")
         if self._action is not None or message is None or message.joined is not None or not other._mark:
             return True
-        # In a text, `in` takes a tenth of the time that looking for bytes does.
-        raw = bytes(message.shape.find_raw(message.value)).decode("latin-1")
-        return not raw or other._mark in raw or "\\u" in raw or "\\/" in raw
+        return may_hold(bytes(message.shape.find_raw(message.value)).decode("latin-1"), other._mark)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -376,9 +372,8 @@ class Turn:
     def _list_words(self) -> list[str]:
         said: list[str] = []
         for message in self._behind:
-            for part in message.read_parts() if message.speaker == USER else ():
-                text = unpack(part.value) if part.kind == TEXT else ""
-                if isinstance(text, str) and not is_injected(text.strip()):
+            for text in list_texts(message.read_parts()) if message.speaker == USER else ():
+                if not is_injected(text.strip()):
                     said += NUMBERS.sub("", strike_injected(text)).casefold().split()
         return said
 
