@@ -546,7 +546,7 @@ def _find_hint(tool: dict[str, Json]) -> bool | None:
 
 def _says_nothing(message: dict[str, Json]) -> bool:
     """Whether the message names a speaker but has no content."""
-    return isinstance(message.get("role"), str) and not any([message[key] for key in message.keys() - _LABELS])
+    return isinstance(message.get("role"), str) and not any(message[key] for key in message.keys() - _LABELS)
 
 
 def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it

@@ -94,7 +94,7 @@ class Newest(Generic[Step]):
             if step is None or before is None or not same(step, before):
                 return False
         members = self.newest(length)
-        return not any([same(one, other) for place, one in enumerate(members) for other in members[:place]])
+        return not any(same(one, other) for place, one in enumerate(members) for other in members[:place])
 
 
 class History(Newest[AnyTurn]):
@@ -348,7 +348,7 @@ class TurnRule:
         limits = [self._limits.of(turn.names) for turn in members]
         rounds = count_rounds(length, max([limit.threshold for limit in limits]))
         span = min(length * rounds, self._filled or MAX_TURNS + 1)
-        known = not any([limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True)])
+        known = not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
         if span > MAX_TURNS or not known or not history.is_cycle(length, span, self._same):
             return None
         names = tuple([name for turn in reversed(members) for name in turn.names])
