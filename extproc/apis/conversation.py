@@ -51,12 +51,6 @@ _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 
 _LONGEST_NOTHING: Final = 8
 
-_READ_ONLY: Final = "readOnlyHint"
-"""MCP's hint that a tool changes nothing."""
-
-_MOST_HINTS: Final = 10_000
-"""Number of values in a list of tools in which to look for hints."""
-
 ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 
@@ -265,14 +259,6 @@ class Conversation:
         """The raw value of a key of the body, ABSENT if missing; None for a key that is skipped."""
         found = getattr(self._body, key, None)
         return found if type(found) is Raw else None
-
-    def find_hints(self) -> dict[str, bool]:
-        """Which tools only read, by name, if the request says so with MCP's `readOnlyHint`, which some clients pass on."""
-        for key in TOOL_KEYS:
-            raw = getattr(self._body, key)
-            if isinstance(raw, Raw) and bytes(raw).find(_READ_ONLY.encode()) >= 0:
-                return _read_hints(raw)
-        return {}
 
     def read_backwards(self) -> Iterator[Message]:
         """The messages from the newest to the oldest, without thoughts.
@@ -516,32 +502,6 @@ def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
     for key in (*TOOL_KEYS, *_KEPT_TOOLS, *_NAMING_KEYS):
         keys.setdefault(key, (Raw, ABSENT))
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
-
-
-def _read_hints(raw: Raw) -> dict[str, bool]:
-    """The hints in a list of tools of any API. A name is beside its annotations, or one level below."""
-    hints: dict[str, bool] = {}
-    left: list[Json] = [decode_json(raw)]
-    for _ in range(_MOST_HINTS):
-        if not left:
-            break
-        value = left.pop()
-        if isinstance(value, dict):
-            hint = _find_hint(value)
-            named = [value, *[below for below in value.values() if isinstance(below, dict)]]
-            for name in [each.get("name") for each in named] if hint is not None else ():
-                if isinstance(name, str) and hint is not None:
-                    hints[name] = hint
-        if isinstance(value, dict | list):
-            left += value.values() if isinstance(value, dict) else value
-    return hints
-
-
-def _find_hint(tool: dict[str, Json]) -> bool | None:
-    """The hint in a tool's annotations."""
-    annotations = tool.get("annotations")
-    hint = annotations.get(_READ_ONLY) if isinstance(annotations, dict) else None
-    return hint if isinstance(hint, bool) else None
 
 
 def _says_nothing(message: dict[str, Json]) -> bool:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from msgspec import json
 
+from extproc.apis import find_hints
 from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result, unpack
 from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, Message
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
@@ -343,7 +344,7 @@ class Turn:
         if self._evidence < 0:
             reading = self._reading
             if reading.hints is None:
-                reading.hints = reading.conversation.find_hints()
+                reading.hints = find_hints(reading.conversation)
             flags = find_role(self.names, reading.hints)
             if self.failed:
                 flags = flags & ~CHANGES | _FLAGS.get(self.failure, 0)
