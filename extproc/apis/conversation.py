@@ -30,7 +30,10 @@ from extproc.request.document import (
 )
 from extproc.request.patch import AMBIGUOUS, Patch, Value
 
-ASSISTANT, USER, TOOL, OTHER_ROLE = "assistant", "user", "tool", "other"
+ASSISTANT: Final = "assistant"
+USER: Final = "user"
+TOOL: Final = "tool"
+OTHER_ROLE: Final = "other"
 """Speakers of a message; any other value was sent by the client."""
 
 _MAX_OLDEST: Final = 100
@@ -39,7 +42,8 @@ _MAX_OLDEST: Final = 100
 _MAX_NEWEST: Final = 100
 """Number of results of one turn, newest first, in which to look for a place for a note."""
 
-TOOLS, NO_TOOLS = "tools", "no tools"
+TOOLS: Final = "tools"
+NO_TOOLS: Final = "no tools"
 """Whether a request offers its model tools."""
 
 TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
@@ -51,7 +55,7 @@ _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 
 _LONGEST_NOTHING: Final = 8
 
-ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
+ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 
 
@@ -69,7 +73,7 @@ class Before(NamedTuple):
     in_words: bool = False
 
 
-NOTHING_BEFORE = Before()
+NOTHING_BEFORE: Final = Before()
 """For a body that shows its whole history."""
 
 

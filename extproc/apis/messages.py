@@ -6,11 +6,16 @@ msgspec makes its Structs at run time, so this is separate from compiled code. T
 
 from __future__ import annotations
 
+from typing import Final
+
 from msgspec import Struct
 
 from extproc.request.document import Json
 
-TEXT, CALL, RESULT, OTHER = "text", "call", "result", "other"
+TEXT: Final = "text"
+CALL: Final = "call"
+RESULT: Final = "result"
+OTHER: Final = "other"
 
 
 class Part(Struct, gc=False):

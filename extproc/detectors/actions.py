@@ -20,57 +20,63 @@ from extproc.detectors.arguments import is_for_thinking, reduce_arguments, tidy_
 from extproc.request.clients import FAILED_CALL
 from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
 
-MAX_NAME = 256
+MAX_NAME: Final = 256
 """So much of a tool's or command's name is matched and shown, in characters."""
 
-_ACTION_KEYS = ("action", "actions", "command", "commands", "tool", "tools", "tool_name", "tool_call", "tool_calls", "function",
-                "function_call", "next_action", "code", "cmd", "operation")  # fmt: skip  # one list
-_ARGUMENT_KEYS = frozenset(
+_ACTION_KEYS: Final = (
+    "action", "actions", "command", "commands", "tool", "tools", "tool_name", "tool_call", "tool_calls", "function",
+    "function_call", "next_action", "code", "cmd", "operation",
+)  # fmt: skip  # one list
+_ARGUMENT_KEYS: Final = frozenset(
     {"action_input", "args", "arguments", "input", "kwargs", "parameters", "params", "tool_args", "tool_input"}
 )
-_NAME_KEYS = ("name", "tool", "tool_name", "function", "action", "command", "cmd", "keystrokes", "code", "type")
+_NAME_KEYS: Final = ("name", "tool", "tool_name", "function", "action", "command", "cmd", "keystrokes", "code", "type")
 
-_THOUGHT_TAGS = ("think", "thinking", "thought", "thoughts", "reasoning", "reflection", "rationale", "analysis", "plan",
+_THOUGHT_TAGS: Final = ("think", "thinking", "thought", "thoughts", "reasoning", "reflection", "rationale", "analysis", "plan",
                  "explanation", "discussion", "scratchpad", "memory", "observation")  # fmt: skip  # one list
 
-_MAX_MARKED = 65_536
+_MAX_MARKED: Final = 65_536
 """A longer text is not searched for an action, in characters: it is compared as it is."""
 
-_LONGEST_KNOWN = 768
-_MOST_KNOWN = 4_096
+_LONGEST_KNOWN: Final = 768
+_MOST_KNOWN: Final = 4_096
 """This many texts are in a generation of those whose actions are known, none of which has more bytes. They take 3 KB each at
 most, and 25 MB in all under attack. JSON of so few bytes is not nested too deeply, wherever it is decoded."""
 
-_TRIES = 8
+_TRIES: Final = 8
 """This many beginnings of something that turn out to be none are looked at, so that a text of nothing else takes no time."""
 
-_MAX_FENCES = 1_000
-_MAX_TAGS = 1_000
+_MAX_FENCES: Final = 1_000
+_MAX_TAGS: Final = 1_000
 
-_TAG = re.compile(r"<([A-Za-z_][\w.:-]*)(?:[=\s][^<>]*)?>")
-_NAMED_IN_TAG = re.compile(r"<(?:[\w.-]+:)?(?:invoke|function|tool|action)(?:\s[^<>]*?name)?=[\"']?([\w.:-]+)")
-_REACT = re.compile(r"^[ \t>*#-]*(?:action|act)(?: *[0-9]+)?[* ]*:[* \t]*", re.IGNORECASE | re.MULTILINE)
-_REACT_END = re.compile(r"^[ \t>*#-]*(?:observation|thought|think)(?: *[0-9]+)?[* ]*:", re.IGNORECASE | re.MULTILINE)
-_WORD = re.compile(r"[^\s\[\](){}<>\"'`:;,=|]+")
+_TAG: Final = re.compile(r"<([A-Za-z_][\w.:-]*)(?:[=\s][^<>]*)?>")
+_NAMED_IN_TAG: Final = re.compile(r"<(?:[\w.-]+:)?(?:invoke|function|tool|action)(?:\s[^<>]*?name)?=[\"']?([\w.:-]+)")
+_REACT: Final = re.compile(r"^[ \t>*#-]*(?:action|act)(?: *[0-9]+)?[* ]*:[* \t]*", re.IGNORECASE | re.MULTILINE)
+_REACT_END: Final = re.compile(r"^[ \t>*#-]*(?:observation|thought|think)(?: *[0-9]+)?[* ]*:", re.IGNORECASE | re.MULTILINE)
+_WORD: Final = re.compile(r"[^\s\[\](){}<>\"'`:;,=|]+")
 
 # What JSON spells one way alone: printable ASCII without the quote and the backslash.
-_PLAIN = re.compile(rb"[ !#-\[\]-~]{4,256}")
-_PLAIN_VALUE = re.compile(rb'[:\[]"([ !#-\[\]-~]{4,256})"')
-_MARKED_WITHIN = 4_096
+_PLAIN: Final = re.compile(rb"[ !#-\[\]-~]{4,256}")
+_PLAIN_VALUE: Final = re.compile(rb'[:\[]"([ !#-\[\]-~]{4,256})"')
+_MARKED_WITHIN: Final = 4_096
 """A mark is looked for in so much of an action, in bytes."""
 
 _WRITTEN_CALLS: Final = "Calling tools:\n[{"
 _WRITTEN_NAME: Final = re.compile(r"'function': \{'name': '([^'\\]{1,256})'")
 _WRITTEN_ID: Final = re.compile(r"'id': '[^'\\]{0,256}', (?=(?:'type': 'function', )?'function': )")
 
-_FENCE = "```"
-_COMMENTED = frozenset({"bash", "console", "py", "python", "sh", "shell", "zsh"})
+_FENCE: Final = "```"
+_COMMENTED: Final = frozenset({"bash", "console", "py", "python", "sh", "shell", "zsh"})
 """Languages whose comments start with a `#`."""
-_FENCES = re.compile("`{3,}")
-_SEPARATOR = b"\xff"  # never in UTF-8
-_JSON, _CODE, _TAGS, _LINE, _TEXT = b"json", b"code", b"tags", b"line", b"text"
+_FENCES: Final = re.compile("`{3,}")
+_SEPARATOR: Final = b"\xff"  # never in UTF-8
+_JSON: Final = b"json"
+_CODE: Final = b"code"
+_TAGS: Final = b"tags"
+_LINE: Final = b"line"
+_TEXT: Final = b"text"
 
-_scan_json = json.JSONDecoder().raw_decode
+_scan_json: Final = json.JSONDecoder().raw_decode
 
 
 class AssistantAction(NamedTuple):

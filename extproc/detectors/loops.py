@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from extproc.apis import open_conversation
 from extproc.decision import WEAK, Repeat
@@ -55,14 +55,17 @@ from extproc.detectors.turn import (
 )
 from extproc.request.document import Document, NotCounted
 
-MAX_TURNS = 32
+MAX_TURNS: Final = 32
 """This many turns are looked at, and as many as a ring holds."""
 
-DEFAULT_MAX_CYCLE = 10
-MIN_CYCLE = 2
-_PREFILLED_WORDS = 2
+DEFAULT_MAX_CYCLE: Final = 10
+MIN_CYCLE: Final = 2
+_PREFILLED_WORDS: Final = 2
 Step = TypeVar("Step")
-REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
+REPEAT: Final = "repeat"
+RESULT: Final = "result"
+CYCLE: Final = "cycle"
+ERROR: Final = "error"
 """The rules; RESULT is REPEAT where what was done is not known."""
 
 

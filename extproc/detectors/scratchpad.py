@@ -28,7 +28,7 @@ _LOOKED_AT: Final = 131_072
 _OBSERVED: Final = "bservation"
 """Is in all that is looked for."""
 
-_MARK = re.compile(
+_MARK: Final = re.compile(
     r"""
     ^[ \t>*\#-]{0,16}+(?=[taofqbnTAOFQBN])(?:
         (?P<acts>thought|action)(?:\ ?[0-9]{1,3})?[*]{0,2}:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from extproc.apis import open_conversation
 from extproc.apis.contents import name_other, read_arguments, read_result, unpack
@@ -23,8 +23,8 @@ from extproc.objects import JsonObject
 from extproc.request.document import ABSENT, Document, NotCounted, write_canonical
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
-_NEXT_PART = b"\xff"
-_NEXT_MESSAGE = b"\xfe"
+_NEXT_PART: Final = b"\xff"
+_NEXT_MESSAGE: Final = b"\xfe"
 
 
 class Tail(Similarity):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from msgspec import Raw
 
@@ -28,11 +28,11 @@ from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted, write_canonical
 from extproc.request.quoting import quote_all
 
-NO_CALLS = "no calls that count: none since the user's last message, or only of tools that are allowed"
-_SEPARATOR = b"\xff"  # never in UTF-8
-_NEXT_CALL = b"\xfe"
-_NOT_SAID = frozenset({TOOL, "function", OTHER_ROLE})
-_INSTEAD = "change the approach or the arguments, or finish with the result you have so far."
+NO_CALLS: Final = "no calls that count: none since the user's last message, or only of tools that are allowed"
+_SEPARATOR: Final = b"\xff"  # never in UTF-8
+_NEXT_CALL: Final = b"\xfe"
+_NOT_SAID: Final = frozenset({TOOL, "function", OTHER_ROLE})
+_INSTEAD: Final = "change the approach or the arguments, or finish with the result you have so far."
 
 
 class ShownCall:

@@ -30,24 +30,28 @@ from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
 from extproc.request.document import ABSENT, Document, write_canonical
 
-_NEXT = "\x1e"  # a record separator (ASCII), which texts hardly hold
+_NEXT: Final = "\x1e"  # a record separator (ASCII), which texts hardly hold
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
 _DIGEST: Final = 8
 _ID: Final = 16
 
-_MARKS = [(f"<{tag}>", f"</{tag}>") for tag in sorted(INJECTED_TAGS)]
+_MARKS: Final = [(f"<{tag}>", f"</{tag}>") for tag in sorted(INJECTED_TAGS)]
 
-_MAX_NORMALIZED_IN_ALL = 6 * MAX_NORMALIZED
+_MAX_NORMALIZED_IN_ALL: Final = 6 * MAX_NORMALIZED
 """So much of all the results of a request, in characters; the others are compared as they are."""
 
-_MOST_KNOWN = 4_096
+_MOST_KNOWN: Final = 4_096
 """This many results are in a generation of those that are known without what changes by itself: by digests, in 2 MB at most."""
 
-MAX_ENTRY = 64
+MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
 
-_KNOWN, _RETURNED, _ERROR = 1, 2, 4
-LONG, PASSING, MISSING = 8, 16, 32
+_KNOWN: Final = 1
+_RETURNED: Final = 2
+_ERROR: Final = 4
+LONG: Final = 8
+PASSING: Final = 16
+MISSING: Final = 32
 """Flags of a result: it is long, its failure may pass by itself, or what was looked for is not there."""
 
 _FLAGS: Final[dict[Failure, int]] = {TRANSIENT: PASSING, NOT_FOUND: MISSING}
@@ -70,7 +74,7 @@ _FAILURE_BITS: Final = 4
 _WORDS_BITS: Final = 11
 """The same of what a user says."""
 
-_ENTRY_NAME = MAX_ENTRY - 1 - 3 * _DIGEST
+_ENTRY_NAME: Final = MAX_ENTRY - 1 - 3 * _DIGEST
 _RAW: Final = 1 + _DIGEST
 _NORMALIZED: Final = _RAW + _DIGEST
 _REST: Final = _NORMALIZED + _DIGEST
@@ -484,9 +488,9 @@ class Reduced(NamedTuple):
 
 AnyTurn = Turn | Reduced
 
-_UNKNOWN = AssistantAction((), b"", {})
+_UNKNOWN: Final = AssistantAction((), b"", {})
 
-_encode = json.Encoder().encode
+_encode: Final = json.Encoder().encode
 
 
 def encode_turn(turn: AnyTurn) -> bytes:

@@ -48,10 +48,10 @@ _NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?\Z")
 Json: TypeAlias = Any
 """A decoded value: dict, list, str, int, bool, None, or Raw, which stands for a number with a fraction or an exponent."""
 
-ABSENT = msgspec.Raw()
+ABSENT: Final = msgspec.Raw()
 """A missing raw value."""
 
-_NESTING = frozenset((dict, list))
+_NESTING: Final = frozenset((dict, list))
 _MISSING: Final[Json] = object()
 
 
@@ -144,11 +144,11 @@ def write_number(text: str) -> msgspec.Raw:
     return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _write_number(text)
 
 
-_decode_whole = msgspec.json.Decoder(float_hook=_hook_number).decode
-_decode_part = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
-_encode = msgspec.json.Encoder(order="sorted").encode
-_encode_as_is = msgspec.json.Encoder().encode
-_decode_copy = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
+_decode_whole: Final = msgspec.json.Decoder(float_hook=_hook_number).decode
+_decode_part: Final = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
+_encode: Final = msgspec.json.Encoder(order="sorted").encode
+_encode_as_is: Final = msgspec.json.Encoder().encode
+_decode_copy: Final = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
 
 
 # Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at its neighbours. Cutting a text in JavaScript
@@ -402,4 +402,4 @@ def _write_number(text: str) -> msgspec.Raw:
     return msgspec.Raw(f"{sign}{kept}e{power}".encode())
 
 
-_remembered = lru_cache(maxsize=4096)(_write_number)
+_remembered: Final = lru_cache(maxsize=4096)(_write_number)
