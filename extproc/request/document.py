@@ -147,8 +147,6 @@ def write_number(text: str) -> msgspec.Raw:
 _decode_whole: Final = msgspec.json.Decoder(float_hook=_hook_number).decode
 _decode_part: Final = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
 _encode: Final = msgspec.json.Encoder(order="sorted").encode
-_encode_as_is: Final = msgspec.json.Encoder().encode
-_decode_copy: Final = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
 
 
 # Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at its neighbours. Cutting a text in JavaScript
@@ -314,12 +312,10 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
     for pointer in ignore:
         value = remove_at(value, pointer)
     try:
-        if type(value) in _NESTING and _list_wide(value):
-            value = _decode_copy(_encode_as_is(value))
-            for wide in _list_wide(value):
-                members = sorted(wide.items())
-                wide.clear()
-                wide.update(members)
+        for wide in _list_wide(value) if type(value) in _NESTING else ():
+            members = sorted(wide.items())  # in place: the order of members means nothing to anybody else
+            wide.clear()
+            wide.update(members)
         return _encode(value)
     except RecursionError:  # it was decoded with less of the stack in use
         raise NotJson from None
@@ -356,13 +352,14 @@ def remove_at(value: Json, pointer: Sequence[str]) -> Json:
     Array elements are replaced by null, so that the others keep their indexes.
     """
     step, rest = pointer[0], pointer[1:]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if step == "*" and rest and _NESTING.isdisjoint(map(type, inner)):
+        return value
     if isinstance(value, dict) and (step == "*" or step in value):
         if rest:
             return value | {name: remove_at(value[name], rest) for name in (value if step == "*" else (step,))}
         return {} if step == "*" else {name: item for name, item in value.items() if name != step}
     if isinstance(value, list) and step == "*":
-        if rest and _NESTING.isdisjoint(map(type, value)):
-            return value
         return [remove_at(item, rest) if type(item) in _NESTING else item for item in value] if rest else [None] * len(value)
     if isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
         place = int(step)
