@@ -80,7 +80,7 @@ def _find_raw(message: Json) -> Raw:
 
 def _read(message: Json) -> list[Part]:
     if message.role in _RESULT_ROLES:
-        return [Part(RESULT, message.content, "", _write_id(message.tool_call_id))]
+        return [Part(RESULT, message.content, "", "" if message.tool_call_id is None else str(message.tool_call_id))]
     if message.tool_calls is ABSENT and message.function_call is ABSENT and message.refusal is ABSENT:
         return read_content(message.content) if message.role and message.content is not ABSENT else [Part(OTHER, ABSENT)]
     parts = read_content(message.content)
@@ -105,13 +105,9 @@ def _read_calls(raw: Raw) -> list[Part]:
     for call in calls:
         tool = call.function or call.custom
         if tool is not None:
-            parts.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name or "", _write_id(call.id)))
+            identity = "" if call.id is None else str(call.id)  # empty if the client sends none
+            parts.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name or "", identity))
     return parts
-
-
-def _write_id(value: Json) -> str:
-    """The id that connects a result with its call; empty if the client sends none."""
-    return value if isinstance(value, str) else "" if value is None else str(value)
 
 
 def _read_function(call: Raw) -> Part:

@@ -114,7 +114,8 @@ class History(Newest[AnyTurn]):
         self, source: Iterator[AnyTurn], reading: Reading | None = None, *, elsewhere: bool = False, after: bytes = b""
     ) -> None:
         """Take turns from a source, which is a request's `reading`, or what the store remembers."""
-        super().__init__(islice(source, MAX_TURNS))
+        self._source = islice(source, MAX_TURNS)
+        self._taken = []
         self.again: list[int] = []
         self.compared = 1
         self._reading = reading
