@@ -116,7 +116,7 @@ def select_modules(package: Path = PACKAGE) -> list[str]:
         folders = [folder / "__init__.py" for folder in path.parents if folder != package and folder.is_relative_to(package)]
         if (
             PB not in path.parents
-            and not (path.name == "__init__.py" and len(ast.parse(text).body) < 2)
+            and not (path.name == "__init__.py" and not ast.parse(text).body[1:])
             and not INTERPRETED.search(text)
             and not any(INTERPRETED_BELOW.search(folder.read_text(encoding="utf-8")) for folder in folders)
         ):

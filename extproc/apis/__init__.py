@@ -19,6 +19,7 @@ from extproc.apis.api import ASKED, Api, Endpoint, Question, ToolList, ToolWords
 from extproc.apis.contents import READERS
 from extproc.apis.conversation import Shapes
 from extproc.apis.places import LOCATORS
+from extproc.apis.tools import ToolReader
 from extproc.apis.usage import COUNTS, FINDERS, Counts
 from extproc.request.secrets import ANYWHERE, OWN_PLACES, SECRET_HEADERS
 
@@ -43,6 +44,9 @@ LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes i
 """Paths at which a body may have a list of messages, oldest first."""
 
 TOOL_WORDS: Final = ToolWords(*[reduce(or_, words) for words in zip(*[api.tool_words for api in APIS], strict=True)])
+_TOOLS: Final = ToolReader(TOOL_WORDS)
+read_tools: Final = _TOOLS.read
+find_hints: Final = _TOOLS.find_hints
 TOOL_LISTS: Final[dict[str, list[ToolList]]] = {}
 """Lists of tools by the key of the conversation beside which they are declared."""
 

@@ -7,6 +7,7 @@ and `cache_control`, which clients move from message to message.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from msgspec import Raw, ValidationError, json
 
@@ -25,26 +26,28 @@ from extproc.request.document import (
 )
 from extproc.request.fingerprint import NO_BODY
 
-_CACHE_CONTROL = ("*", "cache_control")  # for results, whose ids and states are content
-_NEVER_COMPARED: tuple[tuple[str, ...], ...] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
+_CACHE_CONTROL: Final = ("*", "cache_control")  # for results, whose ids and states are content
+_NEVER_COMPARED: Final[tuple[tuple[str, ...], ...]] = (("id",), ("call_id",), ("tool_use_id",), ("cache_control",), ("status",))
 
-_NULL = b"null"
+_NULL: Final = b"null"
 
-_MAX_WRAPPED = 32
+_MAX_WRAPPED: Final = 32
 """Maximum number of elements in a text of the harness; a text with more counts as a person's."""
 
-_LONGEST_TAG = 256
+_LONGEST_TAG: Final = 256
 
-_NEWS = ("result", "output", "response", "return", "state", "observ", "page", "screen", "browser", "history", "file", "error",
-         "user", "human", "feedback", "query", "question", "answer", "task", "request", "message")  # fmt: skip  # one list
+_NEWS: Final = (
+    "result", "output", "response", "return", "state", "observ", "page", "screen", "browser", "history", "file", "error",
+    "user", "human", "feedback", "query", "question", "answer", "task", "request", "message",
+)  # fmt: skip  # one list
 
-_decode_content = json.Decoder(list[dict[str, Raw]] | str).decode
+_decode_content: Final = json.Decoder(list[dict[str, Raw]] | str).decode
 
 
 Block = dict[str, Json]
 Reader = Callable[[Block], Part | None]
 
-READERS: dict[str, Reader] = {}
+READERS: Final[dict[str, Reader]] = {}
 """Readers of blocks, by `type` or by the one key that names the block; None means a thought. Every API adds its own."""
 
 
@@ -172,7 +175,7 @@ def _read_one(item: Json) -> str | None:
     return item if isinstance(item, str) else None
 
 
-_TEXTS = frozenset({"text", "input_text", "output_text"})
+_TEXTS: Final = frozenset({"text", "input_text", "output_text"})
 
 
 def name_other(value: Json) -> bytes:
@@ -198,6 +201,16 @@ def unpack(value: Json) -> Json:
     if len(value) > WORTH_COUNTING:
         check_containers(bytes(value))
     return None if value is ABSENT else decode_json(value)
+
+
+def list_texts(parts: list[Part]) -> list[str]:
+    """The texts among the parts of a message.
+
+    Raises:
+        NotCounted: one of them cannot be read.
+    """
+    texts = [unpack(part.value) for part in parts if part.kind == TEXT]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def is_injected(text: str) -> bool:

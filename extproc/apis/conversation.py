@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
-from extproc.apis.messages import TEXT, Message, Part
+from extproc.apis.messages import TEXT, Part
 from extproc.apis.places import Place
 from extproc.request.document import (
     ABSENT,
@@ -25,11 +25,15 @@ from extproc.request.document import (
     decode_json,
     open_value,
     start_looking,
+    walk,
     write_canonical,
 )
 from extproc.request.patch import AMBIGUOUS, Patch, Value
 
-ASSISTANT, USER, TOOL, OTHER_ROLE = "assistant", "user", "tool", "other"
+ASSISTANT: Final = "assistant"
+USER: Final = "user"
+TOOL: Final = "tool"
+OTHER_ROLE: Final = "other"
 """Speakers of a message; any other value was sent by the client."""
 
 _MAX_OLDEST: Final = 100
@@ -38,7 +42,8 @@ _MAX_OLDEST: Final = 100
 _MAX_NEWEST: Final = 100
 """Number of results of one turn, newest first, in which to look for a place for a note."""
 
-TOOLS, NO_TOOLS = "tools", "no tools"
+TOOLS: Final = "tools"
+NO_TOOLS: Final = "no tools"
 """Whether a request offers its model tools."""
 
 TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
@@ -50,13 +55,8 @@ _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 
 _LONGEST_NOTHING: Final = 8
 
-_READ_ONLY: Final = "readOnlyHint"
-"""MCP's hint that a tool changes nothing."""
-
-_MOST_HINTS: Final = 10_000
-"""Number of values in a list of tools in which to look for hints."""
-
-ASSISTANTS = frozenset({ASSISTANT, "model", "ai"})
+ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
+_LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 
 
 class Before(NamedTuple):
@@ -73,7 +73,7 @@ class Before(NamedTuple):
     in_words: bool = False
 
 
-NOTHING_BEFORE = Before()
+NOTHING_BEFORE: Final = Before()
 """For a body that shows its whole history."""
 
 
@@ -158,6 +158,67 @@ class Shape:
         self.fallback = fallback
 
 
+class Message:
+    """One message, which is read on demand.
+
+    Attributes:
+        shape: see `Shape`.
+        speaker: who says it.
+        value: the message as a struct of the shape.
+        place: index among the messages.
+        joined: calls before it that were made at once with it.
+    """
+
+    __slots__ = ("_parts", "joined", "place", "shape", "speaker", "value")
+
+    def __init__(self, shape: Shape, speaker: str, value: Any, place: int, parts: list[Part] | None = None) -> None:  # noqa: ANN401  # of the shape's
+        """Store a message, and its parts if these are known."""
+        self.shape = shape
+        self.speaker = speaker
+        self.value = value
+        self.place = place
+        self.joined: list[Message] | None = None
+        self._parts = parts
+
+    def join(self, older: Message) -> None:
+        """Add the preceding call, which was made at once with this one."""
+        self.joined = [older, *(self.joined or ())]
+
+    def read_parts(self) -> list[Part]:
+        """The message's parts, in order.
+
+        Raises:
+            NotCounted: it cannot be read, or is too large.
+        """
+        parts = self._parts
+        if parts is None:
+            walk(1)
+            parts = self.shape.read(self.value)
+            if self.joined is not None:
+                parts = [part for message in self.joined for part in message.read_parts()] + parts
+            self._parts = parts
+        return parts
+
+    def list_values(self) -> list[Any]:
+        """The message's value, and those of the calls that were made at once with it."""
+        return [*[message.value for message in self.joined or ()], self.value]
+
+    def find_whole(self, document: Document) -> Json:
+        """The whole message; ABSENT if it says nothing.
+
+        Args:
+            document: the document that contains it. It refers to the conversation, which must therefore not refer to it.
+
+        Raises:
+            NotCounted: the body is not JSON, or too large.
+        """
+        value = document.value()
+        for step in self.shape.path:
+            value = value[step]
+        whole = value[self.place]
+        return ABSENT if isinstance(whole, dict) and _says_nothing(whole) else whole
+
+
 class Conversation:
     """The messages of one request.
 
@@ -202,14 +263,6 @@ class Conversation:
         """The raw value of a key of the body, ABSENT if missing; None for a key that is skipped."""
         found = getattr(self._body, key, None)
         return found if type(found) is Raw else None
-
-    def find_hints(self) -> dict[str, bool]:
-        """Which tools only read, by name, if the request says so with MCP's `readOnlyHint`, which some clients pass on."""
-        for key in TOOL_KEYS:
-            raw = getattr(self._body, key)
-            if isinstance(raw, Raw) and bytes(raw).find(_READ_ONLY.encode()) >= 0:
-                return _read_hints(raw)
-        return {}
 
     def read_backwards(self) -> Iterator[Message]:
         """The messages from the newest to the oldest, without thoughts.
@@ -456,30 +509,9 @@ def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
 
 
-def _read_hints(raw: Raw) -> dict[str, bool]:
-    """The hints in a list of tools of any API. A name is beside its annotations, or one level below."""
-    hints: dict[str, bool] = {}
-    left: list[Json] = [decode_json(raw)]
-    for _ in range(_MOST_HINTS):
-        if not left:
-            break
-        value = left.pop()
-        if isinstance(value, dict):
-            hint = _find_hint(value)
-            named = [value, *[below for below in value.values() if isinstance(below, dict)]]
-            for name in [each.get("name") for each in named] if hint is not None else ():
-                if isinstance(name, str) and hint is not None:
-                    hints[name] = hint
-        if isinstance(value, dict | list):
-            left += value.values() if isinstance(value, dict) else value
-    return hints
-
-
-def _find_hint(tool: dict[str, Json]) -> bool | None:
-    """The hint in a tool's annotations."""
-    annotations = tool.get("annotations")
-    hint = annotations.get(_READ_ONLY) if isinstance(annotations, dict) else None
-    return hint if isinstance(hint, bool) else None
+def _says_nothing(message: dict[str, Json]) -> bool:
+    """Whether the message names a speaker but has no content."""
+    return isinstance(message.get("role"), str) and not any(message[key] for key in message.keys() - _LABELS)
 
 
 def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it

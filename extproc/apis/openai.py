@@ -1,12 +1,11 @@
 """OpenAI's chat and text completions, compatible APIs such as Cohere's, and unknown APIs."""
-# interpreted: msgspec makes its Structs of annotations, which compiled classes do not keep
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
-from msgspec import Raw, Struct, ValidationError, json
+from msgspec import Raw, ValidationError, defstruct, json
 
 from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
 from extproc.apis.contents import is_given, read_content, read_string, read_text
@@ -18,52 +17,48 @@ from extproc.decision import Framed
 from extproc.request.document import ABSENT, Json, decode_json, hook_number_in_part, open_value, walk, write_canonical
 from extproc.request.patch import Patch, Value
 
-_DEPLOYMENTS = ("/deployments/", "/engines/")
+_DEPLOYMENTS: Final = ("/deployments/", "/engines/")
 """Path segments before the model's name, in Azure and in OpenAI's API before chats."""
 
-_RESULT_ROLES = frozenset({"tool", "function"})
+_RESULT_ROLES: Final = frozenset({"tool", "function"})
 
 
-class ChatMessage(Struct, gc=False):
-    """A message of a chat, also Anthropic's or Bedrock's; `thinking` is Ollama's, and never compared."""
+_RAW: Final = (Raw, ABSENT)
+ChatMessage: Final[Any] = defstruct(
+    "ChatMessage",
+    [
+        ("role", str | None, None),
+        ("content", *_RAW),
+        ("thinking", *_RAW),
+        ("tool_calls", *_RAW),
+        ("tool_call_id", str | int | None, None),
+        ("function_call", *_RAW),
+        ("refusal", *_RAW),
+    ],
+    gc=False,
+)
+"""A message of a chat, also Anthropic's or Bedrock's; `thinking` is Ollama's, and never compared."""
 
-    role: str | None = None
-    content: Raw = ABSENT
-    thinking: Raw = ABSENT
-    tool_calls: Raw = ABSENT
-    tool_call_id: str | int | None = None
-    function_call: Raw = ABSENT
-    refusal: Raw = ABSENT
+ChatBody: Final[Any] = defstruct("ChatBody", [("messages", list[ChatMessage]), ("thread", *_RAW)], gc=False)
+"""A body with `messages`; the server keeps the older messages of an Anthropic thread."""
 
+ChatTool: Final[Any] = defstruct(
+    "ChatTool", [("name", str | None, None), ("arguments", Any, None), ("input", Any, None)], gc=False
+)
+"""The called function, or a custom tool, which takes `input`."""
 
-class ChatBody(Struct, gc=False):
-    """A body with `messages`; the server keeps the older messages of an Anthropic thread."""
+ToolCall: Final[Any] = defstruct(
+    "ToolCall",
+    [("id", str | int | None, None), ("function", ChatTool | None, None), ("custom", ChatTool | None, None)],
+    gc=False,
+)
+"""An element of `tool_calls`."""
 
-    messages: list[ChatMessage]
-    thread: Raw = ABSENT
-
-
-class ChatTool(Struct, gc=False):
-    """The called function, or a custom tool, which takes `input`."""
-
-    name: str | None = None
-    arguments: Json = None
-    input: Json = None
-
-
-class ToolCall(Struct, gc=False):
-    """An element of `tool_calls`."""
-
-    id: str | int | None = None
-    function: ChatTool | None = None
-    custom: ChatTool | None = None
-
-
-_decode_calls = json.Decoder(list[ToolCall], float_hook=hook_number_in_part).decode
-_decode_tool = json.Decoder(ChatTool, float_hook=hook_number_in_part).decode
+_decode_calls: Final = json.Decoder(list[ToolCall], float_hook=hook_number_in_part).decode
+_decode_tool: Final = json.Decoder(ChatTool, float_hook=hook_number_in_part).decode
 
 
-def _look_back(body: ChatBody) -> Before:
+def _look_back(body: Json) -> Before:
     if body.thread is ABSENT:
         return NOTHING_BEFORE
     thread = open_value(body.thread)
@@ -71,60 +66,48 @@ def _look_back(body: ChatBody) -> Before:
     return NOTHING_BEFORE if given is None else Before(after=write_canonical(given))
 
 
-def _name_speaker(message: ChatMessage) -> str:
+def _name_speaker(message: Json) -> str:
     role = message.role
     return ASSISTANT if role in ASSISTANTS else role or OTHER_ROLE
 
 
-def _find_raw(message: ChatMessage) -> Raw:
+def _find_raw(message: Json) -> Raw:
     if message.function_call is not ABSENT or message.refusal is not ABSENT:
         return ABSENT
-    return message.content if message.tool_calls is ABSENT else message.tool_calls
+    raw: Raw = message.content if message.tool_calls is ABSENT else message.tool_calls
+    return raw
 
 
-def _read(message: ChatMessage) -> list[Part]:
+def _read(message: Json) -> list[Part]:
     if message.role in _RESULT_ROLES:
-        return [Part(RESULT, message.content, id=_write_id(message.tool_call_id))]
-    if message.tool_calls is not ABSENT or message.function_call is not ABSENT or message.refusal is not ABSENT:
-        return _read_beside(message)
-    if not message.role or message.content is ABSENT:
-        return [Part(OTHER, ABSENT)]
-    return read_content(message.content)
-
-
-def _read_beside(message: ChatMessage) -> list[Part]:
-    """The parts of a message that may have more than its content."""
-    calls = _read_calls(message)
+        return [Part(RESULT, message.content, "", "" if message.tool_call_id is None else str(message.tool_call_id))]
+    if message.tool_calls is ABSENT and message.function_call is ABSENT and message.refusal is ABSENT:
+        return read_content(message.content) if message.role and message.content is not ABSENT else [Part(OTHER, ABSENT)]
     parts = read_content(message.content)
     if message.refusal is not ABSENT and is_given(message.refusal):
         parts.append(Part(TEXT, message.refusal))
-    return parts + calls if parts or calls or message.content is not ABSENT else [Part(OTHER, ABSENT)]
-
-
-def _read_calls(message: ChatMessage) -> list[Part]:
-    """The calls beside a message's content."""
-    parts = []
     if message.tool_calls is not ABSENT and is_given(message.tool_calls):
-        try:
-            calls = decode_json(message.tool_calls, _decode_calls)
-        except ValidationError:
-            return [Part(CALL, message.tool_calls)]  # of an unknown kind
-        if len(calls) > 1:
-            walk(len(calls))
-        parts = [_read_call(call) for call in calls if call.function or call.custom]
+        parts += _read_calls(message.tool_calls)
     if message.function_call is not ABSENT and is_given(message.function_call):
         parts.append(_read_function(message.function_call))
+    return parts if parts or message.content is not ABSENT else [Part(OTHER, ABSENT)]
+
+
+def _read_calls(raw: Raw) -> list[Part]:
+    """The calls beside a message's content."""
+    try:
+        calls = decode_json(raw, _decode_calls)
+    except ValidationError:
+        return [Part(CALL, raw)]  # of an unknown kind
+    if len(calls) > 1:
+        walk(len(calls))
+    parts = []
+    for call in calls:
+        tool = call.function or call.custom
+        if tool is not None:
+            identity = "" if call.id is None else str(call.id)  # empty if the client sends none
+            parts.append(Part(CALL, tool.arguments if call.function else tool.input, tool.name or "", identity))
     return parts
-
-
-def _read_call(call: ToolCall) -> Part:
-    tool = call.function or call.custom or ChatTool()
-    return Part(CALL, tool.arguments if call.function else tool.input, tool.name or "", _write_id(call.id))
-
-
-def _write_id(value: str | int | None) -> str:
-    """The id that connects a result with its call; empty if the client sends none."""
-    return value if isinstance(value, str) else "" if value is None else str(value)
 
 
 def _read_function(call: Raw) -> Part:
@@ -136,23 +119,18 @@ def _read_function(call: Raw) -> Part:
     return Part(CALL, tool.arguments, tool.name or "")
 
 
-def _locate(patch: Patch, message: ChatMessage, whole: Value) -> list[Place]:
+def _locate(patch: Patch, message: Json, whole: Value) -> list[Place]:
     content = patch.open_fields(whole).get("content")
     if message.role in _RESULT_ROLES:
         return locate_text(patch, content, TEXT_BLOCK, result=True)
     return locate_in_content(patch, content, TEXT_BLOCK)
 
 
-class Prompt(Struct, gc=False):
-    """A plain prompt as one message; earlier turns, if any, are in its text."""
+Prompt: Final[Any] = defstruct("Prompt", [("content", *_RAW)], gc=False)
+"""A plain prompt as one message; earlier turns, if any, are in its text."""
 
-    content: Raw = ABSENT
-
-
-class TextBody(Struct, gc=False):
-    """A body with a `prompt`."""
-
-    prompt: Raw = ABSENT
+TextBody: Final[Any] = defstruct("TextBody", [("prompt", *_RAW)], gc=False)
+"""A body with a `prompt`."""
 
 
 def _take_prompt(value: Json) -> Sequence[Json]:
@@ -160,19 +138,20 @@ def _take_prompt(value: Json) -> Sequence[Json]:
     return [Prompt(prompt)] if is_given(prompt) else []
 
 
-def _look_back_in_words(_: TextBody) -> Before:
+def _look_back_in_words(_: Json) -> Before:
     return Before(in_words=True)
 
 
-def _name_user(_: Prompt) -> str:
+def _name_user(_: Json) -> str:
     return "user"
 
 
-def _find_prompt(message: Prompt) -> Raw:
-    return message.content
+def _find_prompt(message: Json) -> Raw:
+    raw: Raw = message.content
+    return raw
 
 
-def _read_prompt(message: Prompt) -> list[Part]:
+def _read_prompt(message: Json) -> list[Part]:
     return read_content(message.content)
 
 
@@ -180,8 +159,8 @@ def _find_deployment(path: str) -> str:
     return find_behind(path, *_DEPLOYMENTS)
 
 
-_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-_DONE = "[DONE]"
+_USAGE: Final = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+_DONE: Final = "[DONE]"
 
 
 def complete_chat(completion: Completion, question: Question) -> Framed | None:
@@ -231,9 +210,9 @@ def _asks_usage(question: Question) -> bool:
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
-_CHAT = Endpoint(write_error, complete_chat)
+_CHAT: Final = Endpoint(write_error, complete_chat)
 
-API = Api(
+API: Final = Api(
     default=Endpoint(write_error),
     paths={r"/chat/completions\Z": _CHAT, r"/completions\Z": Endpoint(write_error, complete_text)},
     # Of OpenAI, with and without its base path, of Azure OpenAI, and of OpenRouter.

@@ -3,22 +3,22 @@
 The newest turn decides: what it called, which tools the request declares, and what came back. If the request contradicts
 itself, or declares too much, no cause is named: finding one takes a millisecond at most.
 """
-# interpreted: looks at requests that get a note; msgspec makes its Structs while Python runs
+# interpreted: looks at requests that get a note
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from itertools import islice
-from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from msgspec import Raw, Struct, ValidationError, defstruct, json
+from msgspec import Raw
 
-from extproc.apis import TOOL_WORDS, open_conversation
+from extproc.apis import TOOL_WORDS, open_conversation, read_tools
 from extproc.apis.contents import read_arguments
-from extproc.apis.conversation import TOOL_KEYS, Conversation
+from extproc.apis.conversation import Conversation
 from extproc.apis.messages import CALL
+from extproc.apis.tools import OTHERS
 from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.failures import SAID_WITHIN, TRANSIENT, find_complaint
@@ -37,10 +37,6 @@ SAME_RESULT: Final = "same_result"
 SAME_STEPS: Final = "same_steps"
 """Kinds of causes."""
 
-_LONGEST_LIST: Final = 262_144
-_MOST_OBJECTS: Final = 5_000
-"""Longest list of tools that is read, in bytes, and most objects in it."""
-
 _LONGEST_VALUE: Final = 65_536
 _MOST_CONTAINERS: Final = 1_500
 _MOST_VALUES: Final = 4_000
@@ -56,7 +52,6 @@ _MOST_NAMED: Final = 3
 _MOST_JOINED: Final = 8
 _IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
-_MOST_TOOLS: Final = 500
 _MOST_COMPARED: Final = 128
 _MOST_PAIRS: Final = 2_560
 """Most names of tools or arguments that are compared with one that does not exist, and most pairs of letters."""
@@ -204,15 +199,15 @@ def _blame_call(conversation: Conversation, turn: Turn, repeat: Repeat) -> Cause
     """What is wrong with the calls of a turn, by the tools that the request declares."""
     if turn.failure == TRANSIENT:
         return None
-    tools = _list_declared(conversation)
+    tools = read_tools(conversation)
     for part in turn.parts if tools else ():
         if part.kind != CALL or _is_large(part.value):
             continue
         name = TOOL_WORDS.called.get(part.name, part.name)
         if name in tools:
-            found = _blame_arguments(name, _open_schema(tools[name]), read_arguments(part.value), repeat)
+            found = _blame_arguments(name, _open_schema(tools[name].schema), read_arguments(part.value), repeat)
         else:
-            found = _name_similar(name, list(tools)) if _OTHERS not in tools else None
+            found = _name_similar(name, list(tools)) if OTHERS not in tools else None
         if found is not None:
             return found
     return None
@@ -292,69 +287,8 @@ def _quote_path(path: str) -> str:
     return quote(path, _LONGEST_PATH)
 
 
-# --- declared tools
-
-
-_WRAPPERS: Final = sorted(TOOL_WORDS.wrappers)
-_LISTS: Final = sorted(TOOL_WORDS.lists | {*TOOL_WORDS.groups.values()})
-_SCHEMAS: Final = sorted(TOOL_WORDS.schemas)
-
-
-def _make_entry() -> type[Struct]:
-    """An entry of a list of tools of any API."""
-    schemas = [(key, Raw, ABSENT) for key in _SCHEMAS]
-    inner = defstruct("Inner", [("name", str, ""), *schemas], gc=False)
-    fields: list[tuple[str, Any, Any]] = [("name", str, ""), *schemas]
-    fields += [(key, inner | None, None) for key in _WRAPPERS]
-    fields += [(key, list[inner] | None, None) for key in _LISTS]  # type: ignore[valid-type]  # made at run time
-    return defstruct("Entry", fields, gc=False)
-
-
-_Entry: Final[Any] = _make_entry()
-_read_inside: Final = attrgetter(*_WRAPPERS, *_LISTS)
-_Holder: Final[Any] = defstruct("Holder", [("tools", list[_Entry])], gc=False)
-_decode_list: Final = json.Decoder(list[_Entry]).decode
-_decode_holder: Final = json.Decoder(_Holder).decode
-_OTHERS: Final = ""
-"""Stands for tools whose names are not known: built-in ones, those of servers, and those beyond the bound."""
-
-
-def _list_declared(conversation: Conversation) -> dict[str, Any]:
-    """The declared tools by their names; empty if they cannot be read."""
-    tools: dict[str, Any] = {}
-    for key in TOOL_KEYS:
-        raw = conversation.find_field(key)
-        if raw is None or raw is ABSENT or len(raw) > _LONGEST_LIST or bytes(raw).count(b"{") > _MOST_OBJECTS:
-            continue
-        try:
-            held = bytes(raw).startswith(b"{")
-            entries = decode_json(raw, _decode_holder).tools if held else decode_json(raw, _decode_list)
-        except ValidationError:
-            continue
-        for entry in entries[:_MOST_TOOLS]:
-            _add_declared(entry, tools)
-        if len(entries) > _MOST_TOOLS:
-            tools[_OTHERS] = None
-    return tools
-
-
-def _add_declared(entry: Any, tools: dict[str, Any]) -> None:  # noqa: ANN401  # made at run time
-    if entry.name:
-        tools[entry.name] = entry
-        return
-    named = False
-    for value in _read_inside(entry):
-        if value:
-            named = True
-            for each in value if type(value) is list else (value,):
-                tools[each.name or _OTHERS] = each
-    if not named:
-        tools[_OTHERS] = entry
-
-
-def _open_schema(tool: Any) -> dict[str, Json]:  # noqa: ANN401  # made at run time
+def _open_schema(raw: Raw) -> dict[str, Json]:
     """The schema of a tool's arguments, which may be one level below; empty if it is too long, or none."""
-    raw: Raw = next((raw for raw in [getattr(tool, key) for key in _SCHEMAS] if raw), ABSENT)
     if raw is ABSENT or _is_large(raw):
         return {}
     value = decode_json(raw)

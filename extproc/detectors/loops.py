@@ -26,9 +26,10 @@ Turns are read from the newest to the oldest, and no further than a loop could s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import Final, Generic, TypeVar
 
 from extproc.apis import open_conversation
 from extproc.decision import WEAK, Repeat
@@ -54,18 +55,53 @@ from extproc.detectors.turn import (
 )
 from extproc.request.document import Document, NotCounted
 
-MAX_TURNS = 32
+MAX_TURNS: Final = 32
 """This many turns are looked at, and as many as a ring holds."""
 
-DEFAULT_MAX_CYCLE = 10
-MIN_CYCLE = 2
-_PREFILLED_WORDS = 2
-REPEAT, RESULT, CYCLE, ERROR = "repeat", "result", "cycle", "error"
+DEFAULT_MAX_CYCLE: Final = 10
+MIN_CYCLE: Final = 2
+_PREFILLED_WORDS: Final = 2
+Step = TypeVar("Step")
+REPEAT: Final = "repeat"
+RESULT: Final = "result"
+CYCLE: Final = "cycle"
+ERROR: Final = "error"
 """The rules; RESULT is REPEAT where what was done is not known."""
 
 
-class History:
-    """Turns, the newest first, taken as far as is asked for.
+class Newest(Generic[Step]):
+    """Turns, or calls, the newest first; they are taken from their source as far as is asked for."""
+
+    def __init__(self, source: Iterator[Step]) -> None:
+        self._source = source
+        self._taken: list[Step] = []
+
+    def at(self, place: int) -> Step | None:
+        """The step at a place, 0 being the newest; None where there are fewer."""
+        while len(self._taken) <= place:
+            step = next(self._source, None)
+            if step is None:
+                return None
+            self._taken.append(step)
+        return self._taken[place]
+
+    def newest(self, count: int) -> list[Step]:
+        """This many steps, or as many as there are."""
+        self.at(count - 1)
+        return self._taken[:count]
+
+    def is_cycle(self, length: int, span: int, same: Callable[[Step, Step], bool]) -> bool:
+        """Whether a cycle of different steps fills this span, where the newest equals the one this many steps before it."""
+        for place in range(1, span - length):
+            step, before = self.at(place), self.at(place + length)
+            if step is None or before is None or not same(step, before):
+                return False
+        members = self.newest(length)
+        return not any(same(one, other) for place, one in enumerate(members) for other in members[:place])
+
+
+class History(Newest[AnyTurn]):
+    """The turns of a request, or of a session.
 
     Attributes:
         elsewhere: the server keeps what was before them.
@@ -78,28 +114,14 @@ class History:
         self, source: Iterator[AnyTurn], reading: Reading | None = None, *, elsewhere: bool = False, after: bytes = b""
     ) -> None:
         """Take turns from a source, which is a request's `reading`, or what the store remembers."""
+        self._source = islice(source, MAX_TURNS)
+        self._taken = []
         self.again: list[int] = []
         self.compared = 1
         self._reading = reading
-        self._source = islice(source, MAX_TURNS)
-        self._taken: list[AnyTurn] = []
         self._since: int | None = None
         self.elsewhere = elsewhere
         self.after = after
-
-    def at(self, place: int) -> AnyTurn | None:
-        """The turn at a place, 0 being the newest; None where there are fewer."""
-        while len(self._taken) <= place:
-            turn = next(self._source, None)
-            if turn is None:
-                return None
-            self._taken.append(turn)
-        return self._taken[place]
-
-    def newest(self, count: int) -> list[AnyTurn]:
-        """This many turns, or as many as there are."""
-        self.at(count - 1)
-        return self._taken[:count]
 
     def read_words(self) -> str:
         """What the user says in the request's newest message; empty if it is anything else."""
@@ -275,7 +297,11 @@ class TurnRule:
                 history.again.append(place)
             history.compared = place + 1
         again = [place for place in history.again if place < len(looked_at)]
-        found = (self._cycle(history, again) or self._repeat(history, newest, limit, again)) if again else None
+        found = None
+        if again and MIN_CYCLE <= again[0] <= self._max_cycle:  # a longer one would hold the newest turn twice
+            found = self._cycle(history, again[0])
+        if again and found is None:
+            found = self._repeat(history, newest, limit, again)
         if found is None:
             found = self._error(history, newest, limit)
         if self._extra and (found is None or found.strength == WEAK):
@@ -320,39 +346,22 @@ class TurnRule:
             return True
         return turn.known and any(same_turn(turn, older, normalized=self._normalized) for older in turns[place + 1 :])
 
-    def _cycle(self, history: History, again: Sequence[int]) -> Repeat | None:
-        """The shortest cycle of different turns that has come round often enough."""
-        for length in again:
-            if length < MIN_CYCLE or length > self._max_cycle:
-                continue
-            members = history.newest(length)
-            limits = [self._limits.of(turn.names) for turn in members]
-            threshold = max([limit.threshold for limit in limits])
-            rounds = count_rounds(length, threshold)
-            span = length * rounds
-            if self._filled:
-                span = min(span, self._filled)
-            if (
-                span <= MAX_TURNS
-                and not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
-                and all(self._comes_back(history, place, length) for place in range(1, span - length))
-                and self._all_differ(members)
-            ):
-                names = tuple([name for turn in reversed(members) for name in turn.names])
-                reason = next((limit.reason for limit in limits if limit.reason), "")
-                strength = weigh(history.newest(span))
-                return Repeat(names, rounds, span, rounds, results=True, reason=reason, rule=CYCLE, strength=strength)
-        return None
+    def _cycle(self, history: History, length: int) -> Repeat | None:
+        """The newest turns are a cycle of this many different ones that has come round often enough."""
+        members = history.newest(length)
+        limits = [self._limits.of(turn.names) for turn in members]
+        rounds = count_rounds(length, max([limit.threshold for limit in limits]))
+        span = min(length * rounds, self._filled or MAX_TURNS + 1)
+        known = not any(limit.allow or not turn.known for limit, turn in zip(limits, members, strict=True))
+        if span > MAX_TURNS or not known or not history.is_cycle(length, span, self._same):
+            return None
+        names = tuple([name for turn in reversed(members) for name in turn.names])
+        reason = next((limit.reason for limit in limits if limit.reason), "")
+        strength = weigh(history.newest(span))
+        return Repeat(names, rounds, span, rounds, results=True, reason=reason, rule=CYCLE, strength=strength)
 
-    def _comes_back(self, history: History, place: int, length: int) -> bool:
-        """Whether the turn at a place equals the one this many turns before it."""
-        turn, before = history.at(place), history.at(place + length)
-        return turn is not None and before is not None and same_turn(turn, before, normalized=self._normalized)
-
-    def _all_differ(self, members: Sequence[AnyTurn]) -> bool:
-        return not any(
-            same_turn(one, other, normalized=self._normalized) for place, one in enumerate(members) for other in members[:place]
-        )
+    def _same(self, one: AnyTurn, other: AnyTurn) -> bool:
+        return same_turn(one, other, normalized=self._normalized)
 
     def _error(self, history: History, newest: AnyTurn, limit: Limit) -> Repeat | None:
         """The last results are the same error, whatever was done."""

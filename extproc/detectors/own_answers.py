@@ -10,7 +10,7 @@ import re
 from typing import Any, Final
 
 from extproc.apis import find_conversation
-from extproc.apis.contents import is_injected, unpack
+from extproc.apis.contents import is_injected, list_texts
 from extproc.apis.conversation import ASSISTANT, USER, Shape, read_message
 from extproc.apis.messages import RESULT, TEXT
 from extproc.detectors.complaints import complains
@@ -85,9 +85,8 @@ class _Reader:
         if self._shape.name_speaker(message) != ASSISTANT:
             return False
         parts = self._shape.read(message)
-        texts = [unpack(part.value) for part in parts if part.kind == TEXT]
-        said = "".join([text for text in texts if isinstance(text, str)])
-        return len(texts) == len(parts) and len(read_around(said)) <= _MOST_AROUND
+        said = "".join(list_texts(parts))
+        return all(part.kind == TEXT for part in parts) and len(read_around(said)) <= _MOST_AROUND
 
     def _find_reply(self, place: int) -> int | None:
         """The index of the next message that is not a reminder; None if the assistant goes on, or nothing follows."""
@@ -109,8 +108,7 @@ class _Reader:
         parts = self._shape.read(message)
         if self._shape.name_speaker(message) != USER or any(part.kind == RESULT for part in parts) or self._quotes(place):
             return True
-        given = [unpack(part.value) for part in parts if part.kind == TEXT]
-        texts = [strike_injected(text) for text in given if isinstance(text, str) and not is_injected(text.strip())]
+        texts = [strike_injected(text) for text in list_texts(parts) if not is_injected(text.strip())]
         said = "\n".join(texts).strip()[:_SAID_WITHIN]
         words = tuple(NUMBERS.sub("", said).casefold().split())
         again = words in heard

@@ -16,9 +16,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from extproc.apis.contents import unpack
-from extproc.apis.conversation import ASSISTANT, USER
-from extproc.apis.messages import TEXT, Message, Part
+from extproc.apis.contents import list_texts
+from extproc.apis.conversation import ASSISTANT, USER, Message
+from extproc.apis.messages import TEXT, Part
 
 _LEAST_STEPS: Final = 2
 _FENCE: Final = "```"
@@ -28,7 +28,7 @@ _LOOKED_AT: Final = 131_072
 _OBSERVED: Final = "bservation"
 """Is in all that is looked for."""
 
-_MARK = re.compile(
+_MARK: Final = re.compile(
     r"""
     ^[ \t>*\#-]{0,16}+(?=[taofqbnTAOFQBN])(?:
         (?P<acts>thought|action)(?:\ ?[0-9]{1,3})?[*]{0,2}:
@@ -50,8 +50,7 @@ def unfold(message: Message) -> list[Message]:
     parts = message.read_parts()
     if not parts or any(part.kind != TEXT for part in parts):
         return [message]
-    texts = [unpack(part.value) for part in parts]
-    text = "\n".join([each for each in texts if isinstance(each, str)])
+    text = "\n".join(list_texts(parts))
     steps = find_steps(text) if _OBSERVED in text else []
     if len(steps) < _LEAST_STEPS:
         return [message]
@@ -63,7 +62,7 @@ def unfold(message: Message) -> list[Message]:
 
 
 def _make_message(whole: Message, speaker: str, text: str) -> Message:
-    return Message(whole.shape, speaker, whole.shape.message(), whole.place, None, [Part(TEXT, text)])
+    return Message(whole.shape, speaker, whole.shape.message(), whole.place, [Part(TEXT, text)])
 
 
 def find_steps(text: str) -> list[tuple[int, int, int, int]]:

@@ -10,26 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from extproc.apis import open_conversation
 from extproc.apis.contents import name_other, read_arguments, read_result, unpack
-from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Message, Part
+from extproc.apis.conversation import USER, Message
+from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
+from extproc.detectors.alike import fold
 from extproc.detectors.base import Similarity
 from extproc.detectors.keys import SimilarityKeys, TailKeys
 from extproc.objects import JsonObject
 from extproc.request.document import ABSENT, Document, NotCounted, write_canonical
 
 # What UTF-8 never contains separates what is joined, so that different things never look alike.
-_NEXT_PART = b"\xff"
-_NEXT_MESSAGE = b"\xfe"
-
-_LONG = 16_384
-_ASCII_SPACE = bytes(range(9, 14)) + bytes(range(28, 32))
-_OTHER_SPACES = "\x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
-_FOLDED = bytes.maketrans(
-    _ASCII_SPACE + bytes(range(ord("A"), ord("Z") + 1)), b" " * len(_ASCII_SPACE) + bytes(range(ord("a"), ord("z") + 1))
-)
+_NEXT_PART: Final = b"\xff"
+_NEXT_MESSAGE: Final = b"\xfe"
 
 
 class Tail(Similarity):
@@ -52,9 +47,7 @@ class Tail(Similarity):
             conversation.model.encode() + _NEXT_PART + conversation.before.after,
             *[_write_message(message, document, unasked) for message in islice(messages, self._messages)],
         ]
-        if unasked and (asked := _find_calls(messages, unasked)):
-            said.append(asked)
-        return _NEXT_MESSAGE.join(said), None
+        return _NEXT_MESSAGE.join(said + _find_calls(messages, unasked)), None
 
     def show(self, document: Document) -> list[str]:
         """The model and what it goes on from, then the messages, the oldest first; see `Similarity`."""
@@ -73,79 +66,46 @@ def _write_message(message: Message, document: Document, unasked: dict[str, int]
     """A message's speaker and parts; results whose calls have not been met yet leave their ids in `unasked`."""
     fields = [message.speaker.encode()]
     for part in message.read_parts():
-        kind = part.kind
-        if kind == OTHER and part.value is ABSENT:
-            whole = message.find_whole(document)
+        kind, value = part.kind, part.value
+        if kind == CALL:
+            _settle(part.id, unasked)
+            fields += _spell_call(part)
+        elif kind == RESULT:
+            unasked[part.id] = unasked.get(part.id, 0) + 1  # ids need not be unique
+            fields += (b"error" if part.failed else b"result", fold(read_result(value)))
+        elif kind == TEXT and isinstance(value := unpack(value), str):
+            text = fold(value)
+            fields += (b"text", text) if text else ()
+        else:
+            whole = message.find_whole(document) if kind == OTHER and value is ABSENT else value
             fields += () if whole is ABSENT else (b"other", name_other(whole))
-            continue
-        fields += _list_fields(part)
-        if kind == RESULT:
-            _want_call(part.id, unasked)
-        elif kind == CALL:
-            _settle_call(part, unasked)
     return _NEXT_PART.join(fields)
 
 
-def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> bytes:
+def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> list[bytes]:
     """The calls, in older messages, that results in the tail answer: `ok` is not `ok` where something else was done."""
     fields: list[bytes] = []
-    calling = False
-    for message in messages:
+    for message in messages if unasked else ():
         parts = message.read_parts()
-        if message.speaker == "user" and all(part.kind == TEXT for part in parts):
+        if message.speaker == USER and all(part.kind == TEXT for part in parts):
             break
-        if calling and any(part.kind == RESULT for part in parts):
+        if fields and any(part.kind == RESULT for part in parts):
             break  # of the turn before
         for part in reversed(parts):
-            if part.kind == CALL and _settle_call(part, unasked):
-                calling = True
-                fields += _list_fields(part)
+            if part.kind == CALL and _settle(part.id, unasked):
+                fields += _spell_call(part)
         if not unasked:
             break
-    return _NEXT_PART.join([b"asked", *fields]) if fields else b""
+    return [_NEXT_PART.join([b"asked", *fields])] if fields else fields
 
 
-def _want_call(identity: str, unasked: dict[str, int]) -> None:
-    """A result wants the call of this id; ids need not be unique."""
-    unasked[identity] = unasked.get(identity, 0) + 1
+def _settle(identity: str, unasked: dict[str, int]) -> bool:
+    """Whether a result still wants the call of this id; it is then wanted once less."""
+    wanted = unasked.pop(identity, 0)
+    if wanted > 1:
+        unasked[identity] = wanted - 1
+    return wanted > 0
 
 
-def _settle_call(call: Part, unasked: dict[str, int]) -> bool:
-    """Whether a result still wants this call; it is then wanted once less."""
-    if call.id not in unasked:
-        return False
-    unasked[call.id] -= 1
-    if not unasked[call.id]:
-        del unasked[call.id]
-    return True
-
-
-def _list_fields(part: Part) -> tuple[bytes, ...]:
-    kind, value = part.kind, part.value
-    if kind == TEXT:
-        value = value if type(value) is str else unpack(value)
-        if type(value) is str:
-            text = fold(value)
-            return (b"text", text) if text else ()
-    if kind == CALL:
-        return b"call", part.name.encode(), write_canonical(read_arguments(value))
-    if kind == RESULT:
-        return b"error" if part.failed else b"result", fold(read_result(value))
-    return b"other", name_other(value)
-
-
-def fold(text: str) -> bytes:
-    """Lower case, each run of white space as one space, none around it."""
-    if not text.isascii():
-        for space in _OTHER_SPACES:
-            if space in text:
-                text = text.replace(space, " ")
-        text = str.lower(text)  # written like this because mypyc's own text.lower() knows no final sigma before Python 3.13
-    folded = text.encode().translate(_FOLDED)
-    if b"  " not in folded:  # asked once: it takes longer than all of the above
-        return folded.strip(b" ")
-    if len(folded) < _LONG:
-        return b" ".join(folded.split())
-    while b"  " in folded:  # slower where words are many, but never much: a megabyte of them would take 50 ms to split
-        folded = folded.replace(b"  ", b" ")
-    return folded.strip(b" ")
+def _spell_call(call: Part) -> tuple[bytes, bytes, bytes]:
+    return b"call", call.name.encode(), write_canonical(read_arguments(call.value))

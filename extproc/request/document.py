@@ -48,10 +48,10 @@ _NUMBER = re.compile(r"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?\Z")
 Json: TypeAlias = Any
 """A decoded value: dict, list, str, int, bool, None, or Raw, which stands for a number with a fraction or an exponent."""
 
-ABSENT = msgspec.Raw()
+ABSENT: Final = msgspec.Raw()
 """A missing raw value."""
 
-_NESTING = frozenset((dict, list))
+_NESTING: Final = frozenset((dict, list))
 _MISSING: Final[Json] = object()
 
 
@@ -144,11 +144,9 @@ def write_number(text: str) -> msgspec.Raw:
     return _remembered(text) if len(text) <= _WORTH_REMEMBERING else _write_number(text)
 
 
-_decode_whole = msgspec.json.Decoder(float_hook=_hook_number).decode
-_decode_part = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
-_encode = msgspec.json.Encoder(order="sorted").encode
-_encode_as_is = msgspec.json.Encoder().encode
-_decode_copy = msgspec.json.Decoder(float_hook=lambda text: msgspec.Raw(text.encode())).decode
+_decode_whole: Final = msgspec.json.Decoder(float_hook=_hook_number).decode
+_decode_part: Final = msgspec.json.Decoder(float_hook=hook_number_in_part).decode
+_encode: Final = msgspec.json.Encoder(order="sorted").encode
 
 
 # Half of a surrogate pair in its escape (RFC 8259, section 8.2), with a look at its neighbours. Cutting a text in JavaScript
@@ -314,12 +312,10 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
     for pointer in ignore:
         value = remove_at(value, pointer)
     try:
-        if type(value) in _NESTING and _list_wide(value):
-            value = _decode_copy(_encode_as_is(value))
-            for wide in _list_wide(value):
-                members = sorted(wide.items())
-                wide.clear()
-                wide.update(members)
+        for wide in _list_wide(value) if type(value) in _NESTING else ():
+            members = sorted(wide.items())  # in place: the order of members means nothing to anybody else
+            wide.clear()
+            wide.update(members)
         return _encode(value)
     except RecursionError:  # it was decoded with less of the stack in use
         raise NotJson from None
@@ -356,13 +352,14 @@ def remove_at(value: Json, pointer: Sequence[str]) -> Json:
     Array elements are replaced by null, so that the others keep their indexes.
     """
     step, rest = pointer[0], pointer[1:]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if step == "*" and rest and _NESTING.isdisjoint(map(type, inner)):
+        return value
     if isinstance(value, dict) and (step == "*" or step in value):
         if rest:
             return value | {name: remove_at(value[name], rest) for name in (value if step == "*" else (step,))}
         return {} if step == "*" else {name: item for name, item in value.items() if name != step}
     if isinstance(value, list) and step == "*":
-        if rest and _NESTING.isdisjoint(map(type, value)):
-            return value
         return [remove_at(item, rest) if type(item) in _NESTING else item for item in value] if rest else [None] * len(value)
     if isinstance(value, list) and _PLACE.match(step) and int(step) < len(value):
         place = int(step)
@@ -402,4 +399,4 @@ def _write_number(text: str) -> msgspec.Raw:
     return msgspec.Raw(f"{sign}{kept}e{power}".encode())
 
 
-_remembered = lru_cache(maxsize=4096)(_write_number)
+_remembered: Final = lru_cache(maxsize=4096)(_write_number)

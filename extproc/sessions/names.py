@@ -20,7 +20,7 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace
 from extproc.detectors.loops import MAX_TURNS
 from extproc.request.clients import PARENT_SESSION, SESSION_HEADERS, USER_ID
-from extproc.request.document import ABSENT, Document, NotCounted, decode_json, find, split_pointer
+from extproc.request.document import ABSENT, Document, NotCounted, check_members, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION
@@ -261,10 +261,11 @@ class _Fields:
 
 
 def _decode_fields(document: Document | None) -> dict[str, Raw]:
-    """The raw fields of a body; empty if it is not an object."""
+    """The raw fields of a body; empty if it is not an object, or too large."""
     if document is None:
         return {}
     try:
+        check_members(document.data())
         return cast("dict[str, Raw]", decode_json(document.data(), _decode_object))
     except (NotCounted, ValidationError):
         return {}

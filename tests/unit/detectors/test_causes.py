@@ -191,6 +191,18 @@ def test_tools_of_servers_have_names_that_nobody_declares() -> None:
     assert cause.kind == SAME_ERROR
 
 
+def test_tools_of_a_namespace_are_declared() -> None:
+    """A call of one is known, and a name like theirs is told apart."""
+    tools = [{"type": "function", "name": "query", "parameters": SQL}]
+    body = {"tools": [{"type": "namespace", "name": "db", "tools": tools}]}
+    known = explain(SHAPES["responses"]([Did((("query", {"query": "a"}),), ("Error: no",))] * 3) | body)
+    near = explain(SHAPES["responses"]([Did((("querry", {}),), ("Error: no",))] * 3) | body)
+
+    assert known is not None
+    assert known.kind == SAME_ERROR
+    assert near == Cause(UNKNOWN_TOOL, "There is no tool named querry. Did you mean query?")
+
+
 def test_an_outage_is_waited_for() -> None:
     """A failure that passes by itself is not the agent's."""
     down = stuck(("fetch", {}), "HTTP 503 Service Unavailable")

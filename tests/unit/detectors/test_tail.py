@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.detectors.tail import Tail, fold
+from extproc.detectors.alike import fold
+from extproc.detectors.tail import Tail
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document, NotCounted
 from tests.support.documents import policy

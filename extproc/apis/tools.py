@@ -1,0 +1,92 @@
+"""Reads the lists of tools that a request declares, whatever the API; `narrow` edits them."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from msgspec import Raw, ValidationError, defstruct, json
+
+from extproc.apis.api import ToolWords
+from extproc.apis.conversation import TOOL_KEYS, Conversation
+from extproc.request.document import ABSENT, decode_json
+
+OTHERS: Final = ""
+"""Stands for tools whose names are not known: built-in ones, those of servers, and those beyond the bound."""
+
+_LONGEST_LIST: Final = 262_144
+_MOST_OBJECTS: Final = 5_000
+"""Longest list that is read, in bytes, and the objects in it; reading it takes a millisecond at most."""
+
+_MOST_TOOLS: Final = 500
+_READ_ONLY: Final = b"readOnlyHint"
+"""MCP's hint that a tool changes nothing, which some clients pass on."""
+
+_decode_hint: Final = json.Decoder(defstruct("Annotations", [("readOnlyHint", bool | None, None)], gc=False)).decode
+
+
+class DeclaredTool(NamedTuple):
+    """A tool.
+
+    Attributes:
+        schema: the raw JSON schema of its arguments; ABSENT if there is none.
+        reads: whether it only reads, if the request says so.
+    """
+
+    schema: Raw
+    reads: bool | None
+
+
+class ToolReader:
+    """Reads lists in the words of all APIs, because gateways mix them."""
+
+    def __init__(self, words: ToolWords) -> None:
+        self._schemas = sorted(words.schemas)
+        self._holders = sorted({*words.wrappers, *words.lists, *words.groups.values()})
+        keys = [(key, Raw, ABSENT) for key in (*self._schemas, "annotations")]
+        inner: Any = defstruct("Inner", [("name", str, ""), *keys], gc=False)
+        held: Any = inner | list[inner] | None
+        entry: Any = defstruct("Entry", [("name", str, ""), *keys, *[(key, held, None) for key in self._holders]], gc=False)
+        self._decode_list = json.Decoder(list[entry]).decode
+        self._decode_holder = json.Decoder(defstruct("Holder", [("tools", list[entry])])).decode
+
+    def read(self, conversation: Conversation) -> dict[str, DeclaredTool]:
+        """The declared tools by their names; empty if they cannot be read."""
+        tools: dict[str, DeclaredTool] = {}
+        for key in TOOL_KEYS:
+            raw = bytes(conversation.find_field(key) or b"")
+            if raw and len(raw) <= _LONGEST_LIST and raw.count(b"{") <= _MOST_OBJECTS:
+                self._read_list(raw, tools)
+        return tools
+
+    def find_hints(self, conversation: Conversation) -> dict[str, bool]:
+        """Which tools only read, by name, as far as the request says so."""
+        for key in TOOL_KEYS:
+            if bytes(conversation.find_field(key) or b"").find(_READ_ONLY) >= 0:
+                return {name: tool.reads for name, tool in self.read(conversation).items() if tool.reads is not None}
+        return {}
+
+    def _read_list(self, raw: bytes, tools: dict[str, DeclaredTool]) -> None:
+        try:
+            entries = decode_json(raw, self._decode_holder).tools if raw[:1] == b"{" else decode_json(raw, self._decode_list)
+            for entry in entries[:_MOST_TOOLS]:
+                held = [value for value in [getattr(entry, key) for key in self._holders] if value]
+                named = [] if entry.name and not any(isinstance(value, list) for value in held) else held
+                inside = [each for value in named for each in (value if isinstance(value, list) else [value])]
+                hint = _read_hint(entry)
+                for each in inside or [entry]:
+                    schema = next((raw for raw in [getattr(each, key) for key in self._schemas] if raw), ABSENT)
+                    own = _read_hint(each)
+                    tools[each.name or OTHERS] = DeclaredTool(schema, hint if own is None else own)
+            if len(entries) > _MOST_TOOLS:
+                tools[OTHERS] = DeclaredTool(ABSENT, None)
+        except ValidationError:
+            return
+
+
+def _read_hint(tool: Any) -> bool | None:  # noqa: ANN401  # made at run time
+    """The hint in a tool's annotations."""
+    try:
+        hint: bool | None = decode_json(tool.annotations, _decode_hint).readOnlyHint if tool.annotations else None
+    except ValidationError:
+        return None
+    return hint
