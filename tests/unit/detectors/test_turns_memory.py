@@ -65,7 +65,7 @@ _BODIES = (
 
 def forget() -> None:
     """Have nothing known."""
-    for memo in (actions._KNOWN, chain._KNOWN, results._KNOWN, turn._NORMAL, turn._FAILURES):
+    for memo in (actions._KNOWN, chain._KNOWN, chain._HISTORIES, results._KNOWN, turn._NORMAL, turn._FAILURES):
         memo._young.clear()
         memo._old.clear()
 
