@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from extproc.apis import open_conversation
 from extproc.detectors import chain
-from extproc.detectors.chain import ChainPlace, digest_tool, find_place
+from extproc.detectors.chain import digest_tool, find_place
 from extproc.request.document import Document, NotCounted
 from extproc.sessions.history import RECORD, read_tool_calls
 from tests.support.examples import examples
@@ -222,7 +222,7 @@ def look(body: bytes) -> list[object]:
     conversation = open_conversation(Document(body))
     found = [find_place(conversation, prefilled=prefilled) for prefilled in (False, True)]
     calls = read_tool_calls(Document(body))
-    names = [[getattr(place, name) for name in ChainPlace.__slots__] for place in found if place is not None]
+    names = [(place.node, place.parent, place.own, place.before, place.depth) for place in found if place is not None]
     return [names, calls.records, calls.total, calls.newest, calls.tools]
 
 
