@@ -51,6 +51,15 @@ class Memo(Generic[Key, Value]):
                 self.put(key, found)
         return found
 
+    def take(self, key: Key) -> Value | None:
+        """The answer, which is forgotten, or None."""
+        young, old = self._young.pop(key, None), self._old.pop(key, None)
+        if young is not None:
+            self._young_size -= 1 if self._measure is None else self._measure(key, young)
+        if old is not None:
+            self._old_size -= 1 if self._measure is None else self._measure(key, old)
+        return old if young is None else young
+
     def put(self, key: Key, value: Value) -> None:
         """Keep an answer."""
         size = 1 if self._measure is None else self._measure(key, value)

@@ -9,6 +9,7 @@ To edit a body, the same parts are found by their offsets; see `Patch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, Struct, ValidationError, defstruct, json
@@ -50,6 +51,9 @@ TOOL_KEYS: Final = ("tools", "functions", "toolConfig")
 _KEPT_TOOLS: Final = ("cachedContent", "cached_content")
 """Keys that refer to something on the server that may include tools."""
 
+_get_tools: Final = attrgetter(*TOOL_KEYS)
+_get_kept_tools: Final = attrgetter(*_KEPT_TOOLS)
+
 _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 """Where bodies name a session; see `session_limits`."""
 
@@ -83,6 +87,12 @@ _OBJECTS: Final = (Struct, dict)
 def know_nothing(_: Json) -> Before:
     """`look_back` of an API whose requests show their whole history."""
     return NOTHING_BEFORE
+
+
+def name_by_role(message: Any) -> str:  # noqa: ANN401  # a struct with a role
+    """`name_speaker` of an API whose messages say all by their role."""
+    role: str | None = message.role
+    return ASSISTANT if role in ASSISTANTS else role or OTHER_ROLE
 
 
 def take_list(value: Json) -> Sequence[Json]:
@@ -249,14 +259,10 @@ class Conversation:
         """Whether the request offers tools: `TOOLS` or `NO_TOOLS`; empty if unknown."""
         if len(self.shape.path) > 1:
             return ""
-        for key in TOOL_KEYS:
-            if _holds(getattr(self._body, key)):
-                return TOOLS
-        if self.before.after:  # a server that keeps the history may keep the tools
+        if _holds_any(_get_tools(self._body)):
+            return TOOLS
+        if self.before.after or _holds_any(_get_kept_tools(self._body)):  # a server that keeps the history may keep the tools
             return ""
-        for key in _KEPT_TOOLS:
-            if _holds(getattr(self._body, key)):
-                return ""
         return NO_TOOLS
 
     def find_field(self, key: str) -> Raw | None:
@@ -514,10 +520,13 @@ def _says_nothing(message: dict[str, Json]) -> bool:
     return isinstance(message.get("role"), str) and not any(message[key] for key in message.keys() - _LABELS)
 
 
+def _holds_any(values: tuple[Any, ...]) -> bool:
+    """Whether one of the keys has a value."""
+    return any(value is not ABSENT and _holds(value) for value in values)  # most keys are absent
+
+
 def _holds(value: Any) -> bool:  # noqa: ANN401  # as the key has it
     """Whether the key has a value."""
-    if value is ABSENT:  # as most keys are
-        return False
     if not isinstance(value, Raw):
         return bool(value)
     return len(value) > _LONGEST_NOTHING or b"".join(bytes(value).split()) not in {b"", b"null", b"[]", b"{}"}

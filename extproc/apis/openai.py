@@ -9,7 +9,7 @@ from msgspec import Raw, ValidationError, defstruct, json
 
 from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
 from extproc.apis.contents import is_given, read_content, read_string, read_text
-from extproc.apis.conversation import ASSISTANT, ASSISTANTS, NOTHING_BEFORE, OTHER_ROLE, Before, Shape
+from extproc.apis.conversation import NOTHING_BEFORE, Before, Shape, name_by_role
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.apis.usage import find_behind
@@ -64,11 +64,6 @@ def _look_back(body: Json) -> Before:
     thread = open_value(body.thread)
     given = thread.get("previous_message_id") if isinstance(thread, dict) else None
     return NOTHING_BEFORE if given is None else Before(after=write_canonical(given))
-
-
-def _name_speaker(message: Json) -> str:
-    role = message.role
-    return ASSISTANT if role in ASSISTANTS else role or OTHER_ROLE
 
 
 def _find_raw(message: Json) -> Raw:
@@ -227,7 +222,7 @@ API: Final = Api(
     keys={("messages", "model"): _CHAT},
     asked=("stream", "stream_options"),
     shapes=(
-        Shape(("messages",), ChatBody, ChatMessage, _name_speaker, _read, _find_raw, look_back=_look_back, locate=_locate),
+        Shape(("messages",), ChatBody, ChatMessage, name_by_role, _read, _find_raw, look_back=_look_back, locate=_locate),
         Shape(
             ("prompt",),
             TextBody,

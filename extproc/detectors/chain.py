@@ -4,14 +4,15 @@ That place is what the user said first, and all that the assistant did since. An
 calls. Ids, thoughts and results say nothing here: clients make ids anew, and cut thoughts and results out of older messages.
 Messages that the assistant sends one after the other are one.
 
-A client sends its history again with each request, longer by a turn. So a message is known again by its bytes, and read once.
+A client sends its history again with each request, longer by a turn. So all turns but the newest are known by their bytes, and
+where they are not, each message is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 from msgspec import json
@@ -40,6 +41,14 @@ _MOST_CALLS: Final = 8
 _LONGEST_NAMES: Final = 256
 """This many messages are in a generation of those that are known, by themselves or, if they are longer, by a hash. None has
 more calls, or longer names of tools. They take 0.7 KB each, and 60 MB in all under attack."""
+
+_MOST_BYTES: Final = 16 * 2**20
+_LONGEST_HISTORY: Final = 128 * 2**10
+"""In bytes: a generation of the histories that are known, and the longest of these."""
+
+_CALL_BYTES: Final = 400
+_TURN_BYTES: Final = 600
+"""What is known of one, at most, without its name."""
 
 _NO_CALL: Final = bytes(CALL_DIGEST)
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
@@ -75,7 +84,7 @@ class CountedCall:
 
 
 class ShownMessage(NamedTuple):
-    """What one message shows.
+    """What one message of the assistant's shows, or several that stand side by side.
 
     Attributes:
         hash: of what it says and calls, 16 bytes.
@@ -90,10 +99,39 @@ class ShownMessage(NamedTuple):
     fractions: int = 0
 
 
-OTHERS: Final = ShownMessage(b"", [])
-"""A message that is not the assistant's."""
-
 _KNOWN: Final[Memo[bytes, ShownMessage]] = Memo(_MOST_KNOWN)
+
+
+class _History:
+    """The turns that a request has shown.
+
+    Attributes:
+        turns: the oldest first.
+        steps: as of a message.
+        fractions: as of a message.
+        size: what that takes, in bytes.
+        place: where a request stands that shows these; None until it is asked for.
+    """
+
+    __slots__ = ("fractions", "place", "size", "steps", "turns")
+
+    def __init__(self, turns: list[ShownMessage], steps: int, fractions: int, size: int) -> None:
+        self.turns = turns
+        self.steps = steps
+        self.fractions = fractions
+        self.size = size
+        self.place: ChainPlace | None = None
+
+
+_HistoryKey: TypeAlias = tuple[Any, bytes, bytes]
+"""How messages are read; which of the assistant's begin a turn; and what the user said first and all of these, as JSON."""
+
+
+def _measure(key: _HistoryKey, history: _History) -> int:
+    return len(key[1]) + len(key[2]) + history.size
+
+
+_HISTORIES: Final[Memo[_HistoryKey, _History]] = Memo(_MOST_BYTES, _measure)
 
 
 class ChainPlace:
@@ -109,13 +147,19 @@ class ChainPlace:
 
     __slots__ = ("before", "depth", "node", "own", "parent")
 
-    def __init__(self, first_words: bytes, shown: Sequence[bytes]) -> None:
-        """Take the hashes of what the user said first, and of the assistant's messages, the oldest first."""
+    def __init__(self, first_words: bytes, shown: Sequence[bytes], parent: ChainPlace | None = None) -> None:
+        """Take the hashes of what the user said first, and of the assistant's messages, the oldest first.
+
+        `parent`: the place without the newest of these, where it is known.
+        """
         self.depth = count = len(shown)
         way = first_words + b"".join(shown)
         self.node = digest(way, _ID)
-        self.parent = digest(way[:-_ID], _ID) if count else b""
         self.own = digest(_SUFFIX + way[-2 * _ID :], _ID) if count > 1 else b""
+        if parent is not None:
+            self.parent, self.before = parent.node, parent.own
+            return
+        self.parent = digest(way[:-_ID], _ID) if count else b""
         self.before = digest(_SUFFIX + way[-3 * _ID : -_ID], _ID) if count > 2 else b""  # noqa: PLR2004  # two and the newest
 
     def identify(self, kind: int) -> bytes:
@@ -123,20 +167,33 @@ class ChainPlace:
         return bytes((kind,)) + self.node[9:]
 
 
-class Transcript(NamedTuple):
+class Transcript:
     """What a conversation shows.
 
     Attributes:
         first: what the user said first; None for nothing.
-        messages: what each shows, the oldest first, OTHERS in place of those of others.
-        turns: hashes of what the assistant said; messages of its own that stand side by side are one turn.
+        turns: of the assistant, the oldest first; messages of its own that stand side by side are one turn.
+        history: what is kept of them; None where there are none.
+        before: the place without the newest turn; None where it is not known.
         places: what `find_place` has found: for all turns, and for all but a newest one that is prefilled.
     """
 
-    first: Any
-    messages: list[ShownMessage]
-    turns: list[bytes]
-    places: dict[bool, ChainPlace | None]
+    __slots__ = ("before", "first", "history", "places", "turns")
+
+    def __init__(
+        self,
+        first: Any,  # noqa: ANN401  # of the shape's
+        turns: list[ShownMessage],
+        history: _History | None = None,
+        before: ChainPlace | None = None,
+    ) -> None:
+        self.first = first
+        self.turns = turns
+        self.history = history
+        self.before = before
+        self.places: dict[bool, ChainPlace | None] = {}
+        if history is not None and history.place is not None:
+            self.places[False] = history.place
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
@@ -179,26 +236,60 @@ def digest_tool(name: str) -> bytes:
 
 
 def _read(conversation: Conversation) -> Transcript:
-    shape, first = conversation.shape, None
-    messages: list[ShownMessage] = []
-    turns: list[list[bytes]] = []
-    goes_on = False
+    """What a conversation shows. Turns that an earlier request has shown are known, and take as much of the bounds."""
+    shape, first, goes_on = conversation.shape, None, False
+    values: list[Any] = [None]  # what the user said first, and what the assistant did
+    begins = bytearray()  # whether a turn begins with a message of the assistant's
     for speaker, value in conversation.list_spoken():
-        if speaker != ASSISTANT:
-            if first is None and speaker == USER:
-                first = value
-            messages.append(OTHERS)
-            goes_on = False
-            continue
-        message = _look(shape, value)
-        messages.append(message)
-        if goes_on:
-            turns[-1].append(message.hash)
+        if speaker == ASSISTANT:
+            values.append(value)
+            begins.append(not goes_on)
+            goes_on = True
         else:
-            turns.append([message.hash])
-        goes_on = True
-    joined = [turn[0] if len(turn) == 1 else digest(b"".join(turn), _ID) for turn in turns]
-    return Transcript(first, messages, joined, {})
+            if first is None and speaker == USER:
+                values[0] = first = value
+            goes_on = False
+    if not begins:
+        return Transcript(first, [])
+    last = begins.rfind(True)
+    every, newest = _encode(values), _encode(values[last + 1 :])
+    whole: _HistoryKey = shape.read, bytes(begins), every[:-1]
+    short = len(every) <= _LONGEST_HISTORY
+    # Once it is part of a longer one, a history hardly comes again.
+    known = _HISTORIES.take((shape.read, whole[1][:last], every[: -len(newest)])) if short else None
+    again = _HISTORIES.get(whole) if short and known is None else None
+    if again is not None:
+        walk(again.steps, again.fractions)
+        return Transcript(first, again.turns, again)
+    steps, fractions = count_left()
+    turns, size, before = [], 0, None
+    if known is not None:
+        walk(known.steps, known.fractions)
+        turns, size, before = known.turns.copy(), known.size, known.place
+    else:
+        last = 0
+    side_by_side: list[ShownMessage] = []
+    for place in range(last, len(begins)):
+        if begins[place] and side_by_side:
+            turns.append(_join(side_by_side))
+            side_by_side = []
+        message = _look(shape, values[place + 1])
+        side_by_side.append(message)
+        size += _TURN_BYTES + sum([_CALL_BYTES + 4 * len(call.tool) for call in message.calls])
+    turns.append(_join(side_by_side))
+    steps_left, fractions_left = count_left()
+    history = _History(turns, steps - steps_left, fractions - fractions_left, size)
+    if short:
+        _HISTORIES.put(whole, history)
+    return Transcript(first, turns, history, before)
+
+
+def _join(messages: list[ShownMessage]) -> ShownMessage:
+    """What messages that stand side by side show."""
+    if len(messages) == 1:
+        return messages[0]
+    calls = [call for message in messages for call in message.calls]
+    return ShownMessage(digest(b"".join([message.hash for message in messages]), _ID), calls)
 
 
 def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the shape's
@@ -246,9 +337,11 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
     if len(turns) <= _MOST_SHOWN:
         with suppress(NotCounted):
             opening = _look(conversation.shape, shown.first).hash if shown.first is not None else b""
-            place = ChainPlace(opening, turns)
+            place = ChainPlace(opening, [turn.hash for turn in turns], None if prefilled else shown.before)
         start_looking()
     shown.places[prefilled] = place
+    if shown.history is not None and not prefilled:
+        shown.history.place = place
     return place
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from itertools import count
+from typing import Any, ClassVar, Final
 
 from extproc.apis import open_conversation
+from extproc.bounded import Memo
 from extproc.decision import WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
@@ -56,6 +58,10 @@ _NOW_STRICTEST = 2
 _QUOTED = 150
 """The same where a few turns have to do."""
 
+_LOOPED: Final[Memo[tuple[int, bytes], bool]] = Memo(8_192)
+"""Whether a request at a place of the chain was in a loop, by the detector's number. In 4 MB at most."""
+
+_NUMBERS: Final = count()
 _NO_LOOPS = EarlierLoops(None, None, b"")
 _NO_REPEAT = Repeat((), 0, 0, MAX_THRESHOLD, results=True)
 
@@ -85,6 +91,7 @@ class Turns(HistorySimilarity):
         self._finds_failures = keys.incidents
         self.needs_equal_results = not keys.extra_rules
         self.looks_back = keys.steers
+        self._number = next(_NUMBERS)
 
     def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
         """When weak loops get more than the mildest action, and up to which step; the strictest first."""
@@ -139,7 +146,7 @@ class Turns(HistorySimilarity):
         newest = history.at(kept.place)
         if found is None and self._cooldown and newest is not None:
             found = self.rule.count(history, newest)
-        found = self.look_back(history, found) if self.looks_back else found
+        found = self.look_back(history, found, place)
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
     def _find_nested(self, history: History) -> tuple[bytes, Repeat] | None:
@@ -168,17 +175,29 @@ class Turns(HistorySimilarity):
                 break
         return best
 
-    def look_back(self, history: History, found: Repeat | None) -> Repeat | None:
-        """The same loop, with the loops that the history showed earlier; one that has left a loop repeats nothing."""
+    def look_back(self, history: History, found: Repeat | None, place: ChainPlace | None = None) -> Repeat | None:
+        """The same loop, with the loops that the history showed earlier; one that has left a loop repeats nothing.
+
+        Most requests are in no loop, and neither was the one before, which is known by its place in the chain.
+        """
         left = history.at(1) if self.looks_back else None
         if left is None:
             return found
-        before = History(follow(history, 1))
-        last = self.find_loop(before) if self.rule.may_have_looped(before) else None
+        looping = found is not None and found.looping
+        last: Repeat | None = None
+        if looping or place is None or not self.was_in_no_loop(place):
+            before = History(follow(history, 1))
+            last = self.find_loop(before) if self.rule.may_have_looped(before) else None
+        if place is not None and (looping or _LOOPED.get((self._number, place.node)) is None):
+            _LOOPED.put((self._number, place.node), looping)
         if last is None:
             return found if found is None else found._replace(before=_NO_LOOPS)
         earlier = self.find_loop(History(follow(history, 2))) if found is not None and found.looping else None
         return (found or _NO_REPEAT)._replace(before=EarlierLoops(last, earlier, self.rule.spell(left)))
+
+    def was_in_no_loop(self, place: ChainPlace) -> bool:
+        """Whether each request that this process has seen at the place before was in no loop; False where it has seen none."""
+        return _LOOPED.get((self._number, place.parent)) is False
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
         """The same; a weak loop at a step that it may take. It is held where it has not stood often enough for any."""
@@ -280,9 +299,10 @@ class TurnMemory:
     def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
         """See `Memory`."""
         found, kept = self._found, self._kept
-        always = not self._turns.needs_equal_results or self._turns.looks_back
+        turns, place = self._turns, self.place
+        always = not turns.needs_equal_results or (turns.looks_back and (place is None or not turns.was_in_no_loop(place)))
         history = kept.extend(entries, followed=followed, always=always) if kept is not None else None
-        recalled = self._turns.look_back(history, self._turns.find_loop(history)) if history is not None else None
+        recalled = turns.look_back(history, turns.find_loop(history), place) if history is not None else None
         if recalled is None or (found is not None and found.rank > recalled.rank):
             return found
         return recalled

@@ -16,7 +16,19 @@ from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, read_place
-from extproc.engine.orders import ALLOW, BLOCK, RELEASE, ActiveOverride, Caller, Overrides, find_kill, find_kind, sum_grants
+from extproc.engine.orders import (
+    ALLOW,
+    BLOCK,
+    RELEASE,
+    ActiveOverride,
+    Caller,
+    KnownCaller,
+    Overrides,
+    find_kill,
+    find_kind,
+    select,
+    sum_grants,
+)
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
@@ -44,6 +56,9 @@ _CALLS_AT_ONCE: Final = 256
 """Random bytes are read for this many names at a time, because the system call takes most of the time."""
 
 NO_LABELS: Final[list[tuple[str, str]]] = []
+
+_LONGEST_CALLER: Final = 512
+"""A caller with longer descriptors, in characters, is looked up each time."""
 
 _TWICE: Final = 2
 _IDENTITY: Final = 8
@@ -289,7 +304,7 @@ class Candidate:
         self._standing = standing
         self._now = now
         self._earlier = self.plan.read_earlier(request, self.values)
-        self._look_up_caller("" if self.plan.reads_body else hash_tenant(self.caller))
+        self._look_up_caller(whole=not self.plan.reads_body)
 
     def find_alias(self) -> str:
         """The caller's alias; empty for none."""
@@ -366,11 +381,21 @@ class Candidate:
         """The guard's verdict."""
         raise NotImplementedError
 
-    def _look_up_caller(self, tenant: str) -> None:
-        if self._standing is not None:
-            self._known = self._know_caller(tenant)
-            self._of_caller = self._standing.find_by_head(self.plan.id, self._now, self._known)
-            self.overrides = self._of_caller
+    def _look_up_caller(self, *, whole: bool) -> None:
+        """Look up the orders about the caller alone; `whole`: all of its descriptors are known."""
+        standing, plan = self._standing, self.plan
+        if standing is None:
+            return
+        key = plan.id, self.caller, whole
+        known = standing.callers.get(key)
+        if known is None or self._earlier or known.aliases is not plan.aliases or known.secrets is not plan.secrets:
+            caller = self._know_caller(hash_tenant(self.caller) if whole else "")
+            known = KnownCaller(caller, standing.find_by_head(caller), plan.aliases, plan.secrets)
+            if not self._earlier and len(self.caller) <= _LONGEST_CALLER:
+                standing.callers.put(key, known)
+        self._known = known.caller
+        self._of_caller = select(known.filed, plan.id, self._now) if known.filed else known.filed
+        self.overrides = self._of_caller
 
     def _look_up(self, standing: Overrides) -> None:
         tools = self.repeat.tools if self.repeat is not None else self.subject.tools
@@ -387,7 +412,7 @@ class Candidate:
         """Take the whole caller."""
         self.values = self.plan.read_body_descriptors(document, self.values, missing)
         self.caller = join_descriptors(self.values)
-        self._look_up_caller(hash_tenant(self.caller))
+        self._look_up_caller(whole=True)
 
 
 class LoopCandidate(Candidate):

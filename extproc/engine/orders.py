@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from extproc.bounded import Memo
 from extproc.request.fingerprint import hash_tenant, join_descriptors
 from extproc.sessions.session_limits import MAX_COST, MAX_COUNT, MAX_TOOL_CALLS
 from extproc.store.rules.session import NANO_DOLLARS
@@ -153,9 +154,33 @@ class Caller:
         self.descriptors = descriptors
 
 
+class KnownCaller:
+    """A caller of a policy, and all overrides about it alone, of any policy, ended ones included.
+
+    Attributes:
+        caller: how orders may refer to it.
+        filed: the overrides.
+        aliases: by which it was looked up.
+        secrets: the same.
+    """
+
+    __slots__ = ("aliases", "caller", "filed", "secrets")
+
+    def __init__(
+        self, caller: Caller, filed: Sequence[ActiveOverride], aliases: dict[str, str], secrets: list[tuple[str, str, str]]
+    ) -> None:
+        self.caller = caller
+        self.filed = filed
+        self.aliases = aliases
+        self.secrets = secrets
+
+
 _NOTHING: Final[list[ActiveOverride]] = []
 _ANY: Final = [""]
 """In place of the values of a field that a shape does not name."""
+
+
+_MOST_CALLERS: Final = 2_048
 
 
 class Overrides:
@@ -163,13 +188,15 @@ class Overrides:
 
     Attributes:
         blocks_heads: some may block requests before their bodies arrive.
+        callers: that were looked up recently, by policy, descriptors, and whether these are all.
     """
 
-    __slots__ = ("_of_body", "_of_head", "blocks_heads")
+    __slots__ = ("_of_body", "_of_head", "blocks_heads", "callers")
 
     def __init__(self, overrides: Iterable[ActiveOverride] = ()) -> None:
         shapes: dict[tuple[bool, tuple[str, ...], bool, bool, bool], _Shape] = {}
         self.blocks_heads = False
+        self.callers: Memo[tuple[str, str, bool], KnownCaller] = Memo(_MOST_CALLERS)
         for override in overrides:
             target = override.target
             names = tuple([name for name, _ in target.descriptors])
@@ -186,19 +213,13 @@ class Overrides:
         """The number of look-ups that a request costs."""
         return len(self._of_head) + len(self._of_body)
 
-    def find_by_head(self, policy: str, now: float, caller: Caller) -> Sequence[ActiveOverride]:
-        """Overrides about callers alone that apply to a request under a policy.
-
-        Args:
-            policy: its id.
-            now: in seconds since 1970.
-            caller: as far as it is known.
-        """
+    def find_by_head(self, caller: Caller) -> Sequence[ActiveOverride]:
+        """All overrides about a caller alone, as far as it is known; see `select`."""
         found: Sequence[ActiveOverride] = _NOTHING
         for shape in self._of_head:
             filed = shape.find(caller, "", "", ())
             if filed:
-                found = [*found, *_select(filed, policy, now)]
+                found = [*found, *filed]
         return found
 
     def find_by_body(  # noqa: PLR0913  # what is known of a request
@@ -215,12 +236,12 @@ class Overrides:
         for shape in self._of_body:
             filed = shape.find(caller, session, fingerprint, tools)
             if filed:
-                found = [*found, *_select(filed, policy, now)]
+                found = [*found, *select(filed, policy, now)]
         return found
 
 
-def _select(filed: Sequence[ActiveOverride], policy: str, now: float) -> list[ActiveOverride]:
-    """Those that have not ended and apply to this policy."""
+def select(filed: Sequence[ActiveOverride], policy: str, now: float) -> list[ActiveOverride]:
+    """Those that have not ended and apply to this policy; `now` in seconds since 1970."""
     return [override for override in filed if now < override.ends and override.policy in (ALL_POLICIES, policy)]
 
 

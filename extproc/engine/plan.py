@@ -354,6 +354,7 @@ class Plan:
         paired: its verdicts are compared with those of another policy.
         counts_failed: requests stay counted if their upstream fails.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
+        secrets: see `_list_secrets`.
     """
 
     __slots__ = (
@@ -361,7 +362,6 @@ class Plan:
         "_bypass",
         "_descriptors",
         "_missing",
-        "_secrets",
         "aliases",
         "counts_failed",
         "detectors",
@@ -380,6 +380,7 @@ class Plan:
         "reads_ends",
         "refuses_uncountable",
         "rings",
+        "secrets",
         "shadow",
         "steers",
         "tells_callers_apart",
@@ -411,7 +412,7 @@ class Plan:
         needs_no_caller = any(detector.needs_no_caller for detector in self.detectors)
         self.guards_strangers = needs_no_caller and missing == "require_one" and not self.refuses_uncountable
         self.reads_body = bool(self._body_descriptors)
-        self._secrets = [secret for descriptor in self._descriptors for secret in _list_secrets(descriptor)]
+        self.secrets = [secret for descriptor in self._descriptors for secret in _list_secrets(descriptor)]
         self.labels, _ = parts.find_descriptors(spec.labels)
         self.aliases = parts.aliases
         self.rings: Rings | None = None
@@ -505,28 +506,28 @@ class Plan:
 
     def list_credentials(self, values: Sequence[tuple[str, str]]) -> list[str]:
         """The hashes of secrets among a request's descriptors, each once."""
-        if not self._secrets:
+        if not self.secrets:
             return []
         found = [
             value[len(prefix) :]
             for name, value in values
-            for secret, prefix, _ in self._secrets
+            for secret, prefix, _ in self.secrets
             if name == secret and value.startswith(prefix)
         ]
         return list(dict.fromkeys(found))
 
     def list_secrets(self) -> list[str]:
         """The names of descriptors whose values are hashes of secrets."""
-        return [name for name, prefix, _ in self._secrets if not prefix]
+        return [name for name, prefix, _ in self.secrets if not prefix]
 
     def read_earlier(self, request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Descriptors with the values that the previous version read, because orders may still name these.
 
         Empty if all values are the same.
         """
-        if not self._secrets:
+        if not self.secrets:
             return []
-        plain = {name: read_plainly(request, key) for name, prefix, key in self._secrets if not prefix and key != CREDENTIAL}
+        plain = {name: read_plainly(request, key) for name, prefix, key in self.secrets if not prefix and key != CREDENTIAL}
         return [(name, plain.get(name, value)) for name, value in values] if plain else []
 
     def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:

@@ -166,5 +166,5 @@ def _name_session(document: Document, candidate: LoopCandidate) -> str:
     if not named:
         conversation = open_conversation(document)
         turns = read_transcript(conversation).turns
-        named = b"%b %b" % (conversation.read_first_words().encode(), turns[0] if turns else b"")
+        named = b"%b %b" % (conversation.read_first_words().encode(), turns[0].hash if turns else b"")
     return digest(b"%b %b" % (candidate.tenant.encode(), named)).hex()

@@ -179,7 +179,7 @@ class Reporter:
                 metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
-            name = RunName(candidate.tenant, policy, mode, candidate.session)
+            name = (candidate.tenant, policy, mode, candidate.session)
             tool = candidate.find_last_tool()
             run = self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now)
             if run.known is UNKNOWN:

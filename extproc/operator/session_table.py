@@ -27,8 +27,6 @@ _DIGITS: Final = 9
 
 _UNKNOWN: Final = Standing()
 
-_NO_CALL: Final = CallRow(b"", 0.0, "", [])
-
 _CALL_NAME: Final = 4
 """Bytes of a call's name that tell it from the others of its session."""
 
@@ -66,6 +64,8 @@ class Run:
         self.refusal: SessionRefusal | None = None
         self.calls: list[CallRow] = []
         self.unnamed = 0
+        self._model = self._tool = ""
+        self._tools: list[str] = []
 
     @property
     def began(self) -> float:
@@ -80,15 +80,10 @@ class Run:
 
     def add_call(self, name: bytes, model: str, tool: str, now: float) -> CallRow:
         """A call that becomes known; the oldest makes room."""
-        last = self.calls[-1] if self.calls else _NO_CALL
-        tools = [tool] if tool else []
-        # Mostly model and tool are those of the call before, and are kept once.
-        call = CallRow(
-            name,
-            now,
-            last.model if model == last.model else cut_text(model, NAME_SHOWN),
-            last.tools if tools == last.tools else [cut_text(each, NAME_SHOWN) for each in tools],
-        )
+        if model != self._model or tool != self._tool or not self.calls:  # mostly those of the call before, and kept once
+            self._model, self._tool = cut_text(model, NAME_SHOWN), cut_text(tool, NAME_SHOWN)
+            self._tools = [self._tool] if tool else []
+        call = CallRow(name, now, self._model, self._tools)
         self.calls.append(call)
         if len(self.calls) > MAX_CALLS:
             del self.calls[0]
@@ -106,9 +101,16 @@ class SessionTable(Table[Run, SessionDocument]):
     """The sessions of one process."""
 
     def note(  # noqa: PLR0913  # what is known of a request
-        self, name: RunName, caller: list[tuple[str, str]], standing: Standing, model: str, tool: str, call: bytes, now: float
+        self,
+        name: tuple[str, str, str, str],
+        caller: list[tuple[str, str]],
+        standing: Standing,
+        model: str,
+        tool: str,
+        call: bytes,
+        now: float,
     ) -> Run:
-        """One request of a session: `standing` is its step's answer, `call` the step's name."""
+        """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name."""
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
@@ -155,14 +157,14 @@ class SessionTable(Table[Run, SessionDocument]):
         rows = [_make_row(run, shows_callers=shows_callers, detailed=place < MAX_DETAILED) for place, run in enumerate(runs)]
         return SessionDocument(rows)
 
-    def _get_or_begin(self, name: RunName, standing: Standing, now: float) -> Run:
+    def _get_or_begin(self, name: tuple[str, str, str, str], standing: Standing, now: float) -> Run:
         """The session of that name with this standing, a new one if there is none."""
         if standing.shared:
-            name = name._replace(session=OVERFLOW)
+            name = (*name[:3], OVERFLOW)
         run = self.use(name)
         if run is None:
-            run = Run(name, now)
-            self.put(name, run)
+            run = Run(RunName(*name), now)
+            self.put(run.name, run)
         run.update(standing, now)
         return run
 

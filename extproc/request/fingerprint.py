@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from struct import Struct
 from typing import Final
 
 from zlib_ng.zlib_ng import adler32, crc32
@@ -40,7 +39,6 @@ _crc32: Final = crc32
 _adler32: Final = adler32
 
 _WORD: Final = 2**32 - 1
-_IDENTITY: Final = Struct(">II")
 
 _LONGEST_KNOWN: Final = 2_048
 _MAX_KNOWN: Final = 1_024
@@ -158,7 +156,8 @@ def identify(head: str, body: Body, session: int) -> bytes:
         body: the request's body.
         session: checksum of its session's name, because sessions may share a ledger.
     """
-    return _IDENTITY.pack(sum_up(head) ^ session ^ body.crc32, body.adler32 ^ body.length & _WORD)
+    first, second = _sum_up(head) ^ session ^ body.crc32, body.adler32 ^ body.length & _WORD
+    return first.to_bytes(4, "big") + second.to_bytes(4, "big")
 
 
 def sum_up(text: str) -> int:

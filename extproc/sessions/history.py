@@ -20,7 +20,6 @@ from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOLS, Conversation, 
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.detectors.chain import (
     CALL_DIGEST,
-    OTHERS,
     PAIR_DIGEST,
     TOOL_DIGEST,
     CountedCall,
@@ -72,23 +71,18 @@ def read_tool_calls(document: Document) -> CallHistory:
         NotCounted: there is no conversation, it cannot be read, or it is too large.
     """
     conversation = open_conversation(document)
-    shown = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).messages
-    total, newest, ended = 0, 0, True
+    turns = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).turns
+    calls = [call for turn in turns for call in turn.calls]
+    offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
+    if not calls:
+        return CallHistory(b"", 0, 0, (), model, offer)
+    total, newest = 0, len(turns[-1].calls)
     tools: dict[bytes, str] = {}
-    calls: list[CountedCall] = []
-    for message in shown:
-        if message is OTHERS:
-            ended = True
-            continue
-        newest = len(message.calls) + (0 if ended else newest)
-        ended = False
-        for call in message.calls:
-            total += call.pair
-            if call.tool and call.tool_digest not in tools:
-                tools[call.tool_digest] = call.tool[:_SHOWN]
-            calls.append(call)
-    records, offer = _write_records(calls), _OFFERS[conversation.find_offer()]
-    return CallHistory(b"".join(records), total, newest, tuple(tools.items()), conversation.model[:_LONGEST_MODEL], offer)
+    for call in calls:
+        total += call.pair
+        if call.tool and call.tool_digest not in tools:
+            tools[call.tool_digest] = call.tool[:_SHOWN]
+    return CallHistory(b"".join(_write_records(calls)), total, newest, tuple(tools.items()), model, offer)
 
 
 def _write_records(calls: list[CountedCall]) -> list[bytes]:

@@ -46,6 +46,20 @@ def test_answers_are_bounded_by_their_size(answers: Sequence[tuple[int, int]], m
         assert (memo.get(key) == "x" * size) or size > most
 
 
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9))), st.integers(1, 12))
+def test_what_is_taken_is_forgotten(asked: Sequence[tuple[bool, int]], most: int) -> None:
+    """It makes room for as much as it has taken up, and is not found again."""
+    memo: Memo[int, str] = Memo(most, lambda key, _: key)
+    for takes, key in asked:
+        if takes:
+            assert memo.take(key) in {None, str(key)}
+            assert memo.get(key) is None
+        elif memo.get(key) is None:
+            memo.put(key, str(key))
+
+        assert memo.size == sum([*memo._young, *memo._old])
+
+
 @given(st.lists(st.integers(0, 20)), st.integers(1, 5))
 def test_the_least_recently_used_value_makes_room(used: Sequence[int], most: int) -> None:
     """As a list says that is put in order at each use."""

@@ -65,7 +65,7 @@ _BODIES = (
 
 def forget() -> None:
     """Have nothing known."""
-    for memo in (actions._KNOWN, chain._KNOWN, results._KNOWN, turn._NORMAL, turn._FAILURES):
+    for memo in (actions._KNOWN, chain._KNOWN, chain._HISTORIES, results._KNOWN, turn._NORMAL, turn._FAILURES):
         memo._young.clear()
         memo._old.clear()
 
@@ -111,6 +111,36 @@ def test_what_was_seen_recently_changes_nothing(bodies: list[bytes], detectors: 
             say_all(detector, data)
 
     assert [say_all(detector, data) for data in bodies for detector in DETECTORS] == fresh
+
+
+_STUCK, _FAILS = Did((("run", {"path": "a.py"}),), ("news",)), Did((("run", {}),), ("error: no such file",))
+_PATHS = st.lists(st.lists(st.sampled_from([_STUCK, _FAILS, Did((("view", {}),), ("ok",))]), min_size=1), max_size=5)
+
+
+@settings(deadline=None)
+@given(_PATHS, st.integers(1, 4), st.booleans())
+def test_earlier_loops_are_the_same_where_earlier_requests_were_not_seen(
+    paths: list[list[Did]], again: int, talks: bool
+) -> None:
+    """A detector that follows a conversation, and one that sees a single request of it, say the same of its earlier loops."""
+    done = [turn for path in paths for turn in path] * again
+    turns = [turn._replace(thought=f"step {place}" if talks else "") for place, turn in enumerate(done, 1)]
+    bodies = [json.dumps(as_chat(turns[:count])).encode() for count in range(1, min(len(turns), 40) + 1)]
+    follows = Turns(_STEERING)
+
+    for body in bodies:
+        before = [_find_earlier(detector, body) for detector in (follows, Turns(_STEERING))]
+        assert before[0] == before[1]
+
+
+_STEERING = LoopDetection(enabled=True, similarity="turns", action="steer")
+
+
+def _find_earlier(detector: Turns, body: bytes) -> tuple[object, object, object]:
+    """Whether a request is in a loop, and those that it shows to have been in one."""
+    _, found, _ = detector.compare_in_session(Document(body))
+    before = found.before if found is not None else None
+    return found is not None and found.looping, before and before.last, before and before.earlier
 
 
 def test_the_bound_on_normalised_results_holds_for_those_that_are_known() -> None:

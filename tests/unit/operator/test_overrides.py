@@ -27,6 +27,7 @@ from extproc.engine.orders import (
     find_kill,
     find_kind,
     hash_descriptor,
+    select,
     sum_grants,
 )
 from extproc.errors import StoreError
@@ -88,11 +89,16 @@ def count(service: Service, kind: str, mode: str = "enforce", name: str = "p") -
 # What holds for a request
 
 
+def find_by_head(standing: Overrides, name: str, now: float, caller: Caller) -> list[ActiveOverride]:
+    """What holds for a caller under a policy."""
+    return select(standing.find_by_head(caller), name, now)
+
+
 def find(standing: Overrides, name: str = "p", *, ahead: float = 0) -> list[str]:
     """The names of what holds for a request of which all is known."""
     values = [("x-user-id", "ann"), ("x-team", "t")]
     head = name, time.time() + ahead, Caller(["f" * 16], [values])
-    found = [*standing.find_by_head(*head), *standing.find_by_body(*head, "a" * 16, "0" * 8, ("search", "read"))]
+    found = [*find_by_head(standing, *head), *standing.find_by_body(*head, "a" * 16, "0" * 8, ("search", "read"))]
     return [override.name for override in found]
 
 
@@ -126,8 +132,8 @@ def test_a_head_tells_of_callers_alone() -> None:
     head = "p", time.time(), Caller([hash_tenant("x-user-id=ann")], [[("x-user-id", "ann")]])
     body = "a" * 16, "0" * 8, ("read",)
 
-    assert (len(of_body.find_by_head(*head)), len(of_body.find_by_body(*head, *body))) == (0, 4)
-    assert (len(of_head.find_by_head(*head)), len(of_head.find_by_body(*head, *body))) == (1, 0)
+    assert (len(find_by_head(of_body, *head)), len(of_body.find_by_body(*head, *body))) == (0, 4)
+    assert (len(find_by_head(of_head, *head)), len(of_head.find_by_body(*head, *body))) == (1, 0)
     assert (of_body.blocks_heads, of_head.blocks_heads) == (False, True)
 
 
@@ -381,7 +387,7 @@ def find_all(*standing: ActiveOverride, name: str = "p", session: str = "a" * 16
     """What holds for a request of a session of Ann's."""
     found = Overrides(standing)
     head = name, time.time(), Caller([hash_tenant("x-user-id=ann")], [[("x-user-id", "ann")]])
-    return [*found.find_by_head(*head), *found.find_by_body(*head, session, "0" * 8, ())]
+    return [*find_by_head(found, *head), *found.find_by_body(*head, session, "0" * 8, ())]
 
 
 def test_a_session_is_killed_and_the_others_are_not() -> None:

@@ -47,9 +47,10 @@ def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
 
 
 def forget() -> None:
-    """Have no message known."""
-    chain._KNOWN._young.clear()
-    chain._KNOWN._old.clear()
+    """Have no message known, and no history."""
+    for memo in (chain._KNOWN, chain._HISTORIES):
+        for generation in (memo._young, memo._old):
+            generation.clear()
 
 
 @every_shape
@@ -214,6 +215,64 @@ def test_what_was_seen_recently_changes_nothing(shape: str) -> None:
     fresh = [read(shape, turns) for turns in histories]
 
     assert first == again == fresh
+
+
+def look(body: bytes) -> list[object]:
+    """What a request shows of its conversation: calls, and places in the chain."""
+    conversation = open_conversation(Document(body))
+    found = [find_place(conversation, prefilled=prefilled) for prefilled in (False, True)]
+    calls = read_tool_calls(Document(body))
+    names = [(place.node, place.parent, place.own, place.before, place.depth) for place in found if place is not None]
+    return [names, calls.records, calls.total, calls.newest, calls.tools]
+
+
+@every_shape
+@given(_TURNS, st.data())
+def test_histories_are_known_by_all_that_they_show(shape: str, turns: list[Any], data: st.DataObject) -> None:
+    """Requests that go on from others, come again, or change what others showed before, show what each shows alone."""
+    done = number(turns)
+    changed = data.draw(st.lists(st.integers(0, max(len(turns) - 1, 0)), max_size=3))
+    bodies = [SHAPES[shape](done[:count]) for count in range(len(done) + 1)]
+    for at in changed if turns else ():
+        other = [*done]
+        other[at] = done[at]._replace(thought=data.draw(st.sampled_from(["why", "how", '"', "\u00ff"])))
+        bodies += [SHAPES[shape](other[:count]) for count in range(at, len(done) + 1)]
+    bodies += [
+        {**body, key: [{"role": "user", "content": "another task"}, *body[key]]}
+        for body in bodies
+        for key in ("messages",)
+        if key in body
+    ]
+    order = data.draw(st.permutations([json.dumps(body).encode() for body in bodies * 2 if any(body.values())]))
+    asked = [body for body in order if _shows_something(body)]
+    fresh = []
+    for body in asked:
+        forget()
+        fresh.append(look(body))
+    forget()
+
+    assert [look(body) for body in asked] == fresh
+
+
+def _shows_something(body: bytes) -> bool:
+    try:
+        return len(open_conversation(Document(body))) > 0
+    except NotCounted:
+        return False
+
+
+def test_histories_that_are_known_are_bounded() -> None:
+    """In bytes, whatever they hold; a long one is read anew each time."""
+    forget()
+    for at in range(300):
+        for length in (90_000, 200_000):
+            said = {"role": "assistant", "content": f"{at}" + "x" * length}
+            assert look(json.dumps({"messages": [{"role": "user", "content": "hi"}, said]}).encode())
+        assert chain._HISTORIES.size <= 2 * chain._MOST_BYTES
+    kept = [*chain._HISTORIES._young, *chain._HISTORIES._old]
+    assert len(kept) > 150
+    assert sum([len(key[2]) for key in kept]) <= chain._HISTORIES.size
+    assert max([len(key[2]) for key in kept]) < 100_000
 
 
 @pytest.mark.parametrize(
