@@ -268,15 +268,15 @@ def _read(conversation: Conversation) -> Transcript:
         turns, size, before = known.turns.copy(), known.size, known.place
     else:
         last = 0
-    side_by_side: list[ShownMessage] = []
+    groups: list[list[ShownMessage]] = []
     for place in range(last, len(begins)):
-        if begins[place] and side_by_side:
-            turns.append(_join(side_by_side))
-            side_by_side = []
         message = _look(shape, values[place + 1])
-        side_by_side.append(message)
+        if begins[place]:
+            groups.append([message])
+        else:
+            groups[-1].append(message)
         size += _TURN_BYTES + sum([_CALL_BYTES + 4 * len(call.tool) for call in message.calls])
-    turns.append(_join(side_by_side))
+    turns += [_join(group) if group[1:] else group[0] for group in groups]
     steps_left, fractions_left = count_left()
     history = _History(turns, steps - steps_left, fractions - fractions_left, size)
     if short:
@@ -286,8 +286,6 @@ def _read(conversation: Conversation) -> Transcript:
 
 def _join(messages: list[ShownMessage]) -> ShownMessage:
     """What messages that stand side by side show."""
-    if len(messages) == 1:
-        return messages[0]
     calls = [call for message in messages for call in message.calls]
     return ShownMessage(digest(b"".join([message.hash for message in messages]), _ID), calls)
 

@@ -146,7 +146,8 @@ class Turns(HistorySimilarity):
         newest = history.at(kept.place)
         if found is None and self._cooldown and newest is not None:
             found = self.rule.count(history, newest)
-        found = self.look_back(history, found, place)
+        if self.looks_back:
+            found = self.look_back(history, found, place)
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
     def _find_nested(self, history: History) -> tuple[bytes, Repeat] | None:
