@@ -99,6 +99,12 @@ _HISTORIES = st.builds(
 
 @given(_HISTORIES, st.integers(2, 8), st.integers(1, 10), st.sampled_from(sorted(WRITERS)))
 @example([("tweak", "ok"), ("run", "3 failed")] * 3, 3, 10, "chat")
+@example(
+    [("view", "ok")] * 4 + [("view", "3 failed"), ("view", "ok")] + [("run", "3 failed")] * 4 + [("view", "3 failed")],
+    3,
+    1,
+    "observed",
+)
 def test_every_conversation_gets_the_verdict_of_the_oracle(
     turns: list[Meaning], threshold: int, max_cycle: int, writer: str
 ) -> None:
