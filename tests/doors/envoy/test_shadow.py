@@ -52,10 +52,14 @@ def broken(*arguments, **options):
 extproc.reload.Engine = broken
 """
 _BROKEN_LOOKS = """
-import extproc.request.document
-def broken(_):
-    raise MemoryError("decoding is broken")
-extproc.request.document._decode_whole = broken
+import msgspec.json
+Decoder = msgspec.json.Decoder
+class Broken:
+    def decode(self, _):
+        raise MemoryError("decoding is broken")
+def make(*types, **options):
+    return Decoder(*types, **options) if types else Broken()
+msgspec.json.Decoder = make
 """
 _BROKEN_STORE = """
 import extproc.store.memory
