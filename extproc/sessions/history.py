@@ -32,8 +32,10 @@ from extproc.request.document import Document, NotCounted, walk
 from extproc.request.patch import Patch
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
-RECORD: Final = CALL_DIGEST + TOOL_DIGEST + PAIR_DIGEST
-"""Length of a call's record, in bytes."""
+RECORD: Final = CALL_DIGEST + TOOL_DIGEST + PAIR_DIGEST + 1
+"""Length of a call's record, in bytes: its digests, and the number of steps since the call before it; see `session.RECORD`."""
+
+_MOST_STEPS: Final = 255
 
 _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
@@ -45,8 +47,8 @@ class CallHistory:
 
     Attributes:
         records: RECORD bytes for each call, oldest first; no two with ids are equal.
-        total: the sum of the last digests of all records, as numbers.
-        newest: number of calls in the assistant's last turn.
+        total: the sum of the digests of tool and arguments of all records, as numbers.
+        newest: number of calls in the assistant's last turn, which is a step.
         tools: digest and name, cut to 64 characters, of each called tool, in the order of their first calls.
         model: the model's name in the body, cut to 256 characters; empty if missing.
         offer: whether the request offers tools, as in `Step`.
@@ -73,26 +75,31 @@ def read_tool_calls(document: Document) -> CallHistory:
     """
     conversation = open_conversation(document)
     shown = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).messages
-    total, newest, ended = 0, 0, True
+    total, newest, steps, ended = 0, 0, 0, True
     tools: dict[bytes, str] = {}
     calls: list[CountedCall] = []
+    since = bytearray()  # steps from one call to the next
     for message in shown:
         if message is OTHERS:
             ended = True
             continue
-        newest = len(message.calls) + (0 if ended else newest)
-        ended = False
+        if ended:
+            newest, steps, ended = 0, min(steps + 1, _MOST_STEPS), False
+        newest += len(message.calls)
         for call in message.calls:
             total += call.pair
             if call.tool and call.tool_digest not in tools:
                 tools[call.tool_digest] = call.tool[:_SHOWN]
             calls.append(call)
+            since.append(steps)
+            steps = 0
     records, offer = _write_records(calls), _OFFERS[conversation.find_offer()]
-    return CallHistory(b"".join(records), total, newest, tuple(tools.items()), conversation.model[:_LONGEST_MODEL], offer)
+    joined = b"".join([records[at] + since[at : at + 1] for at in range(len(records))])
+    return CallHistory(joined, total, newest, tuple(tools.items()), conversation.model[:_LONGEST_MODEL], offer)
 
 
 def _write_records(calls: list[CountedCall]) -> list[bytes]:
-    """The calls' records; those of equal calls are numbered, if these have ids."""
+    """The calls' digests; those of equal calls are numbered, if these have ids."""
     records = [call.first for call in calls]
     if len(set(records)) == len(records):  # as in nearly all histories
         return records

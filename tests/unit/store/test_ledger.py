@@ -107,7 +107,7 @@ def test_as_many_calls_are_known_as_a_limit_needs() -> None:
 
 def test_tools_are_counted_as_far_as_there_is_room() -> None:
     """64 tools are counted, each by the start of its name; one that has a limit always is."""
-    calls = [number.to_bytes(6) + number.to_bytes(4) + bytes(4) for number in range(100)]
+    calls = [number.to_bytes(6) + number.to_bytes(4) + bytes(5) for number in range(100)]
     tools = tuple((number.to_bytes(4), "\U0001f600" * number + "\ud800") for number in range(100))
     limits = limit(tools=(((99).to_bytes(4), 5),))
 
@@ -133,8 +133,8 @@ def test_money_stays_exact() -> None:
 def test_whatever_a_history_holds_is_taken(number: int) -> None:
     """No number of calls makes a step fail or a ledger grow past its bound."""
     ledger = Ledger(None, 0)
-    ledger.take_step(make_step(1, NO_LIMITS, [bytes(14)] * number), 0)
-    many = [position.to_bytes(14) for position in range(20_000)]
+    ledger.take_step(make_step(1, NO_LIMITS, [bytes(15)] * number), 0)
+    many = [position.to_bytes(15) for position in range(20_000)]
     ledger.take_step(make_step(2, limit(tool_calls=10**9), many, tools=()), 1)
 
     assert len(ledger.pack()) < MAX_RECORDS * KNOWN + 1_000
