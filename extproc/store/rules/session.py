@@ -6,7 +6,7 @@ counted in nano-dollars, 1e-9 $.
 Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same in all stores
 except for the byte order of numbers: a head, the identities of the newest requests, reservations for calls that are not
 settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the newest tool calls. A new
-ledger takes 124 bytes, and any ledger 9 KB at most, plus its tools' names.
+ledger takes 124 bytes, and any ledger 10 KB at most, plus its tools' names.
 
 To find out which calls of a history are new, the first rule that applies is used:
 
@@ -59,8 +59,8 @@ KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
 
 NANO_DOLLARS: Final = 10**9
 RECORD: Final = 15
-"""Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4), and the number
-of steps since the call before it (1): 0 in the same answer, and 255 for any more."""
+"""Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4), and the
+number of steps since the call before it (1): 0 in the same answer, and 255 for any more."""
 
 NO_ID: Final = bytes(6)
 """The id of a call to which its client gives none."""
@@ -104,8 +104,8 @@ class Limits:
     """
 
     __slots__ = (
-        "blocks", "cost", "ends", "errors", "finishes", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls",
-        "tools", "window",
+        "blocks", "cost", "ends", "errors", "finishes", "idle_ms", "max_sessions", "narrows", "steps", "threshold",
+        "tool_calls", "tools", "window",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -396,8 +396,8 @@ class Ledger:
 
     Attributes:
         idle_ms: how long it is kept, according to the last limits.
-        narrowed_at: 1 and the number of calls of tools without limits of their own when a step was let through although all tool
-            calls were used up; or 0.
+        narrowed_at: 1 and the number of calls of tools without limits of their own when a step was let through although all
+            tool calls were used up; or 0.
         identities: the newest steps, oldest first, and the number of their repetitions; see `_REPEATED`.
         renewed: ids are not stable from one request to the next.
         open: reservations, oldest first.
@@ -669,10 +669,7 @@ class Ledger:
             return retry or not self.narrowed_at
         if not limits.narrows or (self.narrowed_at and self._count_others(limits) >= self.narrowed_at):
             return False
-        for tool, allowed in limits.tools:
-            if self._count_calls(tool) < allowed:
-                return True
-        return False
+        return max([allowed - self._count_calls(tool) for tool, allowed in limits.tools], default=0) > 0
 
     def _count_others(self, limits: Limits) -> int:
         """The number of calls of tools without limits of their own."""
