@@ -145,11 +145,10 @@ class SessionSubject:
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
-        asking = f"approve it with: {self.ask_for}" if self.ask_for else "extend the session"
+        order = f"approve it with `{self.ask_for}`" if self.ask_for else "extend the session"
         return (
             f"Session limit reached: {self._explain()}. Further requests of this session are refused. "
-            f"Do not retry: report the result you have so far to the user, who can ask an operator to {asking}"
-            f"{'' if self.ask_for else '.'}"
+            f"Do not retry: report the result you have so far to the user, who can ask an operator to {order}."
         )
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
