@@ -92,7 +92,7 @@ def write_events(completion: Completion) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
-def _hold_calls(patch: Patch, fields: Fields, changes: Changes, _model: str) -> Changes:
+def _hold_calls(patch: Patch, fields: Fields, changes: Changes, _path: str) -> Changes:
     """See `ToolList.hold`; the switch is a member of the choice."""
     choice = fields.get(_CHOICE)
     if _CHOICE in changes or choice is None or not patch.is_object(choice):

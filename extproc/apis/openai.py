@@ -25,7 +25,7 @@ from extproc.apis.contents import is_given, read_content, read_string, read_text
 from extproc.apis.conversation import ASSISTANT, ASSISTANTS, NOTHING_BEFORE, OTHER_ROLE, Before, Shape
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
-from extproc.apis.usage import find_behind
+from extproc.apis.usage import find_behind, find_model
 from extproc.decision import Framed
 from extproc.request.document import ABSENT, Json, decode_json, hook_number_in_part, open_value, walk, write_canonical
 from extproc.request.patch import Fields, Patch, Value
@@ -248,10 +248,16 @@ _REFUSES_SWITCH: Final = re.compile(r"(?:\A|[/.:@])o\d")
 """Models that answer 400 to `parallel_tool_calls`, whatever its value: o1, o3-mini, openai/o4-mini and the like."""
 
 
-def hold_calls(patch: Patch, fields: Fields, changes: Changes, model: str) -> Changes:
+_TAKES_SWITCH: Final = re.compile(r"/(?:completions|responses)\Z")
+"""Paths where `parallel_tool_calls` is known; other APIs whose bodies are alike may refuse unknown keys, as Cohere's does."""
+
+
+def hold_calls(patch: Patch, fields: Fields, changes: Changes, path: str) -> Changes:
     """See `ToolList.hold`; also of the Responses API."""
-    switch = fields.get(_SWITCH)
-    if _REFUSES_SWITCH.search(model) or (switch is not None and bytes(patch.read_raw(switch)) == b"false"):
+    switch, model = fields.get(_SWITCH), find_model(path, patch.read_text(fields.get("model")))
+    if not _TAKES_SWITCH.search(path) or _REFUSES_SWITCH.search(model):
+        return changes
+    if switch is not None and bytes(patch.read_raw(switch)) == b"false":
         return changes
     return {**changes, _SWITCH: b"false"}
 

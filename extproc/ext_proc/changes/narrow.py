@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 from extproc.apis import TOOL_LISTS, TOOL_WORDS, needs_tool
 from extproc.apis.api import Changes, ToolList, ToolsLeft
-from extproc.apis.usage import find_model
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import NotCounted
 from extproc.request.http import HttpRequest
@@ -316,8 +315,7 @@ class _Narrowing:
         if outcome is ToolsLeft.FEWER and choice is not None and self._patch.is_object(choice):
             changes = self._mend_choice(choice, api)
         if scarce and api.hold is not None:
-            model = find_model(self._path, self._patch.read_text(fields.get("model")))
-            changes = api.hold(self._patch, fields, changes, model)
+            changes = api.hold(self._patch, fields, changes, self._path)
         return changes
 
     def _open_tools(self, fields: Fields, key: str, others: Sequence[ToolList] = ()) -> _Tools | None:

@@ -106,7 +106,11 @@ def test_narrow_leaves_exactly_the_tools_that_have_calls_of_their_own_left() -> 
 
     With 15 calls, 3 of collect and 2 of scan, a session ends at 15 + 3 + 2.
     """
-    limits = {"max_calls_per_tool": {"collect": 3, "scan": 2}, "max_tool_calls": 15, "max_tool_calls_mode": "narrow"}
+    limits: dict[str, Any] = {
+        "max_calls_per_tool": {"collect": 3, "scan": 2},
+        "max_tool_calls": 15,
+        "max_tool_calls_mode": "narrow",
+    }
     service = make_service(limited(**limits))
     steps: list[Calls] = []
     offered = {}
@@ -126,7 +130,7 @@ def test_narrow_leaves_exactly_the_tools_that_have_calls_of_their_own_left() -> 
 
 def test_a_later_phase_is_reached_when_one_answer_has_used_up_the_total() -> None:
     """3: several calls in one answer pass the cap, and the tools of later phases, never called, can still be called."""
-    limits = {"max_calls_per_tool": {"collect": 3}, "max_tool_calls": 2, "max_tool_calls_mode": "narrow"}
+    limits: dict[str, Any] = {"max_calls_per_tool": {"collect": 3}, "max_tool_calls": 2, "max_tool_calls_mode": "narrow"}
     service = make_service(limited(**limits))
     steps: list[Calls] = [[("search", at) for at in range(5)]]
 
@@ -230,7 +234,7 @@ def test_limits_are_checked_in_their_order() -> None:
     """8: killed, steps, tool calls, cost; then per tool, then loop: with all of them met, the first one is named."""
     breaker = {"consecutive_blocks": 1}
     prices = {"prices": {"*": {"input": 1e6, "output": 1e6}}}
-    met = [
+    met: list[tuple[str, dict[str, Any]]] = [
         ("max_steps", {"max_steps": 1}),
         ("max_tool_calls", {"max_tool_calls": 3}),
         ("max_cost_per_session", {"max_cost_per_session": 0.001, **prices}),
