@@ -170,7 +170,7 @@ class ToolList(NamedTuple):
             None to accept all entries.
         choose: edits the choice, given the body, the members beside it, the state of the tools, and the names of removed tools;
             returns other changes beside it. None if the choice is a tool, a list of tools, or a mode.
-        hold: limits an answer to one call, given the body, the members beside the list, changes to these, and the request's path;
+        hold: limits an answer to one call, given the body, the members beside the list, changes to these, and the path;
             returns all changes. None if the API has no such switch.
     """
 

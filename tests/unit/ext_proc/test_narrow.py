@@ -185,10 +185,11 @@ def test_all_but_some_go_as_if_the_others_were_named(
     body = spelled(data.draw, write(api, turns, tools, data.draw(APIS[api][2]))).encode()
     others = {*_NAMES, "old"} - kept if kept & set(tools) else None
 
-    found, expected = [], []
-    for told, without, more in ((found, None, {"kept": kept}), (expected, others, {})):
+    found: list[bytes] = []
+    expected: list[bytes] = []
+    for told, without, keep in ((found, None, kept), (expected, others, set[str]())):
         try:
-            told.append(narrow(request_of(api), body, without, **more))
+            told.append(narrow(request_of(api), body, without, kept=keep))
         except NotEdited as why:
             told.append(why.reason.encode())
 
