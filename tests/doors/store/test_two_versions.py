@@ -75,7 +75,8 @@ class Worker:
         return [bytes(entry).decode() for entry in entries]
 
     async def step(self, key, number, tool, **limits):
-        calls = b"".join(at.to_bytes(6, "big") + tool.encode() + at.to_bytes(4, "big") + NEXT_STEP for at in range(1, number + 1))
+        ends = [(at.to_bytes(6, "big"), at.to_bytes(4, "big") + NEXT_STEP) for at in range(1, number + 1)]
+        calls = b"".join(name + tool.encode() + end for name, end in ends)
         total = sum(range(1, number + 1))
         keys = (f"{key}:7f", "sessions:p::7f", "session:p::*:7f")
         limits = Limits(60_000, limits.pop("max_sessions", 100), **limits)
