@@ -8,6 +8,7 @@ from typing import Any
 
 from extproc.apis.api import (
     Api,
+    Changes,
     Completion,
     Endpoint,
     Question,
@@ -26,6 +27,8 @@ from extproc.request.document import ABSENT, open_value
 from extproc.request.patch import Fields, Patch, Value
 
 _TOOLSET = "mcp_toolset"
+_CHOICE = "tool_choice"
+_SWITCH = "disable_parallel_tool_use"
 
 
 def _read_call(block: Block) -> Part:
@@ -89,6 +92,20 @@ def write_events(completion: Completion) -> Iterator[dict[str, Any]]:
     yield {"type": "message_stop"}
 
 
+def _hold_calls(patch: Patch, fields: Fields, changes: Changes, _path: str) -> Changes:
+    """See `ToolList.hold`; the switch is a member of the choice."""
+    choice = fields.get(_CHOICE)
+    if _CHOICE in changes or choice is None or not patch.is_object(choice):
+        return {**changes, _CHOICE: b'{"type":"auto","%b":true}' % _SWITCH.encode()}
+    members = patch.open_fields(choice)
+    switch = members.get(_SWITCH)
+    if switch is not None and bytes(patch.read_raw(switch)) != b"true":
+        patch.replace(switch, b"true")
+    elif switch is None and patch.read_text(members.get("type")) != "none":
+        patch.change(choice, {_SWITCH: b"true"})
+    return changes
+
+
 _MESSAGES = Endpoint(write_error, complete)
 
 API = Api(
@@ -116,11 +133,11 @@ API = Api(
         "redacted_thinking": skip_thought,
     },
     locators={"tool_result": _locate_result},
-    tool_lists=(ToolList("messages", "tools", "tool_choice", b'{"type":"none"}', b'{"type":"auto"}', owns=_owns),),
+    tool_lists=(ToolList("messages", "tools", _CHOICE, b'{"type":"none"}', b'{"type":"auto"}', owns=_owns, hold=_hold_calls),),
     tool_words=ToolWords(
         servers=frozenset({_TOOLSET}),
         modes=frozenset({"auto", "any", "none"}),
-        kept=frozenset({"disable_parallel_tool_use"}),
+        kept=frozenset({_SWITCH}),
         schemas=frozenset({"input_schema"}),
     ),
     counts={

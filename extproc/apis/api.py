@@ -170,6 +170,8 @@ class ToolList(NamedTuple):
             None to accept all entries.
         choose: edits the choice, given the body, the members beside it, the state of the tools, and the names of removed tools;
             returns other changes beside it. None if the choice is a tool, a list of tools, or a mode.
+        hold: limits an answer to one call, given the body, the members beside the list, changes to these, and the path;
+            returns all changes. None if the API has no such switch.
     """
 
     beside: str
@@ -182,6 +184,7 @@ class ToolList(NamedTuple):
     wraps: bool = False
     owns: Callable[[str, Fields], bool] | None = None
     choose: Callable[[Patch, Fields, ToolsLeft, Collection[str]], Changes] | None = None
+    hold: Callable[[Patch, Fields, Changes, str], Changes] | None = None
 
 
 class ToolWords(NamedTuple):

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from msgspec import Raw, ValidationError, defstruct, json
 
-from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
+from extproc.apis.api import (
+    Api,
+    Changes,
+    Completion,
+    Endpoint,
+    Question,
+    ToolList,
+    ToolWords,
+    frame_events,
+    frame_json,
+    write_error,
+)
 from extproc.apis.contents import is_given, read_content, read_string, read_text
 from extproc.apis.conversation import NOTHING_BEFORE, Before, Shape, name_by_role
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
-from extproc.apis.usage import find_behind
+from extproc.apis.usage import find_behind, find_model
 from extproc.decision import Framed
 from extproc.request.document import ABSENT, Json, decode_json, hook_number_in_part, open_value, walk, write_canonical
-from extproc.request.patch import Patch, Value
+from extproc.request.patch import Fields, Patch, Value
 
 _DEPLOYMENTS: Final = ("/deployments/", "/engines/")
 """Path segments before the model's name, in Azure and in OpenAI's API before chats."""
 
+_SWITCH: Final = "parallel_tool_calls"
 _RESULT_ROLES: Final = frozenset({"tool", "function"})
 
 
@@ -205,6 +218,24 @@ def _asks_usage(question: Question) -> bool:
     return isinstance(options, dict) and options.get("include_usage") is True
 
 
+_REFUSES_SWITCH: Final = re.compile(r"(?:\A|[/.:@])o\d")
+"""Models that answer 400 to `parallel_tool_calls`, whatever its value: o1, o3-mini, openai/o4-mini and the like."""
+
+
+_TAKES_SWITCH: Final = re.compile(r"/(?:completions|responses)\Z")
+"""Paths where `parallel_tool_calls` is known; other APIs whose bodies are alike may refuse unknown keys, as Cohere's does."""
+
+
+def hold_calls(patch: Patch, fields: Fields, changes: Changes, path: str) -> Changes:
+    """See `ToolList.hold`; also of the Responses API."""
+    switch, model = fields.get(_SWITCH), find_model(path, patch.read_text(fields.get("model")))
+    if not _TAKES_SWITCH.search(path) or _REFUSES_SWITCH.search(model):
+        return changes
+    if switch is not None and bytes(patch.read_raw(switch)) == b"false":
+        return changes
+    return {**changes, _SWITCH: b"false"}
+
+
 _CHAT: Final = Endpoint(write_error, complete_chat)
 
 API: Final = Api(
@@ -242,7 +273,7 @@ API: Final = Api(
         "refusal": lambda block: Part(TEXT, read_string(block.get("refusal"))),
     },
     tool_lists=(
-        ToolList("messages", "tools", "tool_choice", along=("parallel_tool_calls",)),
+        ToolList("messages", "tools", "tool_choice", along=(_SWITCH,), hold=hold_calls),
         ToolList("messages", "functions", "function_call"),
     ),
     tool_words=ToolWords(

@@ -12,6 +12,7 @@ from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, Tool
 from extproc.apis.contents import is_given, read_content, read_string
 from extproc.apis.conversation import ASSISTANT, ASSISTANTS, OTHER_ROLE, TOOL, Before, Shape, take_list
 from extproc.apis.messages import CALL, OTHER, RESULT, Part
+from extproc.apis.openai import hold_calls
 from extproc.apis.places import INPUT_TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.decision import Framed
 from extproc.request.document import ABSENT, Json, open_value, write_canonical
@@ -182,7 +183,7 @@ def _make_message(completion: Completion, status: str) -> dict[str, Any]:
     return {"id": f"msg_{completion.name}", "type": "message", "status": status, "role": "assistant", "content": [text]}
 
 
-_TOOLS = ToolList("input", "tools", "tool_choice")
+_TOOLS = ToolList("input", "tools", "tool_choice", hold=hold_calls)
 
 API = Api(
     paths={

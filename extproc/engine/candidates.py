@@ -28,6 +28,7 @@ from extproc.engine.orders import (
     find_kind,
     select,
     sum_grants,
+    sum_tool_grants,
 )
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
@@ -541,7 +542,7 @@ class SessionCandidate(Candidate):
         model: the model in the request, empty for none.
         reserve: estimated cost, in nano-dollars.
         standing: of the session, once the store has counted the request; None before.
-        narrowing: the tools that the request must no longer offer, None for none.
+        narrowing: what the request must no longer offer, None for nothing.
         unreadable: why the body could not be searched for calls, empty if it could.
     """
 
@@ -549,6 +550,7 @@ class SessionCandidate(Candidate):
         "_body",
         "_earlier_steps",
         "_grants",
+        "_limits",
         "_place",
         "_stopped",
         "_unknown",
@@ -575,6 +577,7 @@ class SessionCandidate(Candidate):
         self.narrowing: Narrowing | None = None
         self.unreadable = ""
         self._grants = NO_GRANTS
+        self._limits = limiter.limits
         self._body: RequestBody | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
@@ -654,6 +657,8 @@ class SessionCandidate(Candidate):
         session, unnamed = self._renew(self.session) if self.overrides else self.session, self.session == UNNAMED
         keys = self.limiter.find_keys(body.scope, self.tenant, session)
         self._grants = sum_grants(self.overrides) if self.overrides else NO_GRANTS
+        granted = sum_tool_grants(self.overrides) if self.overrides and not unnamed else None
+        self._limits = self.limiter.extend_tools(granted) if granted else self.limiter.find_limits(self.session)
         self.hit = self.limiter.make_step(
             keys,
             self._identify(body, keys),
@@ -661,8 +666,8 @@ class SessionCandidate(Candidate):
             self.reserve,
             self.calls,
             self._grants,
+            self._limits,
             allowed=self.is_allowed,
-            unnamed=unnamed,
             earlier=0 if unnamed else self._earlier_steps,
         )
 
@@ -691,8 +696,9 @@ class SessionCandidate(Candidate):
         if self.session == UNNAMED:
             return self._know(self.limiter.judge_unnamed(self.fingerprint, self.tenant, count))
         if not count.limit and not self.is_allowed:
-            self.narrowing = self.limiter.find_narrowing(count, self.calls, self._grants)
-        return self._know(self.limiter.judge(self.fingerprint, self.tenant, count, self.calls, self._grants))
+            self.narrowing = self.limiter.find_narrowing(count, self._limits, self._grants)
+        told = self.fingerprint, self.tenant, count
+        return self._know(self.limiter.judge(*told, self.calls, self._grants, self.session))
 
     def _know(self, outcome: Outcome) -> Outcome:
         self.subject = outcome.subject
@@ -716,9 +722,10 @@ class SessionCandidate(Candidate):
     def refuse_unnarrowed(self) -> Outcome:
         """The verdict if tools cannot be removed from the request."""
         self.name_request()
-        standing, narrowing = self.standing or Standing(), self.narrowing or Narrowing(every=True, tools=frozenset())
+        standing, narrowing = self.standing or Standing(), self.narrowing or Narrowing(every=True)
         self.narrowing = None
-        return self.limiter.refuse_unnarrowed(self.fingerprint, self.tenant, standing, narrowing, self._grants)
+        told = self.fingerprint, self.tenant, standing, narrowing
+        return self.limiter.refuse_unnarrowed(*told, self._limits, self._grants, self.session)
 
     def take_back(self, outcome: int) -> Settlement:
         """The settlement of a request that the ledger let through, and that was then REFUSED or WITHDRAWN."""

@@ -76,6 +76,7 @@ class ActiveOverride(NamedTuple):
         reason: for people.
         who: the operator.
         grant: what it grants.
+        tools: how many calls of single tools it grants, by name, sorted.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ActiveOverride(NamedTuple):
     reason: str
     who: str
     grant: Grant = Grant()
+    tools: tuple[tuple[str, int], ...] = ()
 
     @property
     def epoch(self) -> str:
@@ -286,3 +288,12 @@ def sum_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int]:
             tool_calls += override.grant.tool_calls
             cost += override.grant.cost
     return min(steps, MAX_GRANT.steps), min(tool_calls, MAX_GRANT.tool_calls), min(cost, MAX_GRANT.cost)
+
+
+def sum_tool_grants(overrides: Sequence[ActiveOverride]) -> dict[str, int]:
+    """The sum of all grants of single tools, by name, each as large as one of all tools at most."""
+    granted: dict[str, int] = {}
+    for override in overrides:
+        for tool, calls in override.tools if override.kind == GRANT else ():
+            granted[tool] = min(granted.get(tool, 0) + calls, MAX_GRANT.tool_calls)
+    return granted

@@ -31,7 +31,9 @@ from extproc.logs import Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.incident_rows import IncidentRow
 from extproc.operator.loop_rows import Loop
-from extproc.operator.session_table import Run, RunName, convert_amount, convert_dollars, name_killer
+from extproc.operator.session_rows import SessionRefusal
+from extproc.operator.session_table import OVERFLOW, Run, RunName, convert_amount, convert_dollars, name_killer
+from extproc.sessions.limits import PER_TOOL, write_grant
 from extproc.settings import Settings
 
 if TYPE_CHECKING:
@@ -392,6 +394,7 @@ class SessionEvents:
             "limit": refusal.limit if refusal is not None else None,
             "used": convert_amount(refusal.limit, refusal.used) if refusal is not None else None,
             "allowed": convert_amount(refusal.limit, refusal.allowed) if refusal is not None else None,
+            "grant": _find_grant(run.name, refusal) if refusal is not None else None,
             "total_step_count": standing.steps,
             "total_tool_calls": standing.tool_calls,
             "total_block_count": standing.blocks,
@@ -399,3 +402,10 @@ class SessionEvents:
             "started": run.began,
             "last_seen": run.last,
         }
+
+
+def _find_grant(name: RunName, refusal: SessionRefusal) -> str | None:
+    """The command that approves the calls for which a session was refused; None if a grant of a tool does not help."""
+    if refusal.limit != PER_TOOL or not refusal.tool or name.session == OVERFLOW:
+        return None
+    return write_grant(name.session, name.tenant, refusal.tool, max(1, refusal.used - refusal.allowed))

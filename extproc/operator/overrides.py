@@ -47,6 +47,7 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.limit_keys import VENDOR_SESSION, check_limit_key
 from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, extract_secret
 from extproc.sessions.names import is_vendor_session
+from extproc.sessions.session_limits import MAX_TOOLS
 from extproc.store import Store
 from extproc.store.rules.documents import MAX_ORDERS, ORDERS, refuse_more
 from extproc.store.rules.session import NANO_DOLLARS
@@ -219,7 +220,7 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
 
     An order is an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
     value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
-    `tool_calls` and `cost` (in dollars), and may have a `key`: orders with the same key are one grant.
+    `tool_calls`, `cost` (in dollars) and `tools` (calls by name), and may have a `key`: orders with the same key are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -236,7 +237,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
         identity.append(given.get("key") or secrets.token_hex(8))  # another grant adds to the first
     name = blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
     grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
-    return ActiveOverride(name, kind, target, policy, now, now + seconds, str(given.get("reason", "")), who[:_MAX_WHO], grant)
+    words = str(given.get("reason", "")), who[:_MAX_WHO]
+    return ActiveOverride(name, kind, target, policy, now, now + seconds, *words, grant, given.get("tools", ()))
 
 
 def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> Iterator[str]:
@@ -267,10 +269,10 @@ def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
         for key in ("fingerprint", "tool"):
             if key in given:
                 yield f"{key} cannot be given for a {kind}, which applies to whole sessions: name a session, or a caller"
-    if kind == GRANT and not given.keys() & set(_AMOUNTS):
-        yield f"at least one of these is required: {', '.join(_AMOUNTS)}"
+    if kind == GRANT and not given.keys() & {*_AMOUNTS, "tools"}:
+        yield f"at least one of these is required: {', '.join(_AMOUNTS)}, tools"
     if kind != GRANT:
-        for key in (*_AMOUNTS, "key"):
+        for key in (*_AMOUNTS, "tools", "key"):
             if key in given:
                 yield f"{key} belongs to a grant, not to a {kind}"
 
@@ -377,6 +379,19 @@ def _read_cost(value: object) -> int:
     raise ValueError(f"must be dollars, more than 0 and at most {most}")
 
 
+def _read_tools(value: object) -> tuple[tuple[str, int], ...]:
+    """Calls of single tools by name, sorted."""
+    most = MAX_GRANT.tool_calls
+    if not isinstance(value, dict) or not 0 < len(value) <= MAX_TOOLS:
+        raise ValueError(f"must be an object of numbers by tool name, of at most {MAX_TOOLS} tools")
+    for tool, calls in value.items():
+        if not 0 < len(tool) <= _MAX_TOOL:
+            raise ValueError(f"must have names of 1 to {_MAX_TOOL} characters", tool)
+        if not isinstance(calls, int) or isinstance(calls, bool) or not 0 < calls <= most:
+            raise ValueError(f"must have numbers from 1 to {most}", calls)
+    return tuple(sorted(value.items()))
+
+
 def _read_text(longest: int, value: object) -> str:
     if not (isinstance(value, str) and 0 < len(value) <= longest):
         raise ValueError(f"must be a text of 1 to {longest} characters")
@@ -395,6 +410,7 @@ _READERS: dict[str, Callable[[object], object]] = {
     "steps": partial(_read_number, "", MAX_GRANT.steps),
     "tool_calls": partial(_read_number, "", MAX_GRANT.tool_calls),
     "cost": _read_cost,
+    "tools": _read_tools,
     "key": partial(_read_text, _MAX_KEY),
 }
 
@@ -432,7 +448,7 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
     if override.kind in (BLOCK, KILL) and all(plan.shadow for plan in acting):
         said.append("the policies it applies to are in shadow mode, so nothing is refused")
     if override.kind == GRANT:
-        said += _remark_on_grant(override.grant, acting)
+        said += _remark_on_grant(override, acting)
     reading = [f"{plan.id} ({detector.name})" for plan in acting for detector in plan.detectors if detector.stateless]
     if override.kind == RELEASE and reading:
         said.append(
@@ -456,12 +472,15 @@ def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Ite
         yield f"no policy finds sessions by {key}; known keys: {', '.join(keys)}"
 
 
-def _remark_on_grant(grant: Grant, plans: Sequence[Plan]) -> Iterator[str]:
+def _remark_on_grant(override: ActiveOverride, plans: Sequence[Plan]) -> Iterator[str]:
     """What is granted of something that no policy limits."""
+    limiters = [plan.limiter for plan in plans if plan.limiter is not None]
     for amount, limit in _GRANTED.items():
-        limits = [getattr(plan.limiter.limits, amount) for plan in plans if plan.limiter is not None]
-        if getattr(grant, amount) and max(limits) < 0:
+        if getattr(override.grant, amount) and max([getattr(limiter.limits, amount) for limiter in limiters]) < 0:
             yield f"granting {amount} does nothing: no policy has {limit}"
+    for tool, _ in override.tools:
+        if not any(limiter.limits_tool(tool) for limiter in limiters):
+            yield f"granting calls of {tool} does nothing: no policy has max_calls_per_tool for it"
 
 
 def _find_hashes(target: Target, session_key: str) -> list[tuple[str, str]]:
@@ -501,6 +520,7 @@ def write_override(override: ActiveOverride) -> bytes:
         "reason": override.reason,
         "who": override.who,
         "grant": override.grant,
+        "tools": override.tools,
     }
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
@@ -514,7 +534,9 @@ def read_override(name: str, document: bytes) -> ActiveOverride:
         kind, policy, reason, who = [str(found[key]) for key in ("kind", "policy", "reason", "who")]
         target = Target(caller, descriptors, session, fingerprint, tool)
         grant = Grant(*(min(max(0, int(given)), most) for given, most in zip(found.get("grant", ()), MAX_GRANT, strict=False)))
-        return ActiveOverride(name, kind, target, policy, float(found["since"]), float(found["ends"]), reason, who, grant)
+        tools = tuple([(str(tool), min(max(0, int(calls)), MAX_GRANT.tool_calls)) for tool, calls in found.get("tools", ())])
+        since, ends = float(found["since"]), float(found["ends"])
+        return ActiveOverride(name, kind, target, policy, since, ends, reason, who, grant, tools)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
 
@@ -544,6 +566,7 @@ def describe_override(override: ActiveOverride) -> dict[str, Any]:
         "steps": override.grant.steps,
         "tool_calls": override.grant.tool_calls,
         "cost": override.grant.cost / NANO_DOLLARS,
+        "tools": dict(override.tools),
         "reason": override.reason,
         "who": override.who,
         "since": write_time(override.since),

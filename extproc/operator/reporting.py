@@ -174,7 +174,7 @@ class Reporter:
                 self._report_unnamed(candidate, now)
             if standing is None:
                 continue
-            if candidate.narrowing is not None:
+            if candidate.narrowing is not None and candidate.narrowing.removes:
                 limit = "max_tool_calls" if candidate.narrowing.every else "max_calls_per_tool"
                 metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
             if standing.shared:

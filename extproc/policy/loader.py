@@ -325,7 +325,7 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
     for below, message in rules.find_unenforced(policy):
         _, part, *_ = below
         report.disclaim((*place, *below), message, str(part), policy.id)
-    for below, message in (*rules.explain_defaults(policy), *rules.explain_secrets(policy)):
+    for below, message in (*rules.explain_defaults(policy), *rules.explain_secrets(policy), *rules.explain_limits(policy)):
         report.note((*place, *below), message)
 
 

@@ -370,6 +370,20 @@ def explain_secrets(policy: Policy) -> Iterator[tuple[Place, str]]:
         yield ("spec", "limit_keys"), f"the value of {named} is a secret: {known}; credential finds the secret of every API"
 
 
+def explain_limits(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find limits of sessions that refuse earlier than in earlier versions: the place, and what is different."""
+    limits, place = policy.spec.session_limits, ("spec", "session_limits")
+    if limits is None:
+        return
+    if limits.max_tool_calls_mode == "narrow" and not limits.max_calls_per_tool:
+        keeping = "narrow keeps the tools that have calls left in max_calls_per_tool, and refuses without any"
+        yield (*place, "max_tool_calls_mode"), f'{keeping}; earlier versions went on without tools: see "finish"'
+    elif limits.max_tool_calls is not None:
+        yield (*place, "max_tool_calls"), f"met at {limits.max_tool_calls} calls; earlier versions let one more pass"
+    if limits.loop_detection is not None:
+        yield (*place, "loop_detection"), "window counts steps, with all of their calls; earlier versions counted single calls"
+
+
 def _name(key: str | FirstOf) -> str:
     return key.name if isinstance(key, FirstOf) else key
 

@@ -31,8 +31,10 @@ from extproc.request.document import Document, NotCounted, walk
 from extproc.request.patch import Patch
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
-RECORD: Final = CALL_DIGEST + TOOL_DIGEST + PAIR_DIGEST
-"""Length of a call's record, in bytes."""
+RECORD: Final = CALL_DIGEST + TOOL_DIGEST + PAIR_DIGEST + 1
+"""Length of a call's record, in bytes: its digests, and the number of steps since the call before it; see `session.RECORD`."""
+
+_MOST_STEPS: Final = 255
 
 _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
@@ -44,8 +46,8 @@ class CallHistory:
 
     Attributes:
         records: RECORD bytes for each call, oldest first; no two with ids are equal.
-        total: the sum of the last digests of all records, as numbers.
-        newest: number of calls in the assistant's last turn.
+        total: the sum of the digests of tool and arguments of all records, as numbers.
+        newest: number of calls in the assistant's last turn, which is a step.
         tools: digest and name, cut to 64 characters, of each called tool, in the order of their first calls.
         model: the model's name in the body, cut to 256 characters; empty if missing.
         offer: whether the request offers tools, as in `Step`.
@@ -72,21 +74,29 @@ def read_tool_calls(document: Document) -> CallHistory:
     """
     conversation = open_conversation(document)
     turns = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).turns
-    calls = [call for turn in turns for call in turn.calls]
     offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
+    total, steps = 0, 0
+    tools: dict[bytes, str] = {}
+    calls: list[CountedCall] = []
+    since = bytearray()  # steps from one call to the next
+    for turn in turns:
+        steps = min(steps + 1, _MOST_STEPS)
+        for call in turn.calls:
+            total += call.pair
+            if call.tool and call.tool_digest not in tools:
+                tools[call.tool_digest] = call.tool[:_SHOWN]
+            calls.append(call)
+            since.append(steps)
+            steps = 0
     if not calls:
         return CallHistory(b"", 0, 0, (), model, offer)
-    total, newest = 0, len(turns[-1].calls)
-    tools: dict[bytes, str] = {}
-    for call in calls:
-        total += call.pair
-        if call.tool and call.tool_digest not in tools:
-            tools[call.tool_digest] = call.tool[:_SHOWN]
-    return CallHistory(b"".join(_write_records(calls)), total, newest, tuple(tools.items()), model, offer)
+    records = _write_records(calls)
+    joined = b"".join([records[at] + since[at : at + 1] for at in range(len(records))])
+    return CallHistory(joined, total, len(turns[-1].calls), tuple(tools.items()), model, offer)
 
 
 def _write_records(calls: list[CountedCall]) -> list[bytes]:
-    """The calls' records; those of equal calls are numbered, if these have ids."""
+    """The calls' digests; those of equal calls are numbered, if these have ids."""
     records = [call.first for call in calls]
     if len(set(records)) == len(records):  # as in nearly all histories
         return records

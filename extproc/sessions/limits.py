@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final, NamedTuple
 
@@ -49,16 +50,31 @@ _WORDS: Final = {
 """Units of the limits."""
 
 
+BATCH: Final = 8
+"""One answer may call a tool this many times at once. While a limit leaves fewer, answers may call one tool only."""
+
+_NO_TOOLS: Final[frozenset[str]] = frozenset()
+
+
 class Narrowing(NamedTuple):
-    """Tools that a request must no longer offer.
+    """What a request must no longer offer.
 
     Attributes:
-        every: all tools.
+        every: all tools but those to keep.
         tools: these tools, by name.
+        kept: the tools to keep, by name.
+        scarce: tools of which fewer calls than `BATCH` are left, by name: an answer must not call several at once.
     """
 
     every: bool
-    tools: frozenset[str]
+    tools: frozenset[str] = _NO_TOOLS
+    kept: frozenset[str] = _NO_TOOLS
+    scarce: frozenset[str] = _NO_TOOLS
+
+    @property
+    def removes(self) -> bool:
+        """Whether it takes tools away."""
+        return self.every or bool(self.tools)
 
 
 class SessionKeys:
@@ -94,13 +110,17 @@ class SessionSubject:
         allowed: the limit, including grants.
         tool: the tool that it is about; empty if it is not about a single one.
         ordered: an operator has killed the session.
+        ask_for: the command with which an operator allows more; empty if this is not about a tool's own limit.
     """
 
-    __slots__ = ("allowed", "limit", "ordered", "tool", "used")
+    __slots__ = ("allowed", "ask_for", "limit", "ordered", "tool", "used")
 
-    def __init__(self, limit: str, used: int, allowed: int, tool: str = "", *, ordered: bool = False) -> None:
+    def __init__(  # noqa: PLR0913  # a record
+        self, limit: str, used: int, allowed: int, tool: str = "", *, ordered: bool = False, ask_for: str = ""
+    ) -> None:
         """Keep the values as given; money in nano-dollars."""
         self.limit = limit
+        self.ask_for = ask_for
         self.ordered = ordered
         self.used = used
         self.allowed = allowed
@@ -125,9 +145,10 @@ class SessionSubject:
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
+        order = f"approve it with `{self.ask_for}`" if self.ask_for else "extend the session"
         return (
             f"Session limit reached: {self._explain()}. Further requests of this session are refused. "
-            "Do not retry: report the result you have so far to the user, who can ask an operator to extend the session."
+            f"Do not retry: report the result you have so far to the user, who can ask an operator to {order}."
         )
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
@@ -148,9 +169,10 @@ class SessionSubject:
         if self.limit == KILLED:
             return "this session was stopped because too many of its requests in a row were refused or failed"
         if self.limit == PER_TOOL:
-            return f"the tool {tool} was called {used} times in this session; the limit is {allowed}"
+            needs = " without approval" if allowed == 0 else ""
+            return f"the tool {tool} was called {used} times in this session{needs}; the limit is {allowed}"
         if self.limit == LOOP:
-            return f"the tool {tool} was called {used} times with the same arguments"
+            return f"the tool {tool} was called {used} times with the same arguments in the newest steps"
         return f"this session has used {used:.6g} of its {allowed:.6g} {_WORDS[self.limit]}"
 
 
@@ -250,8 +272,10 @@ class SessionGuard:
         self.names = names
         self.limits = compile_limits(limits, session)
         self.unnamed = None if unnamed is None else _compile_unnamed(unnamed, session)
-        self._fewest = min([limit for _, limit in self.limits.tools], default=0)  # fewest calls that use up a tool
-        self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions, narrows=self.limits.narrows)
+        self._fewest = min(
+            [limit - BATCH for _, limit in self.limits.tools], default=0
+        )  # with more calls, a tool may be scarce
+        self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions)
         self.needs_answers = limits.needs_answers() or (unnamed is not None and unnamed.needs_answers())
         self.rates = Rates(
             {name: _read_price(price) for name, price in limits.prices.items()},
@@ -263,9 +287,9 @@ class SessionGuard:
         self.looks = True
         self.steers = bool(self._steer)
         self.gives_notice = bool(self._steer or self._warn)
-        self.narrows = self.limits.narrows or bool(self.limits.tools)
+        self.narrows = self.limits.narrows or self.limits.finishes or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
-        self._key = f"{namespace}session3:{policy}:"
+        self._key = f"{namespace}session4:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self._chains = Chains(policy, session.idle_seconds, namespace=namespace)
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
@@ -284,13 +308,36 @@ class SessionGuard:
         words += [
             f"{limit} {'call' if limit == 1 else 'calls'} of {self._tool_names[digest]}" for digest, limit in limits.tools
         ]
-        words += [f"{limits.threshold} equal calls among {limits.window}"] if limits.threshold != _NONE else []
+        words += [f"{limits.threshold} equal calls in {limits.window} steps"] if limits.threshold != _NONE else []
         words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
         return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
 
     def find_limits(self, session: str) -> Limits:
         """The limits of a session, or of requests without one."""
         return self.unnamed if session == UNNAMED and self.unnamed is not None else self.limits
+
+    def limits_tool(self, tool: str) -> bool:
+        """Whether a tool has a limit of its own."""
+        return tool in self._tool_names.values()
+
+    def extend_tools(self, granted: Mapping[str, int]) -> Limits:
+        """The limits of a session that was granted this many more calls of some tools, by name."""
+        limits = self.limits
+        return Limits(
+            limits.idle_ms,
+            limits.max_sessions,
+            steps=limits.steps,
+            tool_calls=limits.tool_calls,
+            narrows=limits.narrows,
+            finishes=limits.finishes,
+            cost=limits.cost,
+            tools=tuple([(digest, limit + granted.get(self._tool_names[digest], 0)) for digest, limit in limits.tools]),
+            window=limits.window,
+            threshold=limits.threshold,
+            blocks=limits.blocks,
+            errors=limits.errors,
+            ends=limits.ends,
+        )
 
     def owns(self, key: str) -> bool:
         """Whether a key may belong to one of its ledgers."""
@@ -319,9 +366,9 @@ class SessionGuard:
         reserve: int,
         calls: CallHistory,
         grants: tuple[int, int, int],
+        limits: Limits,
         *,
         allowed: bool,
-        unnamed: bool = False,
         earlier: int = 0,
     ) -> Step:
         """The store's question about a request.
@@ -333,18 +380,15 @@ class SessionGuard:
             reserve: estimated cost, in nano-dollars.
             calls: the calls in its history.
             grants: the result of `sum_grants`.
+            limits: from `find_limits` or `extend_tools`.
             allowed: an operator has ordered to let it through.
-            unnamed: it names no session.
             earlier: number of steps in its history, for a ledger that begins with them.
         """
-        limits = self.limits if self.unnamed is None or not unnamed else self.unnamed
-        if allowed:
-            limits = self._unlimited
         return Step(
             keys.ledger,
             keys.tenant,
             keys.shared,
-            limits,
+            self._unlimited if allowed else limits,
             identity,
             call,
             reserve,
@@ -364,13 +408,21 @@ class SessionGuard:
         """
         return f'{self._opening}{name}","call":"{call.hex()}","model":{_write_model(model)},"reserve":{reserve}}}'
 
-    def judge(
-        self, fingerprint: str, tenant: str, standing: Standing, calls: CallHistory, grants: tuple[int, int, int]
+    def judge(  # noqa: PLR0913  # all that the refusal tells
+        self,
+        fingerprint: str,
+        tenant: str,
+        standing: Standing,
+        calls: CallHistory,
+        grants: tuple[int, int, int],
+        session: str,
     ) -> Outcome:
         """The verdict on a request that the store has counted."""
         if standing.limit:
-            tool = self._find_tool_name(standing.tool, calls)
-            subject = SessionSubject(LIMITS[standing.limit], standing.used, standing.allowed, tool)
+            limit, tool = LIMITS[standing.limit], self._find_tool_name(standing.tool, calls)
+            more = standing.used - standing.allowed
+            ask_for = write_grant(session, tenant, tool, more) if limit == PER_TOOL and tool else ""
+            subject = SessionSubject(limit, standing.used, standing.allowed, tool, ask_for=ask_for)
             return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
         action, met = Action.STEER, _find_notice(self._steer, standing)
         if not met:
@@ -387,34 +439,42 @@ class SessionGuard:
         subject = UnnamedSubject(LIMITS[standing.limit], standing.used, standing.allowed)
         return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
 
-    def find_narrowing(self, standing: Standing, calls: CallHistory, grants: tuple[int, int, int]) -> Narrowing | None:
-        """The used-up tools to remove from a request that is let through; None for none."""
-        limits = self.limits
-        every = limits.narrows and standing.tool_calls >= limits.tool_calls + grants[1]
-        used_up = []
-        if limits.tools and standing.tool_calls >= self._fewest:
-            counts = {digest: count for digest, _, count in standing.tools}
-            used_up = [self._tool_names[digest] for digest, limit in limits.tools if counts.get(digest, 0) >= limit]
-        if limits.narrows and limits.threshold > 0 and calls.records:
-            repeated = _find_last_but_one(calls, limits.window, limits.threshold)
-            if repeated:
-                used_up.append(repeated)
-        return Narrowing(every, frozenset(used_up)) if every or used_up else None
+    def find_narrowing(self, standing: Standing, limits: Limits, grants: tuple[int, int, int]) -> Narrowing | None:
+        """What to take from a request that is let through; None for nothing."""
+        every = (limits.narrows or limits.finishes) and standing.tool_calls >= limits.tool_calls + grants[1]
+        if every and limits.finishes:
+            return Narrowing(every=True)
+        if not limits.tools or (standing.tool_calls <= self._fewest and not every):
+            return None
+        counts = {digest: count for digest, _, count in standing.tools}
+        left = {self._tool_names[digest]: limit - counts.get(digest, 0) for digest, limit in limits.tools}
+        used_up = frozenset([tool for tool, calls in left.items() if calls <= 0])
+        scarce = frozenset([tool for tool, calls in left.items() if 0 < calls < BATCH])
+        kept = frozenset([tool for tool, calls in left.items() if calls > 0]) if every else _NO_TOOLS
+        return Narrowing(every, used_up, kept, scarce) if every or used_up or scarce else None
 
     def kill(self, fingerprint: str, tenant: str) -> Outcome:
         """The verdict on a session that an operator has killed."""
         return self._make_outcome(Action.REJECT, fingerprint, tenant, 0, SessionSubject(KILLED, 0, 0, ordered=True))
 
-    def refuse_unnarrowed(
-        self, fingerprint: str, tenant: str, standing: Standing, narrowing: Narrowing, grants: tuple[int, int, int]
+    def refuse_unnarrowed(  # noqa: PLR0913  # all that the refusal tells
+        self,
+        fingerprint: str,
+        tenant: str,
+        standing: Standing,
+        narrowing: Narrowing,
+        limits: Limits,
+        grants: tuple[int, int, int],
+        session: str,
     ) -> Outcome:
         """The verdict on a request from which these tools should be removed, but cannot be."""
         if narrowing.every:
-            subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, self.limits.tool_calls + grants[1])
+            subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, limits.tool_calls + grants[1])
         else:
-            tool = min(narrowing.tools)
-            allowed = dict(self.limits.tools).get(digest_tool(tool), self.limits.threshold)
-            subject = SessionSubject(PER_TOOL, allowed, allowed, tool)
+            tool = min(narrowing.tools or narrowing.scarce)
+            allowed = dict(limits.tools).get(digest_tool(tool), 0)
+            used = {digest: count for digest, _, count in standing.tools}.get(digest_tool(tool), 0)
+            subject = SessionSubject(PER_TOOL, used, allowed, tool, ask_for=write_grant(session, tenant, tool, 1))
         return self._make_outcome(Action.REJECT, fingerprint, tenant, subject.used, subject)
 
     def _read_allowed(self, limit: str, grants: tuple[int, int, int]) -> int:
@@ -462,6 +522,7 @@ def compile_limits(limits: SessionLimits, session: Session) -> Limits:
         steps=_or_none(limits.max_steps),
         tool_calls=_or_none(limits.max_tool_calls),
         narrows=limits.max_tool_calls_mode == "narrow",
+        finishes=limits.max_tool_calls_mode == "finish",
         cost=_NONE if cost is None else round(cost * NANO_DOLLARS),
         tools=tuple(sorted((digest_tool(name), limit) for name, limit in limits.max_calls_per_tool.items())),
         window=_NONE if recent is None else recent.window,
@@ -527,14 +588,6 @@ def _read_used(standing: Standing, limit: str) -> int:
     return standing.tool_calls if limit == MAX_TOOL_CALLS else standing.cost + standing.reserved
 
 
-def _find_last_but_one(calls: CallHistory, window: int, threshold: int) -> str:
-    """The tool for which one more equal call would refuse the session; empty for none."""
-    records = calls.records[-RECORD * (window - 1) :]
-    newest: Sequence[bytes] = [records[at : at + RECORD] for at in range(0, len(records), RECORD)]
-    if not newest:
-        return ""
-    action = newest[-1][_ACTION:]
-    if sum(record[_ACTION:] == action for record in newest) < threshold - 1:
-        return ""
-    tool = newest[-1][_TOOL:_ACTION]
-    return next((name for digest, name in calls.tools if digest == tool), "")
+def write_grant(session: str, tenant: str, tool: str, calls: int) -> str:
+    """The command with which an operator approves more calls of a tool; session and caller are hashes."""
+    return f"loopguard grant --session {session} --caller {tenant} --tool {shlex.quote(f'{tool}={calls}')}"

@@ -19,7 +19,7 @@ from extproc.request.limit_keys import BODY, HEADER, VENDOR_SESSION, SessionKey
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
 MAX_WINDOW: Final = 500
-"""Maximum number of calls to compare, as many as a ledger remembers; see `session.MAX_RECORDS`."""
+"""Maximum number of steps to compare; a ledger remembers `session.MAX_RECORDS` calls."""
 
 MAX_TOOLS: Final = 64
 """Maximum number of tools with counts of their own."""
@@ -110,8 +110,8 @@ class RecentCalls(JsonObject):
     """Repeated calls of a tool with the same arguments, whatever they return.
 
     Attributes:
-        window: number of newest calls to look at, at most 500.
-        threshold: number of equal ones to refuse at.
+        window: number of newest steps to look at, with all of their calls, at most 500.
+        threshold: number of calls equal to one of the newest step to refuse at.
     """
 
     window: Annotated[int, Field(ge=2, le=MAX_WINDOW)]
@@ -161,9 +161,10 @@ class SessionLimits(JsonObject):
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
-        max_tool_calls: maximum tool calls, each counted once.
-        max_tool_calls_mode: with `narrow`, a session at `max_tool_calls` goes on without tools.
-        max_calls_per_tool: maximum calls by tool name; used-up tools are removed.
+        max_tool_calls: maximum tool calls, each counted once; then requests are refused.
+        max_tool_calls_mode: `narrow` lets a session at `max_tool_calls` go on with the tools that have calls left in
+            `max_calls_per_tool`; `finish` lets one more request pass, without tools, for a last answer.
+        max_calls_per_tool: maximum calls by tool name; used-up tools are removed. 0: only with a grant.
         max_cost_per_session: maximum cost in dollars; the next request is refused.
         loop_detection: repeated calls that are too many.
         circuit_breaker: what kills a session.
@@ -177,7 +178,7 @@ class SessionLimits(JsonObject):
 
     max_steps: Count | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=MAX_TOOL_CALLS)] | None = None
-    max_tool_calls_mode: Literal["block", "narrow"] = "block"
+    max_tool_calls_mode: Literal["block", "narrow", "finish"] = "block"
     max_calls_per_tool: Annotated[dict[Tool, Annotated[int, Field(ge=0, le=MAX_TOOL_CALLS)]], Field(max_length=MAX_TOOLS)] = {}
     max_cost_per_session: Dollars | None = None
     loop_detection: RecentCalls | None = None
@@ -241,7 +242,7 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
         window, threshold = recent.get("window"), recent.get("threshold")
         if isinstance(window, int) and isinstance(threshold, int) and threshold > window:
             yield ("loop_detection", "threshold"), f"threshold must be <= window, which is {window}: it can never be reached"
-    if limits.get("max_tool_calls_mode") == "narrow" and limits.get("max_tool_calls") is None:
+    if limits.get("max_tool_calls_mode") in ("narrow", "finish") and limits.get("max_tool_calls") is None:
         yield ("max_tool_calls_mode",), "max_tool_calls_mode needs max_tool_calls"
     yield from _find_notice_errors(limits)
 

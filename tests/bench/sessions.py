@@ -48,7 +48,7 @@ _LIMITS = Limits(
     blocks=5,
     errors=5,
 )
-_CALLS = [number.to_bytes(6) + b"tl_%d" % (number % 3) + number.to_bytes(4) for number in range(8)]
+_CALLS = [number.to_bytes(6) + b"tl_%d" % (number % 3) + number.to_bytes(4) + b"\x01" for number in range(8)]
 _TOOLS = tuple((b"tl_%d" % number, f"tool_{number}") for number in range(3))
 
 
@@ -129,7 +129,7 @@ def _long(limits: Limits, history: bytes, number: int, tools: int, newest: int =
 
 
 def _call_tools(count: int, tools: int) -> bytes:
-    return b"".join([os.urandom(6) + (at % tools).to_bytes(4) + os.urandom(4) for at in range(count)])
+    return b"".join([os.urandom(6) + (at % tools).to_bytes(4) + os.urandom(4) + b"\x01" for at in range(count)])
 
 
 def _renew(history: bytes, name: bytes = b"") -> bytes:

@@ -41,9 +41,9 @@ def digest(name: str) -> bytes:
     return name.encode()[:4].ljust(4, b".")
 
 
-def make_record(number: int, tool: str = "read", arguments: str = "a") -> bytes:
-    """A tool call by the number of its id; eight numbers are a turn's."""
-    return (number + 8).to_bytes(6) + digest(tool) + digest(tool[:2] + arguments)
+def make_record(number: int, tool: str = "read", arguments: str = "a", since: int = 1) -> bytes:
+    """A tool call by the number of its id, eight of which are a turn's, so many steps after the one before it."""
+    return (number + 8).to_bytes(6) + digest(tool) + digest(tool[:2] + arguments) + bytes((since,))
 
 
 def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **changes: Any) -> Step:  # noqa: ANN401  # Step's own
@@ -88,7 +88,7 @@ class Account:
 
     def learn(self, asked: Step) -> list[bytes]:
         """Count the tool calls that are new; all that the history shows."""
-        shown = [asked.calls[at : at + 14] for at in range(0, len(asked.calls), 14)]
+        shown = [asked.calls[at : at + 15] for at in range(0, len(asked.calls), 15)]
         for record in shown:
             if record[:6] not in [known[:6] for known in self.records]:
                 self.records.append(record)
@@ -102,26 +102,44 @@ class Account:
         """The limits in their order."""
         limits, (steps, calls, cost) = asked.limits, asked.grants
         total, spent = len(self.records), self.cost + sum(step["reserve"] for step in self.open)
-        equal = 0
-        if shown:
-            older = [record for record in self.records if record[:6] not in [known[:6] for known in shown]]
-            recent = [*older, *shown][-limits.window :] if len(shown) < limits.window else shown[-limits.window :]
-            equal = len([record for record in recent if record[10:] == shown[-1][10:]])
+        looping = self.find_loops(asked, shown) if limits.threshold >= 0 else []
         over = [(tool, most) for tool, most in limits.tools if self.tools.get(tool, ["", 0])[1] > most]
-        narrowed_before = not limits.narrows or (self.narrowed and total > self.narrowed)
         if self.killed:
             return 1, *((self.row, limits.blocks) if self.killed == 1 else (self.errors, limits.errors)), b""
         if limits.steps >= 0 and not retry and self.count >= limits.steps + steps:
             return 2, self.count, limits.steps + steps, b""
-        if limits.tool_calls >= 0 and total > limits.tool_calls + calls and narrowed_before:
+        if limits.tool_calls >= 0 and total >= limits.tool_calls + calls and not self.goes_on(limits, retry):
             return 3, total, limits.tool_calls + calls, b""
         if limits.cost >= 0 and spent >= limits.cost + cost:
             return 4, spent, limits.cost + cost, b""
         if over:
             return 5, self.tools[over[0][0]][1], over[0][1], over[0][0]
-        if limits.threshold >= 0 and equal >= limits.threshold:
-            return 6, equal, limits.threshold, shown[-1][6:10]
+        if looping:
+            return 6, looping[0][0], limits.threshold, looping[0][1]
         return 0, 0, 0, b""
+
+    def find_loops(self, asked: Step, shown: list[bytes]) -> list[tuple[int, bytes]]:
+        """Calls of the newest step that stand too often in the newest ones: how often each, and its tool."""
+        older = [record for record in self.records if record[:6] not in [known[:6] for known in shown]]
+        steps: list[list[bytes]] = [[]]
+        for record in [*older, *shown]:
+            steps += [[] for _ in range(record[14])]
+            steps[-1].append(record[10:14])
+        recent = [pair for step in steps[-asked.limits.window :] for pair in step]
+        counted = [(recent.count(record[10:14]), record[6:10]) for record in shown[len(shown) - asked.newest :]]
+        return [(count, tool) for count, tool in counted if count >= asked.limits.threshold]
+
+    def goes_on(self, limits: Limits, retry: bool) -> bool:
+        """All tool calls are used up: whether it does for a last answer, or with tools that have calls of their own left."""
+        if limits.finishes:
+            return retry or not self.narrowed
+        left = [tool for tool, most in limits.tools if self.tools.get(tool, ["", 0])[1] < most]
+        return limits.narrows and bool(left) and not 0 < self.narrowed <= self.count_others(limits)
+
+    def count_others(self, limits: Limits) -> int:
+        """Calls of tools that have no limit of their own."""
+        limited = [tool for tool, _ in limits.tools]
+        return len([record for record in self.records if record[6:10] not in limited])
 
     def block(self, limits: Limits) -> None:
         """A request was refused."""
@@ -147,9 +165,12 @@ class Account:
             self.identities = dict(list({**others, identity: times}.items())[-16:])
             self.offers |= {} if retry else {identity: asked.offer}
             limits = asked.limits
-            met = limits.narrows and len(self.records) >= limits.tool_calls + asked.grants[1]
-            first = met and not self.narrowed
-            self.narrowed = (self.narrowed or len(self.records)) if met else 0
+            allowed = limits.tool_calls + asked.grants[1] if limits.tool_calls >= 0 else -1
+            first = 0 <= allowed <= len(self.records) and not self.narrowed and not retry
+            if first:
+                self.narrowed = self.count_others(limits) + 1
+            elif len(self.records) < allowed:
+                self.narrowed = 0
             kept: dict[str, Any] = {"call": asked.call, "identity": identity, "now": now, "reserve": asked.reserve}
             kept |= {"retry": retry, "first": first}
             self.open.append(kept | {"last": self.last, "row": self.row})
@@ -251,6 +272,7 @@ LIMITS_OF_ALL_KINDS = st.builds(
     steps=st.just(-1) | st.integers(1, 6),
     tool_calls=st.just(-1) | st.integers(1, 6),
     narrows=st.booleans(),
+    finishes=st.sampled_from([False, False, True]),
     cost=st.just(-1) | st.integers(1, 50),
     tools=st.dictionaries(st.sampled_from([digest(name) for name in _TOOL_NAMES]), st.integers(1, 3), max_size=2).map(
         lambda tools: tuple(sorted(tools.items()))
@@ -295,7 +317,7 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
             del history[max(1, len(history) - amount) :]
         elif move == "step":
             tool = _TOOL_NAMES[amount % 4]
-            history += [make_record(number * 8 + more, tool, f"{who}{amount // 2}") for more in range(amount)]
+            history += [make_record(number * 8 + more, tool, f"{who}{amount // 2}", int(not more)) for more in range(amount)]
         again = done[-1][0].identity if move == "retry" and done else number.to_bytes(8)
         names = {"key": f"session:p::s{who}:7f", "call": number.to_bytes(16), "identity": again}
         offer = OFFERS_NONE if move == "side" else (who + 1) % 4 and (0, OFFERS_TOOLS, OFFERS_TOOLS)[who % 3]
@@ -328,10 +350,18 @@ def repeat(times: int, *tools: str) -> list[bytes]:
     return [make_record(number, tools[number % len(tools)]) for number in range(times * len(tools))]
 
 
+def answer(number: int, *tools: str) -> list[bytes]:
+    """The calls of the step of that number, always with the same arguments."""
+    return [make_record(number * 8 + place, tool, since=int(not place)) for place, tool in enumerate(tools)]
+
+
 _FIRST = make_step(0, NO_LIMITS)
 
 
-_TWO_STEPS, _ONE_CALL, _NARROW = limit(steps=2), limit(tool_calls=1), limit(tool_calls=1, narrows=True)
+_TWO_STEPS, _TWO_CALLS, _FINISH = limit(steps=2), limit(tool_calls=2), limit(tool_calls=1, finishes=True)
+
+
+_NARROW = limit(tool_calls=2, narrows=True, tools=((digest("list"), 2), (digest("send"), 1)))
 
 
 _TOOLS, _MONEY, _LOOP = limit(tools=((digest("send"), 1),)), limit(cost=100), limit(window=5, threshold=3)
@@ -458,22 +488,56 @@ CASES: dict[str, Case] = {
         (60_000, make_step(3, limit(steps=1)), "ok"),
     ],
     "tool calls": [
-        (0, make_step(1, _ONE_CALL, call("read")), "ok"),
-        (1, make_step(2, _ONE_CALL, call("read", "list")), "max_tool_calls 2/1"),
-        (2, make_step(3, _ONE_CALL), "max_tool_calls 2/1"),  # also when the history is gone
-        (3, make_step(4, _ONE_CALL, grants=(0, 1, 0)), "ok"),
+        (0, make_step(1, _TWO_CALLS, call("read")), "ok"),
+        (1, make_step(2, _TWO_CALLS, call("read", "list")), "max_tool_calls 2/2"),
+        (2, make_step(3, _TWO_CALLS), "max_tool_calls 2/2"),  # also when the history is gone
+        (3, make_step(4, _TWO_CALLS, grants=(0, 1, 0)), "ok"),
+        (4, make_step(5, _TWO_CALLS, call("read", "list", "list"), grants=(0, 1, 0)), "max_tool_calls 3/3"),
     ],
-    "narrow refuses the calls that are made all the same": [
-        (0, make_step(1, _NARROW, call("read")), "ok"),
-        (1, make_step(2, _NARROW, call("read")), "ok"),
-        (2, make_step(3, _NARROW, call("read", "read")), "max_tool_calls 2/1"),
+    "narrow leaves the tools that have calls of their own left": [
+        (0, make_step(1, _NARROW, call("read", "list")), "ok"),
+        (1, make_step(2, _NARROW, call("read", "list", "send")), "ok"),
+        (2, make_step(3, _NARROW, call("read", "list", "send")), "ok"),
+        (3, make_step(4, _NARROW, call("read", "list", "send", "list")), "max_tool_calls 4/2"),  # all are used up
+    ],
+    "narrow refuses other calls that are made all the same": [
+        (0, make_step(1, _NARROW, call("read", "read")), "ok"),
+        (1, make_step(2, _NARROW, call("read", "read", "list")), "ok"),
+        (2, make_step(3, _NARROW, call("read", "read", "list", "read")), "max_tool_calls 4/2"),
+        (3, make_step(4, _NARROW, call("read", "read", "list", "read"), grants=(0, 3, 0)), "ok"),
+        (4, make_step(5, _NARROW, call("read", "read", "list", "read"), grants=(0, 2, 0)), "ok"),
     ],
     "narrow forgives calls that one answer made at once": [
         (0, make_step(1, _NARROW), "ok"),
-        (1, make_step(2, _NARROW, call("read", "read", "read")), "ok"),
-        (2, make_step(3, _NARROW, call("read", "read", "read")), "ok"),
-        (3, make_step(4, _NARROW, call("read", "read", "read", "read")), "max_tool_calls 4/1"),
-        (4, make_step(5, _NARROW, call("read", "read", "read", "read"), grants=(0, 4, 0)), "ok"),
+        (1, make_step(2, _NARROW, call("read", "read", "read", "read")), "ok"),
+        (2, make_step(3, _NARROW, call("read", "read", "read", "read")), "ok"),
+        (3, make_step(4, _NARROW, call("read", "read", "read", "read", "read")), "max_tool_calls 5/2"),
+    ],
+    "narrow without limits of tools is block": [
+        (0, make_step(1, limit(tool_calls=1, narrows=True), call("read")), "max_tool_calls 1/1"),
+    ],
+    "finish leaves one step, and its retries": [
+        (0, make_step(1, _FINISH), "ok"),
+        (1, make_step(2, _FINISH, call("read")), "ok"),
+        (2, make_step(2, _FINISH, call("read")), "ok"),
+        (3, make_step(3, _FINISH, call("read")), "max_tool_calls 1/1"),
+        (4, make_step(4, _FINISH, call("read"), grants=(0, 1, 0)), "ok"),
+        (5, make_step(5, _FINISH, call("read", "list"), grants=(0, 1, 0)), "ok"),
+        (6, make_step(6, _FINISH, call("read", "list"), grants=(0, 1, 0)), "max_tool_calls 2/2"),
+    ],
+    "a last answer that went no further can be asked for again": [
+        (0, make_step(1, _FINISH, call("read")), "ok"),
+        (1, settle_step(make_step(1, _FINISH), REFUSED), "ok"),
+        (2, make_step(2, _FINISH, call("read")), "ok"),
+        (3, settle_step(make_step(2, _FINISH), WITHDRAWN), "ok"),
+        (4, make_step(3, _FINISH, call("read")), "ok"),
+        (5, make_step(4, _FINISH, call("read")), "max_tool_calls 1/1"),
+    ],
+    "a side request takes nobody's last answer": [
+        (0, make_step(1, _FINISH, offer=OFFERS_TOOLS), "ok"),
+        (1, make_step(2, _FINISH, call("read"), offer=OFFERS_NONE), "ok"),
+        (2, make_step(3, _FINISH, call("read"), offer=OFFERS_TOOLS), "ok"),
+        (3, make_step(4, _FINISH, call("read"), offer=OFFERS_TOOLS), "max_tool_calls 1/1"),
     ],
     "calls of a tool": [
         (0, make_step(1, _TOOLS, call("read", "send")), "ok"),
@@ -529,7 +593,7 @@ CASES: dict[str, Case] = {
         (7, settle_step(make_step(3, _ERRORS), FAILED), "ok, killed by consecutive_errors"),
         (8, make_step(4, _ERRORS), "killed 2/2, killed by consecutive_errors"),
     ],
-    "the third equal call among five": [
+    "the third equal call in five steps": [
         (0, make_step(1, _LOOP, repeat(2, "read", "list")), "ok"),
         (1, make_step(2, _LOOP, repeat(3, "read", "list")[:5]), "loop_detection 3/3 read"),
         (2, make_step(3, _LOOP, [*repeat(3, "read", "list")[:5], make_record(9, "send")]), "ok"),
@@ -537,14 +601,43 @@ CASES: dict[str, Case] = {
     "equal calls that lie too far back": [
         (0, make_step(1, limit(window=5, threshold=3), repeat(3, "read", "list", "send")), "ok")
     ],
+    "a step's calls are all in the window": [  # four at once: the newest of nine equal calls in three steps
+        (0, make_step(1, _LOOP, answer(0, "read", "send", "list", "read")[:3], newest=3), "ok"),
+        (1, make_step(2, _LOOP, [*answer(0, "read", "a", "b"), *answer(1, "read", "c", "d")], newest=3), "ok"),
+        (
+            2,
+            make_step(
+                3, _LOOP, [*answer(0, "read", "a"), *answer(1, "c", "read", "d"), *answer(2, "e", "read", "f")], newest=3
+            ),
+            "loop_detection 3/3 read",
+        ),
+    ],
+    "equal calls of one answer": [
+        (0, make_step(1, _LOOP, answer(0, "read", "read"), newest=2), "ok"),
+        (1, make_step(2, _LOOP, answer(0, "read", "list", "list", "list"), newest=4), "loop_detection 3/3 list"),
+    ],
+    "steps without calls are in the window": [
+        (0, make_step(1, _LOOP, [make_record(0), make_record(8), make_record(16, since=3)]), "loop_detection 3/3 read"),
+        (1, make_step(2, _LOOP, [make_record(0), make_record(8), make_record(16, since=4)]), "ok"),
+        (2, make_step(3, _LOOP, repeat(3, "read"), newest=0), "ok"),  # the newest step calls nothing
+    ],
     "digests that stand in others": [  # in ids, and across items
-        (0, make_step(1, _LOOP, [number.to_bytes(6) + b"xxxx" + bytes([0, 0, 0, number % 5]) for number in range(6)]), "ok"),
-        (1, make_step(2, limit(tools=((bytes(4), 1),)), [b"abcdef" + bytes(3) + b"\x01xxxx"]), "ok"),
+        (0, make_step(1, _LOOP, [number.to_bytes(6) + b"xxxx" + bytes([0, 0, 0, number % 5, 1]) for number in range(6)]), "ok"),
+        (1, make_step(2, limit(tools=((bytes(4), 1),)), [b"abcdef" + bytes(3) + b"\x01xxxx\x01"]), "ok"),
     ],
     "equal calls that are not shown any more": [
         (0, make_step(1, _LOOP, repeat(2, "read")), "ok"),
         (1, make_step(2, _LOOP, repeat(3, "read")[2:]), "loop_detection 3/3 read"),
         (2, make_step(3, _LOOP), "ok"),  # a history without calls
+    ],
+    "steps that are not shown any more": [
+        (0, make_step(1, _LOOP, [*answer(0, "read", "a", "b"), *answer(1, "c", "d", "read")], newest=3), "ok"),
+        (
+            1,
+            make_step(2, _LOOP, [*answer(2, "e", "f"), *answer(3, "g", "h"), *answer(4, "read", "i")], newest=2),
+            "loop_detection 3/3 read",
+        ),
+        (2, make_step(3, _LOOP, [*answer(4, "read", "i"), *answer(5, "k"), *answer(6, "j", "read")], newest=2), "ok"),
     ],
     "sessions that are too many share a ledger": [
         (0, in_session("a", 1, _TWO_SESSIONS), "ok"),

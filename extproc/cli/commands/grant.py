@@ -8,10 +8,11 @@ import secrets
 from extproc.cli.commands.ordering import add_order_flags, give
 from extproc.errors import UsageError
 
-HELP = "give a session, or each session of a caller, more steps, tool calls or dollars"
+HELP = "give a session, or each session of a caller, more steps, tool calls or dollars, or approve calls of a tool"
 EXAMPLES = """examples:
   loopguard grant --session header:x-session-id=abc --caller x-team=red --steps 10 --cost 5
   loopguard grant --session 9f2c51a07be3d418 --tool-calls 20 --for 2h --reason 'nearly done'
+  loopguard grant --session 9f2c51a07be3d418 --tool refund=1 --reason 'ticket 4711'
 
 Grants add up."""
 
@@ -21,11 +22,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="additional requests")
     parser.add_argument("--tool-calls", type=int, metavar="N", help="additional tool calls")
     parser.add_argument("--cost", type=float, metavar="USD", help="additional dollars")
+    text = "additional calls of a tool that has a limit of its own, repeatable"
+    parser.add_argument("--tool", action="append", default=[], metavar="NAME=N", dest="tools", type=_read_tool, help=text)
 
 
 def run(options: argparse.Namespace) -> int:
     amounts = {"steps": options.steps, "tool_calls": options.tool_calls, "cost": options.cost}
-    if all(amount is None for amount in amounts.values()):
-        raise UsageError("give at least one of --steps, --tool-calls and --cost")
+    if all(amount is None for amount in amounts.values()) and not options.tools:
+        raise UsageError("give at least one of --steps, --tool-calls, --cost and --tool")
     key = secrets.token_hex(8)  # servers that share a store grant it only once
-    return give("grant", options, **amounts, key=key)
+    return give("grant", options, **amounts, tools=dict(options.tools) or None, key=key)
+
+
+def _read_tool(text: str) -> tuple[str, int]:
+    """A tool and a number of calls; a name may contain `=`."""
+    name, equals, calls = text.rpartition("=")
+    if not (name and equals and calls.isascii() and calls.isdigit()):
+        raise argparse.ArgumentTypeError(f"must be NAME=N, such as refund=1, not {text!r}")
+    return name, int(calls)

@@ -1,4 +1,4 @@
-"""Edits a request's body: removes tools that have no budget left, and adds a note for the model.
+"""Edits a request's body: removes tools that have no budget left, forbids several calls at once, and adds a note for the model.
 
 Impossible edits are counted, and the request continues without them, unless all of its tools had to be removed.
 """
@@ -92,14 +92,19 @@ class Changes:
         return decision, changed
 
     def _narrow(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
-        """Remove tools from the request, or refuse it if that is impossible."""
+        """Remove tools from the request, or refuse it if that is impossible and none may stay."""
         sessions = evaluation.enforcing.sessions
         narrowed = [(session, session.narrowing) for session in sessions if session.narrowing is not None]
         strict = [session for session, narrowing in narrowed if narrowing.every]
         tools = {tool for _, narrowing in narrowed for tool in narrowing.tools}
+        kept = (
+            frozenset.intersection(*[narrowing.kept for _, narrowing in narrowed if narrowing.every]) if strict else frozenset()
+        )
+        scarce = {tool for _, narrowing in narrowed for tool in narrowing.scarce}
         most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
         try:
-            body = narrow(evaluation.request, original.read(most), None if strict else tools)
+            without = None if strict else tools
+            body = narrow(evaluation.request, original.read(most), without, kept=kept - tools, scarce=scarce)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             why = self._find_reason(error)
             self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)

@@ -1,8 +1,8 @@
-"""Narrowing: removes declared tools from a request, so that the model cannot call them.
+"""Narrowing: removes declared tools from a request, so that the model cannot call them, or not several at once.
 
-Apart from the declarations and the tool choice, no byte changes. Some APIs refuse a history with calls if no tool is declared.
-For these, the tool that was called last stays declared, and the tool choice forbids calls. Tools that an MCP server offers are
-not declared individually, so they stay.
+Apart from the declarations, the tool choice and the switch for calls at once, no byte changes. Some APIs refuse a history with
+calls if no tool is declared. For these, the tool that was called last stays declared, and the tool choice forbids calls. Tools
+that an MCP server offers are not declared individually, so they stay.
 """
 
 from __future__ import annotations
@@ -31,26 +31,38 @@ _AT_TOP: Final = frozenset(
 )
 """Top-level keys under which tools are declared beside a conversation."""
 
+NO_CHOICE: Final = "no_choice"
+"""The reason for a body whose API cannot forbid the calls."""
+
 _LONGEST_KEY: Final = 256
 
 _EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
 _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
-def narrow(request: HttpRequest, body: bytes | memoryview, without: Collection[str] | None) -> bytes:
-    """Remove tools from a request's body.
+def narrow(
+    request: HttpRequest,
+    body: bytes | memoryview,
+    without: Collection[str] | None,
+    *,
+    kept: Collection[str] = (),
+    scarce: Collection[str] = (),
+) -> bytes:
+    """Remove tools from a request's body. All are named as in declarations or in calls.
 
     Args:
         request: the request that has the body.
         body: the whole body.
-        without: the tools to remove, by their names in declarations or in calls; None for all.
+        without: the tools to remove; None for all but those to keep.
+        kept: the tools to keep.
+        scarce: an answer must not call several tools if one of these is offered and the API has a switch for that.
 
     Raises:
         NotEdited: the tools cannot be removed.
     """
     mark, patch = open_patch(request, body)
     try:
-        _Narrowing(patch, without, needs_tool=needs_tool(request.path)).narrow()
+        _Narrowing(patch, without, kept, scarce, request.path).narrow()
         return b"".join([mark, *patch.apply()])
     except NotCounted as why:
         raise NotEdited(why.reason) from None
@@ -231,19 +243,17 @@ def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
 
 
 class _Narrowing:
-    __slots__ = ("_gone", "_needs_tool", "_patch", "_without")
+    __slots__ = ("_gone", "_kept", "_patch", "_path", "_scarce", "_without")
 
-    def __init__(self, patch: Patch, without: Collection[str] | None, *, needs_tool: bool) -> None:
-        """Prepare to narrow one body.
-
-        Args:
-            patch: the edit of the body.
-            without: the names of the tools to remove; None for all.
-            needs_tool: the API refuses a history with calls if no tool is declared.
-        """
+    def __init__(
+        self, patch: Patch, without: Collection[str] | None, kept: Collection[str], scarce: Collection[str], path: str
+    ) -> None:
+        """Prepare to narrow one body; `path` is the request's, the others are those of `narrow`."""
         self._patch = patch
         self._without = None if without is None else frozenset(without)
-        self._needs_tool = needs_tool
+        self._kept = frozenset(kept)
+        self._scarce = frozenset(scarce)
+        self._path = path
         self._gone: set[str] = set()
 
     def narrow(self) -> None:
@@ -292,6 +302,7 @@ class _Narrowing:
             return {}
         if tools.dialect is not None:
             api = tools.dialect
+        scarce = api.hold is not None and any(not self._scarce.isdisjoint(tool.names) for tool in tools.found)
         outcome = self._take_out(tools)
         gone: Changes = dict.fromkeys((api.tools, *api.along)) if outcome is ToolsLeft.GONE else {}
         if api.choose is not None:
@@ -300,10 +311,12 @@ class _Narrowing:
             return gone | {api.choice: None}
         if outcome is ToolsLeft.FORBIDDEN:
             return {api.choice: _forbid(api)}
-        choice = fields.get(api.choice)
+        choice, changes = fields.get(api.choice), gone
         if outcome is ToolsLeft.FEWER and choice is not None and self._patch.is_object(choice):
-            return self._mend_choice(choice, api)
-        return {}
+            changes = self._mend_choice(choice, api)
+        if scarce and api.hold is not None:
+            changes = api.hold(self._patch, fields, changes, self._path)
+        return changes
 
     def _open_tools(self, fields: Fields, key: str, others: Sequence[ToolList] = ()) -> _Tools | None:
         """The tools in a member; None if it is missing or null."""
@@ -313,8 +326,13 @@ class _Narrowing:
 
     def _take_out(self, tools: _Tools) -> ToolsLeft:
         """Remove tools from a list. If none would be left, the list is not edited: its caller removes it."""
-        gone = [tool for tool in tools.found if self._without is None or not self._without.isdisjoint(tool.names)]
+        if self._without is None:
+            gone = [tool for tool in tools.found if self._kept.isdisjoint(tool.names)]
+        else:
+            gone = [tool for tool in tools.found if not self._without.isdisjoint(tool.names)]
         forbidden = self._without is None and tools.served
+        if forbidden and len(gone) < len(tools.found):
+            raise NotEdited(NO_CHOICE)  # among the tools of a server, none can be kept
         if not gone and not forbidden:
             return ToolsLeft.SAME
         if len(gone) == len(tools.found) and not tools.served:
@@ -329,7 +347,7 @@ class _Narrowing:
 
     def _find_needed(self, tools: Sequence[_Tool]) -> _Tool | None:
         """The tool that has to stay: the one called last, else the first; None if the API needs no tool."""
-        if not tools or not self._needs_tool:
+        if not tools or not needs_tool(self._path):
             return None
         called = find_called(self._patch, {name for tool in tools for name in tool.names})
         return next((tool for tool in tools if called in tool.names), tools[0]) if called is not None else None
@@ -366,7 +384,7 @@ def _forbid(api: ToolList) -> bytes:
         NotEdited: the API has no such choice.
     """
     if not api.none:
-        raise NotEdited("no_choice")
+        raise NotEdited(NO_CHOICE)
     return api.none
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-PRESETS = ("agents", "interactive", "agentic", "webhook", "canary")
+PRESETS = ("agents", "interactive", "agentic", "webhook", "canary", "sessions")
 DEFAULT_PRESET = "agents"
 
 

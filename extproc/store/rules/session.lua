@@ -10,7 +10,7 @@
 --
 -- Formats, rules and names are those of session.py. The value decides; the key's own expiry only collects garbage.
 
-local VERSION = 2
+local VERSION = 3
 local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I4I4I4I4I4I4BBBBBI2I2', 74
 local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
@@ -20,7 +20,7 @@ local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
 local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I4I8'
 local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
 
-local RECORD, KNOWN, ID, NAME, NO_ID = 14, 10, 6, 10, '\0\0\0\0\0\0'
+local RECORD, KNOWN, ID, NAME, NO_ID = 15, 11, 6, 10, '\0\0\0\0\0\0'
 local FEW = 16
 local MAX_SHOWN, SUM = 65535, 281474976710656
 local IDENTITY, REPEATED, IDENTITIES, MAX_RETRIES_PER_STEP = 8, 9, 16, 3
@@ -29,7 +29,7 @@ local TOOLS, MOST_TOOLS = 64, 255
 local MAX, MAX_MONEY = 4294967295, 4503599627370496
 local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
 local RETRY, NARROWED = 1, 2
-local ENDS, OFFERED = 2, 4
+local ENDS, OFFERED, FINISHES = 2, 4, 16
 local OFFER, OFFERS_TOOLS, OFFERS_NONE = 64, 1, 2
 local GARBAGE_MS = 1000
 
@@ -218,9 +218,9 @@ local function pick_new(l, asked, calls) -- the new calls, and whether all calls
   local ids, old, count, first, last, named = nil, {}, 0, nil, nil, false
   if size > FEW * RECORD then -- for fewer, searching each takes less time
     ids = {}
-    for id in string.gmatch(l.records, '(......)....') do ids[id] = true end
+    for id in string.gmatch(l.records, '(......).....') do ids[id] = true end
   end
-  for id in string.gmatch(calls, '(......)........') do
+  for id in string.gmatch(calls, '(......).........') do
     count = count + 1
     old[count] = id == NO_ID
     if id ~= NO_ID then
@@ -260,13 +260,13 @@ local function count_all(l, new, asked, older)
     local tool, number = struct.unpack(TOOL, older, at)
     tools[#tools + 1], numbers[tool] = tool, number
   end
-  for tool in string.gmatch(new, '......(....)....') do
+  for tool in string.gmatch(new, '......(....).....') do
     local number = numbers[tool]
     if not number then tools[#tools + 1] = tool end
     numbers[tool] = (number or 0) + 1
   end
   count_tools(l, tools, numbers, asked)
-  local added = string.gsub(sub(new, -asked.records * RECORD), '(......)....(....)', '%1%2')
+  local added = string.gsub(sub(new, -asked.records * RECORD), '(......)....(.....)', '%1%2')
   l.records = l.records .. added
 end
 
@@ -287,48 +287,68 @@ local function learn(l, asked)
   if #l.marks > MARKS * MARK_SIZE then l.marks = sub(l.marks, MARK_SIZE + 1) end
 end
 
-local function count_equal(l, calls, window)
-  local newest, equal = sub(calls, NAME - RECORD), 0
-  local shown = #calls / RECORD
-  local first = math.max(0, shown - window) * RECORD + 1
-  for at = first + NAME, #calls, RECORD do
-    if sub(calls, at, at + 3) == newest then equal = equal + 1 end
+local function find_loop(l, asked) -- how often a call of the newest step stands in the newest steps, if too often, and its tool
+  local calls, counts, back, at = asked.calls, {}, 0, #asked.calls - RECORD + 1
+  while at >= 1 and back < asked.window do
+    local pair = sub(calls, at + NAME, at + NAME + 3)
+    counts[pair] = (counts[pair] or 0) + 1
+    back, at = back + string.byte(calls, at + RECORD - 1), at - RECORD
   end
-  local missing, known = window - shown, l.records
-  if missing <= 0 or #known <= shown * KNOWN then return equal end
-  local ids, placed = {}, l.renewed == 1 or sub(calls, -RECORD, ID - RECORD - 1) == NO_ID
-  if placed then
-    known = sub(known, 1, #known - shown * KNOWN)
-  else
-    for at = 1, #calls, RECORD do ids[sub(calls, at, at + ID - 1)] = true end
-  end
-  for at = #known - KNOWN + 1, 1, -KNOWN do
-    if not ids[sub(known, at, at + ID - 1)] then
-      if sub(known, at + ID, at + KNOWN - 1) == newest then equal = equal + 1 end
-      missing = missing - 1
-      if missing == 0 then break end
+  local known, shown, ids = l.records, #calls / RECORD, {}
+  if back < asked.window and #known > shown * KNOWN then
+    if l.renewed == 1 or sub(calls, -RECORD, ID - RECORD - 1) == NO_ID then
+      known = sub(known, 1, #known - shown * KNOWN)
+    else
+      for start = 1, #calls, RECORD do ids[sub(calls, start, start + ID - 1)] = true end
+    end
+    at = #known - KNOWN + 1
+    while at >= 1 and back < asked.window do
+      if not ids[sub(known, at, at + ID - 1)] then
+        local pair = sub(known, at + ID, at + ID + 3)
+        counts[pair] = (counts[pair] or 0) + 1
+        back = back + string.byte(known, at + KNOWN - 1)
+      end
+      at = at - KNOWN
     end
   end
-  return equal
+  for start = math.max(0, #calls - asked.newest * RECORD) + 1, #calls, RECORD do
+    local equal = counts[sub(calls, start + NAME, start + NAME + 3)] or 0
+    if equal >= math.max(asked.threshold, 1) then return equal, sub(calls, start + ID, start + NAME - 1) end
+  end
+end
+
+local function count_others(l, asked) -- the number of calls of tools without limits of their own
+  local others = l.tool_calls
+  for at = 1, #asked.limited, TOOL_SIZE do others = others - count_calls(l, sub(asked.limited, at, at + 3)) end
+  return math.max(0, others)
+end
+
+local function goes_on(l, asked, retry) -- although all calls are used up: with tools that have some left, or for a last answer
+  if asked.finishes then return retry or l.narrowed_at == 0 end
+  if not asked.narrows or l.narrowed_at > 0 and count_others(l, asked) >= l.narrowed_at then return false end
+  for at = 1, #asked.limited, TOOL_SIZE do
+    local tool, allowed = struct.unpack(TOOL, asked.limited, at)
+    if count_calls(l, tool) < allowed then return true end
+  end
+  return false
 end
 
 local function find_limit(l, asked, retry)
   if l.killed == 1 then return 1, l.consecutive_blocks, asked.blocks end
   if l.killed > 0 then return 1, l.consecutive_errors, asked.errors end
   if asked.max_steps >= 0 and l.steps >= asked.max_steps and not retry then return 2, l.steps, asked.max_steps end
-  local goes_on = not asked.narrows or (l.narrowed_at > 0 and l.narrowed_at < l.tool_calls)
-  if asked.max_calls >= 0 and l.tool_calls > asked.max_calls and goes_on then return 3, l.tool_calls, asked.max_calls end
+  if asked.max_calls >= 0 and l.tool_calls >= asked.max_calls and not goes_on(l, asked, retry) then
+    return 3, l.tool_calls, asked.max_calls
+  end
   if asked.max_cost >= 0 and l.cost + l.reserved >= asked.max_cost then return 4, l.cost + l.reserved, asked.max_cost end
   for at = 1, #asked.limited, TOOL_SIZE do
     local tool, allowed = struct.unpack(TOOL, asked.limited, at)
     local count = count_calls(l, tool)
     if count > allowed then return 5, count, allowed, tool end
   end
-  if asked.threshold >= 0 and #asked.calls > 0 then
-    local equal = count_equal(l, asked.calls, asked.window)
-    if equal >= math.max(asked.threshold, 1) then
-      return 6, equal, asked.threshold, sub(asked.calls, ID - RECORD, NAME - RECORD - 1)
-    end
+  if asked.threshold >= 0 and asked.newest > 0 then
+    local equal, looping = find_loop(l, asked)
+    if equal then return 6, equal, asked.threshold, looping end
   end
   return 0, 0, 0
 end
@@ -386,10 +406,10 @@ local function let_through(l, asked, identity, retry)
     l.identities = sub(drop_identity(l, identity) .. identity .. string.char(asked.offer * OFFER), -IDENTITIES * REPEATED)
   end
   local bits = retry and RETRY or 0
-  if not asked.narrows or l.tool_calls < asked.max_calls then
+  if l.tool_calls < asked.max_calls then
     l.narrowed_at = 0
-  elseif l.narrowed_at == 0 then
-    l.narrowed_at = l.tool_calls
+  elseif asked.max_calls >= 0 and l.narrowed_at == 0 and not retry then
+    l.narrowed_at = math.min(count_others(l, asked) + 1, MAX)
     bits = bits + NARROWED
   end
   local quiet = math.min(math.max(0, asked.now - l.last), MAX)
@@ -472,7 +492,7 @@ while next_key <= #KEYS do
     asked.max_calls, asked.max_cost, asked.window, asked.threshold, asked.blocks, asked.errors, asked.records,
     asked.earlier, asked.shown, asked.newest, asked.total = struct.unpack(ASKED, ARGV[at + 2])
   asked.estimated, asked.narrows, asked.ends = estimated == 1, flags % ENDS == 1, flags % OFFERED >= ENDS
-  asked.offer = math.floor(flags / OFFERED)
+  asked.offer, asked.finishes = math.floor(flags % FINISHES / OFFERED), flags >= FINISHES
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
   if asked.now == -1 then asked.now = server_now end
   if asked.kind == STEP then

@@ -6,7 +6,7 @@ counted in nano-dollars, 1e-9 $.
 Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same in all stores
 except for the byte order of numbers: a head, the identities of the newest requests, reservations for calls that are not
 settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the newest tool calls. A new
-ledger takes 124 bytes, and any ledger 9 KB at most, plus its tools' names.
+ledger takes 124 bytes, and any ledger 10 KB at most, plus its tools' names.
 
 To find out which calls of a history are new, the first rule that applies is used:
 
@@ -58,8 +58,9 @@ KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
 """What kills a session; the first one means nothing."""
 
 NANO_DOLLARS: Final = 10**9
-RECORD: Final = 14
-"""Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4)."""
+RECORD: Final = 15
+"""Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4), and the
+number of steps since the call before it (1): 0 in the same answer, and 255 for any more."""
 
 NO_ID: Final = bytes(6)
 """The id of a call to which its client gives none."""
@@ -91,19 +92,20 @@ class Limits:
         max_sessions: number of sessions that a tenant may begin within `idle_ms`; further ones share one ledger.
         steps: number of requests that are let through.
         tool_calls: number of calls of all tools together.
-        narrows: the guard removes the tools at `tool_calls`; only calls after that refuse a request.
+        narrows: at `tool_calls`, the guard keeps the tools in `tools` that have calls left; without any, a request is refused.
+        finishes: at `tool_calls`, one more request is let through, from which the guard removes all tools.
         cost: in nano-dollars.
         tools: digests of tools' names and the number of calls allowed, sorted.
-        window: number of newest tool calls among which equal ones are counted.
-        threshold: number of equal calls from which on a request is refused.
+        window: number of newest steps in which equal calls are counted.
+        threshold: number of calls equal to one of the newest step from which on a request is refused.
         blocks: number of consecutive refusals that kills the session.
         errors: number of consecutive failures that kills the session.
         ends: the session is forgotten `idle_ms` after it began, however busy it is.
     """
 
     __slots__ = (
-        "blocks", "cost", "ends", "errors", "idle_ms", "max_sessions", "narrows", "steps", "threshold", "tool_calls", "tools",
-        "window",
+        "blocks", "cost", "ends", "errors", "finishes", "idle_ms", "max_sessions", "narrows", "steps", "threshold",
+        "tool_calls", "tools", "window",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -114,6 +116,7 @@ class Limits:
         steps: int = -1,
         tool_calls: int = -1,
         narrows: bool = False,
+        finishes: bool = False,
         cost: int = -1,
         tools: tuple[tuple[bytes, int], ...] = (),
         window: int = -1,
@@ -127,6 +130,7 @@ class Limits:
         self.steps = steps
         self.tool_calls = tool_calls
         self.narrows = narrows
+        self.finishes = finishes
         self.cost = cost
         self.tools = tools
         self.window = window
@@ -149,8 +153,8 @@ class Step:
         call: a name for this request that cannot be guessed, 16 bytes, for its settlement.
         reserve: estimated cost, in nano-dollars.
         calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes each.
-        total: the sum of the last 4 bytes of each call, as numbers.
-        newest: number of calls in the last turn; earlier requests have shown the others.
+        total: the sum of the digests of tool and arguments of each call, as numbers.
+        newest: number of calls in the last step; earlier requests have shown the others.
         tools: the digest and the name of each tool among them.
         grants: additions to the limits of steps, tool calls and cost.
         offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 if unknown.
@@ -313,7 +317,7 @@ Question: TypeAlias = Hit | Step | Settlement | TakeBack
 """Questions that one call to a store may mix. A hit is answered with a `Count`, the others with a `Standing`."""
 
 # In the byte order of most processors, which takes a third of the time. Remote stores use network byte order.
-_VERSION: Final = 2
+_VERSION: Final = 3
 _HEAD: Final = struct.Struct("<BQQQQQIIIIIIBBBBBHH")
 """Version; last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks,
 consecutive_errors; killed, renewed; and the numbers of identities, reservations, tools, bytes of tools' names, and marks."""
@@ -350,8 +354,8 @@ _NAME: Final = 10
 """Where the digest of the tool's name ends in a record."""
 
 _PAIR: Final = 4
-KNOWN: Final = _ID + _PAIR
-"""Bytes of a counted tool call: the digests of its id, and of tool and arguments."""
+KNOWN: Final = RECORD - (_NAME - _ID)
+"""Bytes of a counted tool call: a record without the tool's name."""
 
 _RECORDS: Final = 256
 MAX_RECORDS: Final = 512
@@ -392,7 +396,8 @@ class Ledger:
 
     Attributes:
         idle_ms: how long it is kept, according to the last limits.
-        narrowed_at: number of tool calls when a request was let through although all were used up; or 0.
+        narrowed_at: 1 and the number of calls of tools without limits of their own when a step was let through although all
+            tool calls were used up; or 0.
         identities: the newest steps, oldest first, and the number of their repetitions; see `_REPEATED`.
         renewed: ids are not stable from one request to the next.
         open: reservations, oldest first.
@@ -611,7 +616,7 @@ class Ledger:
         if length > len(calls) // RECORD or (number > known and not self._forgot()):
             return False
         pairs = self.records[(known - length) * KNOWN :]
-        total = sum([int.from_bytes(pairs[at - _PAIR : at]) for at in range(KNOWN, len(pairs) + 1, KNOWN)])
+        total = sum([int.from_bytes(pairs[at : at + _PAIR]) for at in range(_ID, len(pairs), KNOWN)])
         return total == add_up(calls[len(calls) - length * RECORD :])
 
     def _count_tools(self, numbers: dict[bytes, int], asked: Step) -> None:
@@ -643,8 +648,7 @@ class Ledger:
         if 0 <= allowed <= self.steps and not retry:
             return 2, self.steps, allowed, b""
         allowed = grant(limits.tool_calls, asked.grants[1])
-        goes_on = not limits.narrows or 0 < self.narrowed_at < self.tool_calls
-        if 0 <= allowed < self.tool_calls and goes_on:
+        if 0 <= allowed <= self.tool_calls and not self._goes_on(limits, retry):
             return 3, self.tool_calls, allowed, b""
         allowed = grant(limits.cost, asked.grants[2])
         if 0 <= allowed <= self.cost + self.reserved:
@@ -653,30 +657,60 @@ class Ledger:
             count = self._count_calls(tool)
             if count > allowed:
                 return 5, count, allowed, tool
-        equal = self._count_equal(cut_calls(asked), limits.window) if limits.threshold >= 0 and asked.calls else -1
-        if equal >= max(limits.threshold, 1):
-            return 6, equal, limits.threshold, asked.calls[_ID - RECORD : _NAME - RECORD]
+        if limits.threshold >= 0 and asked.newest:
+            equal, tool = self._find_loop(cut_calls(asked), asked.newest, limits)
+            if equal:
+                return 6, equal, limits.threshold, tool
         return 0, 0, 0, b""
+
+    def _goes_on(self, limits: Limits, retry: bool) -> bool:  # noqa: FBT001  # a bit of what is stored
+        """Whether a session that has used up its tool calls goes on: with tools that have calls left, or for a last answer."""
+        if limits.finishes:
+            return retry or not self.narrowed_at
+        if not limits.narrows or (self.narrowed_at and self._count_others(limits) >= self.narrowed_at):
+            return False
+        return max([allowed - self._count_calls(tool) for tool, allowed in limits.tools], default=0) > 0
+
+    def _count_others(self, limits: Limits) -> int:
+        """The number of calls of tools without limits of their own."""
+        return max(0, self.tool_calls - sum([self._count_calls(tool) for tool, _ in limits.tools]))
 
     def _count_calls(self, tool: bytes) -> int:
         at = _find(self.counts, tool, _COUNTED)
         return int.from_bytes(self.counts[at + len(tool) : at + _COUNTED]) if at >= 0 else 0
 
-    def _count_equal(self, calls: bytes, window: int) -> int:
-        """The number of calls equal to the newest among the last: those shown and, if these are few, those known before."""
-        newest = calls[-_PAIR:]
-        recent = [calls[at : at + _PAIR] for at in range(max(_NAME, len(calls) - window * RECORD + _NAME), len(calls), RECORD)]
-        missing, shown, known = window - len(recent), len(calls) // RECORD, self.records
-        if missing > 0 and len(known) > shown * KNOWN:
+    def _find_loop(self, calls: bytes, newest: int, limits: Limits) -> tuple[int, bytes]:
+        """A call of the newest step that stands too often in the newest steps: how often, or 0 for none, and its tool.
+
+        The steps are those shown and, if these are few, those known before.
+        """
+        counts: dict[bytes, int] = {}
+        size, back = len(calls), 0
+        at = size - RECORD
+        while at >= 0 and back < limits.window:
+            pair = calls[at + _NAME : at + _NAME + _PAIR]
+            counts[pair] = counts.get(pair, 0) + 1
+            back += calls[at + RECORD - 1]
+            at -= RECORD
+        known, shown = self.records, size // RECORD
+        if back < limits.window and len(known) > shown * KNOWN:
+            ids: set[bytes] = set()
             if self.renewed or calls.startswith(NO_ID, -RECORD):
                 known = known[: len(known) - shown * KNOWN]
             else:
-                ids = {calls[at : at + _ID] for at in range(0, len(calls), RECORD)}
-                known = b"".join(
-                    [known[at : at + KNOWN] for at in range(0, len(known), KNOWN) if known[at : at + _ID] not in ids]
-                )
-            recent += [known[at : at + _PAIR] for at in range(max(_ID, len(known) - missing * KNOWN + _ID), len(known), KNOWN)]
-        return recent.count(newest)
+                ids = {calls[at : at + _ID] for at in range(0, size, RECORD)}
+            at = len(known) - KNOWN
+            while at >= 0 and back < limits.window:
+                if known[at : at + _ID] not in ids:
+                    pair = known[at + _ID : at + _ID + _PAIR]
+                    counts[pair] = counts.get(pair, 0) + 1
+                    back += known[at + KNOWN - 1]
+                at -= KNOWN
+        for at in range(max(0, size - newest * RECORD), size, RECORD):
+            equal = counts.get(calls[at + _NAME : at + _NAME + _PAIR], 0)
+            if equal >= max(limits.threshold, 1):
+                return equal, calls[at + _ID : at + _NAME]
+        return 0, b""
 
     def _block(self, limits: Limits) -> None:
         self.blocks = min(self.blocks + 1, _MAX)
@@ -695,10 +729,11 @@ class Ledger:
             if len(self.identities) > _IDENTITIES:
                 del self.identities[next(iter(self.identities))]
         bits = _RETRY if retry else 0
-        if not limits.narrows or self.tool_calls < grant(limits.tool_calls, asked.grants[1]):
+        allowed = grant(limits.tool_calls, asked.grants[1])
+        if self.tool_calls < allowed:
             self.narrowed_at = 0
-        elif not self.narrowed_at:
-            self.narrowed_at = self.tool_calls
+        elif allowed >= 0 and not self.narrowed_at and not retry:
+            self.narrowed_at = min(self._count_others(limits) + 1, _MAX)
             bits += _NARROWED
         reserve, quiet = min(asked.reserve, MAX_RESERVE), min(max(0, now - self.last), _MAX)
         self.open.append((asked.call, identity, now, reserve, quiet, self.consecutive_blocks, bits))
@@ -792,7 +827,7 @@ def weigh(asked: Step) -> int:
     """The worst cost of a step for a store; a short history costs 1."""
     limits, shown = asked.limits, min(len(asked.calls) // RECORD, MAX_RECORDS)
     known = count_records(asked) if shown > _FEW else 0
-    return 1 + (4 * shown + known + max(0, limits.window) + 4 * len(limits.tools)) // 64
+    return 1 + (4 * shown + known + 4 * max(0, limits.window) + 4 * len(limits.tools)) // 64
 
 
 def cut_calls(asked: Step) -> bytes:
@@ -860,7 +895,8 @@ def read_standing(answer: bytes) -> Standing:
 _QUESTION: Final = struct.Struct(">BBB16s8sQQQqqqqqqqIIIIQ")
 _ENDS: Final = 2
 _OFFERED: Final = 4
-"""The factor of what the request offers, beside 1 if tools are taken away."""
+_FINISHES: Final = 16
+"""What the question's flags add up from, beside 1 for `Limits.narrows`; `_OFFERED` is the factor of what the request offers."""
 
 _STEP: Final = 3
 """The kind of question, beside the outcomes of settlements."""
@@ -869,7 +905,7 @@ _STEP: Final = 3
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, and tools of older calls."""
     limits, grants, limited, names, calls, older = asked.limits, (0, 0, 0), b"", b"", b"", b""
-    flags = limits.narrows + _ENDS * limits.ends
+    flags = limits.narrows + _ENDS * limits.ends + _FINISHES * limits.finishes
     if isinstance(asked, Settlement):
         kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
         records = shown = newest = total = earlier = 0

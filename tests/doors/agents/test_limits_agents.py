@@ -32,7 +32,7 @@ def limited(identity: str, **limits: Any) -> dict[str, Any]:  # noqa: ANN401  # 
 POLICIES = bundle(
     limited("steps", max_steps=STEPS),
     limited("calls", max_tool_calls=2),
-    limited("narrow", max_tool_calls=2, max_tool_calls_mode="narrow"),
+    limited("finish", max_tool_calls=2, max_tool_calls_mode="finish"),
     limited("tool", max_calls_per_tool={"check": 2}),
     limited("loop", loop_detection={"window": 5, "threshold": 3}),
     {"id": "alone", "spec": {"selector": {"pathPrefix": "/alone/"}, "limit_keys": ["credential"], "session_limits": ALONE}},
@@ -133,11 +133,11 @@ def test_each_run_has_its_steps_where_none_is_named(gate: Gate, name: str, user:
 
 @pytest.mark.parametrize("name", APIS)
 def test_calls_of_tools_have_an_end(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """The request that shows one call too many is refused."""
-    with pytest.raises(Exception, match="this session has used 3 of its 2 tool calls"):
+    """The request that shows the last call is refused."""
+    with pytest.raises(Exception, match="this session has used 2 of its 2 tool calls"):
         run(gate, name, "calls", user[USER], forever)
 
-    assert gate.model.asked[user[USER]] == 3
+    assert gate.model.asked[user[USER]] == 2
 
 
 @pytest.mark.parametrize("name", APIS)
@@ -151,8 +151,8 @@ def test_equal_calls_have_an_end(gate: Gate, name: str, user: dict[str, str]) ->
 
 @pytest.mark.parametrize("name", [name for name in DECLARING if name != "bedrock"])
 def test_an_agent_without_tools_ends_its_run_in_peace(gate: Gate, name: str, user: dict[str, str]) -> None:
-    """With narrow the model answers in place of calling once more, and the framework takes that for its result."""
-    said = run(gate, name, "narrow", user[USER], while_offered(gate, user[USER]))
+    """With finish the model answers in place of calling once more, and the framework takes that for its result."""
+    said = run(gate, name, "finish", user[USER], while_offered(gate, user[USER]))
 
     assert said == DONE
     assert gate.model.asked[user[USER]] == 3
@@ -162,7 +162,7 @@ def test_an_agent_without_tools_ends_its_run_in_peace(gate: Gate, name: str, use
 def test_tools_that_the_server_keeps_are_called_once_more(gate: Gate, name: str, user: dict[str, str]) -> None:
     """A request without tools has none to lose: the run is refused if the model calls one anyway."""
     with pytest.raises(Exception, match="this session has used 3 of its 2 tool calls"):
-        run(gate, name, "narrow", user[USER], forever)
+        run(gate, name, "finish", user[USER], forever)
 
     assert gate.model.asked[user[USER]] == 3
 
@@ -170,7 +170,7 @@ def test_tools_that_the_server_keeps_are_called_once_more(gate: Gate, name: str,
 def test_where_an_api_cannot_go_without_tools_the_run_is_refused(gate: Gate, user: dict[str, str]) -> None:
     """Bedrock wants the tools of a history declared, and has no way to say that none may be called."""
     with pytest.raises(Exception, match="this session has used 2 of its 2 tool calls"):
-        run(gate, "bedrock", "narrow", user[USER], while_offered(gate, user[USER]))
+        run(gate, "bedrock", "finish", user[USER], while_offered(gate, user[USER]))
 
     assert gate.model.asked[user[USER]] == 2
 

@@ -34,7 +34,9 @@ try:
     from extproc.store.rules.windows import Hit
     from extproc.store.rules.ring import Push
     from extproc.store.rules.session import LIMITS, REFUSED, SUCCEEDED, Limits, Settlement, Step
+    NEXT_STEP = b"\\x01"
 except ImportError:
+    NEXT_STEP = b""
     from extproc.ledger import LIMITS, REFUSED, SUCCEEDED, Limits, Settlement, Step
     from extproc.windows import Hit, Push
 
@@ -73,7 +75,8 @@ class Worker:
         return [bytes(entry).decode() for entry in entries]
 
     async def step(self, key, number, tool, **limits):
-        calls = b"".join(at.to_bytes(6, "big") + tool.encode() + at.to_bytes(4, "big") for at in range(1, number + 1))
+        ends = [(at.to_bytes(6, "big"), at.to_bytes(4, "big") + NEXT_STEP) for at in range(1, number + 1)]
+        calls = b"".join(name + tool.encode() + end for name, end in ends)
         total = sum(range(1, number + 1))
         keys = (f"{key}:7f", "sessions:p::7f", "session:p::*:7f")
         limits = Limits(60_000, limits.pop("max_sessions", 100), **limits)
@@ -228,18 +231,24 @@ def test_both_keep_one_ring(pair: Pair) -> None:
     assert entries == [["a"], ["a", "b"], ["a", "b", "c"], ["a", "b", "c"]]
 
 
-def test_both_can_read_a_ledger(pair: Pair) -> None:
-    """Each version can read the other's ledgers, though a session has another key now: no value is misread in an upgrade."""
-    turns = [(pair.before, pair.now)[number % 2] for number in range(5)]
-    told = [turn.ask("step", key="session", number=number, tool="read", steps=3) for number, turn in enumerate(turns, 1)]
-    settled = [pair.now.ask("settle", key="session", number=1, cost=7, refused=False)]
-    settled += [pair.before.ask("settle", key="session", number=2, cost=9, refused=True)]
+def test_each_keeps_a_session_in_a_ledger_of_its_own(pair: Pair) -> None:
+    """A session has another key in each version, where it counts alone: none misreads what the other has counted."""
+    turns = [(pair.before, "session3"), (pair.now, "session4")] * 3
+    told = [turn.ask("step", key=key, number=number // 2, tool="read", steps=2) for number, (turn, key) in enumerate(turns, 2)]
+    settled = [turn.ask("settle", key=key, number=1, cost=7, refused=False) for turn, key in turns[:2]]
 
     assert [[one["limit"], one["steps"], one["tool_calls"]] for one in told] == [
-        ["", 1, 1], ["", 2, 2], ["", 3, 3], ["max_steps", 3, 4], ["max_steps", 3, 5],
+        ["", 1, 1], ["", 1, 1], ["", 2, 2], ["", 2, 2], ["max_steps", 2, 3], ["max_steps", 2, 3],
     ]  # fmt: skip
-    assert [one["tools"] for one in told] == [[["the tool read", number]] for number in range(1, 6)]
-    assert [[one["steps"], one["cost"], one["reserved"]] for one in settled] == [[3, 7, 10], [2, 7, 5]]
+    assert [one["tools"] for one in told] == [[["the tool read", number // 2]] for number in range(2, 8)]
+    assert [[one["steps"], one["cost"], one["reserved"]] for one in settled] == [[2, 7, 5]] * 2
+
+
+def test_a_ledger_of_another_version_is_nothing(pair: Pair) -> None:
+    """Even under one key, each begins anew in place of misreading it; the byte in front tells."""
+    told = [turn.ask("step", key="session", number=3, tool="read", steps=2) for turn in (pair.before, pair.now, pair.before)]
+
+    assert [[one["limit"], one["steps"], one["tool_calls"]] for one in told] == [["", 1, 3]] * 3
 
 
 def test_both_count_a_tenant_s_sessions_together(pair: Pair) -> None:

@@ -69,7 +69,7 @@ def steering(**loop: Any) -> dict[str, Any]:  # noqa: ANN401  # keys of loop_det
 
 def narrowing(*, every: bool) -> dict[str, Any]:
     """A policy that takes a tool away, or all of them, because the history shows a call."""
-    limits: dict[str, Any] = {"max_tool_calls": 1, "max_tool_calls_mode": "narrow"}
+    limits: dict[str, Any] = {"max_tool_calls": 1, "max_tool_calls_mode": "finish"}
     return {
         "id": "narrow",
         "spec": {"selector": ANY, "session_limits": limits if every else {"max_calls_per_tool": {"run": 1}}},

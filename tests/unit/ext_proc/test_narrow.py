@@ -174,6 +174,119 @@ def test_what_is_named_goes_and_the_choice_fits(
     assert {key: after.get(key) for key in before.keys() - changed} == {key: before[key] for key in before.keys() - changed}
 
 
+@every_api
+@settings(max_examples=examples(20))
+@given(st.data(), _TURNS, st.lists(st.sampled_from(_NAMES), min_size=1, unique=True), st.sets(st.sampled_from(_NAMES)))
+def test_all_but_some_go_as_if_the_others_were_named(
+    api: str, data: st.DataObject, made: list[list[str]], tools: list[str], kept: set[str]
+) -> None:
+    """What stays of a list, and the choice, are the same whether the tools that go are named, or those that stay."""
+    turns = [Did(tuple((name, {}) for name in names), ("seen",) * len(names)) for names in made]
+    body = spelled(data.draw, write(api, turns, tools, data.draw(APIS[api][2]))).encode()
+    others = {*_NAMES, "old"} - kept if kept & set(tools) else None
+
+    found: list[bytes] = []
+    expected: list[bytes] = []
+    for told, without, keep in ((found, None, kept), (expected, others, set[str]())):
+        try:
+            told.append(narrow(request_of(api), body, without, kept=keep))
+        except NotEdited as why:
+            told.append(why.reason.encode())
+
+    assert found == expected
+
+
+_HELD: dict[str, dict[str, Any]] = {
+    "chat": {"parallel_tool_calls": False},
+    "responses": {"parallel_tool_calls": False},
+    "anthropic": {"disable_parallel_tool_use": True},
+}
+
+
+_PATHS = {
+    "chat": "/v1/chat/completions",
+    "functions": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "ollama": "/api/chat",
+}
+
+
+@every_api
+@settings(max_examples=examples(20))
+@given(st.data(), st.lists(st.sampled_from(_NAMES), min_size=1, unique=True), st.sets(st.sampled_from(_NAMES)))
+def test_an_answer_is_held_to_one_call_if_a_tool_is_scarce(
+    api: str, data: st.DataObject, tools: list[str], scarce: set[str]
+) -> None:
+    """Each API in its own way, if it has one and offers such a tool; every other member is as it stood there."""
+    old = write(api, [Did((("pay", {}),), ("seen",))], tools, data.draw(APIS[api][2]))
+    body = spelled(data.draw, old).encode()
+    expected = dict(old)
+    if scarce & set(tools) and api == "anthropic":
+        choice = old.get("tool_choice", {"type": "auto"})
+        expected["tool_choice"] = choice if choice["type"] == "none" else choice | _HELD[api]
+    elif scarce & set(tools) and api in _HELD:
+        expected |= _HELD[api]
+
+    request = HttpRequest("POST", _PATHS.get(api, "/v1/x"))
+    new = narrow(request, body, [], scarce=scarce)
+
+    assert json.loads(new) == expected
+    assert new == body or expected != old
+    before, after = read_raw(body), read_raw(new)
+    assert {key: after[key] for key in before if key != "tool_choice"} == {
+        key: raw for key, raw in before.items() if key != "tool_choice"
+    }
+    assert narrow(request, new, [], scarce=scarce) == new
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": False}}, True),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, True),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, True),
+        ({"tool_choice": None}, True),
+    ],
+    ids=str,
+)
+def test_a_choice_that_is_mended_is_held_as_well(given: dict[str, Any], left: bool) -> None:
+    """Whatever the choice said, and whether the tool that it named is gone."""
+    tools = [{"name": name, "input_schema": _SCHEMA} for name in ("f", "g")]
+    body = json.dumps({"messages": [{"role": "user", "content": "go"}], "tools": tools, **given}).encode()
+
+    found = json.loads(narrow(request_of("anthropic"), body, ["f"], scarce=["g"]))
+
+    assert found["tool_choice"] == {"type": "auto", "disable_parallel_tool_use": left}
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "held"),
+    [
+        *(("/v1/chat/completions", model, False) for model in ("o1", "o3-mini", "o4-mini-2025-04-16", "openai/o3", "azure:o3")),
+        ("/openai/deployments/o3-mini/chat/completions", None, False),
+        ("/v2/chat", "command-a", False),
+        *(("/v1/chat/completions", model, True) for model in ("gpt-4o", "gpt-o1", None)),
+    ],
+)
+def test_what_refuses_the_switch_gets_none(path: str, model: str | None, held: bool) -> None:
+    """OpenAI's older reasoning models answer 400 to it, whatever its value; Cohere's API answers 422 to any unknown key."""
+    tools: Sequence[object] = [{"type": "function", "function": {"name": "pay"}}]
+    body = _chat(tools, **({} if model is None else {"model": model}))
+
+    new = narrow(HttpRequest("POST", path), body, [], scarce=["pay"])
+
+    assert new == (body[:-1] + b',"parallel_tool_calls":false}' if held else body)
+
+
+def test_among_the_tools_of_a_server_none_can_be_kept() -> None:
+    """They are not declared one by one, so their calls could only be forbidden together with the others."""
+    body = _responses([_flat("pay"), {"type": "mcp", "server_label": "a", "server_url": "http://a"}])
+
+    with pytest.raises(NotEdited, match="no_choice"):
+        narrow(request_of("responses"), body, None, kept=["pay"])
+    assert json.loads(narrow(request_of("responses"), body, None, kept=["read"]))["tool_choice"] == "none"
+
+
 def _chat(tools: Sequence[object], **more: object) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": "go"}], "tools": tools, **more}).encode()
 

@@ -29,6 +29,7 @@ from extproc.engine.orders import (
     hash_descriptor,
     select,
     sum_grants,
+    sum_tool_grants,
 )
 from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
@@ -543,7 +544,7 @@ def test_every_replica_knows_what_is_killed_and_granted() -> None:
     """A kill and grants that are given here stand there as well, whole, until they are revoked."""
     both = Replicas(2)
     kill, _ = both.give(kind="kill", session="a" * 16)
-    grant, _ = both.give(kind="grant", session="a" * 16, steps=10, tool_calls=3, cost=0.1)
+    grant, _ = both.give(kind="grant", session="a" * 16, steps=10, tool_calls=3, cost=0.1, tools={"pay": 1, "a=b": 2})
     more, _ = both.give(1, kind="grant", caller={"x-user-id": "ann"}, cost=5, seconds=60)
     both.refresh()
 
@@ -553,6 +554,7 @@ def test_every_replica_knows_what_is_killed_and_granted() -> None:
     assert (find_kill(find_there()), sum_grants(find_there())) == (kill, (10, 3, 5_100_000_000))
     assert [round(given.ends - given.since) for given in (kill, grant, more)] == [86_400, 86_400, 60]
     assert describe_override(grant).items() >= {"kind": "grant", "steps": 10, "tool_calls": 3, "cost": 0.1}.items()
+    assert describe_override(grant)["tools"] == sum_tool_grants(find_there()) == {"pay": 1, "a=b": 2}
     assert describe_override(kill).keys().isdisjoint({"steps", "tool_calls", "cost"})
     for given in (kill, more):
         both.run(both.givers[0].revoke(given.name, "eve"))
@@ -726,7 +728,21 @@ LIMIT_KEY = (
     "'credential' or 'body:/<JSON Pointer>'"
 )
 KINDS = "kind must be one of release, allow, block, kill, grant"
-KEYS = ["kind", "caller", "session", "fingerprint", "tool", "policy", "seconds", "reason", "steps", "tool_calls", "cost", "key"]
+KEYS = [
+    "kind",
+    "caller",
+    "session",
+    "fingerprint",
+    "tool",
+    "policy",
+    "seconds",
+    "reason",
+    "steps",
+    "tool_calls",
+    "cost",
+    "tools",
+    "key",
+]
 WHOLE = "which applies to whole sessions: name a session, or a caller"
 CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
 
@@ -745,7 +761,20 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or
                 "steps belongs to a grant, not to a kill",
             ],
         ),
-        ({"kind": "grant", "session": "a" * 16}, ["at least one of these is required: steps, tool_calls, cost"]),
+        ({"kind": "grant", "session": "a" * 16}, ["at least one of these is required: steps, tool_calls, cost, tools"]),
+        *(
+            ({"kind": "grant", "session": "a" * 16, "tools": tools}, [f"tools must {problem}"])
+            for tools, problem in (
+                ({}, "be an object of numbers by tool name, of at most 64 tools, not an empty object"),
+                ("refund", "be an object of numbers by tool name, of at most 64 tools, not 'refund'"),
+                ({str(at): 1 for at in range(65)}, "be an object of numbers by tool name, of at most 64 tools, not an object"),
+                ({"": 1}, "have names of 1 to 256 characters, not ''"),
+                ({"refund": 0}, "have numbers from 1 to 10000, not 0"),
+                ({"refund": True}, "have numbers from 1 to 10000, not true"),
+                ({"refund": 10_001}, "have numbers from 1 to 10000, not 10001"),
+            )
+        ),
+        ({"kind": "kill", "session": "a" * 16, "tools": {"refund": 1}}, ["tools belongs to a grant, not to a kill"]),
         (
             {"kind": "grant", "session": "a" * 16, "steps": 0, "tool_calls": 10_001, "cost": 1e6 + 1},
             [
@@ -912,6 +941,9 @@ def test_kills_and_grants_are_measured_by_the_policies_that_have_limits() -> Non
     assert remarks(kind="grant", caller={"x-team": "t"}, steps=1, tool_calls=2, cost=3) == [
         "granting tool_calls does nothing: no policy has max_tool_calls",
         "granting cost does nothing: no policy has max_cost_per_session",
+    ]
+    assert remarks(kind="grant", caller={"x-team": "t"}, tools={"refund": 1}) == [
+        "granting calls of refund does nothing: no policy has max_calls_per_tool for it"
     ]
 
 

@@ -95,7 +95,7 @@ def test_a_history_that_is_not_known_begins_with_what_it_shows() -> None:
     done = do(*range(9))
 
     steps = [send(make_service(limited(max_steps=6)), write(done[:at])) for at in (5, 6)]
-    calls = [send(make_service(limited(max_tool_calls=5)), write(done[:at])) for at in (5, 6)]
+    calls = [send(make_service(limited(max_tool_calls=6)), write(done[:at])) for at in (5, 6)]
 
     assert steps == calls == [200, 429]
 

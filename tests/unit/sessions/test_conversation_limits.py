@@ -27,7 +27,7 @@ def list_wrong(runs: list[Run], order: str, random: Random, limit: str) -> list[
         for sent in interleave(runs, order, random):
             data = json.dumps({**json.loads(sent.data), "tools": [TOOL]}).encode()
             refused = await judge(service, data, x_team="t")
-            if refused != (sent.done >= (MOST if limit == "max_steps" else MOST + 1)):
+            if refused != (sent.done >= MOST):
                 wrong.append((runs.index(sent.run), sent.done, refused))
 
     asyncio.run(main())

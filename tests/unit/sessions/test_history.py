@@ -37,8 +37,8 @@ def number(turns: Sequence[Turn], *, repeat: bool = False) -> list[Did]:
 
 
 def split(records: bytes) -> list[bytes]:
-    """Records, one by one."""
-    return [records[start : start + RECORD] for start in range(0, len(records), RECORD)]
+    """Records, one by one, without the number of steps since the one before."""
+    return [records[start : start + RECORD - 1] for start in range(0, len(records), RECORD)]
 
 
 def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
@@ -71,6 +71,15 @@ def test_a_history_is_summed_up(shape: str, turns: list[Any], repeat: bool) -> N
 
     assert found.total == sum(int.from_bytes(record[10:]) for record in split(found.records))
     assert found.newest == (len(turns[-1]) if turns else 0)
+
+
+def test_records_tell_steps_apart() -> None:
+    """Each has the number of steps since the one before it: none for calls of one answer, and answers without calls count."""
+    value = SHAPES["chat"](number([[("read", {})], [("read", {}), ("pay", {})], [("pay", {})]]))
+    value["messages"][1:1] = [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Go on."}]
+    records = read_tool_calls(Document(json.dumps(value).encode())).records
+
+    assert list(records[RECORD - 1 :: RECORD]) == [2, 1, 0, 1]
 
 
 def test_a_turn_without_calls_may_be_the_last() -> None:

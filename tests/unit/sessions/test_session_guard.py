@@ -184,7 +184,7 @@ def test_a_client_that_leaves_while_held_has_used_nothing(waits: bool) -> None:
 @pytest.mark.parametrize("cut", [rb"\ud83d", rb"\uDCFF", rb"\ude00\ud83d"], ids=repr)
 def test_half_a_character_hides_no_calls(cut: bytes) -> None:
     """A text that is cut in the middle of an emoji ends in half a surrogate pair; the same limits apply."""
-    service = make_service(limited(max_tool_calls=2))
+    service = make_service(limited(max_tool_calls=3))
     bodies = [turns(number).replace(b"result 1", b"result " + cut) for number in (1, 2, 3)]
 
     assert send(service, bodies) == [200, 200, 429]
@@ -258,7 +258,7 @@ def test_payment_required_says_what_clients_take_for_final() -> None:
 
 def test_calls_of_tools_are_counted_each_once() -> None:
     """They count when a history shows them, also when that has lost its older turns."""
-    service = make_service(limited(max_tool_calls=3))
+    service = make_service(limited(max_tool_calls=4))
     short = json.dumps(as_chat([Did((("run", {"step": 4}),), ("ok",), number=4)])).encode()
 
     assert send(service, [turns(1), turns(2), turns(3), turns(3)]) == [200, 200, 200, 200]
@@ -267,7 +267,7 @@ def test_calls_of_tools_are_counted_each_once() -> None:
         429,
         "max_tool_calls",
         4,
-        3,
+        4,
     )
 
 
@@ -470,7 +470,7 @@ def test_a_caller_with_ever_new_sessions_ends_up_in_one() -> None:
 
 def test_shadow_limits_watch_and_count_apart() -> None:
     """No request is refused, and what would have been is counted."""
-    service = make_service(limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="narrow"))
+    service = make_service(limited("shadow", max_steps=1, max_tool_calls=1, max_tool_calls_mode="finish"))
 
     answers = [ask(service, turns(number)) for number in range(1, 4)]
 
@@ -512,9 +512,9 @@ def tools_of(answer: ProcessingResponse) -> list[str] | None:
     return [tool["function"]["name"] for tool in json.loads(response.body_mutation.body).get("tools", [])]
 
 
-def test_narrow_takes_the_tools_away_before_they_are_called_again() -> None:
-    """A session that has used up its tool calls continues without tools; if the model calls one anyway, it is refused."""
-    service = make_service(limited(max_tool_calls=2, max_tool_calls_mode="narrow"))
+def test_finish_takes_the_tools_away_for_a_last_answer() -> None:
+    """A session that has used up its tool calls has one request more, which may be sent again, without tools."""
+    service = make_service(limited(max_tool_calls=2, max_tool_calls_mode="finish"))
 
     answers = [ask(service, turns(number)) for number in (1, 2, 2)]
     last = json.loads(answers[1].request_body.response.body_mutation.body)
@@ -541,13 +541,13 @@ def test_a_tool_that_is_used_up_is_offered_no_more_in_either_mode() -> None:
 
     answers = [ask(service, turns(number, "issue_refund", tools=offered)) for number in (0, 1, 2)]
 
-    assert [tools_of(answer) for answer in answers[:2]] == [None, ["run"]]
+    assert [tools_of(answer) for answer in answers[:2]] == [["run", "issue_refund"], ["run"]]
     assert told(answers[2])["limit"] == "max_calls_per_tool"
 
 
 def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
     """Where its tools cannot be taken away: nothing may be called that has no budget."""
-    service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="narrow"))
+    service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="finish"))
     bedrock = {
         "messages": [
             {"role": "user", "content": [{"text": "Fix it."}]},
@@ -569,28 +569,12 @@ def test_a_request_that_cannot_be_narrowed_is_refused() -> None:
     assert sample(service, "session_limits_total", **narrowed) == 0
 
 
-def test_the_tool_of_a_loop_is_taken_away_before_it_is_called_once_more() -> None:
-    """With narrow, a model is not offered the tool whose next equal call would be refused."""
-    limits: dict[str, Any] = {
-        "max_tool_calls": 50,
-        "max_tool_calls_mode": "narrow",
-        "loop_detection": {"window": 5, "threshold": 3},
-    }
-    service = make_service(limited(**limits))
-    done = [Did((("run", {"tests": "all"}),), (f"result {number}",), number=number) for number in (1, 2)]
-    other = {"type": "function", "function": {"name": "ask", "parameters": {}}}
-
-    answer = ask(service, json.dumps({**as_chat(done), "tools": [TOOL, other]}).encode())
-
-    assert (status(answer), tools_of(answer)) == (200, ["ask"])
-
-
 def test_a_note_goes_into_what_was_narrowed() -> None:
     """A request can lose its tools and be told what is left of its steps."""
     limits: dict[str, Any] = {
         "max_steps": 3,
         "max_tool_calls": 1,
-        "max_tool_calls_mode": "narrow",
+        "max_tool_calls_mode": "finish",
         "escalate": {"steer": {"max_steps": 1}},
     }
     service = make_service(limited(**limits))
@@ -624,7 +608,7 @@ def test_explain_says_where_a_name_was_looked_for(tmp_path: Path, capsys: pytest
 
 def test_a_step_that_a_detector_takes_back_has_narrowed_nothing() -> None:
     """No model has seen it, so the next request that brings a call is the first to lose its tools."""
-    document = limited(max_tool_calls=1, max_tool_calls_mode="narrow")
+    document = limited(max_tool_calls=1, max_tool_calls_mode="finish")
     document["spec"]["loop_detection"] = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
     service = make_service(document)
 

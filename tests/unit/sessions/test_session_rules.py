@@ -123,12 +123,12 @@ class Plain:
         return limit
 
     def _find_limit(self, identity: tuple[str, bytes], shown: Sequence[Called]) -> str:
-        limits, narrows = self.limits, self.limits.get("max_tool_calls_mode") == "narrow"
+        limits = self.limits
         if self.killed:
             return "killed"
         if self.steps >= limits.get("max_steps", 10**9) and not self._is_free(identity):
             return "max_steps"
-        if len(self.calls) > limits.get("max_tool_calls", 10**9) and (not narrows or 0 < self.went_on < len(self.calls)):
+        if len(self.calls) >= limits.get("max_tool_calls", 10**9) and not self._goes_on(identity):
             return "max_tool_calls"
         if self.cost + sum(self.open.values()) >= limits.get("max_cost_per_session", 10**9):
             return "max_cost_per_session"
@@ -140,13 +140,25 @@ class Plain:
     def _is_free(self, identity: tuple[str, bytes]) -> bool:
         return self.recent.get(identity, FREE_RETRIES) < FREE_RETRIES
 
+    def _goes_on(self, identity: tuple[str, bytes]) -> bool:
+        mode = self.limits.get("max_tool_calls_mode")
+        if mode == "finish":
+            return self._is_free(identity) or not self.went_on
+        called = Counter(call.tool for call in self.calls)
+        left = any(called[tool] < most for tool, most in self.limits.get("max_calls_per_tool", {}).items())
+        return mode == "narrow" and left and not 0 < self.went_on <= self._count_others()
+
+    def _count_others(self) -> int:
+        return sum(call.tool not in self.limits.get("max_calls_per_tool", {}) for call in self.calls)
+
     def _loops(self, shown: Sequence[Called]) -> bool:
         if not shown or "loop_detection" not in self.limits:
             return False
-        window = int(self.limits["loop_detection"]["window"])
         threshold = int(self.limits["loop_detection"]["threshold"])
-        recent = [*[call for call in self.calls if call not in shown], *shown][-window:]
-        return sum(call[2:] == shown[-1][2:] for call in recent) >= threshold
+        ordered = [*[call for call in self.calls if call not in shown], *shown]
+        steps = list(dict.fromkeys(call.number for call in ordered))[-int(self.limits["loop_detection"]["window"]) :]
+        recent = Counter(call[2:] for call in ordered if call.number in steps)
+        return any(recent[call[2:]] >= threshold for call in shown if call.number == shown[-1].number)
 
     def refuse(self) -> None:
         """One more request was."""
@@ -157,13 +169,14 @@ class Plain:
 
     def let_through(self, number: int, identity: tuple[str, bytes], reserve: int) -> None:
         """One more request was."""
+        is_at_cap = len(self.calls) >= self.limits.get("max_tool_calls", 10**9)
         if self._is_free(identity):
             self.recent[identity] += 1
         else:
             self.steps += 1
             self.recent.pop(identity, None)
             self.recent = dict([*self.recent.items(), (identity, 0)][-IDENTITIES:])
-        self.went_on = self.went_on or len(self.calls) if len(self.calls) >= self.limits.get("max_tool_calls", 10**9) else 0
+            self.went_on = self.went_on or self._count_others() + 1 if is_at_cap else 0
         self.open[number] = reserve
         self.blocks_in_row = 0
 
@@ -314,28 +327,28 @@ BILLS = st.builds(Bill, st.integers(0, 5), st.integers(0, 1), st.integers(0, 300
 
 @given(
     limits=LIMITS,
-    narrows=st.booleans(),
+    mode=st.sampled_from(["block", "narrow", "finish"]),
     most_sessions=st.integers(1, 3),
     detects=st.booleans(),
     events=st.lists(ASKS | ASKS | BILLS, min_size=10, max_size=30),
 )
 @example(
     limits={"max_steps": 2},
-    narrows=False,
+    mode="block",
     most_sessions=1,
     detects=True,
     events=[Ask("red", "a", 0), Ask("red", "b", 1), Ask("red", "b", 0, again=0)],
 )
 def test_sessions_are_limited_as_the_rules_say(
     limits: dict[str, Any],
-    narrows: bool,
+    mode: str,
     most_sessions: int,
     detects: bool,
     events: Sequence[Ask | Bill],
 ) -> None:
     """Whatever is sent, by any caller, again or in part, to either replica, and whatever becomes of it."""
-    if narrows and "max_tool_calls" in limits:
-        limits = {**limits, "max_tool_calls_mode": "narrow"}
+    if "max_tool_calls" in limits:
+        limits = {**limits, "max_tool_calls_mode": mode}
     world = World(limits, most_sessions, detects=detects)
 
     for event in events:

@@ -60,7 +60,7 @@ def test_requests_of_no_session_share_the_limits_of_their_caller() -> None:
 
 def test_tool_calls_of_no_session_are_counted() -> None:
     """Each call counts once, whichever conversation shows it again."""
-    service = make_service(unnamed(max_tool_calls=3))
+    service = make_service(unnamed(max_tool_calls=4))
 
     assert send(service, 5) == [200, 200, 200, 429, 429]
 

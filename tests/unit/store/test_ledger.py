@@ -107,7 +107,7 @@ def test_as_many_calls_are_known_as_a_limit_needs() -> None:
 
 def test_tools_are_counted_as_far_as_there_is_room() -> None:
     """64 tools are counted, each by the start of its name; one that has a limit always is."""
-    calls = [number.to_bytes(6) + number.to_bytes(4) + bytes(4) for number in range(100)]
+    calls = [number.to_bytes(6) + number.to_bytes(4) + bytes(5) for number in range(100)]
     tools = tuple((number.to_bytes(4), "\U0001f600" * number + "\ud800") for number in range(100))
     limits = limit(tools=(((99).to_bytes(4), 5),))
 
@@ -133,15 +133,15 @@ def test_money_stays_exact() -> None:
 def test_whatever_a_history_holds_is_taken(number: int) -> None:
     """No number of calls makes a step fail or a ledger grow past its bound."""
     ledger = Ledger(None, 0)
-    ledger.take_step(make_step(1, NO_LIMITS, [bytes(14)] * number), 0)
-    many = [position.to_bytes(14) for position in range(20_000)]
+    ledger.take_step(make_step(1, NO_LIMITS, [bytes(15)] * number), 0)
+    many = [position.to_bytes(15) for position in range(20_000)]
     ledger.take_step(make_step(2, limit(tool_calls=10**9), many, tools=()), 1)
 
     assert len(ledger.pack()) < MAX_RECORDS * KNOWN + 1_000
 
 
 def test_a_ledger_is_bounded() -> None:
-    """Whatever a session shows, however long: 9 KB and the names of its tools."""
+    """Whatever a session shows, however long: 10 KB and the names of its tools."""
     limits, state = limit(tool_calls=10**9), b""
     for number in range(1, 400):
         calls = [make_record(at * 8, arguments=str(at)) for at in range(number * 2)]
@@ -149,7 +149,7 @@ def test_a_ledger_is_bounded() -> None:
         ledger.take_step(make_step(number, limits, calls, reserve=1), number)
         state = ledger.pack()
 
-    assert len(state) - len(ledger.names) < 9_000
+    assert len(state) - len(ledger.names) < 10_000
 
 
 def test_every_call_of_a_long_history_is_counted() -> None:

@@ -92,9 +92,10 @@ def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) 
         history = history[first:last]
         if order.random() < 0.2:
             history = [order.choice([bytes(6), order.randbytes(6)]) + record[6:] for record in history]
-        for _ in range(newest):
-            tool = order.randint(1, tools).to_bytes(4)
-            history.append((order.randbytes(6) if order.random() < 0.9 else bytes(6)) + tool + order.randrange(9).to_bytes(4))
+        for place in range(newest):
+            pair = order.randint(1, tools).to_bytes(4) + order.randrange(9).to_bytes(4)
+            since = bytes((0 if place else order.choice([1, 1, 3]),))
+            history.append((order.randbytes(6) if order.random() < 0.9 else bytes(6)) + pair + since)
         calls = b"".join(history)
         names = tuple((at.to_bytes(4), f"tool {at}") for at in range(1, tools + 1))
         step = in_session("long", number, limits)

@@ -1,0 +1,344 @@
+"""Session limits as their source states them, statement by statement; each test says one in our own words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.engine.orders import Overrides
+from extproc.ext_proc.service import Service
+from extproc.operator.events import SessionEvents
+from extproc.operator.overrides import parse_order, read_override, write_override
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from tests.support.service import make_service
+from tests.support.session_limits import ask, limited, status, told, turns
+from tests.support.turn_writers import Did, as_anthropic, as_chat
+
+Calls = Sequence[tuple[str, int]]
+"""The calls of one answer: tools, each with a number as its argument."""
+
+PHASES = ("search", "collect", "scan")
+GENERAL = {
+    "max_steps": 20,
+    "max_tool_calls": 50,
+    "max_cost_per_session": 5.0,
+    "loop_detection": {"window": 5, "threshold": 3},
+    "circuit_breaker": {"consecutive_blocks": 5, "consecutive_errors": 3},
+}
+HIGH_RISK = {
+    "max_steps": 10,
+    "max_tool_calls": 15,
+    "max_cost_per_session": 1.0,
+    "max_calls_per_tool": {"process_payment": 1, "delete_resource": 1},
+    "loop_detection": {"window": 3, "threshold": 2},
+    "circuit_breaker": {"consecutive_blocks": 3, "consecutive_errors": 2},
+}
+
+
+def declare(*tools: str) -> list[dict[str, Any]]:
+    """Tools as a chat declares them."""
+    return [{"type": "function", "function": {"name": tool, "parameters": {}}} for tool in tools]
+
+
+def show(steps: Sequence[Calls], *tools: str) -> bytes:
+    """A chat whose history shows these steps, and which offers these tools."""
+    done = [
+        Did(tuple((tool, {"n": number}) for tool, number in calls), ("ok",) * len(calls), number=at)
+        for at, calls in enumerate(steps, 1)
+    ]
+    return json.dumps({**as_chat(done), "tools": declare(*(tools or PHASES))}).encode()
+
+
+def read_changed(answer: ProcessingResponse) -> dict[str, Any]:
+    """The body that goes on, if it was edited; empty if not."""
+    response = answer.request_body.response
+    return dict(json.loads(response.body_mutation.body)) if response.HasField("body_mutation") else {}
+
+
+def list_offered(answer: ProcessingResponse) -> list[str]:
+    """The tools that an edited request still offers, sorted; none if it may call none."""
+    changed = read_changed(answer)
+    return [] if changed.get("tool_choice") == "none" else sorted(tool["function"]["name"] for tool in changed.get("tools", []))
+
+
+def test_calls_of_the_model_are_checked_before_each_and_never_given_back() -> None:
+    """1: `max_steps` lets that many requests pass; a history that has lost its older steps does not lower the count."""
+    service = make_service(limited(max_steps=3))
+
+    answers = [ask(service, turns(number)) for number in (0, 1, 2, 3)] + [ask(service, show([]))]
+
+    assert [status(answer) for answer in answers] == [200, 200, 200, 429, 429]
+    assert told(answers[3])["error"] == "session_limit_exceeded"
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_no_model_is_called_once_the_total_of_tool_calls_is_the_limit(limit: int) -> None:
+    """2: in mode `block`, a total that equals `max_tool_calls` refuses the request that shows it: 4 runs no fifth."""
+    service = make_service(limited(max_tool_calls=limit))
+
+    answers = [ask(service, turns(number)) for number in range(limit + 1)]
+
+    assert [status(answer) for answer in answers] == [200] * limit + [429]
+    assert [told(answers[-1])[name] for name in ("limit", "used", "allowed")] == ["max_tool_calls", limit, limit]
+
+
+def test_each_call_of_an_answer_counts_towards_the_total() -> None:
+    """2: an answer with several calls counts each of them, and may pass the limit by all but one."""
+    service = make_service(limited(max_tool_calls=4))
+    three, six = [[("search", at) for at in range(3)]], [[("search", at) for at in range(3)], [("scan", at) for at in range(3)]]
+
+    answers = [ask(service, show(steps)) for steps in ([], three, six)]
+
+    assert [status(answer) for answer in answers] == [200, 200, 429]
+    assert told(answers[-1])["used"] == 6
+
+
+def test_narrow_leaves_exactly_the_tools_that_have_calls_of_their_own_left() -> None:
+    """3: from the cap on, `narrow` offers the tools of `max_calls_per_tool` with calls left, no other, and at last blocks.
+
+    With 15 calls, 3 of collect and 2 of scan, a session ends at 15 + 3 + 2.
+    """
+    limits: dict[str, Any] = {
+        "max_calls_per_tool": {"collect": 3, "scan": 2},
+        "max_tool_calls": 15,
+        "max_tool_calls_mode": "narrow",
+    }
+    service = make_service(limited(**limits))
+    steps: list[Calls] = []
+    offered = {}
+    for at in range(21):
+        answer = ask(service, show(steps))
+        if status(answer) != 200:
+            break
+        offered[at] = list_offered(answer) or list(PHASES)
+        wanted = ("search" if at < 15 else "collect", "scan")
+        steps.append([(next(tool for tool in (*wanted, "collect") if tool in offered[at]), at)])
+
+    assert [told(answer)[name] for name in ("limit", "used", "allowed")] == ["max_tool_calls", 20, 15]
+    assert {at: tools for at, tools in offered.items() if at >= 15} == {
+        15: ["collect", "scan"], 16: ["collect", "scan"], 17: ["collect", "scan"], 18: ["scan"], 19: ["scan"],
+    }  # fmt: skip
+
+
+def test_a_later_phase_is_reached_when_one_answer_has_used_up_the_total() -> None:
+    """3: several calls in one answer pass the cap, and the tools of later phases, never called, can still be called."""
+    limits: dict[str, Any] = {"max_calls_per_tool": {"collect": 3}, "max_tool_calls": 2, "max_tool_calls_mode": "narrow"}
+    service = make_service(limited(**limits))
+    steps: list[Calls] = [[("search", at) for at in range(5)]]
+
+    assert list_offered(ask(service, show(steps))) == ["collect"]
+    assert list_offered(ask(service, show([*steps, [("collect", 1)]]))) == ["collect"]
+    assert told(ask(service, show([*steps, [("collect", 1)], [("search", 9)]])))["limit"] == "max_tool_calls"
+
+
+@pytest.mark.parametrize(("limits", "limit"), [({"max_steps": 1}, "max_steps"), ({}, "max_tool_calls")])
+def test_narrow_holds_back_no_other_limit(limits: dict[str, Any], limit: str) -> None:
+    """3: steps block whatever the mode, and so does the cap if no tool has calls of its own."""
+    service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="narrow", **limits))
+    answers = [ask(service, turns(number)) for number in (0, 1)]
+
+    assert [status(answer) for answer in answers] == [200, 429]
+    assert told(answers[1])["limit"] == limit
+
+
+def test_finish_is_one_last_answer_without_tools() -> None:
+    """3, ours: with `finish`, one more request goes on without tools, and may be sent again; then the session is blocked."""
+    service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="finish"))
+
+    answers = [ask(service, show(steps)) for steps in ([], [[("scan", 1)]], [[("scan", 1)]], [[("scan", 1)], []])]
+
+    assert [status(answer) for answer in answers] == [200, 200, 200, 429]
+    assert [read_changed(answer).get("tool_choice") for answer in answers[:3]] == [None, "none", "none"]
+
+
+def test_a_tool_has_a_count_of_its_own() -> None:
+    """4: `max_calls_per_tool` holds for the tools that it names, each alone; a tool that is not named has no such limit."""
+    service = make_service(limited(max_calls_per_tool={"collect": 2, "scan": 1}))
+    steps: list[Calls] = [[("collect", 1), ("collect", 2), ("scan", 1)], *([("search", at)] for at in range(9))]
+
+    assert list_offered(ask(service, show(steps))) == ["search"]
+    refused = ask(service, show([*steps, [("scan", 2)]]))
+    assert [told(refused)[name] for name in ("limit", "used", "allowed")] == ["max_calls_per_tool", 2, 1]
+
+
+@pytest.mark.parametrize(("most", "used", "held"), [(1, 0, True), (9, 1, False), (9, 2, True), (9, 9, False)])
+def test_one_answer_cannot_pass_a_tool_s_limit(most: int, used: int, held: bool) -> None:
+    """4, ours: while fewer than 8 calls of an offered tool are left, an answer may hold one call only."""
+    service = make_service(limited(max_calls_per_tool={"scan": most}))
+    steps: list[Calls] = [[("scan", at)] for at in range(used)]
+
+    changed = read_changed(ask(service, show(steps)))
+
+    assert changed.get("parallel_tool_calls") is (False if held else None)
+    assert not read_changed(ask(service, show(steps, "search"), session="without that tool"))
+
+
+def test_one_answer_is_held_to_one_call_as_anthropic_has_it() -> None:
+    """4, ours: each API has its own way."""
+    service = make_service(limited(max_calls_per_tool={"scan": 1}))
+    sent = {**as_anthropic([]), "tools": [{"name": "scan", "input_schema": {"type": "object"}}]}
+
+    changed = read_changed(ask(service, json.dumps(sent).encode()))
+
+    assert changed == {**sent, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+
+
+def test_a_batch_of_equal_calls_beside_others_is_a_loop() -> None:
+    """6: the window is of steps, and every call in them counts: (search x, another) for the third time is refused."""
+    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}))
+    steps: list[Calls] = [[("search", 1), ("scan", at)] for at in range(3)]
+
+    answers = [ask(service, show(steps[:count])) for count in range(4)]
+
+    assert [status(answer) for answer in answers] == [200, 200, 200, 429]
+    assert [told(answers[3])[name] for name in ("limit", "used", "allowed")] == ["loop_detection", 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([[("search", 1)]] * 3, 429),
+        ([[("search", 1)] * 3], 429),
+        ([[("search", at)] for at in range(9)], 200),
+        ([[(PHASES[at], 1)] for at in (0, 1, 2)] * 2, 200),
+        ([*([[("search", 1)]] * 2), *([("scan", at)] for at in range(3)), [("search", 1)]], 200),
+        ([*([[("search", 1), ("scan", at)] for at in (1, 2)]), *([("scan", at)] * 1 for at in (3, 4)), [("search", 1)]], 429),
+        ([*([[("search", 1)]] * 3), [("scan", 1)]], 200),
+    ],
+    ids=["in a row", "in one answer", "other arguments", "other tools", "outside of the window", "with pauses", "over"],
+)
+def test_what_a_loop_is(steps: Sequence[Calls], expected: int) -> None:
+    """6: a call of the newest step that stands `threshold` times in the last `window` steps; nothing else is one."""
+    assert status(ask(make_service(limited(loop_detection={"window": 5, "threshold": 3})), show(steps))) == expected
+
+
+def test_steps_that_a_history_has_lost_are_in_the_window() -> None:
+    """6: what earlier requests of the session have shown counts as well, with all calls of each step."""
+    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}))
+    done = [Did((("search", {"n": 1}), ("scan", {"n": at})), ("ok", "ok"), number=at) for at in range(1, 6)]
+
+    bodies = [json.dumps({**as_chat(done[at : at + 1]), "tools": declare(*PHASES)}).encode() for at in range(3)]
+
+    assert [status(ask(service, data)) for data in bodies] == [200, 200, 429]
+
+
+def test_limits_are_checked_in_their_order() -> None:
+    """8: killed, steps, tool calls, cost; then per tool, then loop: with all of them met, the first one is named."""
+    breaker = {"consecutive_blocks": 1}
+    prices = {"prices": {"*": {"input": 1e6, "output": 1e6}}}
+    met: list[tuple[str, dict[str, Any]]] = [
+        ("max_steps", {"max_steps": 1}),
+        ("max_tool_calls", {"max_tool_calls": 3}),
+        ("max_cost_per_session", {"max_cost_per_session": 0.001, **prices}),
+        ("max_calls_per_tool", {"max_calls_per_tool": {"run": 2}}),
+        ("loop_detection", {"loop_detection": {"window": 5, "threshold": 3}}),
+    ]
+    stuck = json.dumps(as_chat([Did((("run", {}),), ("ok",), number=at) for at in (1, 2, 3)])).encode()
+    for place, (limit, _) in enumerate(met):
+        limits: dict[str, Any] = {name: value for _, more in met[place:] for name, value in more.items()}
+        service = make_service(limited(circuit_breaker=breaker, **limits))
+        ask(service, b'{"messages":[]}')
+
+        assert told(ask(service, stuck))["limit"] == limit
+        assert told(ask(service, b'{"messages":[]}'))["limit"] == "killed"
+
+
+@pytest.mark.parametrize("limits", [GENERAL, HIGH_RISK], ids=["most agents", "high risk"])
+def test_recommended_values_load_as_they_stand(
+    limits: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """11: with the package genai-prices, nothing has to be added; without it, one error says all that can be done."""
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(limited(**limits)))
+    code = "import sys; sys.modules['genai_prices'] = None; from extproc.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+    without = subprocess.run([sys.executable, "-c", code, "validate", file], capture_output=True, text=True, check=False)
+
+    assert main(["validate", str(file)]) == 0
+    (line,) = [line for line in without.stderr.splitlines() if "price" in line]
+    assert without.returncode == 1
+    assert "/spec/session_limits/max_cost_per_session: needs a price for every model: " in line
+    assert all(way in line for way in ("unknown_model", '"*" in prices', "pip install"))
+    assert "Traceback" not in without.stderr + capsys.readouterr().err
+
+
+def test_a_retry_is_no_step_three_times() -> None:
+    """Ours: a request that is sent again is no step, but only three times for each step."""
+    service = make_service(limited(max_steps=1))
+
+    assert [status(ask(service, turns(1))) for _ in range(5)] == [200] * 4 + [429]
+
+
+def order(service: Service, **grant: Any) -> None:  # noqa: ANN401  # of an order
+    """Give an order, as it comes back from the store."""
+    given = parse_order({"kind": "grant", "key": "k", **grant}, "ann", time(), service.engine.plans)
+    service.overrides = Overrides([read_override(given.name, write_override(given))])
+
+
+def find_event(service: Service) -> dict[str, Any]:
+    """The newest event about a session."""
+    emitted: list[Any] = []
+    SessionEvents(lambda *event: emitted.append(event), lambda: False).look(service.reporter.sessions.copy())
+    return dict(emitted[-1][2])
+
+
+def test_a_tool_with_no_calls_needs_a_person() -> None:
+    """Ours: the default of `refund: 0` is no; a grant of one call to this session shows the tool until it is called."""
+    service = make_service(limited(max_calls_per_tool={"refund": 0}))
+    tools = ("search", "refund")
+    name = {"session": {"header:x-session-id": "s"}, "caller": {"x-team": "t"}}
+
+    assert list_offered(ask(service, show([], *tools))) == ["search"]
+    order(service, **name, tools={"refund": 1})
+    assert list_offered(ask(service, show([[("search", 1)]], *tools))) == ["refund", "search"]
+    assert list_offered(ask(service, show([], *tools), session="other")) == ["search"]
+    assert list_offered(ask(service, show([[("search", 1)], [("refund", 1)]], *tools))) == ["search"]
+
+
+def test_the_refusal_and_the_event_say_what_asks_and_how_to_grant_it() -> None:
+    """Ours: the command that both print lets this session go on, and only this one."""
+    service = make_service(limited(max_calls_per_tool={"refund": 0}))
+    steps: list[Calls] = [[("refund", 1), ("refund", 2)]]
+
+    message = told(ask(service, show(steps, "refund")))["message"]
+    event = find_event(service)
+
+    command = event["grant"]
+    assert "the tool refund was called 2 times in this session without approval" in message
+    assert f"approve it with `{command}`." in message
+    assert (event["gen_ai.tool.name"], event["limit"], event["used"]) == ("refund", "max_calls_per_tool", 2)
+    words = command.split()
+    assert words[:3] + words[4:5] + words[6:] == ["loopguard", "grant", "--session", "--caller", "--tool", "refund=2"]
+    order(service, session=words[3], caller=words[5], tools={"refund": 2})
+    assert [status(ask(service, show(steps, "refund"), session=session)) for session in ("s", "other")] == [200, 429]
+
+
+@pytest.mark.parametrize(
+    ("limits", "note"),
+    [
+        ({"max_tool_calls": 4}, "/spec/session_limits/max_tool_calls: met at 4 calls; earlier versions let one more pass"),
+        ({"max_tool_calls": 4, "max_tool_calls_mode": "narrow"}, 'earlier versions went on without tools: see "finish"'),
+        ({"loop_detection": {"window": 5, "threshold": 3}}, "window counts steps, with all of their calls"),
+    ],
+    ids=["at the limit", "narrow", "steps"],
+)
+def test_validate_notes_limits_that_refuse_earlier(
+    limits: dict[str, Any], note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours: who upgrades is told, at each key, what an earlier version let pass."""
+    file = tmp_path / "policy.json"
+    told = []
+    for used in (limits, {"max_steps": 3}):
+        file.write_text(json.dumps(limited(**used)))
+        assert main(["validate", str(file)]) == 0
+        told.append(note in capsys.readouterr().err)
+
+    assert told == [True, False]
