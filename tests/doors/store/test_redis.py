@@ -702,7 +702,7 @@ def test_every_packed_value_begins_with_its_version(driver: Driver, one: Server)
     for kind, key in keys.items():
         one.client().setrange(key, 0, bytes([versions[kind] + 1]))
 
-    assert versions == {"sliding_ttl": 0, "fixed": 0, "ring": 0, "session": 2, "tenant": 0}
+    assert versions == {"sliding_ttl": 0, "fixed": 0, "ring": 0, "session": 3, "tenant": 0}
     assert [use_every_kind(driver, request) for request in (3, 4)] == [[1] * 4, [2] * 4]
     assert {kind: one.client().get(key)[0] for kind, key in keys.items()} == versions
     assert driver.store.health() == "ok"
@@ -807,7 +807,7 @@ def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
         (standing,) = driver.account([step])
 
     assert standing.tool_calls == 4_899
-    assert one.client().strlen(f"loopguard:{driver.place(steps[0]).key}") < 9_000
+    assert one.client().strlen(f"loopguard:{driver.place(steps[0]).key}") < 9_600
 
 
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "sadd x y"])
