@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, ValidationError, defstruct, json
@@ -40,12 +41,14 @@ class ToolReader:
     """Reads lists in the words of all APIs, because gateways mix them."""
 
     def __init__(self, words: ToolWords) -> None:
-        self._schemas = sorted(words.schemas)
-        self._holders = sorted({*words.wrappers, *words.lists, *words.groups.values()})
-        keys = [(key, Raw, ABSENT) for key in (*self._schemas, "annotations")]
+        schemas = sorted(words.schemas)
+        holders = sorted({*words.wrappers, *words.lists, *words.groups.values()})
+        self._get_schemas = attrgetter(*schemas)
+        self._get_held = attrgetter(*holders)
+        keys = [(key, Raw, ABSENT) for key in (*schemas, "annotations")]
         inner: Any = defstruct("Inner", [("name", str, ""), *keys], gc=False)
         held: Any = inner | list[inner] | None
-        entry: Any = defstruct("Entry", [("name", str, ""), *keys, *[(key, held, None) for key in self._holders]], gc=False)
+        entry: Any = defstruct("Entry", [("name", str, ""), *keys, *[(key, held, None) for key in holders]], gc=False)
         self._decode_list = json.Decoder(list[entry]).decode
         self._decode_holder = json.Decoder(defstruct("Holder", [("tools", list[entry])])).decode
 
@@ -69,14 +72,15 @@ class ToolReader:
         try:
             entries = decode_json(raw, self._decode_holder).tools if raw[:1] == b"{" else decode_json(raw, self._decode_list)
             for entry in entries[:_MOST_TOOLS]:
-                held = [value for value in [getattr(entry, key) for key in self._holders] if value]
-                named = [] if entry.name and not any(isinstance(value, list) for value in held) else held
-                inside = [each for value in named for each in (value if isinstance(value, list) else [value])]
+                held = list(filter(None, self._get_held(entry)))
+                if entry.name and not any(isinstance(value, list) for value in held):
+                    held = []
                 hint = _read_hint(entry)
-                for each in inside or [entry]:
-                    schema = next((raw for raw in [getattr(each, key) for key in self._schemas] if raw), ABSENT)
-                    own = _read_hint(each)
-                    tools[each.name or OTHERS] = DeclaredTool(schema, hint if own is None else own)
+                for value in held or [entry]:
+                    for each in value if isinstance(value, list) else [value]:
+                        schema = next(filter(None, self._get_schemas(each)), ABSENT)
+                        own = hint if each is entry else _read_hint(each)
+                        tools[each.name or OTHERS] = DeclaredTool(schema, hint if own is None else own)
             if len(entries) > _MOST_TOOLS:
                 tools[OTHERS] = DeclaredTool(ABSENT, None)
         except ValidationError:
@@ -85,8 +89,10 @@ class ToolReader:
 
 def _read_hint(tool: Any) -> bool | None:  # noqa: ANN401  # made at run time
     """The hint in a tool's annotations."""
+    if not tool.annotations:
+        return None
     try:
-        hint: bool | None = decode_json(tool.annotations, _decode_hint).readOnlyHint if tool.annotations else None
+        hint: bool | None = decode_json(tool.annotations, _decode_hint).readOnlyHint
     except ValidationError:
         return None
     return hint
