@@ -16,7 +16,7 @@ OTHERS: Final = ""
 
 _LONGEST_LIST: Final = 262_144
 _MOST_OBJECTS: Final = 5_000
-"""Longest list that is read, in bytes, and the objects in it; reading it takes a millisecond at most."""
+"""Longest list that is read, in bytes, and the objects in it; reading it takes about a millisecond at most."""
 
 _MOST_TOOLS: Final = 500
 _READ_ONLY: Final = b"readOnlyHint"

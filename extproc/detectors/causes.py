@@ -1,7 +1,7 @@
 """Why an agent is stuck, as far as its request shows: what a note for the model can name.
 
 The newest turn decides: what it called, which tools the request declares, and what came back. If the request contradicts
-itself, or declares too much, no cause is named: finding one takes a millisecond at most.
+itself, or declares too much, no cause is named: finding one takes about a millisecond at most.
 """
 # interpreted: looks at requests that get a note
 
