@@ -34,7 +34,7 @@ _STRUCTURE: Final = b'"[]{}'
 _OTHERS: Final = bytes([byte for byte in range(256) if byte not in _STRUCTURE])
 
 _FEW_ESCAPES: Final = 1_024
-"""Up to so many, each is found and removed by itself, in a third of the time that a search for each kind takes."""
+"""Up to this number, each is found and removed by itself, which takes a third of the time of a search for each kind."""
 
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _START: Final = re.compile(rb"[ \t\r\n]*\{")

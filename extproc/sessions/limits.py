@@ -471,7 +471,7 @@ class SessionGuard:
         if narrowing.every:
             subject = SessionSubject(MAX_TOOL_CALLS, standing.tool_calls, limits.tool_calls + grants[1])
         else:
-            tool = min(narrowing.tools or narrowing.scarce)
+            tool = min(narrowing.tools)
             allowed = dict(limits.tools).get(digest_tool(tool), 0)
             used = {digest: count for digest, _, count in standing.tools}.get(digest_tool(tool), 0)
             subject = SessionSubject(PER_TOOL, used, allowed, tool, ask_for=write_grant(session, tenant, tool, 1))

@@ -24,9 +24,9 @@ _TEXT: Final = """# Clients
 
 `make test-clients` runs these clients through Envoy and Loopguard with the preset `agents`, against a model that repeats one
 call. The columns `noted`, `landed` and `refused` say at which identical turn that happened. Each client also runs against a
-model that does what the note says, and against one that takes 20 different steps. For `compaction`, the model says after two
-steps that the context is full: of the clients that then ask for a summary, those that show no older turns are counted anew. `-`
-stands for what was not played: most have no sub-agents, or do not compact their history within a task. Generated on {date}.
+model that does what the note says, and against one that takes 20 different steps. For `compaction`, the model reports a full
+context after two steps, and the client asks for a summary. If it then shows no older turns, counting starts again. `-` stands
+for what was not played: most have no sub-agents, or do not compact their history within a task. Generated on {date}.
 
 {table}
 {notes}"""

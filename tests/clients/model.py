@@ -246,7 +246,7 @@ def _write_events(events: Iterator[Event]) -> bytes:
 
 
 def _count(whole: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The same answer, to a prompt of so many tokens."""
+    """The same answer, to a prompt of this number of tokens."""
     for key in ("usage", "usageMetadata"):
         for name in whole.get(key, ()) if tokens else ():
             if any(word in name.lower() for word in ("prompt", "input", "total")) and isinstance(whole[key][name], int):

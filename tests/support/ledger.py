@@ -42,7 +42,7 @@ def digest(name: str) -> bytes:
 
 
 def make_record(number: int, tool: str = "read", arguments: str = "a", since: int = 1) -> bytes:
-    """A tool call by the number of its id, eight of which are a turn's, so many steps after the one before it."""
+    """A tool call by the number of its id, eight of which are a turn's; `since`: steps since the call before it."""
     return (number + 8).to_bytes(6) + digest(tool) + digest(tool[:2] + arguments) + bytes((since,))
 
 

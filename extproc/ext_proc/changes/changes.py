@@ -108,9 +108,10 @@ class Changes:
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             why = self._find_reason(error)
             self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
-            if why in _NOTHING_DONE or (not strict and why != AMBIGUOUS):
+            emptied = strict or [session for session, narrowing in narrowed if narrowing.tools and why == AMBIGUOUS]
+            if why in _NOTHING_DONE or not emptied:
                 return decision, UNCHANGED  # if the model calls such a tool, the next request is refused
-            return decision.refuse_instead((strict or [narrowed[0][0]])[0].refuse_unnarrowed()), UNCHANGED
+            return decision.refuse_instead(emptied[0].refuse_unnarrowed()), UNCHANGED
         return decision, UNCHANGED if body == original.content else Changed([body], (NARROWED,))
 
     def _steer(

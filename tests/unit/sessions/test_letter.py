@@ -18,7 +18,7 @@ from extproc.ext_proc.service import Service
 from extproc.operator.events import SessionEvents
 from extproc.operator.overrides import parse_order, read_override, write_override
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from tests.support.service import make_service
+from tests.support.service import make_service, sample
 from tests.support.session_limits import ask, limited, status, told, turns
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
@@ -189,6 +189,17 @@ def test_one_answer_is_held_to_one_call_as_anthropic_has_it() -> None:
     changed = read_changed(ask(service, json.dumps(sent).encode()))
 
     assert changed == {**sent, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+
+
+def test_while_calls_are_left_a_body_that_can_be_read_in_two_ways_goes_on() -> None:
+    """4, ours: nothing has to be taken from it, so the session goes on; a metric tells that the answer is not held to one call."""
+    service = make_service(limited(max_calls_per_tool={"scan": 2}))
+    twice = show([], "scan").replace(b'"name": "scan"', b'"name": "scan", "name": "run"')
+
+    answer = ask(service, twice)
+
+    assert (status(answer), read_changed(answer)) == (200, {})
+    assert sample(service, "unnarrowed_total", policy="agents", reason="ambiguous_body") == 1
 
 
 def test_a_batch_of_equal_calls_beside_others_is_a_loop() -> None:
