@@ -47,6 +47,7 @@ TOOL_WORDS: Final = ToolWords(*[reduce(or_, words) for words in zip(*[api.tool_w
 _TOOLS: Final = ToolReader(TOOL_WORDS)
 read_tools: Final = _TOOLS.read
 find_hints: Final = _TOOLS.find_hints
+may_declare: Final = _TOOLS.may_declare
 TOOL_LISTS: Final[dict[str, list[ToolList]]] = {}
 """Lists of tools by the key of the conversation beside which they are declared."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -9,6 +11,7 @@ from msgspec import Raw, ValidationError, defstruct, json
 
 from extproc.apis.api import ToolWords
 from extproc.apis.conversation import TOOL_KEYS, Conversation
+from extproc.bounded import Memo
 from extproc.request.document import ABSENT, decode_json
 
 OTHERS: Final = ""
@@ -23,6 +26,11 @@ _READ_ONLY: Final = b"readOnlyHint"
 """MCP's hint that a tool changes nothing, which some clients pass on."""
 
 _decode_hint: Final = json.Decoder(defstruct("Annotations", [("readOnlyHint", bool | None, None)], gc=False)).decode
+
+
+_MOST_SPELLED: Final = 256
+_NOT_PLAIN: Final = re.compile(rb"[^ !#-\[\]-~]")
+"""What JSON may spell in several ways."""
 
 
 class DeclaredTool(NamedTuple):
@@ -49,6 +57,8 @@ class ToolReader:
         inner: Any = defstruct("Inner", [("name", str, ""), *keys], gc=False)
         held: Any = inner | list[inner] | None
         entry: Any = defstruct("Entry", [("name", str, ""), *keys, *[(key, held, None) for key in holders]], gc=False)
+        self._called = words.called
+        self._spelled: Memo[str, list[bytes]] = Memo(_MOST_SPELLED)
         self._decode_list = json.Decoder(list[entry]).decode
         self._decode_holder = json.Decoder(defstruct("Holder", [("tools", list[entry])])).decode
 
@@ -67,6 +77,21 @@ class ToolReader:
             if bytes(conversation.find_field(key) or b"").find(_READ_ONLY) >= 0:
                 return {name: tool.reads for name, tool in self.read(conversation).items() if tool.reads is not None}
         return {}
+
+    def may_declare(self, data: bytes, tools: Collection[str]) -> bool:
+        """False if it is certain, without reading the body, that it declares none of these tools by `name` or `type`."""
+        if data.find(b"\\u") >= 0 or data.find(b"\\/") >= 0:
+            return True
+        return any(data.find(spelled) >= 0 for tool in tools for spelled in self._spell(tool))
+
+    def _spell(self, tool: str) -> list[bytes]:
+        """Bytes of which one stands in each declaration of a tool, unless that escapes what need not be escaped."""
+        spelled = self._spelled.get(tool)
+        if spelled is None:
+            names = [tool, *[kind for kind, called in self._called.items() if called == tool]]
+            spelled = [_NOT_PLAIN.split(name.encode("utf-8", "surrogateescape"))[0] for name in names]
+            self._spelled.put(tool, spelled)
+        return spelled
 
     def _read_list(self, raw: bytes, tools: dict[str, DeclaredTool]) -> None:
         try:

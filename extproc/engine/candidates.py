@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
-from extproc.apis import LIST_PATHS
+from extproc.apis import LIST_PATHS, may_declare
 from extproc.apis.excerpt import Excerpt
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
@@ -696,9 +696,16 @@ class SessionCandidate(Candidate):
         if self.session == UNNAMED:
             return self._know(self.limiter.judge_unnamed(self.fingerprint, self.tenant, count))
         if not count.limit and not self.is_allowed:
-            self.narrowing = self.limiter.find_narrowing(count, self._limits, self._grants)
+            self.narrowing = self._find_narrowing(count)
         told = self.fingerprint, self.tenant, count
         return self._know(self.limiter.judge(*told, self.calls, self._grants, self.session))
+
+    def _find_narrowing(self, standing: Standing) -> Narrowing | None:
+        """See `SessionGuard.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""
+        found = self.limiter.find_narrowing(standing, self._limits, self._grants)
+        if found is None or found.removes or self._body is None or self._body.document is None:
+            return found
+        return found if may_declare(bytes(self._body.document), found.scarce) else None
 
     def _know(self, outcome: Outcome) -> Outcome:
         self.subject = outcome.subject

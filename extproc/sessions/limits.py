@@ -220,6 +220,7 @@ class SessionGuard:
     """
 
     __slots__ = (
+        "_begun",
         "_chains",
         "_fewest",
         "_key",
@@ -272,9 +273,7 @@ class SessionGuard:
         self.names = names
         self.limits = compile_limits(limits, session)
         self.unnamed = None if unnamed is None else _compile_unnamed(unnamed, session)
-        self._fewest = min(
-            [limit - BATCH for _, limit in self.limits.tools], default=0
-        )  # with more calls, a tool may be scarce
+        self._fewest = min([limit - BATCH for _, limit in self.limits.tools], default=0)  # with more calls, one may be scarce
         self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions)
         self.needs_answers = limits.needs_answers() or (unnamed is not None and unnamed.needs_answers())
         self.rates = Rates(
@@ -282,6 +281,7 @@ class SessionGuard:
             _read_price(limits.unknown_model) if limits.unknown_model is not None else None,
         )
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
+        self._begun = self._narrow_tools(Standing(), self.limits, every=False)
         self._steer = _compile_notice(limits.escalate.steer)
         self._warn = _compile_notice(limits.escalate.warn)
         self.looks = True
@@ -446,6 +446,12 @@ class SessionGuard:
             return Narrowing(every=True)
         if not limits.tools or (standing.tool_calls <= self._fewest and not every):
             return None
+        if limits is self.limits and not (every or standing.tools):
+            return self._begun
+        return self._narrow_tools(standing, limits, every=every)
+
+    def _narrow_tools(self, standing: Standing, limits: Limits, *, every: bool) -> Narrowing | None:
+        """The same of tools with limits of their own."""
         counts = {digest: count for digest, _, count in standing.tools}
         left = {self._tool_names[digest]: limit - counts.get(digest, 0) for digest, limit in limits.tools}
         used_up = frozenset([tool for tool, calls in left.items() if calls <= 0])

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from functools import lru_cache
 from typing import Final, NamedTuple
 
 from extproc.apis import TOOL_LISTS, TOOL_WORDS, needs_tool
 from extproc.apis.api import Changes, ToolList, ToolsLeft
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import NotCounted
-from extproc.request.encodings import list_encodings
 from extproc.request.http import HttpRequest
 from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value
 from extproc.sessions.history import find_called
@@ -38,7 +36,6 @@ NO_CHOICE: Final = "no_choice"
 
 _LONGEST_KEY: Final = 256
 
-_NOT_PLAIN: Final = re.compile(rb"[^ !#-\[\]-~]")
 _EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
 _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
@@ -63,8 +60,6 @@ def narrow(
     Raises:
         NotEdited: the tools cannot be removed.
     """
-    if without is not None and not without and not _may_offer(request, body, scarce):
-        return bytes(body)
     mark, patch = open_patch(request, body)
     try:
         _Narrowing(patch, without, kept, scarce, request.path).narrow()
@@ -245,21 +240,6 @@ def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
         return ()
     called = _EDITION.sub("", kind)
     return kind, TOOL_WORDS.called.get(called, called)
-
-
-def _may_offer(request: HttpRequest, body: bytes | memoryview, tools: Collection[str]) -> bool:
-    """False if it is certain, without reading the body, that none of these tools is declared where calls can be limited."""
-    if list_encodings(request.headers.get("content-encoding", b"")):
-        return True
-    data = bytes(body)
-    return b"\\u" in data or b"\\/" in data or any(spelled in data for tool in tools for spelled in _spell(tool))
-
-
-@lru_cache(maxsize=256)
-def _spell(tool: str) -> list[bytes]:
-    """Bytes of which one stands in each declaration of a tool, unless it escapes what need not be escaped."""
-    kinds = [kind for kind, called in TOOL_WORDS.called.items() if called == tool]
-    return [_NOT_PLAIN.split(name.encode("utf-8", "surrogateescape"))[0] for name in (tool, *kinds)]
 
 
 class _Narrowing:

@@ -192,7 +192,7 @@ def test_one_answer_is_held_to_one_call_as_anthropic_has_it() -> None:
 
 
 def test_while_calls_are_left_a_body_that_can_be_read_in_two_ways_goes_on() -> None:
-    """4, ours: nothing has to be taken from it, so the session goes on; a metric tells that the answer is not held to one call."""
+    """4, ours: nothing has to be taken from it, so it goes on; a metric tells that its answer is not held to one call."""
     service = make_service(limited(max_calls_per_tool={"scan": 2}))
     twice = show([], "scan").replace(b'"name": "scan"', b'"name": "scan", "name": "run"')
 
