@@ -40,25 +40,25 @@ SAME_STEPS: Final = "same_steps"
 _LONGEST_VALUE: Final = 65_536
 _MOST_CONTAINERS: Final = 1_500
 _MOST_VALUES: Final = 4_000
-"""Longest schema, and arguments, that are read, in bytes; most objects and lists in them, and most commas."""
+"""Maximum length of a schema or arguments, in bytes, and maximum number of objects and lists in them, and of commas."""
 
 _MOST_FRACTIONS: Final = 200
-"""Most numbers with a fraction in all that is read."""
+"""Maximum number of numbers with a fraction in everything that is read."""
 
 _LONGEST_PATH: Final = 128
 _MOST_NAMED: Final = 3
-"""Most similar tools to name."""
+"""Maximum number of similar tools to name."""
 
 _MOST_JOINED: Final = 8
 _IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
 _MOST_COMPARED: Final = 128
 _MOST_PAIRS: Final = 2_560
-"""Most names of tools or arguments that are compared with one that does not exist, and most pairs of letters."""
+"""Maximum number of names to compare with an unknown one, and of comparisons of their pairs of letters."""
 
 _MOST_STEPS: Final = 10
 _LONGEST_QUOTE: Final = 200
-"""Characters of a result."""
+"""Maximum length of a quotation, in characters."""
 
 _NEAR: Final = 0.4
 """Least share of pairs of letters that the names of similar tools have in common (Dice's coefficient)."""
@@ -95,7 +95,7 @@ def find_cause(document: Document, repeat: Repeat | None, newer: int = 0) -> Cau
     Args:
         document: the request's body.
         repeat: the loop, as its history shows it; None if requests are counted.
-        newer: turns since then.
+        newer: number of turns since then.
     """
     if repeat is None:
         return None
