@@ -1,6 +1,6 @@
 """Why an agent is stuck, as far as its request shows: what a note for the model can name.
 
-The newest turn decides: what it called, which tools the request declares, and what came back. If the request contradicts
+The newest turn decides: its calls, the tools that the request declares, and the results. If the request contradicts
 itself, or declares too much, no cause is named: finding one takes about a millisecond at most.
 """
 # interpreted: looks at requests that get a note
@@ -61,7 +61,7 @@ _LONGEST_QUOTE: Final = 200
 """Maximum length of a quotation, in characters."""
 
 _NEAR: Final = 0.4
-"""Least share of pairs of letters that the names of similar tools have in common (Dice's coefficient)."""
+"""Minimum share of pairs of letters that the names of similar tools have in common (Dice's coefficient)."""
 
 _EQUAL: Final = frozenset({REPEAT, RESULT, ERROR, ""})
 """Rules by which all results are equal."""
@@ -135,7 +135,7 @@ def _quote_failure(turn: Turn, repeat: Repeat) -> Cause:
 
 
 def _explain_cycle(conversation: Conversation, steps: list[Turn], repeat: Repeat) -> Cause | None:
-    """What fails in each round, or else the steps; the newest is the first of these."""
+    """What fails in each round, or else the steps; `steps` are newest first."""
     for turn in steps:
         if turn.failed:
             said = _quote_line(turn.result, failed=True)
@@ -180,7 +180,7 @@ def _quote_line(result: str, *, failed: bool) -> str:
 
 
 def _list_names(names: Sequence[str], word: str = "and") -> str:
-    """Names as in a sentence; of many, the first ones."""
+    """Names as in a sentence; if there are many, only the first ones."""
     quoted = [quote(name) for name in names[:_MOST_JOINED]]
     if len(names) > _MOST_JOINED:
         quoted.append(f"{len(names) - _MOST_JOINED} more")
@@ -288,7 +288,7 @@ def _quote_path(path: str) -> str:
 
 
 def _open_schema(raw: Raw) -> dict[str, Json]:
-    """The schema of a tool's arguments, which may be one level below; empty if it is too long, or none."""
+    """The schema of a tool's arguments, which may be wrapped; empty if there is none, or it is too long."""
     if raw is ABSENT or _is_large(raw):
         return {}
     value = decode_json(raw)
