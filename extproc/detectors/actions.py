@@ -2,7 +2,7 @@
 
 Agents without tool calls write their action as text. The search order is: the last fenced code block, JSON objects with an
 action or a tool, then XML-like tags or a ReAct line, whichever is last. A text that is JSON as a whole, or a tag around the
-code block, comes first, because such code is only part of it.
+code block, comes first, because the block is only part of it.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Similarity:
     def __init__(self, keys: SimilarityKeys) -> None:
         """Compile the keys of an enabled entry."""
 
-    def read_headers(self, headers: Mapping[str, bytes]) -> Any:  # noqa: ANN401, ARG002  # others read them
+    def read_headers(self, headers: Mapping[str, bytes]) -> Any:  # noqa: ANN401, ARG002  # subclasses read them
         """What the headers of a request say about its body, for `contradicts`; None if nothing.
 
         Raises:
@@ -76,11 +76,11 @@ class Similarity:
         """
         return None
 
-    def contradicts(self, claim: Any, document: Document) -> bool:  # noqa: ANN401, ARG002  # others read headers
+    def contradicts(self, claim: Any, document: Document) -> bool:  # noqa: ANN401, ARG002  # subclasses read them
         """Whether a body differs from what the headers say."""
         return False
 
-    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002  # others look into it
+    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002  # subclasses read it
         """Read a body.
 
         Returns:
@@ -96,7 +96,7 @@ class Similarity:
         self,
         document: Document,
         *,
-        named: bool = True,  # noqa: ARG002  # others have no use for a name
+        named: bool = True,  # noqa: ARG002  # only some subclasses need it
     ) -> tuple[bytes | None, Repeat | None, Memory | None]:
         """Like `compare`, for a request of a known caller; also returns what is kept of it, None for nothing.
 
@@ -109,7 +109,7 @@ class Similarity:
         """
         return *self.compare(document), None
 
-    def find_subject(self, document: Document) -> Subject:  # noqa: ARG002  # others look into it
+    def find_subject(self, document: Document) -> Subject:  # noqa: ARG002  # subclasses read it
         """The subject of a body, which writes the messages; the similarity itself if these do not depend on the body.
 
         Raises:
@@ -127,15 +127,15 @@ class Similarity:
         """See `Subject`."""
         return ()
 
-    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # others have shapes
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # subclasses have formats
         """See `Subject`."""
         return None
 
-    def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002  # others look at results
+    def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002  # subclasses read it
         """The failure that a loop repeats, to recognize the same incident in other sessions; None if no tool is to blame."""
         return None
 
-    def show(self, document: Document) -> list[str]:  # noqa: ARG002  # others look into it
+    def show(self, document: Document) -> list[str]:  # noqa: ARG002  # subclasses read it
         """What is compared, as lines for people.
 
         Raises:
@@ -153,7 +153,7 @@ class Similarity:
         """
         return compared[:most].translate(_SEPARATORS).decode("utf-8", "replace")
 
-    def describe(self, repeat: Repeat | None) -> str:  # noqa: ARG002  # others have something to say
+    def describe(self, repeat: Repeat | None) -> str:  # noqa: ARG002  # subclasses describe it
         """What the request itself shows of a loop, in a few words for people."""
         return ""
 
@@ -176,7 +176,7 @@ class Similarity:
         return f"this identical request {place}"
 
     @staticmethod
-    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ARG004  # others have rules
+    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ARG004  # subclasses have rules
         """Errors in how a raw loop_detection entry combines keys: the place of each, and what would be right."""
         yield from ()
 

@@ -45,7 +45,7 @@ class Escalation(JsonObject):
 
 
 class LoopKeys(JsonObject):
-    """Keys of all similarities.
+    """Keys that all similarities share.
 
     Attributes:
         threshold_identical_requests: number of the first identical request (turn, call) to act on, at least 2; required, except
@@ -145,7 +145,7 @@ class ToolCallsKeys(HistoryKeys):
 
 
 class TurnsKeys(HistoryKeys):
-    """Of `turns`.
+    """Keys of `turns`.
 
     Attributes:
         weak_threshold: with `turns`: until a weak loop (talk, or short results without errors) has repeated this often, it gets
@@ -167,7 +167,7 @@ class TurnsKeys(HistoryKeys):
 
 
 class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys):
-    """The keys of all similarities.
+    """All keys of any similarity.
 
     Attributes:
         similarity: what makes requests identical.

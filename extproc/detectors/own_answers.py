@@ -28,7 +28,7 @@ _SAID_WITHIN: Final = 2_000
 _ERROR: Final = re.compile(
     r"\W{0,8}(?:\w{1,16} ){0,2}\w{0,16}(?:error|exception)(?::| (?:in|while|when|parsing|occurred)\b)", re.IGNORECASE
 )
-"""How programs begin a complaint. The words for errors in results would be too many here: people also say `try again`."""
+"""How programs begin a complaint. The patterns for errors in results would find too much: people also say `try again`."""
 
 
 def leave_out_answers(data: bytes, answers: frozenset[bytes]) -> bytes:
