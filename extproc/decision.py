@@ -88,7 +88,7 @@ class Repeat(NamedTuple):
     Attributes:
         tools: the tool, or the tools of a cycle in the order in which they are called.
         count: number of equal calls, or of rounds of the cycle.
-        calls: number of calls among which these were counted.
+        calls: number of calls looked at.
         threshold: the count from which on it is a loop.
         results: the results were compared, too, and are equal.
         reason: the operator's words about it; empty if there are none.
@@ -211,7 +211,7 @@ class Outcome:
         fingerprint: 8 hex digits.
         tenant: 16 hex digits.
         count: identical requests, including this one.
-        span_ms: time from the first of these requests to this one, in milliseconds.
+        span_ms: time since the first of these, in milliseconds.
         window_seconds: the policy's window.
         delay_ms: how long to hold the request; 0 unless throttled.
         retry_after: seconds until a repeat makes sense; None if unknown.

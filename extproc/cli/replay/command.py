@@ -21,7 +21,7 @@ from extproc.policy.loader import PolicySet
 _REORDER_SECONDS = 5.0
 _MAX_ENTRIES = 1_000_000
 _STEP = 1_000
-"""Number of requests after which the progress bar is updated."""
+"""The progress bar moves after this many requests."""
 
 Watched = TypeVar("Watched")
 COUNT = make_type(parse_integer(1))

@@ -55,7 +55,7 @@ class Top(Generic[Key, Item]):
 
 
 class Timeline:
-    """Counts of several series over time, in `buckets` numbered from 1970 on; the longer the time, the wider the buckets."""
+    """Counts of several series over time, in `buckets` numbered from 1970 on, which widen as time goes by."""
 
     __slots__ = ("_series", "buckets", "width_ms")
 

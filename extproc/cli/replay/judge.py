@@ -32,7 +32,7 @@ class Replayed:
 
     @property
     def evictions(self) -> int:
-        """The number of live fingerprints that were dropped for lack of room, which makes some counts too low."""
+        """The number of live fingerprints dropped for lack of room, which makes some counts too low."""
         return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
 
     def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:

@@ -29,7 +29,7 @@ MAX_LINE = 32 * 2**20
 _MAX_HELD = 50_000
 _MAX_HELD_BYTES = 64 * 2**20
 _OBJECT_BYTES = 1_000
-"""Memory that a request takes in addition to its line, in bytes."""
+"""Memory of a request beside its line, in bytes."""
 
 _GAP_MS = 3_600_000
 _PLACES = 5
@@ -65,7 +65,7 @@ class LogPlace(NamedTuple):
 
 @dataclass
 class Problem:
-    """One kind of problem: its number, its first places, and the reason in one example."""
+    """One kind of problem: count, first places, and an example's reason."""
 
     count: int = 0
     places: list[LogPlace] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Problems:
 
     @property
     def harmful(self) -> bool:
-        """Whether there were problems that are not normal in a log."""
+        """Whether any problem is not normal in a log."""
         return not self.by_kind.keys() <= HARMLESS
 
 
@@ -162,7 +162,7 @@ class Logs:
     Attributes:
         size: size of all logs, in bytes; None if standard input is one of them.
         first: time of the earliest request, in milliseconds since 1970; None until there is one.
-        last: time of the request that was read last, in the same way.
+        last: time of the request read last.
     """
 
     def __init__(self, names: Sequence[str], reorder_seconds: float, stack: ExitStack) -> None:
@@ -225,7 +225,7 @@ class Logs:
                 heappop(fronts)
                 continue
             place, recorded, size = found
-            # A log that goes back further than allowed had its clock set back: continue from the earlier time.
+            # A log that goes back further than allowed had its clock set back, so follow it.
             newest = max(newest, recorded.time) if recorded.time >= newest - self._reorder_ms else recorded.time
             heapreplace(fronts, (newest, number))
             read += 1

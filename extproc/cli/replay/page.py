@@ -17,7 +17,7 @@ SPARK_WIDTH = 260
 SPARK_HEIGHT = 26
 
 _ORDER = [*range(2, len(SERIES) + 1), 1]
-"""The columns of a timeline's points, from the bottom of a bar upwards: requests acted on, then those that passed."""
+"""The columns of a timeline's points, from the bottom of a bar upwards: acted on, then passed."""
 
 _ACTED = _ORDER[:-1]
 _NARROWEST = 1.5

@@ -12,7 +12,7 @@ from rich.text import Text
 from extproc.operator.after_notes import write_after
 
 _WIDE = 200
-"""Width if the output is not a terminal, in columns; tables take as much as they need."""
+"""Columns if the output is not a terminal; tables take what they need."""
 
 _COUNTS = ("requests", "loops", "refused", "landed", "throttled", "steered", "warned")
 
