@@ -74,7 +74,7 @@ class NoteFollower:
         self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(_MOST_FOLLOWED)
 
     def follow(self, evaluation: Evaluation, decision: Decision) -> list[AfterNote]:
-        """The changes that a decided request shows."""
+        """Changes that a decided request shows."""
         found = [self._follow(evaluation, outcome) for outcome in decision.trace if may_follow(outcome)]
         return [change for change in found if change is not None]
 
@@ -143,7 +143,7 @@ def may_follow(outcome: Outcome) -> bool:
 
 
 def find_change(now: Action, before: Action, earlier: Action) -> str:
-    """What has changed, judging by the actions due for a request and the two before it; empty for nothing."""
+    """What has changed, by the actions due for a request and the two before it; empty for nothing."""
     if before not in _NOTED:
         return BEGUN if now in _NOTED and before not in _ENDING else ""
     if now in _ENDING:

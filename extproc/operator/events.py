@@ -332,7 +332,7 @@ def _rank(loop: Loop) -> int:
 
 
 class IncidentEvents:
-    """Sends events about tools that fail for many. It only looks at the table, so requests are unaffected."""
+    """Sends events about tools that fail for many; see `LoopEvents`."""
 
     def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None]) -> None:
         self._emit = emit
@@ -358,7 +358,7 @@ class IncidentEvents:
 
 
 class SessionEvents:
-    """Sends events about sessions that reach a limit or are killed. It only looks at the table, so requests are unaffected."""
+    """Sends events about sessions that reach a limit or are killed; see `LoopEvents`."""
 
     def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
         self._emit = emit

@@ -52,7 +52,7 @@ class IncidentRow(msgspec.Struct, array_like=True):
         return Sketch(self.callers, SKETCHED).count()
 
     def count_sessions(self) -> int:
-        """The number of sessions, counted like callers."""
+        """See `count_callers`."""
         return Sketch(self.sessions, SKETCHED).count()
 
 

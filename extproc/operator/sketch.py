@@ -51,11 +51,11 @@ class Sketch:
 
     @property
     def exact(self) -> bool:
-        """Whether all hashes were kept, so that the count is exact."""
+        """Whether all hashes were kept."""
         return len(self._kept) < self._size
 
     def count(self) -> int:
-        """The number of different hashes, estimated if it is not exact."""
+        """The number of different hashes, or an estimate."""
         if self.exact:
             return len(self._kept)
         return round((self._size - 1) / ((int(self._bound, 16) + 1) / _SPREAD))

@@ -261,7 +261,7 @@ def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: 
 
 
 def _hash_session(tenant: str, session: str) -> str:
-    """A hash, 16 hex digits, of a session and its tenant, because other tenants may use the same name."""
+    """16 hex digits for a tenant's session; other tenants may use the same name."""
     return blake2b(f"{tenant}{session}".encode(), digest_size=_DIGEST).hexdigest()
 
 
