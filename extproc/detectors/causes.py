@@ -40,10 +40,10 @@ SAME_STEPS: Final = "same_steps"
 _LONGEST_VALUE: Final = 65_536
 _MOST_CONTAINERS: Final = 1_500
 _MOST_VALUES: Final = 4_000
-"""Maximum length of a schema or arguments, in bytes, and maximum number of objects and lists in them, and of commas."""
+"""Maximum bytes of a schema or of arguments, and maximum objects and lists, and commas, in them."""
 
 _MOST_FRACTIONS: Final = 200
-"""Maximum number of numbers with a fraction in everything that is read."""
+"""Maximum count of numbers with a fraction in all that is read."""
 
 _LONGEST_PATH: Final = 128
 _MOST_NAMED: Final = 3
