@@ -20,10 +20,10 @@ _FOLDED: Final = bytes.maketrans(
 )
 
 _NUMBERS_WITHIN: Final = 3_000
-"""Length of the start of a result that loses its numbers, in characters; failures are reported early."""
+"""First characters of a result, which lose their numbers; failures are reported early."""
 
 _OPENING: Final = 96
-"""Length of the start of results that must be equal without digits, in characters: a fast check that tells most apart."""
+"""First characters of results, which must be equal without digits: a fast check that tells most apart."""
 
 _NO_DIGITS: Final = str.maketrans("", "", "0123456789")
 

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 _SAID_WITHIN: Final = 600
-"""Length of the start of a text in which to look for a complaint, in characters."""
+"""Characters of a text in which to look for a complaint."""
 
 _STEMS: Final = (" not ", "n't", " no ", "wrong", "bad ", "malformed", "improper", "expected", "found 0", "lack", "without")
 """Every complaint contains one of these."""

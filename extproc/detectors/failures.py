@@ -28,10 +28,10 @@ MISSING: Final = "missing"
 """Something was not found, which is often a valid answer. A tool or command that is not found is FATAL."""
 
 SAID_WITHIN = 3_000
-"""Length of the start of a result that is read, in characters; failures are reported early."""
+"""First characters of a result, which are read; failures are reported early."""
 
 _LONGEST_LINE = 400
-"""Maximum length of a line or message that is read, in characters."""
+"""Characters of a line or message that are read."""
 
 _RARE = "*qxjkvbpygfwm'"
 """Characters that are rare in results, the rarest first."""

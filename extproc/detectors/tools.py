@@ -24,7 +24,7 @@ _CHANGING: Final = frozenset(
      "alter")
 )  # fmt: skip  # one list
 _OWN: Final = frozenset({"todo", "todos", "think", "thought", "plan", "note", "notes", "memory"})
-"""Words for an agent's own notes: writing these changes nothing that its tools read."""
+"""Words for an agent's own notes, which its tools do not read."""
 
 _NAME_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _MOST_ROLES: Final = 1_024
@@ -115,7 +115,7 @@ def _read_role(name: str) -> int:
 
 
 def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-    """The places where `tools` of a raw loop_detection entry set `window_calls`, each with a message that it is not allowed."""
+    """Find `window_calls` in `tools` of a raw loop_detection entry: the place of each, and why it is wrong."""
     tools = loop.get("tools")
     for name, tool in tools.items() if isinstance(tools, dict) else ():
         if isinstance(tool, dict) and tool.get("window_calls") is not None:
