@@ -53,7 +53,7 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "descriptor_too_long": (400, "a value that identifies its caller is too long"),
     "target_too_long": (400, "its path and query are too long"),
 }
-"""Reasons for uncounted requests that a client can cause, each with status and words for a policy that forbids these."""
+"""Reasons for uncounted requests that clients can cause, with status and words for policies that forbid them."""
 
 
 STRONG: Final = "strong"

@@ -38,7 +38,7 @@ _RARE = "*qxjkvbpygfwm'"
 
 
 def _look_for(*words: str) -> list[re.Pattern[str]]:
-    """Patterns for words, each starting with a rare letter of the words: the engine finds single characters fastest."""
+    """Patterns for words, each starting with a rare letter: the engine finds single characters fastest."""
     parts: dict[str, list[str]] = {}
     for word in words:
         letter = ([rare for rare in _RARE if rare in word] or [word[0]])[0]

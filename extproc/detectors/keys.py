@@ -1,4 +1,4 @@
-"""Keys of loop_detection entries: those that all similarities share, and those of each."""
+"""Keys of loop_detection entries: those of all similarities, and of each."""
 # interpreted: pydantic makes models from annotations, which compiled classes do not keep
 
 from __future__ import annotations

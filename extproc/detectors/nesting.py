@@ -12,7 +12,7 @@ _SHORTEST: Final = 12
 
 _LEAST: Final = 3
 _MOST: Final = 32
-"""Minimum and maximum number of repetitions; more are padding that makes a prompt long on purpose."""
+"""Minimum and maximum number of repetitions; more are deliberate padding."""
 
 _TRIES: Final = 64
 

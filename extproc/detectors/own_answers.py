@@ -20,7 +20,7 @@ from extproc.request.notes import quotes_answer, read_around
 from extproc.request.patch import Patch, Value
 
 _MOST_AROUND: Final = 16
-"""Maximum number of characters that an agent's program adds to an answer, such as the closing tag of a code block."""
+"""Maximum characters that an agent's program adds to an answer, such as the closing tag of a code block."""
 
 _SAID_WITHIN: Final = 2_000
 """Length of the start of a reply that is compared, in characters."""

@@ -28,7 +28,7 @@ _NEXT_MESSAGE: Final = b"\xfe"
 
 
 class Tail(Similarity):
-    """Compares the last messages of conversations, as many as a detector's `tail_messages`."""
+    """Compares the last `tail_messages` messages of conversations."""
 
     keys: ClassVar[type[JsonObject]] = TailKeys
     looks: ClassVar[bool] = True

@@ -69,7 +69,7 @@ class ToolLimits:
         self._patterns = [(name.split("*"), limit) for name, limit in self._tools.items() if "*" in name]
 
     def of(self, names: Sequence[str]) -> Limit:
-        """The limit of tools that are used at once: the highest threshold; if one of them is exempt, all are."""
+        """The limit of tools used at once: the highest threshold; if one of them is exempt, all are."""
         if not self._tools or not names:
             return self.default
         if len(names) == 1:

@@ -366,7 +366,7 @@ class SessionEvents:
         self._told: dict[RunName, tuple[str, str]] = {}
 
     def look(self, runs: Sequence[Run]) -> None:
-        """Send events about changes since the last look: one for each limit that a session reaches, and for what kills it."""
+        """Send events about changes since the last look: each limit that a session reaches, and what kills it."""
         told: dict[RunName, tuple[str, str]] = {}
         for run in runs:
             known_limit, known_killer = self._told.get(run.name, ("", ""))

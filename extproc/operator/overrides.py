@@ -262,7 +262,7 @@ def _hash_values(values: Mapping[str, str], plans: Iterable[Plan], key: HashKey)
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
-    """The errors for fields that this kind of order cannot have, or that are missing."""
+    """Errors for fields that this kind of order cannot have, or lacks."""
     if kind == RELEASE and "seconds" in given:
         yield "a release takes no seconds: it lasts until everything counted before it has expired"
     if kind in (KILL, GRANT):

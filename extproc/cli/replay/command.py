@@ -52,7 +52,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
-    """An engine with the policies that act; prints warnings to stderr. Raises UsageError if no policy acts."""
+    """An engine with the policies that act; prints warnings to stderr. Raises UsageError if none acts."""
     for warning in [*policies.warnings, *policies.unenforced]:
         print(escape_controls(f"warning: {warning}"), file=sys.stderr)
     engine = Engine(policies, datetime.now(UTC), shadow=shadow)

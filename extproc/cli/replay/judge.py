@@ -76,7 +76,7 @@ class Judge(Replayed):
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:
             return self._engine.find_switch(request, time / 1000) is not None
-        except NotCounted:  # the switch reads a value that was not recorded; but killed requests are never recorded
+        except NotCounted:  # the switch needs an unrecorded value; killed requests are never recorded
             return False
 
     def _count(self, group: CandidateGroup) -> Counts:

@@ -223,7 +223,7 @@ def summarize(setting: Setting) -> dict[str, Any]:
 
 
 def count_conversations(judged: Sequence[Judged]) -> dict[str, int]:
-    """The number of conversations by label, and their requests and bytes."""
+    """Counts of conversations by label, of requests and of bytes."""
     return {
         "conversations": len(judged),
         "requests": sum(len(each.sizes) for each in judged),
@@ -275,7 +275,7 @@ def list_kinds(settings: Iterable[Setting]) -> Iterator[tuple[str, str, int, lis
 
 
 def read_values(text: str) -> list[Any]:
-    """The values of a flag: a JSON list, or values separated by commas, each of which is JSON or else a text."""
+    """The values of a flag: a JSON list, or values separated by commas, each JSON or else a text."""
     if text.startswith("["):
         try:
             values = msgspec.json.decode(text.encode())

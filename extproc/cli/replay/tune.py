@@ -50,7 +50,7 @@ class _Cell:
 
 
 class Sweep(Replayed):
-    """Counts one detector's requests for all pairs; `uncounted` is the number of its policy's requests that it cannot count."""
+    """Counts one detector's requests for all pairs; `uncounted` is the number of those of its policy that it cannot count."""
 
     def __init__(  # noqa: PLR0913  # what is tried, and with what
         self,

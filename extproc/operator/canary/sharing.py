@@ -44,7 +44,7 @@ class Sharing:
             await self.publish()
 
     async def publish(self) -> None:
-        """Publish changes; if the store is unavailable, that is logged once, and the next time tries again."""
+        """Publish changes; if the store is unavailable, log that once, and try again the next time."""
         try:
             for pair in self._pairs.list_pairs():
                 await self._publish_pair(pair)
