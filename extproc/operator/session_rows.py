@@ -118,7 +118,7 @@ class SessionDocument(msgspec.Struct, array_like=True):
     left_out: int = 0
 
     def pack(self) -> bytes:
-        """Pack as much as fits on a board: the oldest sessions lose first their calls, then their rows."""
+        """As much as fits on a board: the oldest sessions lose their calls first, then their rows."""
         rows = self.rows
         bare = [msgspec.structs.replace(row, calls=[]) for row in rows]
 

@@ -110,7 +110,7 @@ class SessionTable(Table[Run, SessionDocument]):
         call: bytes,
         now: float,
     ) -> Run:
-        """Note a session's request; `name` has the fields of `RunName`, `standing` answers its step, which is named `call`."""
+        """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name."""
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
@@ -142,10 +142,10 @@ class SessionTable(Table[Run, SessionDocument]):
         *,
         refused: bool = False,
     ) -> None:
-        """Note the outcome of a request, which another replica may have let through; arguments are as for `note`.
+        """What became of a request, which another replica may have let through; the names are those of `note`.
 
-        `standing` answers the settlement; `status` is that of the response, 0 if there was none; `usage` is its tokens, None if
-        unknown; `refused` means that another of our guards refused the request.
+        `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
+        where they are unknown; `refused` says that another guard of ours has refused it.
         """
         run = self._get_or_begin(name, standing, now)
         found = run.find_call(call) or run.add_call(call, model, "", now)
