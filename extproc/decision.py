@@ -1,4 +1,4 @@
-"""The answer to one request: what each detector made of it, and what all of them together say."""
+"""The answer to one request: the outcome of each detector, and the decision of all together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTED: Final = frozenset({Action.STEER, Action.LAND})
 
 
 class Reason(str, Enum):
-    """Why, as it stands in `X-Fairvisor-Reason` and in the dynamic metadata."""
+    """Why a request was acted on, as in `X-Fairvisor-Reason` and in the dynamic metadata."""
 
     LOOP_DETECTED = "loop_detected"
     STORE_UNAVAILABLE = "store_unavailable"
@@ -53,16 +53,16 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "descriptor_too_long": (400, "a value that identifies its caller is too long"),
     "target_too_long": (400, "its path and query are too long"),
 }
-"""Why a request may not be counted that a client has in hand, with the status and the words where a policy forbids that."""
+"""Reasons for uncounted requests that clients can cause, with status and words for policies that forbid them."""
 
 
 STRONG: Final = "strong"
 WEAK: Final = "weak"
-"""How good the evidence for a loop is: stuck agents repeat errors and long results, honest work short answers and talk."""
+"""Strength of the evidence for a loop: stuck agents repeat errors and long results, legitimate work short answers and talk."""
 
 
 class ToolFailure(NamedTuple):
-    """How a tool fails: a digest of what it says."""
+    """How a tool fails: its name, and a digest of its result."""
 
     tool: str
     digest: str
@@ -87,12 +87,12 @@ class Repeat(NamedTuple):
 
     Attributes:
         tools: the tool, or the tools of a cycle in the order in which they are called.
-        count: how often it was called, or how often the cycle came round.
-        calls: among how many calls.
-        threshold: how often is too often.
+        count: number of equal calls, or of rounds of the cycle.
+        calls: number of calls looked at.
+        threshold: the count from which on it is a loop.
         results: the results were compared, too, and are equal.
-        reason: the operator's words about it, empty when there are none.
-        rule: which of the similarity's rules holds, where it has several.
+        reason: the operator's words about it; empty if there are none.
+        rule: the similarity's rule that applies, if it has several.
         step: index of the detector's threshold that applies, the lowest being 0.
         strength: STRONG or WEAK; empty if unknown.
         held: it is weak, and has not repeated often enough for more than the mildest action.
@@ -117,12 +117,12 @@ class Repeat(NamedTuple):
 
     @property
     def looping(self) -> bool:
-        """It is too often."""
+        """Whether the count has reached the threshold."""
         return self.count >= self.threshold
 
     @property
     def rank(self) -> int:
-        """How strictly it is acted on: 0 for not at all, 1 where it is held, from 2 on by the step."""
+        """How strictly it is acted on: 0 for not at all, 1 if it is held, from 2 on by the step."""
         if not self.looping:
             return 0
         return 1 if self.held else self.step + 2
@@ -132,8 +132,8 @@ class Advice(NamedTuple):
     """What a model is told about a loop.
 
     Attributes:
-        what: repeated, and how often; the start of a sentence.
-        reason: the operator's words about it, empty when there are none.
+        what: what repeated, and how often; the start of a sentence.
+        reason: the operator's words about it; empty if there are none.
         instead: what to do, in whole sentences.
         about: heading of the advice.
     """
@@ -145,13 +145,13 @@ class Advice(NamedTuple):
 
 
 class Framed(NamedTuple):
-    """A refusal in the shape of the protocol that its request speaks.
+    """A refusal in the format of its request's protocol.
 
     Attributes:
-        status: of HTTP.
-        content_type: of the body.
-        body: all of it.
-        headers: that the protocol has beside these.
+        status: HTTP status.
+        content_type: content type of the body.
+        body: the whole body.
+        headers: the protocol's further headers.
     """
 
     status: int
@@ -161,7 +161,7 @@ class Framed(NamedTuple):
 
 
 class Subject(Protocol):
-    """What a request is about: its detector's similarity, or what that found in this very request."""
+    """What a request is about: its detector's similarity, or what that found in this request."""
 
     @property
     def threshold(self) -> int | None:
@@ -178,11 +178,11 @@ class Subject(Protocol):
         ...
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
-        """The same for a request that is let through."""
+        """What `write_message` says, for a request that is let through."""
         ...
 
     def frame(self, message: str, accept: str) -> Framed | None:
-        """The refusal in the shape of the request's own protocol; None for the default shape of its API.
+        """The refusal in the format of the request's own protocol; None for the default format of its API.
 
         Args:
             message: from `write_message`.
@@ -192,7 +192,7 @@ class Subject(Protocol):
 
 
 COMPLETION: Final = "completion"
-"""Of `refuse_as`: the refusal is an answer of the API that was called."""
+"""Value of `refuse_as`: the refusal is an answer of the API's model."""
 
 
 class RefusalForm(NamedTuple):
@@ -210,14 +210,14 @@ class Outcome:
         action: ALLOW unless the policy saw a loop.
         fingerprint: 8 hex digits.
         tenant: 16 hex digits.
-        count: identical requests, this one included.
-        span_ms: the real span of those requests, in milliseconds.
+        count: identical requests, including this one.
+        span_ms: time since the first of these, in milliseconds.
         window_seconds: the policy's window.
         delay_ms: how long to hold the request; 0 unless throttled.
-        retry_after: seconds until a repeat makes sense; None when unknown.
+        retry_after: seconds until a repeat makes sense; None if unknown.
         detector: the name of its loop_detection entry.
-        subject: what was compared, and how a model is told.
-        repeat: what the request's own history says, None where requests are counted.
+        subject: what was compared, which writes the messages.
+        repeat: what the request's own history shows; None if requests are counted.
     """
 
     __slots__ = (
@@ -274,7 +274,7 @@ class Outcome:
 
     @property
     def strength(self) -> str:
-        """How good the evidence is, as of a Repeat."""
+        """The strength of the evidence, as in `Repeat`; empty without one."""
         return self.repeat.strength if self.repeat is not None else ""
 
     def list_tools(self) -> list[str]:
@@ -289,7 +289,7 @@ class Outcome:
         return SEVERITY[self.action], self.delay_ms or self.retry_after or 0
 
     def change_action(self, action: Action) -> Outcome:
-        """The same with another action, without a delay."""
+        """A copy with another action, without a delay."""
         return Outcome(
             self.policy,
             self.mode,
@@ -310,13 +310,13 @@ class Outcome:
 
 
 class Decision:
-    """What all policies together make of one request.
+    """What all policies together decide about one request.
 
     Attributes:
         lead: the strictest outcome of the enforcing policies that saw something; None lets the request through untouched.
         warning: a policy with action warn fired.
         shadow: the strictest outcome that a shadow policy would have had; never has an effect.
-        steer: the outcome of which a note tells the model; None for none.
+        steer: the outcome that the note for the model is about; None for none.
         trace: every policy's outcome, in bundle order, enforcing ones first.
     """
 
@@ -343,13 +343,13 @@ class Decision:
         return self.lead.action if self.lead is not None else Action.ALLOW
 
     def refuse_instead(self, refused: Outcome) -> Decision:
-        """The same with a refusal in place of one of its outcomes."""
+        """A copy with a refusal in place of one of its outcomes."""
         place = (refused.policy, refused.mode, refused.detector)
         trace = [refused if (each.policy, each.mode, each.detector) == place else each for each in self.trace]
         return Decision(refused, self.shadow, trace, warning=self.warning, steer=self.steer)
 
     def warn_instead(self) -> Decision:
-        """The same for a request that cannot be edited: what needs a note becomes a warning."""
+        """A copy for a request that cannot be edited: actions that need a note become warnings."""
         trace = [
             outcome.change_action(Action.WARN) if outcome.action in NOTED and outcome.mode == "enforce" else outcome
             for outcome in self.trace
@@ -359,7 +359,7 @@ class Decision:
 
 
 def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
-    """What all outcomes together say: those of enforcing policies and those of shadow policies, both in bundle order."""
+    """Decide by the outcomes of enforcing policies and of shadow policies, both in bundle order."""
     loops = [outcome for outcome in trace if outcome.action is not Action.ALLOW]
     lead, steer, warning = None, None, False
     if loops:

@@ -1,4 +1,4 @@
-"""What makes two requests the same: every byte, the meaning of a body, the end of a conversation, or what is called."""
+"""What makes two requests identical: all bytes, a body's meaning, the end of a conversation, or calls and their results."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ KINDS: dict[str, type[Similarity]] = {
 
 
 def make_similarity(keys: SimilarityKeys) -> Similarity:
-    """The similarity that a loop_detection entry asks for, with its keys."""
+    """Make the similarity of a loop_detection entry."""
     return KINDS[keys.similarity](keys)

@@ -1,8 +1,8 @@
-"""What an assistant does, without what it thinks: from its calls of tools, or from the text in which it writes an action.
+"""Reads what an assistant does, without its thoughts: its tool calls, or the action that it writes as text.
 
-Agents that call no tools write their action as text. What is looked for, in this order: the last fenced code block, JSON
-objects with an action or a tool in them, XML-like tags, a ReAct line. A text that is JSON as a whole, or a tag that has the
-code block inside, goes first: their strings hold whatever code is written.
+Agents without tool calls write their action as text. The search order is: the last fenced code block, JSON objects with an
+action or a tool, then XML-like tags or a ReAct line, whichever is last. A text that is JSON as a whole, or a tag around the
+code block, comes first, because the block is only part of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from extproc.request.clients import FAILED_CALL
 from extproc.request.document import Json, NotJson, count_left, decode_json, write_canonical
 
 MAX_NAME: Final = 256
-"""So much of a tool's or command's name is matched and shown, in characters."""
+"""Longer names of tools and commands are cut to this many characters."""
 
 _ACTION_KEYS: Final = (
     "action", "actions", "command", "commands", "tool", "tools", "tool_name", "tool_call", "tool_calls", "function",
@@ -36,15 +36,15 @@ _THOUGHT_TAGS: Final = ("think", "thinking", "thought", "thoughts", "reasoning",
                  "explanation", "discussion", "scratchpad", "memory", "observation")  # fmt: skip  # one list
 
 _MAX_MARKED: Final = 65_536
-"""A longer text is not searched for an action, in characters: it is compared as it is."""
+"""Longest text to search for an action, in characters; a longer one is compared as a whole."""
 
 _LONGEST_KNOWN: Final = 768
 _MOST_KNOWN: Final = 4_096
-"""This many texts are in a generation of those whose actions are known, none of which has more bytes. They take 3 KB each at
-most, and 25 MB in all under attack. JSON of so few bytes is not nested too deeply, wherever it is decoded."""
+"""Longest text to cache, in bytes, and texts in each of the cache's two generations. A text takes up to 3 KB, the cache up to
+25 MB even under attack. JSON this short is never nested too deeply, so its action is the same wherever it is decoded."""
 
 _TRIES: Final = 8
-"""This many beginnings of something that turn out to be none are looked at, so that a text of nothing else takes no time."""
+"""Number of false starts, such as a brace without JSON, after which a search stops, to bound its time."""
 
 _MAX_FENCES: Final = 1_000
 _MAX_TAGS: Final = 1_000
@@ -55,11 +55,11 @@ _REACT: Final = re.compile(r"^[ \t>*#-]*(?:action|act)(?: *[0-9]+)?[* ]*:[* \t]*
 _REACT_END: Final = re.compile(r"^[ \t>*#-]*(?:observation|thought|think)(?: *[0-9]+)?[* ]*:", re.IGNORECASE | re.MULTILINE)
 _WORD: Final = re.compile(r"[^\s\[\](){}<>\"'`:;,=|]+")
 
-# What JSON spells one way alone: printable ASCII without the quote and the backslash.
+# Text that JSON usually spells in only one way: printable ASCII without the quote and the backslash.
 _PLAIN: Final = re.compile(rb"[ !#-\[\]-~]{4,256}")
 _PLAIN_VALUE: Final = re.compile(rb'[:\[]"([ !#-\[\]-~]{4,256})"')
 _MARKED_WITHIN: Final = 4_096
-"""A mark is looked for in so much of an action, in bytes."""
+"""Length of the start of an action in which to look for a mark, in bytes."""
 
 _WRITTEN_CALLS: Final = "Calling tools:\n[{"
 _WRITTEN_NAME: Final = re.compile(r"'function': \{'name': '([^'\\]{1,256})'")
@@ -83,11 +83,11 @@ class AssistantAction(NamedTuple):
     """What an assistant does in one turn.
 
     Attributes:
-        names: of the tools, or the first word of a text action; empty where it does nothing but speak.
-        spelled: all of it in one spelling: equal bytes, equal actions.
-        places: of the calls in `spelled`, by id, or by number where they have none; empty where none is made.
-        first: of the calls, as in `spelled`.
-        size: of what was done, in bytes.
+        names: the tools, or the first word of an action in text; empty if it only says something.
+        spelled: the whole action in canonical spelling; equal bytes mean equal actions.
+        places: index of each call in `spelled`, by id, or by `number_id` if it has none; empty without calls.
+        first: the first call, as in `spelled`; empty without calls.
+        size: length of the action, in bytes.
     """
 
     names: tuple[str, ...]
@@ -98,14 +98,14 @@ class AssistantAction(NamedTuple):
 
 
 _KNOWN: Final[Memo[tuple[frozenset[str], bytes], tuple[str, bytes]]] = Memo(_MOST_KNOWN)
-"""The actions in texts, by the arguments that are thoughts and the text: a history comes again with each request."""
+"""A cache of actions in texts, by ignored arguments and text: each request sends its history again."""
 
 
 def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
-    """What a message of the assistant's does.
+    """The action in an assistant's message.
 
     Args:
-        parts: of the message.
+        parts: the message's parts.
         ignored: names of arguments that are thoughts.
 
     Raises:
@@ -116,12 +116,12 @@ def read_action(parts: list[Part], ignored: frozenset[str]) -> AssistantAction:
         return _read_calls(calls, ignored)
     others = [write_canonical(unpack(part.value)) for part in parts if part.kind not in {TEXT, CALL}]
     name, spelled = read_text_action("\n".join(list_texts(parts)), ignored)
-    size = len(spelled) - spelled.find(_SEPARATOR) - 1  # before it stands what kind of action it is
+    size = len(spelled) - spelled.find(_SEPARATOR) - 1  # without the kind of action at its start
     return AssistantAction((name,) if name else (), _SEPARATOR.join([spelled, *others]), {}, b"", size)
 
 
 def read_failed_call(text: str) -> AssistantAction | None:
-    """The call that failed, from what a harness says of it; None where it says nothing of the kind."""
+    """The call that a harness reports as failed; None if the text is not such a report."""
     found = FAILED_CALL.match(text)
     if found is None:
         return None
@@ -131,7 +131,7 @@ def read_failed_call(text: str) -> AssistantAction | None:
 
 
 def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
-    """Calls made at once: a set, whose order and duplicates do not matter."""
+    """Calls made at once, as a set: order and duplicates do not matter."""
     if len(calls) == 1:
         call = calls[0]
         one = spell_call(call, ignored)
@@ -146,23 +146,23 @@ def _read_calls(calls: list[Part], ignored: frozenset[str]) -> AssistantAction:
 
 
 def find_mark(action: AssistantAction) -> bytes:
-    """Bytes that no request spells otherwise, unless it escapes what need not be escaped; empty where there are none."""
+    """Bytes that any request with this action contains, unless it escapes characters needlessly; empty if there are none."""
     return find_mark_in_call(action.first) if action.places else _mark_in_text(action.spelled)
 
 
 def may_hold(raw: str, mark: str) -> bool:
-    """Whether some JSON may spell what has a mark; `raw` is its text, or its bytes as Latin-1; empty if it is not known."""
-    # In a text, `in` takes a tenth of the time that looking for bytes does.
+    """Whether JSON may contain an action with this mark. `raw` is its text, or its bytes as Latin-1; empty if unknown."""
+    # `in` is ten times faster on text than on bytes.
     return not raw or not mark or mark in raw or "\\u" in raw or "\\/" in raw
 
 
 def find_mark_in_call(call: bytes) -> bytes:
-    """The longest of a call's arguments that are plain strings; see `find_mark`."""
+    """The longest plain string in a call's arguments; see `find_mark`."""
     return max(_PLAIN_VALUE.findall(call, 0, _MARKED_WITHIN), key=len, default=b"")
 
 
 def _mark_in_text(spelled: bytes) -> bytes:
-    """The same of an action in a text."""
+    """The mark of an action in a text."""
     kind, _, action = spelled[:_MARKED_WITHIN].partition(_SEPARATOR)
     if kind == _JSON:
         return find_mark_in_call(action)
@@ -170,12 +170,12 @@ def _mark_in_text(spelled: bytes) -> bytes:
 
 
 def number_id(number: int) -> str:
-    """Stands for the id of a call, or of a result, that has none: some APIs connect them by their order."""
+    """A substitute id for a call or result without one: some APIs match them by their order."""
     return f"\0{number}"
 
 
 def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
-    """A call in one spelling: its tool, and its arguments without thoughts."""
+    """A call in canonical spelling: its tool, and its arguments without thoughts."""
     value = read_arguments(call.value)
     if isinstance(value, dict):
         value = dict(reduce_arguments(value, call.name, ignored))
@@ -183,9 +183,9 @@ def spell_call(call: Part, ignored: frozenset[str]) -> bytes:
 
 
 def read_text_action(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
-    """The first word of the action in a text, and the action in one spelling; no word where there is none but the text.
+    """The first word of the action in a text, and the action in canonical spelling; without an action, no word and the text.
 
-    One that was read recently is known, but for one with bounded numbers.
+    Recent answers are cached, unless the text has numbers that count against a limit; see `count_left`.
     """
     if len(text) > _LONGEST_KNOWN:
         return _read_text(text, ignored)
@@ -211,18 +211,18 @@ def _read_text(text: str, ignored: frozenset[str]) -> tuple[str, bytes]:
 
 
 def _read_written_calls(text: str) -> tuple[str, bytes] | None:
-    """The calls that smolagents writes into a text, as a list of Python's, without their ids."""
+    """The calls that smolagents writes into a text as a Python list, without their ids; None if there are none."""
     place = text.rfind(_WRITTEN_CALLS)
     calls = text[place + len(_WRITTEN_CALLS) :] if place >= 0 else ""
     named = _WRITTEN_NAME.search(calls)
     if named is None:
         return None
-    # What replaces an id is nothing that a mark consists of.
+    # No mark contains the replacement of an id.
     return named[1], _CODE + _SEPARATOR + _WRITTEN_ID.sub("\x1e", calls).encode()
 
 
 def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None:
-    """The action that is marked as one in a text."""
+    """The action that a text marks as such; None if it marks none."""
     fence = _last_fence(text) if _FENCE in text else None
     tags = _tags(text) if "</" in text or "<" in text else []
     if fence is not None and not any(start < fence[0] and fence[1] < end for _, start, end in tags):
@@ -238,7 +238,7 @@ def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None
 
 
 def _read_code(code: str, language: str, ignored: frozenset[str]) -> tuple[str, bytes]:
-    """What stands in a code block; JSON goes without its thoughts, and commands go without comments."""
+    """The action in a code block: JSON without thoughts, commands without comments."""
     code = code.strip()
     if code.startswith("{") and code.endswith("}"):
         value = _whole_json(code)
@@ -249,10 +249,9 @@ def _read_code(code: str, language: str, ignored: frozenset[str]) -> tuple[str, 
 
 
 def _last_fence(text: str) -> tuple[int, int] | None:
-    """Where the content of the last code block starts and ends; one that is not closed ends with the text.
+    """Where the content of the last code block starts and ends; an unclosed block ends with the text.
 
-    A fence with a word behind it, at the start of a line inside of a block, belongs to what the block holds: a script that
-    writes Markdown.
+    Inside a block, a fence that starts a line and has a word after it is content, as in a script that writes Markdown.
     """
     found: tuple[int, int] | None = None
     opened = -1
@@ -269,32 +268,32 @@ def _last_fence(text: str) -> tuple[int, int] | None:
 
 
 def _is_blank(text: str, place: int) -> bool:
-    """Nothing but space stands between a place and the end of its line."""
+    """Whether only white space follows a place in its line."""
     while place < len(text) and text[place] in " \t\r":
         place += 1
     return place == len(text) or text[place] == "\n"
 
 
 def _starts_line(text: str, place: int) -> bool:
-    """Nothing but space stands between the start of a line and a place."""
+    """Whether only blanks precede a place in its line."""
     while place > 0 and text[place - 1] in " \t":
         place -= 1
     return place == 0 or text[place - 1] == "\n"
 
 
 def _behind_info(text: str, start: int, end: int) -> int:
-    """Where a block's content starts, behind the language that its first line may name."""
+    """Where a block's content starts: after the first line, if that is empty or names a language."""
     line = text.find("\n", start, end)
     return line if line >= 0 and len(text[start:line].split()) <= 1 else start
 
 
 def _language(text: str, start: int) -> str:
-    """What is said of the code block whose content starts there."""
+    """The language that is named for the code block whose content starts here; empty for none."""
     return text[max(0, start - MAX_NAME) : start].rpartition(_FENCE)[2].strip().lower()
 
 
 def _whole_json(text: str) -> dict[str, Json] | None:
-    """The object that a text is as a whole."""
+    """The JSON object that is the whole text; None if it is anything else."""
     try:
         value = decode_json(text)
     except NotJson:
@@ -303,7 +302,7 @@ def _whole_json(text: str) -> dict[str, Json] | None:
 
 
 def _read_objects(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None:
-    """The JSON objects in a text that have an action or a tool in them."""
+    """The JSON objects in a text that name an action or a tool; None if there are none."""
     actions: list[Json] = []
     name = ""
     place = text.find("{")
@@ -313,7 +312,7 @@ def _read_objects(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | Non
             _, end = _scan_json(text, place)
         except json.JSONDecodeError as error:
             tries -= 1
-            end = max(place + 1, error.pos)  # what is before that was sound, as far as it went
+            end = max(place + 1, error.pos)  # up to there, it is one broken object
         except (ValueError, RecursionError):
             break
         else:
@@ -326,12 +325,12 @@ def _read_objects(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | Non
 
 
 def _acts(value: dict[str, Json]) -> bool:
-    """Whether an object has an action or a tool in it."""
+    """Whether an object names an action or a tool."""
     return any(key in value for key in _ACTION_KEYS) or ("name" in value and not _ARGUMENT_KEYS.isdisjoint(value))
 
 
 def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
-    """An object without its thoughts; an action that is an object or a list says all, but for arguments that have a key."""
+    """An object without thoughts. If its action is an object or a list, only that and keys for arguments are kept."""
     name = _name_of(value, ignored)
     acting = {key for key in _ACTION_KEYS if isinstance(value.get(key), dict | list)}
     if acting:
@@ -345,7 +344,7 @@ def _action_in(value: dict[str, Json], ignored: frozenset[str]) -> Json:
 
 
 def _name_of(value: dict[str, Json], ignored: frozenset[str]) -> str:
-    """The name of the action in an object: of the tool, or the first word of the command."""
+    """The name of an object's action: the tool, or the first word of the command."""
     found: Json = next((value[key] for key in _ACTION_KEYS if value.get(key)), value)
     for _ in range(4):  # levels of lists and objects around a name
         if isinstance(found, list):
@@ -359,7 +358,7 @@ def _name_of(value: dict[str, Json], ignored: frozenset[str]) -> str:
 
 
 def _tags(text: str) -> list[tuple[str, int, int]]:
-    """The elements of a text that stand in no other, with their places; one at the end need not be closed."""
+    """The outermost elements of a text, with start and end. If none is closed: the last unclosed one that starts a line."""
     found: list[tuple[str, int, int]] = []
     tries = _TRIES
     unclosed: list[tuple[str, int, int]] = []
@@ -385,7 +384,7 @@ def _tags(text: str) -> list[tuple[str, int, int]]:
 
 
 def _read_tags(text: str, tags: list[tuple[str, int, int]]) -> tuple[str, bytes]:
-    """The elements, without what stands between them."""
+    """The action in these elements, without the text between them."""
     _, start, end = tags[0]
     named = _NAMED_IN_TAG.search(text, start, min(end, start + 4 * MAX_NAME))
     name = named.group(1) if named is not None else tags[0][0]
@@ -401,14 +400,14 @@ def _react_line(text: str) -> re.Match[str] | None:
 
 
 def _read_react(text: str, line: re.Match[str]) -> tuple[str, bytes] | None:
-    """What stands behind an `Action:`, up to the next thought or an observation that the model makes up."""
+    """The action after an `Action:`, up to the next thought, or an observation that the model makes up."""
     end = _REACT_END.search(text, line.end())
     action = text[line.end() : end.start() if end is not None else len(text)].strip()
     return (_first_word(action), _LINE + _SEPARATOR + fold(action)) if action else None
 
 
 def _cut_thoughts(text: str) -> str:
-    """A text without the elements in which a model thinks; a closing tag alone ends a thought that started with the text."""
+    """A text without its elements for thoughts. A closing tag alone ends a thought that started with the text."""
     if "<" not in text:
         return text
     for tag in _THOUGHT_TAGS:
@@ -418,7 +417,7 @@ def _cut_thoughts(text: str) -> str:
 
 
 def cut_thinking(text: str) -> str:
-    """A text without the elements in which models think and which clients leave out of older messages."""
+    """A text without the elements for thoughts that clients cut from older messages."""
     if "</think" in text:
         for tag in _THOUGHT_TAGS[:2]:
             text = _cut_elements(text, f"<{tag}>", f"</{tag}>")

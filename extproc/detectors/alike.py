@@ -1,6 +1,6 @@
-"""Texts that are alike: equal but for case and white space, or, of failing results, for numbers.
+"""Similar texts: equal except for case and white space, or, for failing results, except for numbers.
 
-Numbers that say how much failed or passed are compared, and so are percentages: `3 failed` behind `4 failed` is progress.
+Numbers of failures and passes are compared, and so are percentages: `3 failed` after `4 failed` is progress.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 _LONG: Final = 16_384
-"""Words of longer texts are not split, in bytes."""
+"""Texts of this length or longer, in bytes, are not split into words."""
 
 _ASCII_SPACE: Final = bytes(range(9, 14)) + bytes(range(28, 32))
 _OTHER_SPACES: Final = (
@@ -20,10 +20,10 @@ _FOLDED: Final = bytes.maketrans(
 )
 
 _NUMBERS_WITHIN: Final = 3_000
-"""Numbers are left out of so much of a result, in characters; a failure is told early."""
+"""First characters of a result, which lose their numbers; failures are reported early."""
 
 _OPENING: Final = 96
-"""So much of a result, without digits, has to be equal as it came, in characters: that tells most of them apart fast."""
+"""First characters of results, which must be equal without digits: a fast check that tells most apart."""
 
 _NO_DIGITS: Final = str.maketrans("", "", "0123456789")
 
@@ -34,8 +34,8 @@ _BEHIND_WORD: Final = "".join(
 )
 _WORDS: Final = "(?:error|fail|pass|problem|issue|warning|violation)"
 
-# In linear time: a match starts where digits do, and gives none of them back. What must stand before the first digit is looked
-# back at from behind it, because the engine finds a digit fast, and looks back at every character slowly.
+# Takes linear time: a match starts with the first digit of a number, and gives none back. Lookbehinds come after that digit,
+# because the engine finds digits fast, but would be slow to look back at every character.
 _NUMBERS: Final = re.compile(
     rf"""
     [0-9](?<![0-9].)(?:
@@ -50,29 +50,29 @@ _NUMBERS: Final = re.compile(
 
 
 def fold(text: str) -> bytes:
-    """Lower case, each run of white space as one space, none around it."""
+    """A text in lower case, with each run of white space as one space, and none around it."""
     if not text.isascii():
         for space in _OTHER_SPACES:
             if space in text:
                 text = text.replace(space, " ")
         text = str.lower(text)  # written like this because mypyc's own text.lower() knows no final sigma before Python 3.13
     folded = text.encode().translate(_FOLDED)
-    if folded.find(b"  ") < 0:  # takes longer than all of the above; `in` would make an exception first
+    if folded.find(b"  ") < 0:  # takes longer than all of the above; `in` would raise an exception first
         return folded.strip(b" ")
     if len(folded) < _LONG:
         return b" ".join(folded.split())
-    while b"  " in folded:  # slower where words are many, but never much: a megabyte of them would take 50 ms to split
+    while b"  " in folded:  # slower for many words, but bounded: splitting a megabyte of them would take 50 ms
         folded = folded.replace(b"  ", b" ")
     return folded.strip(b" ")
 
 
 def open_result(text: str) -> str:
-    """How a result begins, without digits: as much of one whose numbers have grown as of one before."""
+    """The start of a result without digits, of the same length even if its numbers have grown."""
     return text[: 2 * _OPENING].translate(_NO_DIGITS)[:_OPENING]
 
 
 def leave_out_numbers(text: str) -> str:
-    """A text without the numbers that count nothing.
+    """A text without numbers, except those of failures or passes, and percentages.
 
     >>> leave_out_numbers("try 7: 3 of 20 tests failed (45 %), code 12")
     'try : 3 of 20 tests failed (45 %), code '

@@ -1,8 +1,8 @@
-"""What of a tool's arguments is compared.
+"""Which of a tool's arguments are compared.
 
-Left out is what agents word anew each time while they do the same: thoughts, remarks beside a shell's command, what a call is
-for, and counters and clocks of the call itself. An argument of such a name that says what the call is about is compared: one
-that stands alone, one of a tool that records what it is given, a time that somebody chose.
+Agents that repeat a call reword some of its arguments, so these are left out: thoughts, remarks on a shell command, the purpose
+of a call, its own counters and clocks. An argument with such a name is compared if it is the content of the call: the only
+argument, an argument of a tool that records it, or a time that was chosen.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ THOUGHTS: Final = frozenset(
         "toolSummary",
     }
 )
-"""Arguments in which agents think aloud; `ignore_arguments` replaces them, and what is left out beside them."""
+"""Arguments for thoughts. `ignore_arguments` replaces them; purposes, counters and clocks are then compared."""
 
 _THINKERS = ("think", "thought", "reason", "reflect", "plan", "memor", "note", "expla", "analy")
-"""A tool with such a name that takes nothing but thoughts is called for them."""
+"""If a tool's name contains one of these, and all of its arguments are thoughts, they are compared."""
 
 _FOR_THINKING = re.compile(
     r"think|thinking|thoughts?|sequential_?thinking|reflect|reflection|scratchpad|(?:take_?|make_?)?notes?"
@@ -61,7 +61,7 @@ _REMARKS = frozenset(
         "yield_time_ms",
     }
 )
-"""Beside a shell's command these say what it is for, and how long or for how much of it the agent waits."""
+"""Arguments beside a shell command that state its purpose, or for how long or how much output the agent waits."""
 
 _PURPOSES = frozenset({"description", "explanation", "reason"})
 _ATTEMPTS = frozenset({"attempt", "attempt_number", "retry_count"})
@@ -85,18 +85,18 @@ _LONGEST_QUERY: Final = 512
 _PLAIN_QUERY = re.compile(r"[\w\s,.?!+-]+")
 
 _LONGEST_COMMENTED: Final = 16_384
-# A comment starts where a word could; what is quoted or escaped is none.
+# A comment starts where a word could, unless it is quoted or escaped.
 _COMMENTS = re.compile(r"""("(?:[^"\\]|\\.)*+"|'[^']*+'|\\.)|(?<![^\s;])\#[^\n]*+""", re.DOTALL)
 _EXACT_MINUTE = re.compile(r"(?:[0-9/.-]{8,10}[T ])?[0-9]{2}:[0-9]{2}(?::00(?:[.,]0+)?)?(?:Z|[+-][0-9:]+)?|[0-9/. -]+")
 _MINUTE: Final = 60
 
 
 def reduce_arguments(value: Mapping[str, Json], tool: str, ignored: frozenset[str]) -> Mapping[str, Json]:
-    """The arguments of a call that are compared, each in the spelling in which it is.
+    """The arguments of a call that are compared, in the form in which they are compared.
 
     Args:
         value: the arguments.
-        tool: its name.
+        tool: the tool's name.
         ignored: names of arguments that are thoughts.
     """
     if not value.keys().isdisjoint(ignored):
@@ -111,7 +111,7 @@ def reduce_arguments(value: Mapping[str, Json], tool: str, ignored: frozenset[st
 
 
 def is_for_thinking(tool: str) -> bool:
-    """Whether a tool only takes thoughts, notes, plans and lists of what is to do, by its name.
+    """Whether a tool, by its name, only takes thoughts, notes, plans or to-do lists.
 
     >>> [is_for_thinking(tool) for tool in ("TodoWrite", "mcp__mind__sequentialthinking", "create_note", "list_notes")]
     [True, True, False, False]
@@ -121,7 +121,7 @@ def is_for_thinking(tool: str) -> bool:
 
 
 def tidy_command(text: str) -> str:
-    """A command without comments, and without blanks at the ends of lines; as it is where it holds a text of its own."""
+    """Remove comments, trailing blanks and empty lines from a command, unless it is long or has a multi-line string."""
     text = text.strip()
     if "<<" in text or '"""' in text or "'''" in text or len(text) > _LONGEST_COMMENTED:
         return text
@@ -153,7 +153,7 @@ def _without_remarks(value: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _is_shell(command: Json) -> bool:
-    """Whether a command has arguments; one word may be what a tool is to do with its other arguments, such as `create`."""
+    """Whether a command has arguments; a single word, such as `create`, may say what to do with a tool's other arguments."""
     return isinstance(command, list) or (isinstance(command, str) and len(command.split(maxsplit=1)) > 1)
 
 
@@ -169,7 +169,7 @@ def _tidy_command(value: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _without_asides(value: Mapping[str, Json], words: frozenset[str]) -> Mapping[str, Json]:
-    """Without what a call is for, and without its counters and clocks, where enough is left that says what it is about."""
+    """Remove a call's purpose, counters and clocks, if the rest says enough about the call."""
     records = not words.isdisjoint(_RECORDING) and words.isdisjoint(_LOOKING)
     left = {key: item for key, item in value.items() if key not in _ATTEMPTS and (records or key not in _PURPOSES)}
     if not left:
@@ -179,26 +179,26 @@ def _without_asides(value: Mapping[str, Json], words: frozenset[str]) -> Mapping
 
 
 def _is_of_the_call(key: str, item: Json, words: frozenset[str], *, records: bool) -> bool:
-    """Whether an argument names the call itself, or the moment of it."""
+    """Whether an argument is an id or the time of the call itself."""
     if key in _NAMES:
         return words.isdisjoint(_ABOUT_CALLS)
     return key in _TIMES and not records and not _is_chosen(item)
 
 
 def _is_chosen(time: Json) -> bool:
-    """Whether somebody chose a time: a date or a full minute."""
+    """Whether a time was chosen, not read from a clock: it is a date or a full minute."""
     if isinstance(time, str):
         return _EXACT_MINUTE.fullmatch(time) is not None
     return isinstance(time, int) and time % _MINUTE == 0
 
 
 def _split_name(tool: str) -> frozenset[str]:
-    """The words of a tool's name: of `createIssue` and `create_issue` the same."""
+    """The words of a tool's name in lower case, the same for `createIssue` and `create_issue`."""
     return frozenset([word.lower() for word in _NAME_WORD.findall(tool[-_LONGEST_NAME:])])
 
 
 def _sort_words(query: Json) -> Json:
-    """The words of a search in one order; operators and quoted phrases stay where they are."""
+    """The words of a search query, sorted; a query with operators or quoted phrases is left unchanged."""
     if not isinstance(query, str) or len(query) > _LONGEST_QUERY or _PLAIN_QUERY.fullmatch(query) is None:
         return query
     words: list[Json] = [*sorted(query.lower().split())]

@@ -1,4 +1,4 @@
-"""What a similarity says about itself, so that no other module has to know one by its name."""
+"""The interface of all similarities, so that no other module has to know one by its name."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from extproc.request.document import Document
 from extproc.request.quoting import quote
 
 _SEPARATORS: Final = bytes.maketrans(b"\xfe\xff", b"\n|")
-"""Between the parts of what is compared, and what people see there; neither of the two ever stands in UTF-8."""
+"""Bytes that separate compared parts, which UTF-8 never contains, and what people see in their place."""
 
 _SHOWN = 200
-"""So much of a path is enough to recognise it, in characters."""
+"""Maximum length of a path in a message, in characters."""
 
 _UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60))
 
 
 class Memory(Protocol):
-    """What a request leaves to the later ones of its conversation, and what it makes of what earlier ones have left.
+    """What a request keeps for later requests of its conversation, and how it uses what earlier ones kept.
 
     Attributes:
-        entry: of the conversation's ring; empty where the request brings nothing, and begins a conversation.
-        identity: digest of 8 bytes; a request that is sent again has the same; empty where the session has no name.
-        place: where it stands in the conversation that it shows, None where that is not known.
-        waits: its verdict waits for what earlier ones have left.
+        entry: its entry in the conversation's ring; empty if it begins a conversation, so that there is no turn yet.
+        identity: digest of 8 bytes, which is the same for a retry; empty if the session has no name.
+        place: its place in the conversation that it shows; None if unknown.
+        waits: its verdict depends on the ring's entries.
     """
 
     entry: bytes
@@ -37,24 +37,24 @@ class Memory(Protocol):
     waits: bool
 
     def recall(self, entries: Sequence[bytes], *, followed: bool = False) -> Repeat | None:
-        """What `compare` says about a loop, given the ring's entries, the oldest first and this request's own among them.
+        """What `compare` would say about a loop, given the ring's entries, oldest first and including this request's own.
 
-        `followed`: all of them are of the conversation that the request shows, whatever it leaves out.
+        `followed`: all entries are from the conversation that the request shows, even if it leaves some out.
         """
         ...
 
 
 class Similarity:
-    """What a detector compares; `exact` as it stands here, others by what they override.
+    """What a detector compares. This class is `exact`; the others are subclasses.
 
     Attributes:
-        keys: the keys of a loop_detection entry that are its own, beside those of `LoopKeys`.
-        looks: `compare` is called with the body, whose bytes are kept for it; otherwise the body's checksums are compared.
-        reads_ends: of a body that is too long to be looked into, an excerpt is enough; see `Excerpt`.
-        reads_headers: they may say what stands in the body.
-        stateless: a request says itself whether it is part of a loop. Nothing is counted, the store keeps the cooldown alone.
-        remembers: what a request does not show, earlier ones of its session may have shown.
-        default_threshold: of an entry that has none; None where each has to say it.
+        keys: the keys that it has in loop_detection entries, including those of `LoopKeys`.
+        looks: `compare` reads the body, whose bytes are kept for it; otherwise, the body's checksums are compared.
+        reads_ends: if a body is too long to inspect, an excerpt is sufficient; see `Excerpt`.
+        reads_headers: headers may say what is in the body.
+        stateless: a request shows by itself whether it is part of a loop. Nothing is counted; the store only keeps cooldowns.
+        remembers: earlier requests of a session may supply what a request does not show.
+        default_threshold: for entries without one; None if it is required.
     """
 
     keys: ClassVar[type[JsonObject]] = LoopKeys
@@ -66,26 +66,26 @@ class Similarity:
     default_threshold: ClassVar[int | None] = None
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        """Compile the keys of an entry that is enabled."""
+        """Compile the keys of an enabled entry."""
 
-    def read_headers(self, headers: Mapping[str, bytes]) -> Any:  # noqa: ANN401, ARG002  # others read them
-        """What the headers of a request say about its body, for `contradicts`; None where that is nothing.
+    def read_headers(self, headers: Mapping[str, bytes]) -> Any:  # noqa: ANN401, ARG002  # subclasses read them
+        """What the headers of a request say about its body, for `contradicts`; None if nothing.
 
         Raises:
-            NotCounted: they are enough to know that the request is not counted.
+            NotCounted: the headers alone show that the request is not counted.
         """
         return None
 
-    def contradicts(self, claim: Any, document: Document) -> bool:  # noqa: ANN401, ARG002  # others read headers
-        """Whether a body is something else than the headers say."""
+    def contradicts(self, claim: Any, document: Document) -> bool:  # noqa: ANN401, ARG002  # subclasses read them
+        """Whether a body differs from what the headers say."""
         return False
 
-    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002  # others look into it
-        """Look into a body.
+    def compare(self, document: Document) -> tuple[bytes | None, Repeat | None]:  # noqa: ARG002  # subclasses read it
+        """Read a body.
 
         Returns:
-            what is compared, in one spelling: `b""` leaves the body out, None compares the body itself;
-            what the request itself says about a loop; None where requests are counted.
+            what is compared, in canonical spelling: `b""` leaves the body out, None compares the body itself;
+            what the request itself shows of a loop; None if requests are counted.
 
         Raises:
             NotCounted: there is nothing to compare.
@@ -96,9 +96,9 @@ class Similarity:
         self,
         document: Document,
         *,
-        named: bool = True,  # noqa: ARG002  # others have no use for a name
+        named: bool = True,  # noqa: ARG002  # only some subclasses need it
     ) -> tuple[bytes | None, Repeat | None, Memory | None]:
-        """The same for a request of a known caller, and what is kept of it; None where that is nothing.
+        """Like `compare`, for a request of a known caller; also returns what is kept of it, None for nothing.
 
         Args:
             document: the body.
@@ -109,8 +109,8 @@ class Similarity:
         """
         return *self.compare(document), None
 
-    def find_subject(self, document: Document) -> Subject:  # noqa: ARG002  # others look into it
-        """What a body is about, which tells the model; the similarity itself where it is told the same of every body.
+    def find_subject(self, document: Document) -> Subject:  # noqa: ARG002  # subclasses read it
+        """The subject of a body, which writes the messages; the similarity itself if these do not depend on the body.
 
         Raises:
             NotCounted: as `compare`.
@@ -127,15 +127,15 @@ class Similarity:
         """See `Subject`."""
         return ()
 
-    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # others have shapes
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # subclasses have formats
         """See `Subject`."""
         return None
 
-    def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002  # others look at results
-        """The failure that a loop repeats, by which others are recognised as the same incident; None if that is no tool's."""
+    def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002  # subclasses read it
+        """The failure that a loop repeats, to recognize the same incident in other sessions; None if no tool is to blame."""
         return None
 
-    def show(self, document: Document) -> list[str]:  # noqa: ARG002  # others look into it
+    def show(self, document: Document) -> list[str]:  # noqa: ARG002  # subclasses read it
         """What is compared, as lines for people.
 
         Raises:
@@ -143,18 +143,18 @@ class Similarity:
         """
         return []
 
-    def quote(self, compared: bytes, document: Document, most: int) -> str:  # noqa: ARG002  # hashes are quoted from there
-        """What was compared, in lines for people who judge a refusal.
+    def quote(self, compared: bytes, document: Document, most: int) -> str:  # noqa: ARG002  # needed if hashes are compared
+        """What was compared, as lines for people who review a refusal.
 
         Args:
-            compared: what `compare` has returned.
-            document: of which.
-            most: characters.
+            compared: what `compare` returned.
+            document: the body.
+            most: maximum length, in characters.
         """
         return compared[:most].translate(_SEPARATORS).decode("utf-8", "replace")
 
-    def describe(self, repeat: Repeat | None) -> str:  # noqa: ARG002  # others have something to say
-        """What the request itself says about a loop, in a few words for people."""
+    def describe(self, repeat: Repeat | None) -> str:  # noqa: ARG002  # subclasses describe it
+        """What the request itself shows of a loop, in a few words for people."""
         return ""
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:
@@ -172,27 +172,27 @@ class Similarity:
         return Advice(what, "", "Change the approach or the input, or stop and report the result you have so far.")
 
     def name_repeated(self, place: str) -> str:
-        """The subject of that sentence; `place` is method and path in brackets."""
+        """What was repeated, as the subject of a sentence; `place` is method and path in brackets."""
         return f"this identical request {place}"
 
     @staticmethod
-    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ARG004  # others have rules
-        """Rules between its own keys in one raw loop_detection entry: the place of each error, and what would be right."""
+    def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:  # noqa: ARG004  # subclasses have rules
+        """Errors in how a raw loop_detection entry combines keys: the place of each, and what would be right."""
         yield from ()
 
 
 class HistorySimilarity(Similarity):
-    """What looks for a loop in the history that a request carries itself."""
+    """A similarity that finds loops in the history that a request contains."""
 
     looks: ClassVar[bool] = True
     stateless: ClassVar[bool] = True
 
     def explain(self, repeat: Repeat) -> tuple[str, str, str]:
-        """What repeated and how often; what brings nothing new, and what to do instead, which ends that sentence."""
+        """What repeated and how often; which action brings nothing new; and the end of that sentence: what to do instead."""
         raise NotImplementedError
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:
-        """See `Similarity`; what the tools were called with and what they said stays out of it."""
+        """See `Similarity`; contains neither arguments nor results of tools."""
         repeat = outcome.repeat
         if repeat is None:
             return super().write_message(outcome, method, path)
@@ -211,7 +211,7 @@ class HistorySimilarity(Similarity):
 
 
 def format_duration(milliseconds: int) -> str:
-    """A span in the unit that a reader would use, such as `2.5 minutes`."""
+    """A duration in the unit that a reader would use, such as `2.5 minutes`."""
     seconds = milliseconds / 1000
     if seconds < 1:
         return "a second"

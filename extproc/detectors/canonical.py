@@ -11,7 +11,7 @@ from extproc.request.document import Document, NotJson, split_pointer, write_can
 
 
 class Canonical(Similarity):
-    """A detector's `ignore_fields`, ready to look into bodies; one that is not JSON is compared byte for byte."""
+    """Compares JSON bodies without a detector's `ignore_fields`, and other bodies byte for byte."""
 
     keys: ClassVar[type[JsonObject]] = CanonicalKeys
     looks: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 """Why an agent is stuck, as far as its request shows: what a note for the model can name.
 
-The newest turn decides: what it called, which tools the request declares, and what came back. If the request contradicts
+The newest turn decides: its calls, the tools that the request declares, and the results. If the request contradicts
 itself, or declares too much, no cause is named: finding one takes about a millisecond at most.
 """
 # interpreted: looks at requests that get a note
@@ -40,28 +40,28 @@ SAME_STEPS: Final = "same_steps"
 _LONGEST_VALUE: Final = 65_536
 _MOST_CONTAINERS: Final = 1_500
 _MOST_VALUES: Final = 4_000
-"""Longest schema, and arguments, that are read, in bytes; most objects and lists in them, and most commas."""
+"""Maximum bytes of a schema or of arguments, and maximum objects and lists, and commas, in them."""
 
 _MOST_FRACTIONS: Final = 200
-"""Most numbers with a fraction in all that is read."""
+"""Maximum count of numbers with a fraction in all that is read."""
 
 _LONGEST_PATH: Final = 128
 _MOST_NAMED: Final = 3
-"""Most similar tools to name."""
+"""Maximum number of similar tools to name."""
 
 _MOST_JOINED: Final = 8
 _IN_PARTS: Final = "If the text is too long for one call, send it in parts."
 
 _MOST_COMPARED: Final = 128
 _MOST_PAIRS: Final = 2_560
-"""Most names of tools or arguments that are compared with one that does not exist, and most pairs of letters."""
+"""Maximum number of names to compare with an unknown one, and of comparisons of their pairs of letters."""
 
 _MOST_STEPS: Final = 10
 _LONGEST_QUOTE: Final = 200
-"""Characters of a result."""
+"""Maximum length of a quotation, in characters."""
 
 _NEAR: Final = 0.4
-"""Least share of pairs of letters that the names of similar tools have in common (Dice's coefficient)."""
+"""Minimum share of pairs of letters that the names of similar tools have in common (Dice's coefficient)."""
 
 _EQUAL: Final = frozenset({REPEAT, RESULT, ERROR, ""})
 """Rules by which all results are equal."""
@@ -95,7 +95,7 @@ def find_cause(document: Document, repeat: Repeat | None, newer: int = 0) -> Cau
     Args:
         document: the request's body.
         repeat: the loop, as its history shows it; None if requests are counted.
-        newer: turns since then.
+        newer: number of turns since then.
     """
     if repeat is None:
         return None
@@ -135,7 +135,7 @@ def _quote_failure(turn: Turn, repeat: Repeat) -> Cause:
 
 
 def _explain_cycle(conversation: Conversation, steps: list[Turn], repeat: Repeat) -> Cause | None:
-    """What fails in each round, or else the steps; the newest is the first of these."""
+    """What fails in each round, or else the steps; `steps` are newest first."""
     for turn in steps:
         if turn.failed:
             said = _quote_line(turn.result, failed=True)
@@ -180,7 +180,7 @@ def _quote_line(result: str, *, failed: bool) -> str:
 
 
 def _list_names(names: Sequence[str], word: str = "and") -> str:
-    """Names as in a sentence; of many, the first ones."""
+    """Names as in a sentence; if there are many, only the first ones."""
     quoted = [quote(name) for name in names[:_MOST_JOINED]]
     if len(names) > _MOST_JOINED:
         quoted.append(f"{len(names) - _MOST_JOINED} more")
@@ -288,7 +288,7 @@ def _quote_path(path: str) -> str:
 
 
 def _open_schema(raw: Raw) -> dict[str, Json]:
-    """The schema of a tool's arguments, which may be one level below; empty if it is too long, or none."""
+    """The schema of a tool's arguments, which may be wrapped; empty if there is none, or it is too long."""
     if raw is ABSENT or _is_large(raw):
         return {}
     value = decode_json(raw)

@@ -1,11 +1,11 @@
 """What a request shows of its conversation: the calls that session limits count, and the conversation's place in the chain.
 
-That place is what the user said first, and all that the assistant did since. An assistant message counts with its text and its
-calls. Ids, thoughts and results say nothing here: clients make ids anew, and cut thoughts and results out of older messages.
-Messages that the assistant sends one after the other are one.
+That place depends on the user's first message, and on text and calls of all assistant messages since. Ids, thoughts and results
+do not count, because clients make new ids, and cut thoughts and results from older messages. Consecutive messages of the
+assistant are one.
 
-A client sends its history again with each request, longer by a turn. So all turns but the newest are known by their bytes, and
-where they are not, each message is.
+A client sends its history again with each request, longer by a turn. So all turns except the newest are cached together, by
+their bytes, and also each message by itself.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from extproc.request.document import Document, NotCounted, count_left, start_loo
 CALL_DIGEST: Final = 6
 TOOL_DIGEST: Final = 4
 PAIR_DIGEST: Final = 4
-"""Lengths in a call's record: digests of the call, of its tool's name, and of tool and arguments."""
+"""Lengths of the digests in a call's record, in bytes: of the call, of its tool's name, and of tool and arguments."""
 
 _ID: Final = 16
 _MOST_SHOWN: Final = 2_000
-"""Assistant messages of a request; more are no conversation that is followed."""
+"""Maximum number of assistant messages; a longer conversation has no place."""
 
 _MOST_KNOWN: Final = 8_192
 _LONGEST_KEY: Final = 512
 _MOST_CALLS: Final = 8
 _LONGEST_NAMES: Final = 256
-"""This many messages are in a generation of those that are known, by themselves or, if they are longer, by a hash. None has
-more calls, or longer names of tools. They take 0.7 KB each, and 60 MB in all under attack."""
+"""Bounds of the cache of messages: their number in each of two generations; the longest key, in bytes, beyond which a hash
+replaces it; and the calls of a message and the length of their names. A message takes 0.7 KB, all take 60 MB under attack."""
 
 _MOST_BYTES: Final = 16 * 2**20
 _LONGEST_HISTORY: Final = 128 * 2**10
-"""In bytes: a generation of the histories that are known, and the longest of these."""
+"""Size of a generation of the cache of histories, and of the longest history in it, in bytes."""
 
 _CALL_BYTES: Final = 400
 _TURN_BYTES: Final = 600
-"""What is known of one, at most, without its name."""
+"""Maximum memory of a cached call, without its tool's name, and of a message, in bytes."""
 
 _NO_CALL: Final = bytes(CALL_DIGEST)
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
@@ -57,20 +57,20 @@ _encode: Final = json.Encoder().encode
 
 
 class CountedCall:
-    """One call, as far as nothing else in the history matters; never changed.
+    """One call, regardless of the rest of the history; never changed.
 
     Attributes:
-        tool: its name.
-        tool_digest: of that.
-        named: digest of id, tool and arguments, which tell it from all but its equals; empty where it has no id.
-        first: its record where no equal one stands before it.
-        pair: digest of tool and arguments, a number.
+        tool: the tool's name.
+        tool_digest: digest of the tool's name.
+        named: digest of id, tool and arguments, which only equal calls share; empty without an id.
+        first: its record if no equal call precedes it.
+        pair: digest of tool and arguments, as a number.
     """
 
     __slots__ = ("first", "named", "pair", "tool", "tool_digest")
 
     def __init__(self, part: Part, spelled: bytes) -> None:
-        """Take what `spell` has made of it."""
+        """Compute the digests; `spelled` is the result of `spell`."""
         self.tool = part.name
         self.tool_digest = digest(part.name.encode("utf-8", "surrogateescape"), TOOL_DIGEST)
         self.named = digest(part.id.encode() + _SEPARATOR + spelled, _ID) if part.id else b""
@@ -78,19 +78,19 @@ class CountedCall:
         self.first = self.write(1)
 
     def write(self, number: int) -> bytes:
-        """The record of the one that has this many equals up to itself."""
+        """The record of the call with this number, from 1 on, among equal calls."""
         name = digest(b"%b%d" % (self.named, number), CALL_DIGEST) if self.named else _NO_CALL
         return name + self.tool_digest + self.pair.to_bytes(PAIR_DIGEST)
 
 
 class ShownMessage(NamedTuple):
-    """What one message of the assistant's shows, or several that stand side by side.
+    """What an assistant message shows, or several consecutive ones.
 
     Attributes:
-        hash: of what it says and calls, 16 bytes.
-        calls: in order.
-        steps: that it takes of those which a look into a body may take; see `walk`.
-        fractions: the same of numbers in parts.
+        hash: hash of its text and calls, 16 bytes.
+        calls: its calls, in order.
+        steps: steps of `walk` that it takes to read.
+        fractions: numbers with a fraction that it takes to read; see `count_left`.
     """
 
     hash: bytes
@@ -106,11 +106,11 @@ class _History:
     """The turns that a request has shown.
 
     Attributes:
-        turns: the oldest first.
-        steps: as of a message.
-        fractions: as of a message.
-        size: what that takes, in bytes.
-        place: where a request stands that shows these; None until it is asked for.
+        turns: oldest first.
+        steps: as in `ShownMessage`.
+        fractions: as in `ShownMessage`.
+        size: memory that it takes, in bytes.
+        place: place of a request that shows these turns; None until it is needed.
     """
 
     __slots__ = ("fractions", "place", "size", "steps", "turns")
@@ -124,7 +124,7 @@ class _History:
 
 
 _HistoryKey: TypeAlias = tuple[Any, bytes, bytes]
-"""How messages are read; which of the assistant's begin a turn; and what the user said first and all of these, as JSON."""
+"""The reader of messages; which of the assistant's begin a turn; and the user's first message with all of these, as JSON."""
 
 
 def _measure(key: _HistoryKey, history: _History) -> int:
@@ -135,22 +135,22 @@ _HISTORIES: Final[Memo[_HistoryKey, _History]] = Memo(_MOST_BYTES, _measure)
 
 
 class ChainPlace:
-    """Where a request stands; each but `depth` a hash of 16 bytes, empty where there is none; never changed.
+    """A request's place in the chain: all but `depth` are hashes of 16 bytes, or empty if there is none; never changed.
 
     Attributes:
-        node: all that it shows.
-        parent: the same without the newest assistant message.
+        node: everything that it shows.
+        parent: everything except the newest assistant message.
         own: its last two assistant messages.
-        before: the last two of its parent.
-        depth: the number of assistant messages.
+        before: its parent's last two assistant messages.
+        depth: number of assistant messages.
     """
 
     __slots__ = ("before", "depth", "node", "own", "parent")
 
     def __init__(self, first_words: bytes, shown: Sequence[bytes], parent: ChainPlace | None = None) -> None:
-        """Take the hashes of what the user said first, and of the assistant's messages, the oldest first.
+        """Compute the place from hashes: of the user's first message, and of the assistant's messages, oldest first.
 
-        `parent`: the place without the newest of these, where it is known.
+        `parent`: the place without the newest of these; None if unknown.
         """
         self.depth = count = len(shown)
         way = first_words + b"".join(shown)
@@ -163,7 +163,7 @@ class ChainPlace:
         self.before = digest(_SUFFIX + way[-3 * _ID : -_ID], _ID) if count > 2 else b""  # noqa: PLR2004  # two and the newest
 
     def identify(self, kind: int) -> bytes:
-        """8 bytes that tell the request, which is of one of 256 kinds, from others of its conversation."""
+        """8 bytes that distinguish the request from others of its conversation; `kind` is below 256."""
         return bytes((kind,)) + self.node[9:]
 
 
@@ -171,11 +171,11 @@ class Transcript:
     """What a conversation shows.
 
     Attributes:
-        first: what the user said first; None for nothing.
-        turns: of the assistant, the oldest first; messages of its own that stand side by side are one turn.
-        history: what is kept of them; None where there are none.
-        before: the place without the newest turn; None where it is not known.
-        places: what `find_place` has found: for all turns, and for all but a newest one that is prefilled.
+        first: the user's first message; None if there is none.
+        turns: the assistant's turns, oldest first; consecutive messages are one turn.
+        history: the cached history; None without turns.
+        before: the place without the newest turn; None if unknown.
+        places: results of `find_place`, by whether the newest turn is a prefill and does not count.
     """
 
     __slots__ = ("before", "first", "history", "places", "turns")
@@ -197,10 +197,10 @@ class Transcript:
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
-    """What a conversation shows; everybody who asks shares it, and has all of the bounds left.
+    """What a conversation shows. It is read only once, and uses up nothing of its callers' bounds.
 
     Raises:
-        NotCounted: a message cannot be read, or they are too much.
+        NotCounted: a message cannot be read, or there are too many.
     """
     found: Transcript | NotCounted | None = conversation.transcript
     start_looking()
@@ -217,7 +217,7 @@ def read_transcript(conversation: Conversation) -> Transcript:
 
 
 def spell(part: Part) -> bytes:
-    """A text, or a call with tool and arguments, in one spelling; a result's call is unknown, and equal to no others.
+    """A text, or a call with tool and arguments, in canonical spelling; a result stands for an unknown call, unlike any other.
 
     Raises:
         NotCounted: it cannot be read.
@@ -231,15 +231,15 @@ def spell(part: Part) -> bytes:
 
 
 def digest_tool(name: str) -> bytes:
-    """4 bytes that tell a tool from others, as records have it."""
+    """The digest of a tool's name, 4 bytes, as in records."""
     return digest(name.encode("utf-8", "surrogateescape"), TOOL_DIGEST)
 
 
 def _read(conversation: Conversation) -> Transcript:
-    """What a conversation shows. Turns that an earlier request has shown are known, and take as much of the bounds."""
+    """Read a conversation. Turns of earlier requests may be cached, but use up as much of the bounds."""
     shape, first, goes_on = conversation.shape, None, False
-    values: list[Any] = [None]  # what the user said first, and what the assistant did
-    begins = bytearray()  # whether a turn begins with a message of the assistant's
+    values: list[Any] = [None]  # the user's first message, and the assistant's messages
+    begins = bytearray()  # whether each of the assistant's messages begins a turn
     for speaker, value in conversation.list_spoken():
         if speaker == ASSISTANT:
             values.append(value)
@@ -255,7 +255,7 @@ def _read(conversation: Conversation) -> Transcript:
     every, newest = _encode(values), _encode(values[last + 1 :])
     whole: _HistoryKey = shape.read, bytes(begins), every[:-1]
     short = len(every) <= _LONGEST_HISTORY
-    # Once it is part of a longer one, a history hardly comes again.
+    # A history that has become part of a longer one rarely comes again.
     known = _HISTORIES.take((shape.read, whole[1][:last], every[: -len(newest)])) if short else None
     again = _HISTORIES.get(whole) if short and known is None else None
     if again is not None:
@@ -285,14 +285,14 @@ def _read(conversation: Conversation) -> Transcript:
 
 
 def _join(messages: list[ShownMessage]) -> ShownMessage:
-    """What messages that stand side by side show."""
+    """Join consecutive messages."""
     calls = [call for message in messages for call in message.calls]
     return ShownMessage(digest(b"".join([message.hash for message in messages]), _ID), calls)
 
 
 def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the shape's
-    """What a message shows. One that was read recently is known, and takes as much of the bounds as if it was read."""
-    key = _encode(value)  # which spells all of its keys, and so no message of another shape
+    """Read a message. Recent ones are cached, but use up as much of the bounds."""
+    key = _encode(value)  # with all keys of the shape, so no message of another shape has the same
     if len(key) > _LONGEST_KEY:
         key = digest(key, _ID)
     shown = _KNOWN.get(key)
@@ -319,11 +319,11 @@ def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the s
 
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:
-    """Where a request stands; None where what it shows cannot be read, or is too much.
+    """A request's place; None if its conversation cannot be read, or is too long.
 
     Args:
-        conversation: that it shows.
-        prefilled: the newest message is how the model is to begin its answer.
+        conversation: the request's conversation.
+        prefilled: the newest message is the start of the model's next answer.
     """
     try:
         shown = read_transcript(conversation)
@@ -344,7 +344,7 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
 
 
 def read_place(document: Document) -> ChainPlace | None:
-    """The same for a body; None also where it shows no conversation, or the server keeps what was before."""
+    """Like `find_place`, for a body; also None if it has no conversation, or the server keeps earlier turns."""
     try:
         conversation = open_conversation(document)
         return None if conversation.elsewhere else find_place(conversation, prefilled=conversation.is_prefilled())

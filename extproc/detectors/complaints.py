@@ -1,4 +1,4 @@
-"""Complaints of a program about the form of an answer, which name no error: what agents hear whose answers hold no action."""
+"""Recognizes a program's complaint about the form of an answer, such as an answer without an action; it names no error."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from typing import Final
 
 _SAID_WITHIN: Final = 600
-"""A complaint comes first, in characters."""
+"""Characters of a text in which to look for a complaint."""
 
 _STEMS: Final = (" not ", "n't", " no ", "wrong", "bad ", "malformed", "improper", "expected", "found 0", "lack", "without")
-"""One of these is in every complaint."""
+"""Every complaint contains one of these."""
 
 _ANSWER = r"(?:answer|response|output|reply|message|command|action|submission)"
 _FORM = r"(?:format|json|xml|yaml|schema|tool|function|action|code\ block|code|backtick|tag|block|structure|syntax)"
@@ -29,7 +29,7 @@ _COMPLAINT: Final = re.compile(
 
 
 def complains(text: str) -> bool:
-    """Whether a user's text says that the answer before has the wrong form.
+    """Whether a user's text complains about the form of the previous answer.
 
     >>> complains("Your response did not contain an action."), complains("Please answer in JSON.")
     (True, False)

@@ -1,19 +1,19 @@
-"""Rules beside those of `loops.py`, which look at what turns have in common where they are not equal.
+"""Rules in addition to those of `loops.py`, for turns that are not equal, but have something in common.
 
-With a threshold t, the newest turn is part of a loop when
+With a threshold t, the newest turn is part of a loop if
 
-- SIMILAR_ERROR: its result failed and stands max(6, t) times among the last max(6, t) + 4, numbers left out, whatever was done.
-  It is always looked for, and gets a note at most.
+- SIMILAR_ERROR: its result is a failure, and max(6, t) of the last max(6, t) + 4 results are the same, ignoring numbers and
+  actions. This rule is always on, and gets a note at most.
 
-The others are looked for where a policy asks for them (`extra_rules`):
+The others are on if a policy lists them (`extra_rules`):
 
-- LONG_ACTION: it is the same action, t + 2 times running, whatever came back. The action takes 60 bytes to write, and is
-  neither talk nor made by tools that only look.
-- TWO_ERRORS: the last 2t + 4 results are failures of at most two kinds, numbers left out.
-- FAILING_TURN: it failed, and stands t times among the last 4t + 4 turns, with at most t - 2 new ones between. Talk between
-  is no news, nor is thinking.
-- ACTION_CYCLE: the last actions are a cycle of 2 to 4 different ones that came round t times, and at least half of what came
-  back is what came back a round before.
+- LONG_ACTION: the last t + 2 actions are the same, whatever their results. The action is at least 60 bytes long, and is
+  neither talk nor by tools that only read.
+- TWO_ERRORS: the last 2t + 4 results are failures of at most two kinds, ignoring numbers.
+- FAILING_TURN: it failed, and t of the last 4t + 4 turns equal it, itself included, with at most t - 2 new turns between them.
+  Talk and thinking are not new.
+- ACTION_CYCLE: the last actions are t rounds of a cycle of 2 to 4 different actions, and at least half of the results are the
+  same as a round before.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ EXTRA_RULES = (LONG_ACTION, TWO_ERRORS, FAILING_TURN, ACTION_CYCLE)
 MIN_SIMILAR: Final = 6
 _MORE_SIMILAR: Final = 4
 NOTED_TURNS: Final = MIN_SIMILAR + _MORE_SIMILAR
-"""SIMILAR_ERROR needs this many turns, and as many again as its threshold."""
+"""SIMILAR_ERROR reads at most this many turns plus its threshold."""
 
 _MORE_ACTIONS: Final = 2
 _LONG: Final = 60
-"""Without such a length, LONG_ACTION finds dozens of honest repetitions, in bytes."""
+"""Shortest action for LONG_ACTION, in bytes. Without this minimum, it finds dozens of legitimate repetitions."""
 
 _LONGEST_CYCLE: Final = 4
 
@@ -46,10 +46,10 @@ class Recent:
     """The turns that a rule looks at, with a detector's settings.
 
     Attributes:
-        turns: the newest first, one at least.
-        limits: by tool.
-        limit: of the newest turn.
-        normalized: results are compared without what changes by itself.
+        turns: newest first, at least one.
+        limits: the limits by tool.
+        limit: the limit of the newest turn.
+        normalized: results are compared without volatile parts.
     """
 
     __slots__ = ("limit", "limits", "normalized", "turns")
@@ -61,7 +61,7 @@ class Recent:
         self.normalized = normalized
 
     def is_allowed(self, turn: AnyTurn) -> bool:
-        """Whether its tools may do what they want."""
+        """Whether a turn's tools are exempt."""
         return self.limits.of(turn.names).allow
 
     def same(self, one: AnyTurn, other: AnyTurn) -> bool:
@@ -69,7 +69,7 @@ class Recent:
         return same_turn(one, other, normalized=self.normalized)
 
     def describe(self, rule: str, turns: Sequence[AnyTurn], among: int, strength: str) -> Repeat:
-        """A loop of these turns; where several things were done, all of their tools."""
+        """A loop of these turns, with all of their tools."""
         names = tuple(dict.fromkeys([name for turn in reversed(turns) for name in turn.names]))
         count = len(turns)
         return Repeat(names, count, among, count, results=True, reason=self.limit.reason, rule=rule, strength=strength)
@@ -98,7 +98,7 @@ def find_similar_error(recent: Recent) -> Repeat | None:
 
 
 def find_extra(rules: frozenset[str], recent: Recent, found: Repeat | None) -> Repeat | None:
-    """The first strong loop that one of these rules sees, else what is `found` already, else the first weak one."""
+    """The first strong loop that one of these rules finds, or else `found`, or else the first weak one."""
     for rule, find in _FIND.items():
         another = find(recent) if rule in rules else None
         if another is not None and another.strength == STRONG:
@@ -150,7 +150,7 @@ def _find_failing_turn(recent: Recent) -> Repeat | None:
 
 
 def _is_news(recent: Recent, place: int) -> bool:
-    """Whether something was done in a turn that had not been done before, and more than talk or thinking."""
+    """Whether the turn at a place is new, and more than talk or thinking."""
     turn = recent.turns[place]
     if all(is_for_thinking(name) for name in turn.names):
         return not turn.known

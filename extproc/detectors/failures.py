@@ -1,14 +1,14 @@
-"""Whether what an action brought back says that it failed, and how.
+"""Whether the result of an action reports a failure, and of which kind.
 
-Results hold much that only mentions errors: sources, logs, listings, pages, lists of commits. So words alone decide nothing.
-A result says that it failed by
+Many results only mention errors: source code, logs, listings, pages, lists of commits. So words alone are not enough. A result
+reports a failure by
 
-- a field or a code: `"is_error": true`, `"success": false`, an exit code that is not zero, a status of HTTP from 400 on;
-- a line that begins as messages of errors do: `error:`, `fatal:`, `ValueError:`, `FAILED`, `a.c:9:5: ...`, `3 failed`;
-- a complaint (`not found`, `cannot`, `timed out`, ...) behind the name of a program, in the first or last line, or in a
-  field for messages. Source code complains of nothing.
+- a field or a code: `"is_error": true`, `"success": false`, a non-zero exit code, an HTTP status from 400 on;
+- a line that starts like an error message: `error:`, `fatal:`, `ValueError:`, `FAILED`, `a.c:9:5: ...`, `3 failed`;
+- a complaint (`not found`, `cannot`, `timed out`, ...) after the name of a program, in the first or last line, or in a field
+  for messages. Lines of source code are no complaints.
 
-The worst case is `SAID_WITHIN` characters of beginnings of such lines: each pattern has bounds, and sees each line once.
+The worst case is `SAID_WITHIN` characters of beginnings of such lines: each pattern has bounds, and reads each line once.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Failure: TypeAlias = Literal["", "fatal", "transient", "missing"]
 NO_FAILURE: Final = ""
 FATAL: Final = "fatal"
 TRANSIENT: Final = "transient"
-"""It may go away by itself: refused or reset connections, timeouts, rate limits, statuses 429, 502, 503 and 504."""
+"""The failure may be temporary: refused or reset connections, timeouts, rate limits, statuses 429, 502, 503 and 504."""
 MISSING: Final = "missing"
-"""What was looked for is not there, which is often an answer; a tool or a command that is not there is FATAL."""
+"""Something was not found, which is often a valid answer. A tool or command that is not found is FATAL."""
 
 SAID_WITHIN = 3_000
-"""A failure is told early, in characters."""
+"""First characters of a result, which are read; failures are reported early."""
 
 _LONGEST_LINE = 400
-"""Characters of a line or a message that are read."""
+"""Characters of a line or message that are read."""
 
 _RARE = "*qxjkvbpygfwm'"
-"""The rarest first."""
+"""Characters that are rare in results, the rarest first."""
 
 
 def _look_for(*words: str) -> list[re.Pattern[str]]:
-    """Patterns for words, by a rare letter of each: the engine looks for one character faster than for all else."""
+    """Patterns for words, each starting with a rare letter: the engine finds single characters fastest."""
     parts: dict[str, list[str]] = {}
     for word in words:
         letter = ([rare for rare in _RARE if rare in word] or [word[0]])[0]
@@ -47,11 +47,11 @@ def _look_for(*words: str) -> list[re.Pattern[str]]:
 
 
 def _compile(patterns: str) -> list[re.Pattern[str]]:
-    r"""Patterns with ` | ` between them. Each begins with a character; with `\bword`, by looking back from behind the word."""
+    r"""Compile patterns separated by ` | `. Each starts with a character: `\b` becomes a lookbehind after its word."""
     return [re.compile(re.sub(r"^\\b(\w+)", r"\1(?<!\\w\1)", pattern)) for pattern in re.split(r"\s+\|\s+", patterns.strip())]
 
 
-# One of these is in every failure: a look for them is all that most results take.
+# Every failure contains one of these, so most results need no further search.
 _STEMS = _look_for(
     "err", "fail", "excep", "fatal", "panic", "fault", "killed", "abort", "traceback", "not ", "n't", "cannot", "no ",
     "invalid", "unable", "unknown", "unre", "unexp", "incor", "unter", "unmat", "undef", "unav", "unauth", "timed o",
@@ -61,12 +61,12 @@ _STEMS = _look_for(
 )  # fmt: skip  # one list
 
 _WORDS: Final = _look_for("error", "fail", "exception", "invalid", "problem", "***")
-"""One of these is in all that `_NO_FAILURE` and `_WITHIN` find."""
+"""All matches of `_NO_FAILURE` and `_WITHIN` contain one of these."""
 
 _WELL_WORDS: Final = _look_for("succe", 'ok"', "ok'")
-"""One of these, or of those, is in all that `_FIELDS` find."""
+"""All matches of `_FIELDS` contain one of these or of `_WORDS`."""
 
-# Nothing of the kind, and fields for failures that are empty. One by one, these patterns are fast, but cut in another order.
+# Denials of failures, and empty fields for failures. One by one, these patterns search fast, but would cut in another order.
 _NOTHING = [
     rf"{word}(?<!\w{word})\s+(?:of\ [0-9]+\s+)?(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b"
     for word in ("no", "0", "zero", "without any", "without")
@@ -127,7 +127,7 @@ _MESSAGE = re.compile(
     re.VERBOSE,
 )
 
-# What stands before the words of a line: a time, tags, brackets, bullets; but no signs of a difference, a table or a heading.
+# What may precede the words of a line: a time, tags, brackets, bullets; but no signs of a diff, a table or a heading.
 _LABEL = r"(?:(?:observation|output|result|response|std(?:out|err))s?:\ {1,8})?+"
 _TIME = r"(?:\W?[0-9]{4}-[0-9]{2}-[0-9]{2}[t\ ][0-9:.,]{5,18}z?\W)?+"
 _BEFORE = rf"{_LABEL}{_TIME}(?:<[^<>\n]{{1,64}}>|[^\w<+|\#`\n-]){{0,16}}+"
@@ -171,7 +171,7 @@ _MAY_BEGIN = [
         """
     ),
 ]
-"""One of these is in every line that begins so."""
+"""Every line that matches `_BEGINS` contains one of these."""
 
 _MAY_BE_WITHIN = _compile(
     r"""
@@ -179,7 +179,7 @@ _MAY_BE_WITHIN = _compile(
     | problem(?<=[0-9] problem) | \*\*\*
     """
 )
-"""One of these is in all that `_WITHIN` finds."""
+"""All matches of `_WITHIN` contain one of these."""
 
 # Each alternative starts with a character of a small set.
 _WITHIN = re.compile(
@@ -217,9 +217,9 @@ _COMPLAINS = re.compile(
     """,
     re.VERBOSE,
 )
-"""Looked for in a line with the end of the line before it, or in the rest of a line with a space before it."""
+"""Searched for in a line with a newline before it, or in the rest of a line with a space before it."""
 
-# Behind which a line says who complains; `name:12:` is where something was found instead.
+# The program that complains, at the start of a line. `name:12:` is the position of a match instead.
 _PROGRAM = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
 _USAGE = re.compile(r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)", re.MULTILINE)
 _QUOTES = re.compile(
@@ -233,7 +233,7 @@ _QUOTES = re.compile(
     """,
     re.VERBOSE,
 )
-"""A line of a source, a listing, a page, a difference; or a warning."""
+"""A line of source code, a listing, a page or a diff; or a warning."""
 
 _STATUS = r"(?:429|50[234])\b"
 _TRANSIENT = _compile(
@@ -267,12 +267,12 @@ _NO_TOOL = re.compile(
 
 
 def is_error(text: str) -> bool:
-    """Whether a result says early that something went wrong."""
+    """Whether a result reports a failure near its start."""
     return read_failure(text) != NO_FAILURE
 
 
 def read_failure(text: str, *, failed: bool = False) -> Failure:
-    """How an action failed, by what it brought back; `failed`: its API says that it did.
+    """How an action failed, according to its result; `failed`: the API says that it did.
 
     >>> read_failure("cat: a.txt: No such file or directory"), read_failure("3 passed, 0 failed")
     ('missing', '')
@@ -288,13 +288,13 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
 
 
 def find_complaint(text: str) -> str:
-    """The line, or the message, by which a result says that something failed, in lower case; empty where none does."""
+    """The line or message of a result that reports a failure, in lower case; empty if there is none."""
     said, worded = _prepare(text[:SAID_WITHIN].lower())
     return _find_line(said, worded=worded)
 
 
 def _prepare(said: str) -> tuple[str, bool]:
-    """A text to be searched, without what says that nothing failed; and whether one of `_WORDS` is in it."""
+    """A text to search, without denials of failures, and whether it contains one of `_WORDS`."""
     if "\\" in said:  # JSON in a string, or a string as Python writes it
         said = said.replace("\\n", "\n").replace('\\"', '"')
     worded = finds_any(said, _WORDS)
@@ -304,7 +304,7 @@ def _prepare(said: str) -> tuple[str, bool]:
 
 
 def _find_line(said: str, *, worded: bool) -> str:
-    """The line or the message that says that something failed, empty for none; `worded`: one of `_WORDS` is in the text."""
+    """The line or message that reports a failure; empty if there is none. `worded`: the text contains one of `_WORDS`."""
     lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n") if line and not line.isspace()]
     ends = [line for line in lines[:1] + lines[1:][-1:] if not line.startswith(_RECORDS)]
     messages: list[str] = []
@@ -329,12 +329,12 @@ def _find_line(said: str, *, worded: bool) -> str:
 
 
 def _read_line(text: str, end: int) -> str:
-    """The line behind the end of another."""
+    """The line after the end of another."""
     return text[end + 1 : end + 1 + _LONGEST_LINE].partition("\n")[0]
 
 
 def _is_marked(said: str, *, worded: bool) -> bool:
-    """Whether a field or a code says that it failed; `worded` as above."""
+    """Whether a field or a code reports a failure; `worded`: see `_find_line`."""
     if (worded or finds_any(said, _WELL_WORDS)) and finds_any(said, _FIELDS):
         return True
     return finds_any(said, _CODES) or ("usage:" in said and _USAGE.search(said) is not None)

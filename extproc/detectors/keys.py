@@ -1,5 +1,5 @@
-"""The keys of a loop_detection entry that belong to one similarity each, and those that all of them may read."""
-# interpreted: pydantic makes its models of annotations, which compiled classes do not keep
+"""Keys of loop_detection entries: those of all similarities, and of each."""
+# interpreted: pydantic makes models from annotations, which compiled classes do not keep
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from extproc.detectors.tools import Limit, ToolLimits
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD, NO_ITEMS, JsonObject, Pointer
 
 MAX_CALLS = 200
-"""Most calls, and most messages, that a detector compares with each other."""
+"""Maximum number of calls or messages that a detector compares."""
 
 MAX_CYCLE = 16
 
@@ -45,7 +45,7 @@ class Escalation(JsonObject):
 
 
 class LoopKeys(JsonObject):
-    """What any similarity may read.
+    """Keys that all similarities share.
 
     Attributes:
         threshold_identical_requests: number of the first identical request (turn, call) to act on, at least 2; required, except
@@ -60,7 +60,7 @@ class LoopKeys(JsonObject):
 
 
 class CanonicalKeys(LoopKeys):
-    """Of `canonical`.
+    """Keys of `canonical`.
 
     Attributes:
         ignore_fields: with `canonical`: JSON Pointers to values to ignore; `*` matches any one step.
@@ -70,7 +70,7 @@ class CanonicalKeys(LoopKeys):
 
 
 class TailKeys(LoopKeys):
-    """Of `tail`.
+    """Keys of `tail`.
 
     Attributes:
         tail_messages: with `tail`: number of messages to compare.
@@ -95,12 +95,12 @@ class Tool(JsonObject):
     allow: bool = False
 
     def raise_by(self, more: int) -> Self:
-        """The same with a higher threshold, where it has one."""
+        """A copy with a threshold that is higher by `more`, if it has one."""
         return self if self.threshold is None else self.model_copy(update={"threshold": self.threshold + more})
 
 
 class ToolsKeys(LoopKeys):
-    """Of those that look at what tools do.
+    """Keys of similarities that look at tools.
 
     Attributes:
         tools: with `tool_calls`, `turns` and `mcp`: rules by tool name; `*` matches anything.
@@ -110,7 +110,7 @@ class ToolsKeys(LoopKeys):
 
 
 class McpKeys(ToolsKeys):
-    """Of `mcp`.
+    """Keys of `mcp`.
 
     Attributes:
         trust_headers: with `mcp`: from MCP 2026-07-28 on, `Mcp-Method` and `Mcp-Name` decide which requests are not counted.
@@ -121,7 +121,7 @@ class McpKeys(ToolsKeys):
 
 
 class HistoryKeys(ToolsKeys):
-    """Of those that look at what tools did before.
+    """Keys of similarities that look at the history of tool calls.
 
     Attributes:
         max_cycle: with `tool_calls` and `turns`: longest cycle to look for; 1 turns cycles off.
@@ -131,7 +131,7 @@ class HistoryKeys(ToolsKeys):
 
 
 class ToolCallsKeys(HistoryKeys):
-    """Of `tool_calls`.
+    """Keys of `tool_calls`.
 
     Attributes:
         window_calls: with `tool_calls`: number of newest calls to look at.
@@ -145,7 +145,7 @@ class ToolCallsKeys(HistoryKeys):
 
 
 class TurnsKeys(HistoryKeys):
-    """Of `turns`.
+    """Keys of `turns`.
 
     Attributes:
         weak_threshold: with `turns`: until a weak loop (talk, or short results without errors) has repeated this often, it gets
@@ -159,7 +159,7 @@ class TurnsKeys(HistoryKeys):
     weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
     normalize_results: bool = True
     incidents: bool = True
-    # A list as a default would be copied item by item for each policy: a tenth of the time of a load.
+    # A list as default would be copied for each policy, which takes a tenth of the time of a load.
     ignore_arguments: list[str] = Field(
         default_factory=lambda: sorted(THOUGHTS), json_schema_extra={"default": [*sorted(THOUGHTS)]}
     )
@@ -167,7 +167,7 @@ class TurnsKeys(HistoryKeys):
 
 
 class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys):
-    """All of them.
+    """All keys of any similarity.
 
     Attributes:
         similarity: what makes requests identical.
@@ -181,18 +181,18 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
         return self.escalate.steer is not None
 
     def list_steps(self, default: int | None) -> list[Self]:
-        """These keys with the threshold of each action in place of their own, the lowest first.
+        """These keys, then a copy for each stricter action with its threshold, lowest first.
 
-        The thresholds of `tools` are raised by as much: a tool that is given more time, or less, escalates as others do.
+        The thresholds of `tools` are raised by the same number, so that all tools escalate in equal steps.
 
         Args:
-            default: the threshold of an entry that has none.
+            default: the threshold of an entry without one.
         """
         first = self.threshold_identical_requests or default or 0
         return [self, *[self._raise_by(threshold - first, threshold) for _, threshold in self.escalate.list_steps()]]
 
     def make_limits(self, default: int | None) -> ToolLimits:
-        """What holds for which tool; `default` as above."""
+        """The limits of tools; `default`: the threshold of an entry without one."""
         threshold, window = self.threshold_identical_requests or default or 0, self.window_calls
         tools = {
             name: Limit(tool.threshold or threshold, tool.reason, tool.allow, tool.window_calls or window)
@@ -201,7 +201,7 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
         return ToolLimits(threshold, tools, window)
 
     def wait_until(self, threshold: int) -> Self:
-        """These keys with this threshold in place of all that are lower."""
+        """A copy whose lower thresholds are raised to this one."""
         tools = {
             name: tool if tool.threshold is None else tool.model_copy(update={"threshold": max(tool.threshold, threshold)})
             for name, tool in self.tools.items()

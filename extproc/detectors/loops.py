@@ -1,27 +1,26 @@
 """When turns are a loop.
 
-A turn is what the assistant does in one message (without its thoughts), and everything behind that up to its next message:
-results of tools, observations, what the user says. Two turns are equal when both are. With a threshold t, the newest turn is
-part of a loop when
+A turn is what the assistant does in one message (without its thoughts), and everything after that up to its next message:
+results of tools, observations, the user's words. Two turns are equal if both parts are. With a threshold t, the newest turn is
+part of a loop if
 
-- REPEAT: it stands t times among the last 2t + 4 turns, and at most t - 2 turns between the first and the last of these t are
-  new (not seen before among the last 32 turns, and more than thoughts): who edits and runs the same tests again has new turns
-  in between;
-- CYCLE: the last turns are a cycle of 2 to `max_cycle` different turns that came round t times, from length 5 on max(2, t - 1);
-- ERROR: the last 2t results are the same error, whatever was done; 6 at least of complaints to an assistant that only talks.
+- REPEAT: t of the last 2t + 4 turns equal it, itself included, and at most t - 2 turns between the first and the last of these
+  are new (more than thoughts, and not seen before in the last 32 turns). An agent that edits and runs the same tests has new
+  turns in between;
+- CYCLE: the last turns are t rounds of a cycle of 2 to `max_cycle` different turns; max(2, t - 1) rounds from length 5 on;
+- ERROR: the last 2t results are the same error, whatever the actions; at least 6 complaints to an assistant that only talks.
 
-A person's word starts anew: turns up to the newest of them are not looked at. It is what a user says who answers no call and no
-action, in words that stand there once, digits left out; words that come again are a program's. And what only looks is no
-repetition of what looked before something changed, as far as the tools tell by their names, or the request by hints.
+Only turns after a person's newest message are looked at. Such a message answers no call and no action, and occurs only once,
+ignoring digits; repeated ones are a program's. A turn that only reads does not repeat turns from before something changed, as
+far as tools' names or the request's hints tell.
 
-A loop is strong if one of its results is an error or long. An error that passes by itself is none in this sense; nor is what
-was not found, where something else was looked for each time. All other loops are weak.
+A loop is strong if one of its results is an error or long. Temporary errors do not count for this, nor does something that was
+not found, if the actions differ. All other loops are weak.
 
-What the request shows is enough; nothing is counted. Where it shows less than there was, because its history was condensed or
-is kept by the server, a ring of the newest turn of each request before it supplies the rest. Of a turn whose action is not
-known, it cannot be said whether it was seen before, and it is part of no cycle.
+The request shows enough; nothing is counted. If its history was condensed or is kept by the server, a ring with the newest turn
+of each earlier request supplies the rest. A turn whose action is unknown always counts as new, and is not part of a cycle.
 
-Turns are read from the newest to the oldest, and no further than a loop could still be found.
+Turns are read from the newest to older ones, only as far as a loop could still be found.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from extproc.detectors.turn import (
 from extproc.request.document import Document, NotCounted
 
 MAX_TURNS: Final = 32
-"""This many turns are looked at, and as many as a ring holds."""
+"""Maximum number of turns that are looked at, and that a ring contains."""
 
 DEFAULT_MAX_CYCLE: Final = 10
 MIN_CYCLE: Final = 2
@@ -66,18 +65,18 @@ REPEAT: Final = "repeat"
 RESULT: Final = "result"
 CYCLE: Final = "cycle"
 ERROR: Final = "error"
-"""The rules; RESULT is REPEAT where what was done is not known."""
+"""The rules; RESULT is REPEAT for unknown actions."""
 
 
 class Newest(Generic[Step]):
-    """Turns, or calls, the newest first; they are taken from their source as far as is asked for."""
+    """Turns or calls, newest first, which are taken from their source on demand."""
 
     def __init__(self, source: Iterator[Step]) -> None:
         self._source = source
         self._taken: list[Step] = []
 
     def at(self, place: int) -> Step | None:
-        """The step at a place, 0 being the newest; None where there are fewer."""
+        """The step at a place, 0 being the newest; None if there are fewer."""
         while len(self._taken) <= place:
             step = next(self._source, None)
             if step is None:
@@ -86,12 +85,12 @@ class Newest(Generic[Step]):
         return self._taken[place]
 
     def newest(self, count: int) -> list[Step]:
-        """This many steps, or as many as there are."""
+        """The newest steps, this many or all."""
         self.at(count - 1)
         return self._taken[:count]
 
     def is_cycle(self, length: int, span: int, same: Callable[[Step, Step], bool]) -> bool:
-        """Whether a cycle of different steps fills this span, where the newest equals the one this many steps before it."""
+        """Whether a cycle of different steps fills this span, given that the newest equals the one `length` steps before."""
         for place in range(1, span - length):
             step, before = self.at(place), self.at(place + length)
             if step is None or before is None or not same(step, before):
@@ -104,16 +103,16 @@ class History(Newest[AnyTurn]):
     """The turns of a request, or of a session.
 
     Attributes:
-        elsewhere: the server keeps what was before them.
-        after: what the request goes on from there; empty where nothing says so.
-        again: places of turns that equal the newest one, among those that were `compared` with it.
-        compared: this many turns.
+        elsewhere: the server keeps earlier turns.
+        after: reference to what the request continues there; empty if there is none.
+        again: places of turns that equal the newest one, among the first `compared` turns.
+        compared: number of turns that were compared with the newest one, including itself.
     """
 
     def __init__(
         self, source: Iterator[AnyTurn], reading: Reading | None = None, *, elsewhere: bool = False, after: bytes = b""
     ) -> None:
-        """Take turns from a source, which is a request's `reading`, or what the store remembers."""
+        """Take turns from a source: a request's `reading`, or the store's entries."""
         self._source = islice(source, MAX_TURNS)
         self._taken = []
         self.again: list[int] = []
@@ -128,10 +127,10 @@ class History(Newest[AnyTurn]):
         return self._reading.read_words() if self._reading is not None else ""
 
     def count_since_person(self) -> int:
-        """How many turns stand behind the newest word of a person; all that are looked at where there is none."""
+        """The number of turns since a person's newest message; MAX_TURNS if there is none."""
         if self._since is None:
             words: list[bytes] = []
-            with suppress(NotCounted):  # what is too far back to be read says nothing
+            with suppress(NotCounted):  # unreadable turns further back do not matter
                 for place in range(MAX_TURNS):
                     turn = self.at(place)
                     if turn is None:
@@ -149,22 +148,21 @@ def follow(history: History, place: int) -> Iterator[AnyTurn]:
 
 
 class KeptTurn:
-    """What is kept of a request for its session: the turn that it brings, and where in the ring that belongs.
+    """What is kept of a request for its session: its newest turn, and where that belongs in the ring.
 
     Attributes:
         newest: that turn.
-        place: of it among those that the request shows.
-        entry: the same for the ring.
-        identity: digest of 8 bytes; a request that is sent again, or to another model, brings the same; empty where the session
-            has no name.
-        complete: the request shows all the turns that are looked at.
-        in_text: as of the turn.
+        place: its place among the turns that the request shows.
+        entry: its entry for the ring.
+        identity: digest of 8 bytes, the same for a retry, even with another model; empty if the session has no name.
+        complete: the request shows all turns that are looked at.
+        in_text: see `Turn`.
     """
 
     __slots__ = ("_before", "complete", "entry", "identity", "in_text", "newest", "place")
 
     def __init__(self, history: History, place: int, newest: Turn, *, named: bool) -> None:
-        """Take what is needed of the history, and let go of the request."""
+        """Take what is needed from the history, without keeping the request."""
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
         self.newest = newest.reduce()
@@ -180,8 +178,8 @@ class KeptTurn:
     def extend(self, entries: Sequence[bytes], *, followed: bool = False, always: bool = False) -> History | None:
         """The turns up to this one, as far as a ring's entries have them; see `Memory.recall`.
 
-        None if no other entry has the same result, nor enough of them one that failed alike, because then there is no loop;
-        `always`: there may be one all the same.
+        None if no other entry has the same result and too few have a similar failure, because then there is no loop, unless
+        `always` is set.
         """
         newest, failure = self.newest, self.newest.failure_id
         if not always and len([entry for entry in entries if has_result(entry, newest)]) <= (self.entry in entries):
@@ -194,17 +192,17 @@ class KeptTurn:
         turns = [decode_turn(entry) for entry in past]
         if (
             self._before is not None and not followed
-        ):  # what it shows besides must be among what was before, else that was another conversation
+        ):  # go on from the turn before, as the request shows it; if it is not there, this is another conversation
             place = next((place for place, turn in enumerate(turns) if turn.action_hash == self._before), len(turns))
             del turns[:place]
         return History(iter([self.newest, *turns]))
 
 
 class TurnRule:
-    """The rule, with a detector's settings.
+    """The rules, with a detector's settings.
 
     Attributes:
-        threshold: of what no tool does.
+        threshold: the threshold without a tool's own.
     """
 
     def __init__(  # noqa: PLR0913  # settings
@@ -221,13 +219,13 @@ class TurnRule:
         """Take the settings.
 
         Args:
-            limits: by tool.
+            limits: the limits of tools.
             max_cycle: length of the longest cycle.
-            normalize_results: leave out what changes by itself.
+            normalize_results: ignore volatile parts of results.
             ignored: names of arguments that are thoughts.
-            filled: a cycle that needs more turns than this is a loop when it fills as many, 0 for none.
+            filled: a cycle that needs more turns than this is a loop once it fills this many; 0 for no such bound.
             extra: names of further rules.
-            notes: look for what gets a note at most, too.
+            notes: also look for loops that get a note at most.
         """
         self._extra = extra
         self._notes = notes
@@ -257,7 +255,7 @@ class TurnRule:
         return history
 
     def find_loop(self, history: History) -> Repeat | None:
-        """Whether the newest turn is part of a loop; None where it is not.
+        """The loop that the newest turn is part of; None for none.
 
         Raises:
             NotCounted: some turn cannot be read.
@@ -274,7 +272,7 @@ class TurnRule:
         return found
 
     def may_have_looped(self, history: History) -> bool:
-        """Whether it is worth looking for a loop: most turns do something new and do not fail."""
+        """Whether a loop is possible; a fast check, because most turns do something new and do not fail."""
         newest = history.at(0)
         if newest is None or history.at(1) is None:
             return False
@@ -292,13 +290,13 @@ class TurnRule:
             return None
         limit = self._limits.of(newest.names)
         looked_at = history.newest(max(2 * limit.threshold + 4, self._max_cycle + 1))
-        for place in range(history.compared, len(looked_at)):  # rules of one detector differ in thresholds alone
+        for place in range(history.compared, len(looked_at)):  # shared by a detector's rules, which differ only in thresholds
             if same_turn(newest, looked_at[place], normalized=self._normalized):
                 history.again.append(place)
             history.compared = place + 1
         again = [place for place in history.again if place < len(looked_at)]
         found = None
-        if again and MIN_CYCLE <= again[0] <= self._max_cycle:  # a longer one would hold the newest turn twice
+        if again and MIN_CYCLE <= again[0] <= self._max_cycle:  # a longer one would contain the newest turn twice
             found = self._cycle(history, again[0])
         if again and found is None:
             found = self._repeat(history, newest, limit, again)
@@ -313,7 +311,7 @@ class TurnRule:
         return found
 
     def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:
-        """The newest turn stands too often among the last ones, with hardly anything new in between."""
+        """The loop if the newest turn is too frequent among the last ones, with hardly anything new in between."""
         window = 2 * limit.threshold + 4
         places = [place for place in again if place < window]
         if len(places) + 1 >= limit.threshold and newest.evidence & READS:
@@ -339,7 +337,7 @@ class TurnRule:
         )
 
     def _is_no_news(self, history: History, place: int) -> bool:
-        """Whether the turn at a place stands further back as well, or only thinks."""
+        """Whether the turn at a place is also found further back, or only thinks."""
         turns = history.newest(MAX_TURNS)
         turn = turns[place]
         if turn.names and all(is_for_thinking(name) for name in turn.names):
@@ -347,7 +345,7 @@ class TurnRule:
         return turn.known and any(same_turn(turn, older, normalized=self._normalized) for older in turns[place + 1 :])
 
     def _cycle(self, history: History, length: int) -> Repeat | None:
-        """The newest turns are a cycle of this many different ones that has come round often enough."""
+        """The loop if the newest turns are enough rounds of a cycle of this length."""
         members = history.newest(length)
         limits = [self._limits.of(turn.names) for turn in members]
         rounds = count_rounds(length, max([limit.threshold for limit in limits]))
@@ -364,7 +362,7 @@ class TurnRule:
         return same_turn(one, other, normalized=self._normalized)
 
     def _error(self, history: History, newest: AnyTurn, limit: Limit) -> Repeat | None:
-        """The last results are the same error, whatever was done."""
+        """The loop if the last results are the same error, whatever the actions."""
         count = 2 * limit.threshold
         if newest.known and not newest.names:
             count = max(MIN_SIMILAR, count)
@@ -385,11 +383,11 @@ class TurnRule:
         return kept.action_hash + (kept.normalized if self._normalized else kept.raw)
 
     def count(self, history: History, newest: AnyTurn) -> Repeat:
-        """How often the newest turn stands there, where that is no loop."""
+        """How often the newest turn occurs, if that is no loop."""
         limit = self._limits.of(newest.names)
         turns = history.newest(2 * limit.threshold + 4)
         again = sum([turn is newest or same_turn(newest, turn, normalized=self._normalized) for turn in turns])
-        below = min(again, limit.threshold - 1)  # it may stand there often, with much that is new in between
+        below = min(again, limit.threshold - 1)  # it may occur more often, with many new turns in between
         return Repeat(newest.names, below, len(turns), limit.threshold, True, limit.reason, REPEAT)
 
 
@@ -400,7 +398,7 @@ def _changes(history: History, place: int) -> bool:
 
 
 def keep_newest(history: History, *, named: bool) -> KeptTurn | None:
-    """What is kept of a request for its session, which may have a name; None where it brings no turn."""
+    """What is kept of a request for its session; None if it has no new turn. `named`: the session has a name."""
     place = 0
     if _only_speaks(history.at(0)):
         if not _is_prefill(history):
@@ -411,14 +409,14 @@ def keep_newest(history: History, *, named: bool) -> KeptTurn | None:
 
 
 def _only_speaks(turn: AnyTurn | None) -> bool:
-    """The assistant says something, and nothing stands behind it."""
+    """Whether the assistant only says something, and nothing follows."""
     return isinstance(turn, Turn) and not turn.answered and not turn.action.places
 
 
 def _is_prefill(history: History) -> bool:
-    """The newest turn is how the model is to begin its answer, and so no turn yet.
+    """Whether the newest turn is a prefill, with which the model's answer is to begin, and so no turn yet.
 
-    That is a word or two, or how it has begun one before; all else that the assistant says behind the results is news.
+    A prefill has at most two words, or begins an earlier answer, too. Anything else that the assistant says is new.
     """
     newest = history.at(0)
     if not isinstance(newest, Turn) or not _only_speaks(newest):

@@ -1,10 +1,10 @@
 """Similarity `mcp`: tools that agents call over HTTP (MCP), and messages that they send to each other (A2A).
 
-What neither calls a tool nor sends a message is not counted: handshakes, lists, notifications, pings, answers, streams, and
-`tasks/get`, which polls. How requests and answers are written stands in `extproc.apis.json_rpc`.
+Requests that neither call a tool nor send a message are not counted: handshakes, lists, notifications, pings, answers, streams,
+and `tasks/get`, which polls. `extproc.apis.json_rpc` has the formats of requests and answers.
 
-Headers may say what a body calls. The body decides, and where it calls something else that is reported: else a header that lies
-would hide a loop. Only a policy that trusts its server to refuse such requests is spared the bodies of what it does not count.
+Headers may say what a body calls. If the body differs, it decides and the difference is reported; otherwise, a false header
+could hide a loop. If a policy trusts its server to refuse such requests, it needs no bodies of requests that it does not count.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from extproc.request.quoting import quote
 
 
 class McpCall:
-    """A tool's call, or a message to another agent.
+    """A tool call, or a message to another agent.
 
     Attributes:
-        tool: its name, empty for a message.
-        limit: what holds for that tool.
-        threshold: of it.
-        tools: the tool, none for a message.
+        tool: the tool's name; empty for a message.
+        limit: the tool's limit.
+        threshold: the limit's threshold.
+        tools: the tool; empty for a message.
     """
 
     __slots__ = ("_id", "limit", "threshold", "tool", "tools")
 
     def __init__(self, tool: str, limit: Limit, identity: bytes | None) -> None:
-        """`identity` is the request's id as it was sent, None where nothing can be answered under it."""
+        """`identity` is the request's id as it was sent; None if no answer can refer to it."""
         self.tool = tool
         self.limit = limit
         self.threshold: int | None = limit.threshold
@@ -44,7 +44,7 @@ class McpCall:
         self._id = identity
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # the tool says more than the path
-        """See `Similarity`; what the tool was called with stays out of it."""
+        """See `Similarity`; does not contain the tool's arguments."""
         advice = self.advise(outcome, method, path)
         reason = f" {advice.reason}" if advice.reason else ""
         return f"Loop detected: {advice.what}, and was refused.{reason} Repeating it will be refused again. {advice.instead}"
@@ -60,12 +60,12 @@ class McpCall:
         return Advice(f"{what} within {format_duration(outcome.span_ms)}", self.limit.reason.strip(), instead)
 
     def frame(self, message: str, accept: str) -> Framed | None:
-        """An answer of the protocol; see `frame_answer`."""
+        """The refusal as an answer of the protocol, see `frame_answer`; None without an id."""
         return None if self._id is None else frame_answer(self._id, self.tool, message, accept)
 
 
 class Mcp(Similarity):
-    """A detector's `tools`, ready to look into requests."""
+    """Compares tool calls and messages; has a detector's `tools`."""
 
     keys: ClassVar[type[JsonObject]] = McpKeys
     looks: ClassVar[bool] = True
@@ -76,7 +76,7 @@ class Mcp(Similarity):
         self._trusts = keys.trust_headers
 
     def read_headers(self, headers: Mapping[str, bytes]) -> McpHeaders | None:
-        """What they say that the body calls; see `Similarity`."""
+        """The call that the headers announce; see `Similarity`."""
         claim = read_claim(headers)
         if claim is not None and claim.checked and self._trusts:
             if not claim.is_call:
@@ -89,7 +89,7 @@ class Mcp(Similarity):
         return contradicts(claim, document)
 
     def _check_allowed(self, tool: str) -> None:
-        """Raise NotCounted where the tool's calls are not counted."""
+        """Raise NotCounted if the tool is exempt."""
         if tool and self._limits.of([tool[:MAX_NAME]]).allow:
             raise NotCounted("allowed_tool")
 
@@ -112,7 +112,7 @@ class Mcp(Similarity):
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-        """Keys that mean nothing here; see `Similarity`."""
+        """Keys that have no effect with `mcp`; see `Similarity`."""
         yield from find_window_errors(loop, place)
         if loop.get("refuse_as") == COMPLETION:
             yield (

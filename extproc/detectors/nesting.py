@@ -1,6 +1,6 @@
-"""Prompts that nest themselves: a program puts a complaint before its own request, and again: `Try again: Try again: ...`.
+"""Nested prompts: a program repeatedly puts a complaint before its own request: `Try again: Try again: ...`.
 
-In linear time: a bounded number of places are tried where the beginning of the text comes again.
+Takes linear time: of the places where the beginning of the text recurs, a bounded number is tried.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from typing import Final
 
 _SHORTEST: Final = 12
-"""Characters of what is repeated; less is a line of dashes, or a laugh."""
+"""Minimum length of the repeated words, in characters; shorter ones may be a line of dashes, or laughter."""
 
 _LEAST: Final = 3
 _MOST: Final = 32
-"""What stands at the beginning more often fills a prompt that somebody wants to be long."""
+"""Minimum and maximum number of repetitions; more are deliberate padding."""
 
 _TRIES: Final = 64
 
 
 def count_nested(text: str) -> tuple[int, str]:
-    """How often in a row a text begins with the same words, and these; 0 where it does not, or is nothing else.
+    """How many times in a row a text begins with the same words, and the words; 0 if it does not, or has no other words.
 
     >>> count_nested("That was no JSON. That was no JSON. That was no JSON. List the files.")
     (3, 'That was no JSON. ')

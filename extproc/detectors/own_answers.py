@@ -1,7 +1,7 @@
-"""Answers that Loopguard gave in the model's place, in the history of a client that went on: they are no turns.
+"""Removes answers that Loopguard gave in the model's place from the history of a client that continued: they are not turns.
 
-Such an answer is removed from a body together with what the agent's program says about it: a result, or a complaint that the
-answer has no action or the wrong form. What a person says behind it stays, and so does the answer before that.
+Such an answer is removed from a body together with the reply of the agent's program: a result, or a complaint that the answer
+has no action or the wrong form. If a person replies, answer and reply stay.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from extproc.request.notes import quotes_answer, read_around
 from extproc.request.patch import Patch, Value
 
 _MOST_AROUND: Final = 16
-"""Characters that agents' programs add to an answer, such as the closing tag of a code block."""
+"""Maximum characters that an agent's program adds to an answer, such as the closing tag of a code block."""
 
 _SAID_WITHIN: Final = 2_000
-"""What is said behind an answer is compared up to here, in characters."""
+"""Length of the start of a reply that is compared, in characters."""
 
 _ERROR: Final = re.compile(
     r"\W{0,8}(?:\w{1,16} ){0,2}\w{0,16}(?:error|exception)(?::| (?:in|while|when|parsing|occurred)\b)", re.IGNORECASE
 )
-"""How programs begin a complaint. Persons say `try again` as well, so that what says an error in a result is too much here."""
+"""How programs begin a complaint. The patterns for errors in results would find too much: people also say `try again`."""
 
 
 def leave_out_answers(data: bytes, answers: frozenset[bytes]) -> bytes:
@@ -89,7 +89,7 @@ class _Reader:
         return all(part.kind == TEXT for part in parts) and len(read_around(said)) <= _MOST_AROUND
 
     def _find_reply(self, place: int) -> int | None:
-        """The index of the next message that is not a reminder; None if the assistant goes on, or nothing follows."""
+        """The index of the next message that is not a reminder; None if that is the assistant's, or nothing follows."""
         for behind in range(place + 1, len(self._messages)):
             speaker = self._shape.name_speaker(self._open(behind))
             if speaker == ASSISTANT:
@@ -99,10 +99,10 @@ class _Reader:
         return None
 
     def _is_automatic(self, place: int, heard: set[tuple[str, ...]]) -> bool:
-        """Whether a message behind an answer is a program's, not a person's.
+        """Whether the reply to an answer is a program's, not a person's.
 
-        A program's is a result, quotes the answer, complains, or repeats what was said behind an earlier answer. Only earlier
-        ones count, so that a message is read in the same way in all later requests.
+        A program's is a result, quotes the answer, complains, or repeats the reply to an earlier answer. Only earlier ones
+        count, so that a message is read in the same way in all later requests.
         """
         message = self._open(place)
         parts = self._shape.read(message)

@@ -1,9 +1,9 @@
-"""What an action brought back, compared without what changes by itself.
+"""Removes the volatile parts of results, those that change by themselves, so that results can be compared.
 
-Left out are times of day with their dates, Unix times, durations with a unit, UUIDs, hex of 8 digits or more, numbers after
-`line`, `step`, `pid` and `port`, `:123` positions behind the name of a file, paths below /tmp, rates of transfer, ids of the
-request itself, what a progress bar has overwritten, and the order of Python's sets. Anything else in a result is news: `3
-failed` is not `4 failed`, `45 %` is not `46 %`, and records that differ in an id or a date are different ones.
+Volatile are times of day with their dates, Unix times, durations with a unit, UUIDs, hex of 8 digits or more, numbers after
+`line`, `step`, `pid` and `port`, `:123` positions after a file name, paths below /tmp, transfer rates, ids of the request
+itself, what a progress bar has overwritten, and the order of Python's sets. Any other change is progress: `3 failed` is not
+`4 failed`, `45 %` is not `46 %`, and records with different ids or dates are different.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Final, TypeAlias
 from extproc.bounded import Memo
 
 MAX_NORMALIZED = 16_384
-"""So much of a result is normalised, in characters; what is behind that is compared as it is."""
+"""Length of the start of a result that is normalized, in characters; the rest is compared unchanged."""
 
 _SPARE = 1_024
-"""This many of these may be left as they are, so that the cut is at the end of a line, however long what is left out."""
+"""Up to this many characters less are normalized, to cut at the end of a line, which splits no volatile part."""
 
 _HEAD = 128
 _LONGEST = 64
-"""No token that is left out is longer, as far as it depends on what is behind it."""
+"""Maximum length of volatile parts whose extent depends on the text after them, in characters."""
 
 _GONE = "#"
 _UNIT = r"(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)"
@@ -33,7 +33,7 @@ _CLOCK = r"[0-9]{2}(?::[0-9]{2})?+(?:[.,][0-9]++)?+"
 
 
 def _after(words: str) -> str:
-    """The digit at hand is the first behind one of the words, all of one length, and one to four separators."""
+    """A pattern: the digit just read is the first after one of these words, of equal length, and one to four separators."""
     return "|".join(
         [
             rf"(?<=(?:{words}){_SEPARATOR}{{{number}}}[0-9])(?<![A-Za-z](?:{words}){_SEPARATOR}{{{number}}}[0-9])"
@@ -47,8 +47,8 @@ _CHUNK = "|".join([rf"(?<=[cC]hunk[\ _][iI][dD]{_SEPARATOR}{{{number}}}.)" for n
 _IN_FILE = "|".join([*[rf"(?<=\.[A-Za-z]{{{length}}}:.)" for length in (1, 2, 3, 4, 5)], "(?<=akefile:.)", "(?<=ocalhost:.)"])
 
 
-# One pass, in linear time: what has been matched is never given back (possessive quantifiers), and every match starts with a
-# character of one small set, which the engine finds fast. What must stand before it is looked back at.
+# One pass in linear time: matched text is never given back (possessive quantifiers), and every match starts with a character
+# of one small set, which the engine finds fast. Lookbehinds check the text before it.
 _VOLATILE = re.compile(
     rf"""
     [0-9a-fA-F/JMNOSTW](?<![0-9A-Za-z].)(?:
@@ -90,32 +90,32 @@ _VOLATILE = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
-# Which digit it is makes no difference to all that, but for Unix times, so that lines of one shape change in the same places.
-# And most lines hold nothing that changes by itself, as a look for a few characters in two views of a result tells: it takes a
-# tenth of the time. These patterns begin with one character, for which the engine looks faster than `in` does.
+# Except in Unix times, all digits are alike, so lines with the same shape (each digit replaced by 0) have volatile parts in the
+# same places. Most lines have none, which a search for a few characters in two views of a result shows in a tenth of the time.
+# The patterns for that begin with one character, which the engine finds faster than `in` does.
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _UNITS = bytes.maketrans(b"dhmnsu\xb5Bt", b"uuuuuuubb")
 _WORDS = bytes.maketrans(b"abcdefABCDEFILNOPRST\t\"':=#([", b"000000000000ilnoprst        ")
 _TIMES = (re.compile(":0"), re.compile("/u(?<=b/u)"))
-"""In units: a time of day, with a date or without, or a position; a rate."""
+"""In the view with `_UNITS`: a time of day, with or without a date, or a position; a rate."""
 _DURATION = re.compile("0 ?u")
 _NUMBERED = (re.compile("p(?:i0 |ort |(?<=st0p) )"), re.compile("lin0 "), re.compile("t000000"))
-"""In words: before a number, and a compact time."""
+"""In the view with `_WORDS`: words before a number, and a compact time."""
 _HEX = "00000000"
 _HEX_LETTERS = bytes.maketrans(b"bcdefABCDEF", b"aaaaaaaaaaa")
 _WITHOUT_DIGITS = (re.compile("tmp/"), re.compile("hunk[ _][iI][dD]"))
-"""With hex of letters alone, all that may be left out of a line without a digit."""
+"""Besides hex that has only letters, these begin the only volatile parts without a digit."""
 
 _UNIX_TIME = "0000000000"
-"""The shape of a number that may be one, in seconds or a part of a second."""
+"""The shape of a number that may be a Unix time, in seconds or smaller units."""
 
 _LONGEST_SHAPE = 512
 _MOST_SHAPES = 4_096
 _MOST_STAYS = 16
-"""This many shapes of lines are in a generation of those that are known, none of which falls into more parts. They take 3 KB
-each at most, and 25 MB in all under attack."""
+"""Bounds of the cache: characters of a shape, shapes in each of two generations, and parts of a line. A shape takes up to 3 KB,
+the cache up to 25 MB even under attack."""
 
-# Names of this request or call, by a prefix or by what stands before; ids of records are content.
+# Ids of this request or call, recognized by a prefix or by the word before; ids of records are content.
 _PREFIXES = "|".join([rf"(?<={word}_)(?<![A-Za-z0-9]{word}_)" for word in ("req", "request", "trace", "call", "toolu")])
 _PREFIXED = re.compile(rf"_(?=[A-Za-z0-9]{{8}})(?=[A-Za-z]{{0,24}}+[0-9])(?:{_PREFIXES})[A-Za-z0-9]++(?![_-])")
 _NAMED = re.compile(
@@ -128,32 +128,32 @@ _NAMED = re.compile(
 )
 _SMALL = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ=", b"abcdefghijklmnopqrstuvwxyz:")
 _NAMES = re.compile(":(?<=[de]:)(?:(?<=uestid:)|(?<=raceid:)|(?<=ionid:)|(?<=nonce:))")
-"""One of these is in all that `_NAMED` finds, in small letters without what may stand between; it takes ten times as long."""
+"""In lower case and without separators, all matches of `_NAMED` contain one of these; `_NAMED` takes ten times as long."""
 
 _OVERWRITTEN = re.compile(r"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)
-"""What a terminal shows no more: a bar that was drawn again."""
+"""Text that a terminal no longer shows, such as earlier states of a progress bar."""
 
 _SET_OPENS: Final = "{'"
 _SET = re.compile(r"\{'[^'{}\n]*+'(?:,\ '[^'{}\n]*+')++\}")
-"""A set of strings as Python writes it, in another order each time."""
+"""A set of strings as Python writes it, in a different order each time."""
 
 _Take: TypeAlias = Callable[[str], Iterable[str]] | bool
-"""Takes the parts between what changes by itself out of a line; False where none does, True where shapes do not tell."""
+"""Takes the parts between volatile ones from a line. False if nothing is volatile, True if the shape does not tell."""
 
 _KNOWN: Final[Memo[str, _Take]] = Memo(_MOST_SHAPES)
-"""What stays of lines, by their shapes: tools write the same lines again and again, with other numbers."""
+"""What to take from lines, by shape: tools repeatedly write the same lines with other numbers."""
 
 
 def finds_any(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
     """Whether one of the patterns is in a text."""
-    for pattern in patterns:  # noqa: SIM110  # a generator is read to its end
+    for pattern in patterns:  # noqa: SIM110  # compiled, a generator is read to its end
         if pattern.search(text):
             return True
     return False
 
 
 def normalize(text: str) -> str:
-    """A result without what changes by itself; two that differ in nothing else come out equal.
+    """A result without its volatile parts; results that differ in nothing else become equal.
 
     >>> normalize("line 7: /tmp/x1: not found after 0.3s (3 failed)")
     'line #: #: not found after # (3 failed)'
@@ -173,7 +173,7 @@ def _normalize(text: str) -> str:
         text = _NAMED.sub(rf"\1{_GONE}", text)
     text = _PREFIXED.sub(f"_{_GONE}", text)
     text = _SET.sub(_sort_set, text)
-    if "\\" in text:  # JSON in a string: what it escapes must not stand before a word
+    if "\\" in text:  # JSON in a string: the letter of an escape must not join the next word
         text = text.replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
     shapes = text.encode("latin-1", "replace").translate(_DIGITS).decode("latin-1")
     mark = _find_mark(shapes)
@@ -184,7 +184,7 @@ def _normalize(text: str) -> str:
     for line, shape in zip(text.split("\n"), shapes.split("\n"), strict=True):
         if mark not in shape:
             lines.append(line)
-        elif len(line) > _LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # whose shape is unique, or does not tell all
+        elif len(line) > _LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # its shape is unique, or does not show all
             lines.append(line if _find_mark(shape) is None else _VOLATILE.sub(_GONE, line))
         else:
             take = _KNOWN.get(shape)
@@ -206,7 +206,7 @@ def _sort_set(found: re.Match[str]) -> str:
 
 
 def _find_mark(shapes: str) -> str | None:
-    """What each line that may change by itself has in its shape: "0", or nothing; None means that certainly none does."""
+    """What is in the shape of each line that may have volatile parts: "0", or "" for any line; None if no line has any."""
     seen = shapes.encode("latin-1")
     words = seen.translate(_WORDS).decode("latin-1")
     has_hex = _HEX in words
@@ -223,7 +223,7 @@ def _find_mark(shapes: str) -> str | None:
 
 
 def _find_what_stays(shape: str) -> _Take:
-    """What stays of lines of a shape, which is known from then on."""
+    """Find what to take from lines of a shape, and cache it."""
     if _UNIX_TIME in shape:
         _KNOWN.put(shape, True)
         return True
@@ -239,21 +239,21 @@ def _find_what_stays(shape: str) -> _Take:
 
 
 def normalize_head(text: str) -> str:
-    """The beginning of a long result without what changes by itself; empty where it is short."""
+    """The start of a long result without volatile parts; empty if the result is short."""
     if len(text) <= _HEAD:
         return ""
     head = text[:_HEAD]
-    if "\r" in text or _SET_OPENS in head:  # which change in a way that a beginning does not show
+    if "\r" in text or _SET_OPENS in head:  # these depend on text after the start
         head = head[: head.find(_SET_OPENS)] if _SET_OPENS in head and "\r" not in text else ""
     return _normalize(head)
 
 
 def may_be_equal(one: str, other: str) -> bool:
-    """False where the beginnings alone show that two results differ, however they are normalised; see `normalize_head`."""
+    """False if the starts alone, from `normalize_head`, show that two normalized results differ."""
     certain = min(len(one), len(other)) - _LONGEST
     return certain <= 0 or one[:certain] == other[:certain]
 
 
 def differ_in_lines(one: str, other: str) -> bool:
-    """True if the numbers of lines alone show it: no line end changes by itself, but one may be escaped."""
+    """True if the numbers of lines alone show that results differ: line ends are not volatile, but may be escaped."""
     return one.count("\n") != other.count("\n") and "\\" not in one and "\\" not in other

@@ -1,8 +1,8 @@
 """What a JSON schema certainly refuses in a call's arguments, for a note that names it.
 
 JSON Schema 2020-12, as far as tools are declared with it, and OpenAPI's `nullable`. Other keywords only refuse more, so they
-are skipped; where they could allow more, or a schema contradicts itself, nothing is claimed. However a schema is nested, and
-wherever it refers to, the number of steps is bounded.
+are skipped; if they could allow more, or a schema contradicts itself, nothing is claimed. However a schema is nested, and
+whatever it refers to, the number of steps is bounded.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ UNKNOWN: Final = "unknown"
 _MOST_STEPS: Final = 400
 _STEP_BITS: Final = 3
 _PATH_BITS: Final = 8
-"""Steps for one schema: one for each comparison of a value with a part of it, and one for each 2 to these powers of names, and
-of letters in a path."""
+"""Maximum steps for one schema. Comparing a value with a part of it takes one step, and so do 2 to the power of these bits of
+names, or of letters in a path."""
 
 _DEEPEST: Final = 16
 _LONGEST_REFERENCE: Final = 512
@@ -41,7 +41,7 @@ _WORDS: Final[dict[str, str]] = {
 
 _BRANCHES: Final = ("allOf", "anyOf", "oneOf")
 _LOOSE: Final = frozenset({*_BRANCHES, "$ref", "$dynamicRef", "if", "patternProperties", "dependentSchemas", "not"})
-"""Keywords beside which `additionalProperties` is often written by mistake, so that it is not believed."""
+"""Keywords beside which `additionalProperties` is often a mistake, so it is ignored."""
 
 _NO_FORM: Final = "in one of the forms that its schema allows"
 
@@ -51,11 +51,11 @@ class Fault(NamedTuple):
 
     Attributes:
         kind: MISSING, WRONG or UNKNOWN.
-        path: where, such as `filter.date` or `rows[2].id`; empty for the arguments as a whole. Of what is missing or unknown,
-            where it is missing or unknown.
-        names: the missing names, one of which is enough if `any_of`; of an unknown one, its name.
-        wanted: words for what is wanted instead of a value, as behind `must be`; any of these.
-        values: the allowed values in place of such words.
+        path: place of the value, such as `filter.date` or `rows[2].id`; empty for the arguments as a whole. For missing or
+            unknown names, place of their object.
+        names: the missing names, one of which is enough if `any_of`; or the unknown name.
+        wanted: descriptions of accepted values, any of which fits after `must be`.
+        values: the accepted values, instead of descriptions.
         known: names that the object may have.
         long: there are no arguments at all, perhaps because a text was too long to write.
     """
@@ -154,7 +154,7 @@ class _Search:
     def _check_branches(  # noqa: PLR0913  # what a check needs
         self, key: str, names: Sequence[str], branches: list[Json], value: Json, path: str, depth: int
     ) -> Fault | None:
-        """What all parts of an `allOf` do not accept together, or no part of an `anyOf` or `oneOf` accepts."""
+        """The fault if a part of an `allOf`, or every part of an `anyOf` or `oneOf`, refuses the value."""
         faults: list[Fault] = []
         for branch in branches:
             found = self.check(branch, value, path, depth + 1, loose=True)
@@ -227,7 +227,7 @@ def _choose(faults: list[Fault], path: str) -> Fault:
 
 
 def _read_types(schema: dict[str, Json]) -> list[str]:
-    """The types that a schema names; empty if it does not, or in a way that is unknown."""
+    """The types that a schema names; empty if it names none, or unknown ones."""
     given = schema.get("type")
     kinds = given if isinstance(given, list) else [given]
     names = [kind.lower() for kind in kinds[: len(_WORDS)] if isinstance(kind, str)]
@@ -271,7 +271,7 @@ def _is_plain(value: Json) -> bool:
 
 
 def _is_same(one: Json, other: Json) -> bool:
-    """Whether two values are equal, as far as both are plain; `true` is not 1."""
+    """Whether two values may be equal; exact only for plain values. `true` is not 1."""
     return isinstance(one, bool) == isinstance(other, bool) and (not _is_plain(one) or one == other)
 
 

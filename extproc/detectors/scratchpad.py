@@ -1,4 +1,4 @@
-"""Scratchpads: all that a ReAct agent has done so far in one text, as LangChain's classic agents send it.
+"""Scratchpads: one text with all that a ReAct agent has done so far, as LangChain's classic agents send it.
 
     Question: ...
     Thought: I have to look
@@ -7,8 +7,8 @@
     Observation: nothing found
     Thought:
 
-Each step is taken for two messages: the assistant's, with thought and action, and what came back. The format's own
-description and worked examples stand before the last question, and are none.
+Each step is read as two messages: the assistant's, with thought and action, and the observation. The description of the
+format and its examples come before the last question, and are not steps.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from extproc.apis.messages import TEXT, Part
 _LEAST_STEPS: Final = 2
 _FENCE: Final = "```"
 _LOOKED_AT: Final = 131_072
-"""So much of a text's end is looked at, in characters."""
+"""Length of the end of a text that is searched, in characters."""
 
 _OBSERVED: Final = "bservation"
-"""Is in all that is looked for."""
+"""Every scratchpad contains this."""
 
 _MARK: Final = re.compile(
     r"""
@@ -46,7 +46,7 @@ _BEGIN: Final = "begin!"
 
 
 def unfold(message: Message) -> list[Message]:
-    """The messages that the scratchpad in the newest message stands for, the newest first; itself where there is none."""
+    """The messages that the scratchpad in a message stands for, newest first; the message itself if it has none."""
     parts = message.read_parts()
     if not parts or any(part.kind != TEXT for part in parts):
         return [message]
@@ -66,14 +66,14 @@ def _make_message(whole: Message, speaker: str, text: str) -> Message:
 
 
 def find_steps(text: str) -> list[tuple[int, int, int, int]]:
-    """Of each step where its thought or action begins, where that ends, and where the observation begins and ends."""
+    """For each step, the start and end of thought and action, then the start and end of the observation."""
     steps: list[tuple[int, int, int, int]] = []
     begins = acted = -1
     observes = False
     for mark in _MARK.finditer(text, max(0, len(text) - _LOOKED_AT)):
         kind = mark.lastgroup
         if kind == _ENDS:
-            if not observes or mark[_ENDS].lower() == _BEGIN:  # else it is something that was found
+            if not observes or mark[_ENDS].lower() == _BEGIN:  # otherwise, it is part of the observation
                 steps, begins, acted, observes = [], -1, -1, False
         elif kind == _ACTS:
             if observes:
@@ -86,6 +86,6 @@ def find_steps(text: str) -> list[tuple[int, int, int, int]]:
         elif kind == _OBSERVES and acted >= 0 and not observes:
             steps.append((begins, mark.start(), mark.end(), len(text)))
             observes = True
-    if steps and text.count(_FENCE, 0, steps[0][0]) % 2:  # what somebody quotes
+    if steps and text.count(_FENCE, 0, steps[0][0]) % 2:  # in an open code block: a quotation
         return []
     return steps

@@ -1,9 +1,9 @@
 """Similarity `tail`: the model and the last messages of a conversation, by role, text, tool names, arguments and results.
 
-What a tool brought back is compared together with what it was asked, also where the call itself is further back.
+A result is compared together with its call, even if the call is further back.
 
-An agent appends every turn to its history, so whole bodies are almost never equal; one that is stuck ends its requests the same
-way all the same. Text is compared without the space around it, in lower case, each run of white space as one space.
+An agent appends every turn to its history, so whole bodies are almost never equal, but requests of a stuck agent end in the
+same way. Text is compared in lower case, with each run of white space as one space, and none around it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from extproc.detectors.keys import SimilarityKeys, TailKeys
 from extproc.objects import JsonObject
 from extproc.request.document import ABSENT, Document, NotCounted, write_canonical
 
-# What UTF-8 never contains separates what is joined, so that different things never look alike.
+# Separators that UTF-8 never contains, so that different parts never join to equal bytes.
 _NEXT_PART: Final = b"\xff"
 _NEXT_MESSAGE: Final = b"\xfe"
 
 
 class Tail(Similarity):
-    """A detector's `tail_messages`, ready to look into conversations."""
+    """Compares the last `tail_messages` messages of conversations."""
 
     keys: ClassVar[type[JsonObject]] = TailKeys
     looks: ClassVar[bool] = True
@@ -37,7 +37,7 @@ class Tail(Similarity):
         self._messages = keys.tail_messages
 
     def compare(self, document: Document) -> tuple[bytes, None]:
-        """The model and the last messages, the newest first, and the calls that they answer; see `Similarity`."""
+        """The model, the last messages, newest first, and the calls that they answer; see `Similarity`."""
         conversation = open_conversation(document)
         if conversation.before.open_ended:
             raise NotCounted("no_history")
@@ -50,7 +50,7 @@ class Tail(Similarity):
         return _NEXT_MESSAGE.join(said + _find_calls(messages, unasked)), None
 
     def show(self, document: Document) -> list[str]:
-        """The model and what it goes on from, then the messages, the oldest first; see `Similarity`."""
+        """The model and the reference to what the request continues, then the messages, oldest first; see `Similarity`."""
         model, *messages = self.compare(document)[0].split(_NEXT_MESSAGE)
         return [
             text.replace(_NEXT_PART, b" | ").decode()
@@ -63,7 +63,7 @@ class Tail(Similarity):
 
 
 def _write_message(message: Message, document: Document, unasked: dict[str, int]) -> bytes:
-    """A message's speaker and parts; results whose calls have not been met yet leave their ids in `unasked`."""
+    """A message's speaker and parts; adds the ids of its results to `unasked`, and removes those of its calls."""
     fields = [message.speaker.encode()]
     for part in message.read_parts():
         kind, value = part.kind, part.value
@@ -83,14 +83,14 @@ def _write_message(message: Message, document: Document, unasked: dict[str, int]
 
 
 def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> list[bytes]:
-    """The calls, in older messages, that results in the tail answer: `ok` is not `ok` where something else was done."""
+    """The calls in older messages that results in the tail answer: `ok` is a different result after a different call."""
     fields: list[bytes] = []
     for message in messages if unasked else ():
         parts = message.read_parts()
         if message.speaker == USER and all(part.kind == TEXT for part in parts):
             break
         if fields and any(part.kind == RESULT for part in parts):
-            break  # of the turn before
+            break  # the results of an earlier turn
         for part in reversed(parts):
             if part.kind == CALL and _settle(part.id, unasked):
                 fields += _spell_call(part)
@@ -100,7 +100,7 @@ def _find_calls(messages: Iterator[Message], unasked: dict[str, int]) -> list[by
 
 
 def _settle(identity: str, unasked: dict[str, int]) -> bool:
-    """Whether a result still wants the call of this id; it is then wanted once less."""
+    """Whether a result still needs a call with this id; if so, one result less needs it."""
     wanted = unasked.pop(identity, 0)
     if wanted > 1:
         unasked[identity] = wanted - 1

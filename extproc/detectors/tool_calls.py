@@ -1,9 +1,9 @@
-"""Similarity `tool_calls`: a tool called again and again with the same arguments and the same result.
+"""Similarity `tool_calls`: a tool called repeatedly with the same arguments and the same result.
 
-An agent's request carries its own history, so one request is enough to see the loop that it is in; nothing has to be counted.
-Two calls are equal when tool, canonical arguments and result are: the same call that brings back something new is progress.
+An agent's request contains its history, so one request is sufficient to detect a loop, and nothing is counted. Two calls are
+equal if tool, canonical arguments and result are: the same call with a new result is progress.
 
-The history is walked from the newest call to the oldest, and no further than a loop could still be found.
+The history is read from the newest call to older ones, only as far as a loop could still be found.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _INSTEAD: Final = "change the approach or the arguments, or finish with the resu
 
 
 class ShownCall:
-    """One call in a conversation; nothing is brought into one spelling before it is compared.
+    """One call in a conversation; its canonical spelling is computed on demand.
 
     Attributes:
-        name: of the tool.
+        name: the tool's name.
         turn: 0 in the assistant's last turn, 1 in the one before that, and so on.
     """
 
     __slots__ = ("_answer", "_arguments", "_call", "_mark", "_outcome", "name", "turn")
 
     def __init__(self, call: Part, answer: Part | None, turn: int) -> None:
-        """Take a call, and what came back, as far as it has."""
+        """Take a call, and its result if there is one."""
         self.name = call.name
         self.turn = turn
         self._call = call
@@ -57,14 +57,14 @@ class ShownCall:
 
     @property
     def arguments(self) -> bytes:
-        """The arguments in one spelling."""
+        """The arguments in canonical spelling."""
         if self._arguments is None:
             self._arguments = write_canonical(read_arguments(self._call.value))
         return self._arguments
 
     @property
     def outcome(self) -> bytes:
-        """The result in one spelling, empty when there is none."""
+        """The result in canonical spelling; empty if there is none."""
         if self._outcome is None:
             self._outcome = b""
             if self._answer is not None:
@@ -73,7 +73,7 @@ class ShownCall:
         return self._outcome
 
     def same(self, other: ShownCall, *, results: bool) -> bool:
-        """Whether both are one call made twice; calls whose results are unknown never are, where `results` count."""
+        """Whether two calls are equal; if `results` count, calls without a result never are."""
         if self is other:
             return True
         if self.name != other.name or not other._may_take(self) or self.arguments != other.arguments:
@@ -81,7 +81,7 @@ class ShownCall:
         return not results or (self.outcome != b"" and self.outcome == other.outcome)
 
     def _may_take(self, other: ShownCall) -> bool:
-        """False where it is certain, without decoding them, that the arguments are not those of another call."""
+        """False if a check without decoding shows that the arguments differ from another call's."""
         if self._arguments is not None:
             return True
         if other._mark is None:
@@ -97,7 +97,7 @@ class ShownCall:
 
 
 class ToolCalls(HistorySimilarity):
-    """A detector's settings, ready to look into conversations."""
+    """Finds loops of tool calls, with a detector's settings."""
 
     keys: ClassVar[type[JsonObject]] = ToolCallsKeys
 
@@ -106,12 +106,12 @@ class ToolCalls(HistorySimilarity):
         self._max_cycle = keys.max_cycle
         self._results = keys.compare_results
         self._reset = keys.reset_on_user_message
-        self._cooldown = keys.cooldown_seconds > 0  # then a call may be refused that does not loop
+        self._cooldown = keys.cooldown_seconds > 0  # a call that does not loop may then be refused
         stricter = [ToolCalls(raised) for raised in keys.list_steps(self.default_threshold)[1:]]
         self._stricter = list(enumerate(stricter, 1))[::-1]
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
-        """What is repeated, empty when nothing is that matters, and how often; see `Similarity`."""
+        """The newest turn's calls, and how often they repeat; empty and None if no call can loop; see `Similarity`."""
         calls = Newest(self._list_counted(document))
         if calls.at(self._limits.lowest - 1) is None and not self._cooldown:
             return b"", None  # too few calls for any loop
@@ -123,21 +123,21 @@ class ToolCalls(HistorySimilarity):
         return (b"", None) if found is None else (self._spell_newest(calls), found)
 
     def find_loop(self, calls: Newest[ShownCall]) -> Repeat | None:
-        """The call that loops, by these thresholds alone, or else the one that is made most often; None where none counts."""
+        """The loop by these thresholds alone, or else the most frequent call of the last turn; None if no call counts."""
         best = self._find_most_repeated(calls)
         if best is not None and not best.looping:
             return self._cycle(calls) or best
         return best
 
     def _spell_newest(self, calls: Newest[ShownCall]) -> bytes:
-        """All that is compared of the newest turn, whose calls have no order."""
+        """All that is compared of the newest turn's calls, sorted, because their order does not matter."""
         spelled: list[bytes] = []
         while (call := calls.at(len(spelled))) is not None and not call.turn:
             spelled.append(call.spell(results=self._results))
         return _NEXT_CALL.join(sorted(spelled))
 
     def show(self, document: Document) -> list[str]:
-        """The calls that are looked at, the oldest first; see `Similarity`."""
+        """The calls that are looked at, oldest first; see `Similarity`."""
         found = Newest(self._list_counted(document)).newest(self._limits.widest)
         named = [call.spell(results=self._results).replace(_SEPARATOR, b" | ").decode() for call in reversed(found)]
         return named or [NO_CALLS]
@@ -154,7 +154,7 @@ class ToolCalls(HistorySimilarity):
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-        """Thresholds that a window of this many calls can never reach; see `Similarity`."""
+        """Thresholds that are greater than the window, so that they are never reached; see `Similarity`."""
         threshold, window = loop.get("threshold_identical_requests"), loop.get("window_calls", 10)
         tools = loop.get("tools")
         limits: list[tuple[Place, Any, Any]] = [((*place, "threshold_identical_requests"), threshold, window)]
@@ -168,7 +168,7 @@ class ToolCalls(HistorySimilarity):
                 yield where, f"{never}; raise window_calls or lower it"
 
     def _list_counted(self, document: Document) -> Iterator[ShownCall]:
-        """The calls of a conversation that may be part of a loop, the newest first; one made several times at once is one."""
+        """The calls that may be part of a loop, newest first; equal calls made at once count as one."""
         conversation = open_conversation(document)
         if conversation.elsewhere:
             raise NotCounted("no_history")
@@ -184,13 +184,13 @@ class ToolCalls(HistorySimilarity):
                 if call.spell(results=self._results) in at_once:
                     continue
             newer = call
-            yield call  # a generator expression would be read to its end at once, where this is compiled
+            yield call  # compiled, a generator expression would be read to its end at once
 
     def _find_limit(self, call: ShownCall) -> Limit:
         return self._limits.of((call.name[:MAX_NAME],))
 
     def _find_most_repeated(self, calls: Newest[ShownCall]) -> Repeat | None:
-        """Of the last turn's calls the one that loops, or else stands most often among the calls of its window."""
+        """The call of the last turn that loops, or else is the most frequent in its window; None if no call counts."""
         candidates: list[Repeat] = []
         for place in range(self._limits.widest):
             call = calls.at(place)
@@ -200,7 +200,7 @@ class ToolCalls(HistorySimilarity):
             shared = limit is self._limits.default
             if shared and place >= limit.window_calls:
                 continue
-            # A tool with an entry of its own has a window of its own calls: what else is called does not push them out.
+            # The window of a tool with its own entry has only its own calls, so that other calls cannot displace them.
             looked_at = calls.newest(limit.window_calls if shared else MAX_CALLS)
             among = looked_at if shared else [other for other in looked_at if other.name == call.name][: limit.window_calls]
             equal = [other for other in among if self._same(call, other)]
@@ -212,7 +212,7 @@ class ToolCalls(HistorySimilarity):
         return max(candidates, key=lambda candidate: (candidate.looping, candidate.count), default=None)
 
     def _is_work(self, calls: Newest[ShownCall], equal: Sequence[ShownCall]) -> bool:
-        """Whether too much that is new was done between equal calls, the newest first: edit, run, edit, run."""
+        """Whether equal calls, newest first, have too many new turns between them for a loop: edit, run, edit, run."""
         kept = {call.turn for call in equal}
         between = [turn for turn in range(equal[0].turn + 1, equal[-1].turn) if turn not in kept]
         allowed = len(equal) - 2
@@ -225,7 +225,7 @@ class ToolCalls(HistorySimilarity):
         return sum([rounds[turn] not in rounds[turn + 1 :] for turn in between if rounds[turn]]) > allowed
 
     def _cycle(self, calls: Newest[ShownCall]) -> Repeat | None:
-        """The shortest cycle of different calls that has come round often enough."""
+        """The shortest cycle of different calls that has enough rounds; None if there is none."""
         newest, length = calls.at(0), 1
         while newest is not None and length <= self._max_cycle:
             before = calls.at(length)
@@ -259,16 +259,16 @@ def _name_calls(repeat: Repeat) -> str:
 
 
 def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[ShownCall]:
-    """The calls of a conversation, the newest first.
+    """The calls of a conversation, newest first.
 
     Args:
-        messages: the newest first.
-        reset: stop where anybody but the model last said something. Results are not said, nor is text beside them that is
-            wholly wrapped in a tag: that is the agent's own program.
+        messages: newest first.
+        reset: stop at the last message that a person wrote. Results do not count as such, nor does text beside them that is
+            completely wrapped in a tag: that is from the agent's own program.
     """
-    answers: dict[str, list[Part]] = {}  # ids need not be unique: then the order decides
+    answers: dict[str, list[Part]] = {}  # ids need not be unique; the order then decides
     turn, calling, silent = 0, False, True
-    answered = wrapped = False  # since the message of the model's that comes next
+    answered = wrapped = False  # since the model's next message
     for message in messages:
         parts = message.read_parts()
         speaks = message.speaker == ASSISTANT
@@ -287,11 +287,11 @@ def read_calls(messages: Iterator[Message], *, reset: bool) -> Iterator[ShownCal
                 waiting = answers.get(part.id)
                 yield ShownCall(part, waiting.pop(0) if waiting else None, turn)
         if silent and speaks and not answers:
-            turn, silent = 1, False  # it has said something since, and calls nothing
+            turn, silent = 1, False  # it has said something since, without a call
 
 
 def _is_said(speaker: str, parts: list[Part]) -> bool:
-    """Whether a message is what a person says; results are not, nor is text that is wholly wrapped in a tag."""
+    """Whether a message is a person's; results are not, nor is text that is completely wrapped in a tag."""
     if speaker in _NOT_SAID:
         return False
     for part in parts:

@@ -1,4 +1,4 @@
-"""What holds for some tools in place of a detector's own threshold, by the tool's name, in which `*` stands for anything."""
+"""Limits of single tools, which replace a detector's threshold, by the tool's name; `*` matches anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from extproc.bounded import Memo
 from extproc.objects import Place
 
 READS, CHANGES = 64, 128
-"""Flags: a tool only looks; it changes what others may look at."""
+"""Flags: a tool only reads; it changes what others may read."""
 
 _READING: Final = frozenset(
     ("read", "get", "list", "ls", "dir", "cat", "head", "view", "show", "open", "find", "search", "grep",
@@ -24,26 +24,26 @@ _CHANGING: Final = frozenset(
      "alter")
 )  # fmt: skip  # one list
 _OWN: Final = frozenset({"todo", "todos", "think", "thought", "plan", "note", "notes", "memory"})
-"""What an agent writes for itself changes nothing for its tools."""
+"""Words for an agent's own notes, which its tools do not read."""
 
 _NAME_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _MOST_ROLES: Final = 1_024
 _LONGEST_ROLE: Final = 64
-"""Longest name that is remembered, in characters; clients choose names."""
+"""Longest name that is cached, in characters, because clients choose names."""
 
 _ROLES: Final[Memo[str, int]] = Memo(_MOST_ROLES)
 
 _LONG_CYCLE = 5
-"""A cycle of this many calls or turns needs one round less."""
+"""A cycle of at least this many calls or turns needs one round less."""
 
 
 def count_rounds(length: int, threshold: int) -> int:
-    """How often a cycle has to come round to be a loop."""
+    """The number of rounds from which a cycle is a loop."""
     return threshold if length < _LONG_CYCLE else max(2, threshold - 1)
 
 
 class Limit(NamedTuple):
-    """What holds for what a turn or a call does; see `Tool`."""
+    """The limit of a tool, or of tools used at once; see `Tool`."""
 
     threshold: int
     reason: str = ""
@@ -52,16 +52,16 @@ class Limit(NamedTuple):
 
 
 class ToolLimits:
-    """A detector's threshold, and what its `tools` say in its place.
+    """A detector's threshold, and the limits in `tools` that replace it.
 
     Attributes:
-        default: of tools without an entry.
-        lowest: of the thresholds.
-        widest: of the windows, in calls.
+        default: the limit of tools without an entry.
+        lowest: the lowest threshold.
+        widest: the widest window, in calls.
     """
 
     def __init__(self, threshold: int, tools: dict[str, Limit] | None = None, window_calls: int = 0) -> None:
-        """Names of `tools` may hold `*` for anything; an exact name goes first, then the first pattern."""
+        """Names in `tools` may contain `*` for anything; an exact name comes first, then the first pattern that matches."""
         self._tools = tools or {}
         self.default = Limit(threshold, window_calls=window_calls)
         self.lowest = min([threshold, *[limit.threshold for limit in self._tools.values()]])
@@ -69,7 +69,7 @@ class ToolLimits:
         self._patterns = [(name.split("*"), limit) for name, limit in self._tools.items() if "*" in name]
 
     def of(self, names: Sequence[str]) -> Limit:
-        """What holds where several tools are used at once: the highest threshold, and one that is allowed allows all."""
+        """The limit of tools used at once: the highest threshold; if one of them is exempt, all are."""
         if not self._tools or not names:
             return self.default
         if len(names) == 1:
@@ -86,7 +86,7 @@ class ToolLimits:
 
 
 def find_role(names: Sequence[str], hints: Mapping[str, bool]) -> int:
-    """READS where all of these tools only look, CHANGES where one changes something, else 0; `hints` go before names."""
+    """READS if all of these tools only read, CHANGES if one changes something, else 0; `hints` override names."""
     role = READS if names else 0
     for name in names:
         hint = hints.get(name) if hints else None
@@ -100,7 +100,7 @@ def find_role(names: Sequence[str], hints: Mapping[str, bool]) -> int:
 
 
 def _read_role(name: str) -> int:
-    """What the first verb in a name says: `mcp__git__create_branch` changes something. Two verbs may say nothing together."""
+    """The role by a name's first verb: `mcp__git__create_branch` changes something. 0 if a later verb contradicts reading."""
     words = [word.lower() for word in _NAME_WORD.findall(name[-256:].rpartition("__")[2])]
     verb = next((word for word in words if word in _READING or word in _CHANGING), "")
     if not verb or not _OWN.isdisjoint(words):
@@ -115,7 +115,7 @@ def _read_role(name: str) -> int:
 
 
 def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-    """A window of their own that `tools` of one raw loop_detection entry ask for: the place of each, and whose key it is."""
+    """Find `window_calls` in `tools` of a raw loop_detection entry: the place of each, and why it is wrong."""
     tools = loop.get("tools")
     for name, tool in tools.items() if isinstance(tools, dict) else ():
         if isinstance(tool, dict) and tool.get("window_calls") is not None:
@@ -123,7 +123,7 @@ def find_window_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Pla
 
 
 def matches(name: str, pattern: Sequence[str]) -> bool:
-    """Whether a name is the pattern's parts with anything between them; in linear time, because clients choose names."""
+    """Whether a name is a pattern's parts with anything between; takes linear time, because clients choose names."""
     first, *between, last = pattern
     if len(name) < len(first) + len(last) or not name.startswith(first) or not name.endswith(last):
         return False

@@ -1,6 +1,6 @@
-"""One turn of an agent: what the assistant does, and everything behind that up to its next message.
+"""One turn of an agent: what the assistant does, and everything after that up to its next message.
 
-Of a request nothing is read before it is asked for. A turn of an earlier request is reduced to hashes.
+Requests are read on demand. A turn of an earlier request is reduced to hashes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
 from extproc.request.document import ABSENT, Document, write_canonical
 
-_NEXT: Final = "\x1e"  # a record separator (ASCII), which texts hardly hold
+_NEXT: Final = "\x1e"  # a record separator (ASCII), which texts rarely contain
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
 _DIGEST: Final = 8
 _ID: Final = 16
@@ -38,10 +38,10 @@ _ID: Final = 16
 _MARKS: Final = [(f"<{tag}>", f"</{tag}>") for tag in sorted(INJECTED_TAGS)]
 
 _MAX_NORMALIZED_IN_ALL: Final = 6 * MAX_NORMALIZED
-"""So much of all the results of a request, in characters; the others are compared as they are."""
+"""Maximum length of all results of a request to normalize, in characters; others are compared unchanged."""
 
 _MOST_KNOWN: Final = 4_096
-"""This many results are in a generation of those that are known without what changes by itself: by digests, in 2 MB at most."""
+"""Number of results in each of two generations of a cache, by digests: 2 MB at most."""
 
 MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
@@ -52,58 +52,58 @@ _ERROR: Final = 4
 LONG: Final = 8
 PASSING: Final = 16
 MISSING: Final = 32
-"""Flags of a result: it is long, its failure may pass by itself, or what was looked for is not there."""
+"""Flags of a result: it is long, its failure may be temporary, or something was not found."""
 
 _FLAGS: Final[dict[Failure, int]] = {TRANSIENT: PASSING, NOT_FOUND: MISSING}
 _EVIDENCE: Final = LONG | PASSING | MISSING | READS | CHANGES
 
 _LONG_RESULT: Final = 200
-"""Honest repetition brings back less, in characters."""
+"""Minimum length of a long result, in characters; legitimate repetition has shorter ones."""
 
 HARNESS: Final = frozenset({"system", "developer"})
-"""Whose messages in the middle of a conversation are the harness's: reminders that come and go, and are part of no result."""
+"""Speakers of the harness's messages within a conversation: reminders that come and go, and are not part of any result."""
 
 NUMBERS: Final = re.compile(r"[0-9]+")
 _SIX_BITS: Final = 0x3F
 _NO_TEXT: Final = 0x80
-"""Of bytes that older versions, which expect a name in their place, read as none: UTF-8 has none that begins so."""
+"""High bits of bytes that older versions, which expect a name in their place, read as none: no UTF-8 text begins with one."""
 _FAILURE: Final = 3
 _FAILURE_BITS: Final = 4
-"""Bytes that tell failing results apart in an entry, and bytes of six bits that these take there."""
+"""Length of the id of a failure, in bytes, and its length in an entry, which has six bits of it in each byte."""
 
 _WORDS_BITS: Final = 11
-"""The same of what a user says."""
+"""Length of the digest of a user's words in an entry, in the same format."""
 
 _ENTRY_NAME: Final = MAX_ENTRY - 1 - 3 * _DIGEST
 _RAW: Final = 1 + _DIGEST
 _NORMALIZED: Final = _RAW + _DIGEST
 _REST: Final = _NORMALIZED + _DIGEST
-"""Offsets in an entry: of the result's hashes, and of what is behind them."""
+"""Offsets in an entry: of the result's hashes, and of the rest."""
 
 
 _NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
-"""Digests of results without what changes by itself, by those of the results: who polls sends them again and again."""
+"""A cache of digests of normalized results, by digests of the results, because polling agents send these repeatedly."""
 
 _FAILURES: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
-"""The same of failing results without numbers."""
+"""A cache of ids of failures, by digests of the results."""
 
 _KINDS: Final[Memo[bytes, Failure]] = Memo(_MOST_KNOWN)
-"""How longer results failed, by their digests: of an agent that is stuck they come again and again."""
+"""A cache of how longer results failed, by their digests, because stuck agents send these repeatedly."""
 
 _WORTH_KEEPING: Final = 512
-"""To read a shorter one takes no longer than its digest, in characters."""
+"""Minimum length of results in it, in characters: reading a shorter one takes no longer than its digest."""
 
 
 class Reading:
-    """How the turns of one conversation are read.
+    """Reads the turns of one conversation.
 
     Attributes:
-        conversation: it.
-        document: in which it stands.
+        conversation: the conversation.
+        document: the document that contains it.
         ignored: names of arguments that are thoughts.
-        hints: whether tools only look, by name; None until it is asked for.
+        hints: whether tools only read, by name; None until they are needed.
         in_text: the newest message is a scratchpad; known when the first turn is.
-        left: this many characters of results may still be normalised.
+        left: number of characters of results that may still be normalized.
         newest: the newest message; known when the first turn is.
     """
 
@@ -119,13 +119,13 @@ class Reading:
         self.newest: Message | None = None
 
     def read_turns(self) -> Iterator[Turn]:
-        """The turns, the newest first.
+        """The turns, newest first.
 
-        A message of the assistant's that only says something, directly before one that acts, is a thought of that one.
+        An assistant's message without calls, directly before one with calls, is a thought of the latter.
         """
         conversation = self.conversation
         behind: list[Message] = []
-        newer: Turn | None = None  # the turn whose message comes next, where nothing stands between
+        newer: Turn | None = None  # the turn whose message comes next, if nothing is in between
         messages = conversation.read_backwards()
         newest = self.newest = next(messages, None)
         if newest is None:
@@ -146,7 +146,7 @@ class Reading:
             yield Turn(self, None, behind)
 
     def read_words(self) -> str:
-        """The user's text in the newest message; empty if that is anything else."""
+        """The user's text in the newest message; empty if that is not a user's."""
         newest = self.newest
         if newest is None or newest.speaker != USER:
             return ""
@@ -154,11 +154,11 @@ class Reading:
 
 
 class Turn:
-    """One turn of a request; nothing of it is read before it is asked for.
+    """One turn of a request, which is read on demand.
 
     Attributes:
-        known: what the assistant did stands in the request.
-        answered: something stands behind that.
+        known: the request shows what the assistant did.
+        answered: something follows.
         in_text: it is a step of a scratchpad; see `scratchpad.py`.
     """
 
@@ -189,9 +189,9 @@ class Turn:
         """Take the messages.
 
         Args:
-            reading: how they are read.
-            message: the assistant's; None where the server keeps it.
-            behind: what follows, the newest first.
+            reading: reads them.
+            message: the assistant's; None if the server keeps it.
+            behind: what follows, newest first.
         """
         self.known = message is not None
         self.answered = bool(behind)
@@ -216,32 +216,32 @@ class Turn:
 
     @property
     def parts(self) -> list[Part]:
-        """What stands in the assistant's message."""
+        """The parts of the assistant's message; empty if it is unknown."""
         return self._message.read_parts() if self._message is not None else []
 
     @property
     def said(self) -> str:
-        """What the assistant said beside."""
+        """The text in the assistant's message."""
         return "\n".join(list_texts(self.parts)).strip()
 
     @property
     def action(self) -> AssistantAction:
-        """What the assistant did; nothing where that is not known."""
+        """What the assistant did; nothing if that is unknown."""
         if self._action is None:
             action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
             self._action = action if action.names or not self.known else self._read_failed_call() or action
         return self._action
 
     def _read_failed_call(self) -> AssistantAction | None:
-        """The call that the harness left out of the history, by what it says of it."""
+        """The call that the harness left out of the history, according to its report; None if there is none."""
         parts = self._behind[-1].read_parts() if self._behind else []
         text = unpack(parts[0].value) if parts and parts[0].kind == TEXT else ""
         return read_failed_call(text) if isinstance(text, str) else None
 
     def may_do_as(self, other: Turn) -> bool:
-        """False where it is certain, without reading it, that something else was done than in another turn."""
+        """False if a check without decoding shows that the action differs from another turn's."""
         message = self._message
-        if other._mark is None:  # a part of its action that no request spells otherwise
+        if other._mark is None:  # bytes that any request with its action contains
             other._mark = find_mark(other.action).decode("latin-1")
         if self._action is not None or message is None or message.joined is not None or not other._mark:
             return True
@@ -254,28 +254,28 @@ class Turn:
 
     @property
     def result(self) -> str:
-        """Everything behind the action, as one text."""
+        """Everything after the action, as one text."""
         if self._result is None:
             self._result = self._read_result()
         return self._result
 
     @property
     def head(self) -> str:
-        """The beginning of that without what changes by itself; see `normalize_head`."""
+        """The start of the result without volatile parts; see `normalize_head`."""
         if self._head is None:
             self._head = normalize_head(self.result)
         return self._head
 
     @property
     def normal(self) -> str:
-        """All of it without what changes by itself."""
+        """The result without volatile parts, or unchanged if `may_normalize` is False."""
         if self._normal is None:
             self._normal = normalize(self.result) if self.may_normalize() else self.result
         return self._normal
 
     @property
     def normal_id(self) -> bytes:
-        """16 bytes that tell that from others. Those of results that were compared recently are known."""
+        """A digest of `normal`, 16 bytes; those of recently compared results are cached."""
         if self._normal_id is None:
             text_id = digest(self.result.encode(), _ID)
             found = _NORMAL.get(text_id) if self.may_normalize() else text_id
@@ -286,7 +286,7 @@ class Turn:
         return self._normal_id
 
     def may_normalize(self) -> bool:
-        """Whether the bound leaves room for it, of which it takes its part, whether it is known or not."""
+        """Whether the bound leaves room for the result, which uses up its part even if it is cached."""
         if self._normalizes is None:
             self._reading.left -= min(len(self.result), MAX_NORMALIZED)
             self._normalizes = self._reading.left >= 0
@@ -294,20 +294,20 @@ class Turn:
 
     @property
     def returned(self) -> bool:
-        """Tools brought back more than nothing."""
-        _ = self.result  # which finds it out
+        """Whether tools returned anything."""
+        _ = self.result  # which sets it
         return self._returned
 
     @property
     def failed(self) -> bool:
-        """What came back is an error."""
+        """Whether the result is a failure."""
         return self.failure != NO_FAILURE
 
     @property
     def failure(self) -> Failure:
         """How it failed, if it did."""
         if self._failure is None:
-            text = self.result  # which finds out whether the API says that it failed
+            text = self.result  # which sets `_failed`: the API says so
             long = not self._failed and len(text) >= _WORTH_KEEPING
             key = digest(text[:SAID_WITHIN].encode(), _ID) if long else b""
             kind = _KINDS.get(key) if long else None
@@ -323,7 +323,7 @@ class Turn:
 
     @property
     def failure_id(self) -> bytes:
-        """A few bytes that tell a failing result from those that are not alike; empty where none failed. See `alike.py`."""
+        """An id of a few bytes that similar failures share; empty if the result is no failure. See `alike.py`."""
         if self._failure_id is None:
             self._failure_id = self._identify_failure() if self.failed else b""
         return self._failure_id
@@ -339,12 +339,12 @@ class Turn:
 
     @property
     def action_size(self) -> int:
-        """What was done, in bytes."""
+        """The length of the action, in bytes."""
         return self.action.size
 
     @property
     def evidence(self) -> int:
-        """What this says about a loop: LONG, PASSING, MISSING of what came back, READS and CHANGES of what was done."""
+        """The evidence for a loop: flags LONG, PASSING and MISSING of the result, READS and CHANGES of the action."""
         if self._evidence < 0:
             reading = self._reading
             if reading.hints is None:
@@ -362,13 +362,13 @@ class Turn:
         return self._evidence
 
     def _weigh_talk(self, flags: int) -> int:
-        """The same flags; of talk, by an agent that has tools, what is said counts little, whatever its words and length."""
+        """The flags, changed if an agent with tools only talks: the reply is weak evidence, whatever its words and length."""
         talks = self.known and not self.names and not self.returned
         return flags & ~LONG | PASSING if talks and self._reading.conversation.find_offer() == TOOLS else flags
 
     @property
     def words(self) -> bytes:
-        """8 bytes of what a user says who answers no call and no action, digits left out; empty where none does."""
+        """A digest, 8 bytes, of what a user says, without digits; empty if there is nothing, or if it answers an action."""
         if self._words is None:
             said = [] if self.names or self.returned else self._list_words()
             self._words = digest(" ".join(said).encode()) if said else b""
@@ -383,18 +383,18 @@ class Turn:
         return said
 
     def show(self, most: int) -> str:
-        """What was done and what came back, in a line for people, each cut to this many characters."""
+        """Action and result in a line for people, each cut to this many characters."""
         action = self.action.spelled.replace(b"\xff", b" | ").decode() if self.known else "unknown"
         return f"{_cut(action, most)} | {_cut(self.result, most)}"
 
     def identify(self) -> bytes:
-        """What this turn has to itself among equal ones: what the assistant wrote, thoughts and ids included."""
-        _ = self.result  # which finds it out
+        """What distinguishes this turn from equal ones: all that the assistant wrote, including thoughts, and ids."""
+        _ = self.result  # which collects the ids
         return _encode([self._message.list_values() if self._message is not None else None, sorted(self._ids)])
 
     @property
     def action_hash(self) -> bytes:
-        """What was done, in 8 bytes; zeros where that is not known."""
+        """A hash of the action, 8 bytes; zeros if it is unknown."""
         return digest(self.action.spelled) if self.known else bytes(_DIGEST)
 
     def reduce(self) -> Reduced:
@@ -414,10 +414,10 @@ class Turn:
         )
 
     def _read_result(self) -> str:
-        """Results in the order of their calls, each once, and then whatever else is said; the harness's own words left out."""
+        """Results in the order of their calls, each once, then anything else that was said, except by the harness."""
         results: list[tuple[str, str]] = []
         others: list[str] = []
-        for part in self.parts:  # what the server itself brought back stands in the assistant's own message
+        for part in self.parts:  # results of the server's own tools are in the assistant's message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
         behind = self._behind[::-1]
@@ -440,7 +440,7 @@ class Turn:
         return _NEXT.join([*[text for _, text in results], *[text for text in others if text]])
 
     def _read_one(self, part: Part, number: int) -> tuple[str, str]:
-        """A result, and the id of its call."""
+        """The id of a result's call, and the result."""
         self._failed = self._failed or part.failed
         if part.id:
             self._ids.add(part.id)
@@ -452,17 +452,17 @@ class Reduced(NamedTuple):
     """A turn as hashes: one of an earlier request, as a ring keeps it.
 
     Attributes:
-        known: as of a Turn.
-        returned: tools brought back more than nothing.
-        failed: what came back is an error.
-        action_hash: of the action, 8 bytes; zeros where it is not known.
+        known: see `Turn`.
+        returned: see `Turn`.
+        failed: see `Turn`.
+        action_hash: see `Turn`.
         raw: hash of the result.
-        normalized: hash of the result without what changes by itself.
-        names: as of a Turn; of an earlier request's the first alone.
-        evidence: as of a Turn.
-        words: as of a Turn.
-        failure_id: as of a Turn.
-        action_size: as of a Turn; 0 of an earlier request's.
+        normalized: hash of the result without volatile parts.
+        names: see `Turn`; from a ring, only the first.
+        evidence: see `Turn`.
+        words: see `Turn`.
+        failure_id: see `Turn`.
+        action_size: see `Turn`; from a ring, 0.
     """
 
     known: bool
@@ -478,11 +478,11 @@ class Reduced(NamedTuple):
     action_size: int = 0
 
     def show(self, most: int) -> str:
-        """As of a Turn, as far as it was kept."""
+        """The hashes of action and result in a line, because only these were kept."""
         return f"{self.action_hash.hex()} | {self.raw.hex()}"[:most]
 
     def reduce(self) -> Reduced:
-        """Itself."""
+        """This turn, because it is reduced already."""
         return self
 
 
@@ -494,7 +494,7 @@ _encode: Final = json.Encoder().encode
 
 
 def encode_turn(turn: AnyTurn) -> bytes:
-    """A turn as an entry of a ring: flags, three hashes, as much of its first name as there is room for, and more hashes."""
+    """A turn as an entry of a ring: flags, three hashes, as much of its first name as fits, or its words, and its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
     flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
@@ -503,12 +503,12 @@ def encode_turn(turn: AnyTurn) -> bytes:
 
 
 def has_result(entry: bytes, kept: Reduced) -> bool:
-    """Whether an entry has the result of a turn, as it is or without what changes by itself."""
+    """Whether an entry has the result of a turn, unchanged or without volatile parts."""
     return entry[_RAW:_NORMALIZED] == kept.raw or entry[_NORMALIZED:_REST] == kept.normalized
 
 
 def decode_turn(entry: bytes) -> Reduced:
-    """The turn of an entry that `encode_turn` has made; of an empty one nothing is known."""
+    """The turn in an entry that `encode_turn` has made; an unknown turn for an empty entry."""
     entry = entry or bytes(1 + 3 * _DIGEST)
     flags = entry[0]
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
@@ -521,7 +521,7 @@ def decode_turn(entry: bytes) -> Reduced:
 
 
 def get_failure_id(entry: bytes) -> bytes:
-    """That of an entry; empty where nothing failed, or an older version wrote it; no name ends as one does."""
+    """The failure id in an entry; empty if nothing failed, or an older version wrote it. No name ends like an id."""
     if not entry or not entry[0] & _ERROR:
         return b""
     rest = entry[_REST:]
@@ -531,13 +531,13 @@ def get_failure_id(entry: bytes) -> bytes:
 
 
 def _write_bits(data: bytes) -> bytes:
-    """A digest in bytes that are no text, six bits in each."""
+    """Write a digest in bytes that are no text, six bits in each."""
     number = int.from_bytes(data, "big")
     return bytes([_NO_TEXT | number >> shift & _SIX_BITS for shift in range(0, 8 * len(data), 6)])
 
 
 def _read_bits(written: bytes, size: int) -> bytes:
-    """The same back, of this size; empty where that is no such thing."""
+    """Read a digest of this size that `_write_bits` wrote; empty if it is something else."""
     if 6 * len(written) < 8 * size or any(byte & ~_SIX_BITS != _NO_TEXT for byte in written):
         return b""
     number = sum([(byte & _SIX_BITS) << 6 * place for place, byte in enumerate(written)])
@@ -549,12 +549,12 @@ def _cut(text: str, most: int) -> str:
 
 
 def digest(data: bytes, size: int = _DIGEST) -> bytes:
-    """Bytes, usually 8, that tell data from other data."""
+    """A hash of data, `size` bytes long."""
     return blake2b(data, digest_size=size).digest()
 
 
 def same_action(one: AnyTurn, other: AnyTurn) -> bool:
-    """Whether the same was done, as far as that is known."""
+    """Whether the actions are equal, or both unknown."""
     if isinstance(one, Turn) and isinstance(other, Turn):
         if one.known != other.known or not other.may_do_as(one):
             return False
@@ -564,7 +564,7 @@ def same_action(one: AnyTurn, other: AnyTurn) -> bool:
 
 
 def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
-    """Whether the same came back; `normalized`: but for what changes by itself."""
+    """Whether the results are equal; `normalized`: except for volatile parts."""
     if isinstance(one, Turn) and isinstance(other, Turn):
         if one.result == other.result:
             return True
@@ -578,7 +578,7 @@ def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
 
 
 def same_turn(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
-    """Whether two turns are equal; where what was done is not known, something must have come back."""
+    """Whether two turns are equal; if their actions are unknown, tools must have returned something."""
     return (
         same_action(one, other)
         and (one.known or (one.returned and other.returned))
@@ -587,19 +587,19 @@ def same_turn(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
 
 
 def may_fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
-    """False where it is certain, without much ado, that two results do not fail alike."""
+    """False if a fast check shows that two results are not similar failures."""
     if isinstance(one, Turn) and isinstance(other, Turn):
         return open_result(one.result) == open_result(other.result)
     return other.failed
 
 
 def fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
-    """Whether both failed, with the same result but for numbers."""
+    """Whether both turns failed with the same result, except for numbers."""
     return may_fail_alike(one, other) and one.failure_id != b"" and one.failure_id == other.failure_id
 
 
 def weigh(turns: Sequence[AnyTurn]) -> str:
-    """How strong a loop of these turns is."""
+    """The strength of a loop of these turns."""
     for turn in turns:
         if turn.evidence & LONG or (turn.failed and not turn.evidence & PASSING):
             return STRONG
@@ -607,12 +607,12 @@ def weigh(turns: Sequence[AnyTurn]) -> str:
 
 
 def weigh_apart(turns: Sequence[AnyTurn]) -> str:
-    """The same for turns with different or unknown actions, which may have looked up different things."""
+    """The strength if actions are different or unknown, so that failed look-ups may be of different things."""
     return weigh([turn for turn in turns if turn.evidence & LONG or not turn.evidence & MISSING])
 
 
 def _write_said(message: Message, part: Part, document: Document) -> str:
-    """What is said beside results, or what is no text, in one spelling; what a client has a name for, by that name."""
+    """Text beside results, or other content in canonical spelling, or by its name if it has one."""
     if part.kind == OTHER and part.value is ABSENT:
         whole = ABSENT if part.name else message.find_whole(document)
         return part.name if whole is ABSENT else write_canonical(whole).decode()
@@ -623,7 +623,7 @@ def _write_said(message: Message, part: Part, document: Document) -> str:
 
 
 def strike_injected(text: str) -> str:
-    """A text without what a harness has put among the words of others, unless it is nothing else."""
+    """A text without what a harness has injected; unchanged if there is nothing else."""
     struck = text.partition("\n")[2].strip() if text.startswith(CALL_ID_LINE) else text
     for start, end in _MARKS:
         if struck.find(start) >= 0:
@@ -641,7 +641,7 @@ def _strike(text: str, start: str, end: str) -> str:
 
 
 def read_turns(conversation: Conversation, document: Document, ignored: frozenset[str]) -> Iterator[Turn]:
-    """The turns of the conversation in a document, the newest first."""
+    """The turns of the conversation in a document, newest first."""
     return Reading(conversation, document, ignored).read_turns()
 
 
@@ -650,7 +650,7 @@ def _acts(turn: Turn) -> bool:
 
 
 def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:
-    """All turns but the oldest: where older messages are left out, some of the calls that it made at once may be among them."""
+    """All turns except the oldest, some of whose calls may be in older messages that were left out."""
     last: Turn | None = None
     for turn in turns:
         if last is not None:

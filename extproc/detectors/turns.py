@@ -1,8 +1,8 @@
-"""Similarity `turns`: an agent that does the same again and again and gets the same back, whatever it thinks about it.
+"""Similarity `turns`: an agent that repeats actions and gets the same results, whatever its thoughts.
 
-What a turn is, and when turns are a loop, stands in `turn.py` and `loops.py`. An agent's request carries its own history, so
-one request is enough to see the loop that it is in; nothing has to be counted. Where a history is condensed or kept by the
-server, what a request does not show is had from the ring of its session.
+`turn.py` and `loops.py` define turns and loops. An agent's request contains its history, so one request is sufficient to detect
+a loop, and nothing is counted. If the history is condensed or kept by the server, the ring of the session supplies what the
+request does not show.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from extproc.request.quoting import quote_all
 MAX_THRESHOLD = 8
 
 MAX_TOOL_THRESHOLD = 14
-"""2t + 4 turns are looked at, and more than 32 are not kept."""
+"""A threshold t takes the last 2t + 4 turns, and at most 32 are kept."""
 
 NESTED_PROMPT = "nested_prompt"
 NO_TURNS = "no turns: the assistant has not done anything yet"
@@ -44,22 +44,22 @@ _OWN_MISTAKE = re.compile(
     r"|\bnot a valid tool\b|\bsyntax error\b",
     re.IGNORECASE,
 )
-"""What agents of one kind do wrong in the same way, and no server can mend."""
+"""Mistakes of agents, which similar agents make alike, so they are no failure of the tool's server."""
 
 _SEARCHED = 3_000
 _OTHERWISE = "Otherwise, finish with the result you have so far."
 _WITHOUT_ERROR = "a result without this error: fix its cause, work around it, or ask for help"
 _SHOWN = 400
-"""So much of an action and of a result is shown, in characters."""
+"""Maximum length of an action and of a result in a shown turn, in characters."""
 
 _NOW_STRICTEST = 2
-"""A weak loop that goes on for this many turns after it has stood often enough gets the strictest action."""
+"""A weak loop gets the strictest action this many repetitions after it has reached `weak_threshold`."""
 
 _QUOTED = 150
-"""The same where a few turns have to do."""
+"""The same in a quotation of a few turns."""
 
 _LOOPED: Final[Memo[tuple[int, bytes], bool]] = Memo(8_192)
-"""Whether a request at a place of the chain was in a loop, by the detector's number. In 4 MB at most."""
+"""Whether a request was in a loop, by the detector's number and the request's place in the chain. At most 4 MB."""
 
 _NUMBERS: Final = count()
 _NO_LOOPS = EarlierLoops(None, None, b"")
@@ -67,13 +67,13 @@ _NO_REPEAT = Repeat((), 0, 0, MAX_THRESHOLD, results=True)
 
 
 class Turns(HistorySimilarity):
-    """A detector's settings, ready to look into conversations.
+    """Finds loops of turns, with a detector's settings.
 
     Attributes:
-        rule: with the lowest threshold.
+        rule: the rule with the lowest threshold.
         last_step: the number of the strictest action.
-        needs_equal_results: nothing is a loop whose results all differ, in more than numbers.
-        looks_back: loops say what the history showed before its newest turn, and so does a history that has left one.
+        needs_equal_results: turns whose results all differ, in more than numbers, are no loop.
+        looks_back: a loop, or a history that has left one, comes with what the history showed before its newest turn.
     """
 
     keys: ClassVar[type[JsonObject]] = TurnsKeys
@@ -87,14 +87,14 @@ class Turns(HistorySimilarity):
         self._rules = list(enumerate(rules))[::-1]
         self.last_step = len(rules) - 1
         self._patient = None if keys.weak_threshold is None else self._make_patient_rules(keys, keys.weak_threshold)
-        self._cooldown = keys.cooldown_seconds > 0  # then a turn may be refused that does not loop
+        self._cooldown = keys.cooldown_seconds > 0  # a turn that does not loop may then be refused
         self._finds_failures = keys.incidents
         self.needs_equal_results = not keys.extra_rules
         self.looks_back = keys.steers
         self._number = next(_NUMBERS)
 
     def _make_patient_rules(self, keys: SimilarityKeys, threshold: int) -> list[tuple[int, TurnRule]]:
-        """When weak loops get more than the mildest action, and up to which step; the strictest first."""
+        """The rules by which weak loops get more than the mildest action, each with the step it allows; strictest first."""
         if self.last_step <= 1:
             return [(self.last_step, self._make_rule(keys.wait_until(threshold), MAX_TURNS))]
         strictest = self._make_rule(keys.wait_until(threshold + _NOW_STRICTEST), MAX_TURNS)
@@ -112,7 +112,7 @@ class Turns(HistorySimilarity):
         )
 
     def compare(self, document: Document) -> tuple[bytes, Repeat | None]:
-        """The newest turn, empty when nothing is repeated that matters, and how often; see `Similarity`."""
+        """The newest turn, and how often it repeats; empty if it need not be compared; see `Similarity`."""
         history = self.rule.read(document)
         newest = history.at(0)
         if newest is None or not newest.known:
@@ -127,13 +127,13 @@ class Turns(HistorySimilarity):
         return self.rule.spell(newest), self.look_back(history, found or self.rule.count(history, newest))
 
     def compare_in_session(self, document: Document, *, named: bool = True) -> tuple[bytes, Repeat | None, Memory | None]:
-        """The newest turn, whether there is a loop or not: who asks what was before may find one; see `Similarity`."""
+        """The newest turn even without a loop, because earlier requests may show one; see `Similarity`."""
         history = self.rule.read(document)
-        if history.elsewhere and not (named and history.after):  # a plain prompt has all in words
+        if history.elsewhere and not (named and history.after):  # a plain prompt contains all turns as text
             return *self.compare(document), None
         found = self.find_loop(history)
         kept = keep_newest(history, named=named)
-        if kept is not None and kept.in_text and not named:  # all that there was stands in one text
+        if kept is not None and kept.in_text and not named:  # one text contains all turns
             return *self.compare(document), None
         place = (
             None
@@ -151,7 +151,7 @@ class Turns(HistorySimilarity):
         return self.rule.spell(kept.newest), found, TurnMemory(self, kept, found, place)
 
     def _find_nested(self, history: History) -> tuple[bytes, Repeat] | None:
-        """What a prompt that nests itself repeats, where the assistant has not done anything yet. It is weak."""
+        """The loop of a nested prompt, if the assistant has not done anything yet. It is weak."""
         times, words = count_nested(history.read_words())
         step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
         if step < 0:
@@ -163,7 +163,7 @@ class Turns(HistorySimilarity):
         return digest(words.encode()), found
 
     def find_loop(self, history: History) -> Repeat | None:
-        """The loop that the newest of these turns is part of, by the strictest rule that sees one; None where it is in none."""
+        """The loop that the newest of these turns is part of, by the strictest rule that finds one; None for none."""
         best: Repeat | None = None
         for step, rule in self._rules:
             found = rule.find_loop(history)
@@ -177,9 +177,9 @@ class Turns(HistorySimilarity):
         return best
 
     def look_back(self, history: History, found: Repeat | None, place: ChainPlace | None = None) -> Repeat | None:
-        """The same loop, with the loops that the history showed earlier; one that has left a loop repeats nothing.
+        """Add the loops that the history showed earlier to a loop; if it has left one, they are added to `_NO_REPEAT`.
 
-        Most requests are in no loop, and neither was the one before, which is known by its place in the chain.
+        Most requests are in no loop, nor were the ones before them, which is known from their places in the chain.
         """
         left = history.at(1) if self.looks_back else None
         if left is None:
@@ -197,25 +197,25 @@ class Turns(HistorySimilarity):
         return (found or _NO_REPEAT)._replace(before=EarlierLoops(last, earlier, self.rule.spell(left)))
 
     def was_in_no_loop(self, place: ChainPlace) -> bool:
-        """Whether each request that this process has seen at the place before was in no loop; False where it has seen none."""
+        """Whether no request that this process has seen at the previous place was in a loop; False if it has seen none."""
         return _LOOPED.get((self._number, place.parent)) is False
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
-        """The same; a weak loop at a step that it may take. It is held where it has not stood often enough for any."""
+        """The loop; a weak one at a step that it may take, or held if it has not repeated often enough for any."""
         if self._patient is None or found.strength != WEAK or found.notes_only:
             return found
         reach = next((step for step, rule in self._patient if rule.find_loop(history) is not None), None)
         return found._replace(step=min(found.step, reach or 0), held=reach is None)
 
     def show(self, document: Document) -> list[str]:
-        """The turns that are looked at, the oldest first; see `Similarity`."""
+        """The turns that are looked at, oldest first; see `Similarity`."""
         turns = self.rule.read(document).newest(MAX_TURNS)
         return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
 
     def quote(self, compared: bytes, document: Document, most: int) -> str:  # noqa: ARG002  # that is a hash
-        """The newest turns, a line for each, the oldest of them first; see `Similarity`."""
+        """The newest turns, one per line, oldest first; see `Similarity`."""
         lines: list[str] = []
-        with suppress(NotCounted):  # further back than a loop was looked for there may be what cannot be read
+        with suppress(NotCounted):  # older turns, in which no loop was searched for, may be unreadable
             for line in self._write_newest(document):
                 if lines and len(line) > most:
                     break
@@ -224,7 +224,7 @@ class Turns(HistorySimilarity):
         return "\n".join(lines[::-1])
 
     def _write_newest(self, document: Document) -> Iterator[str]:
-        """What `show` says, more briefly, the newest turn first."""
+        """Lines like those of `show`, but shorter, newest first."""
         history = self.rule.read(document)
         for place in range(MAX_TURNS):
             turn = history.at(place)
@@ -254,7 +254,7 @@ class Turns(HistorySimilarity):
         return ToolFailure(" ".join(newest.names), newest.reduce().normalized.hex())
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:
-        """See `HistorySimilarity`; who cannot mend a tool that fails for many can wait."""
+        """See `HistorySimilarity`; if a tool fails for many, advises to wait."""
         repeat = outcome.repeat
         if repeat is None or not repeat.widespread:
             return super().advise(outcome, method, path)
@@ -263,7 +263,7 @@ class Turns(HistorySimilarity):
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:
-        """Thresholds that do not fit into the turns that are looked at; see `Similarity`."""
+        """Thresholds that need more turns than are looked at, or contradict each other; see `Similarity`."""
         threshold, tools = loop.get("threshold_identical_requests"), loop.get("tools")
         if isinstance(threshold, int) and threshold > MAX_THRESHOLD:
             where = (*place, "threshold_identical_requests")

@@ -1,1 +1,1 @@
-"""What people see of a running Loopguard, and what they order."""
+"""What people see of a running Loopguard, and the orders that they give."""

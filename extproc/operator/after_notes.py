@@ -21,7 +21,7 @@ from extproc.operator.loop_table import find_candidate, name_repeated
 from extproc.request.fingerprint import NO_BODY, compose, digest, write_head, write_query
 
 BEGUN, WENT_ON, TURNED, LANDED, REFUSED = AFTER = ("begun", "went_on", "turned_round", "landed", "refused")
-"""A note was due for the first time, the loop continued behind it, and how the episode ended."""
+"""A first note was due, the loop continued after it, and the ways in which the episode ended."""
 
 ARMS: Final = ("noted", "not_noted")
 ENDS: Final = (TURNED, LANDED, REFUSED)
@@ -29,7 +29,7 @@ NO_CAUSE: Final = "none"
 
 _MOST_FOLLOWED: Final = 10_000
 _NOTED: Final = frozenset({Action.STEER, Action.THROTTLE})
-"""Actions of detectors that steer about loops which have had a note, or get one now."""
+"""If a detector steers, its actions against loops that had a note before, or get one now."""
 
 _ENDING: Final = {Action.LAND: LANDED, Action.REJECT: REFUSED}
 
@@ -74,7 +74,7 @@ class NoteFollower:
         self._nodes: LRU[tuple[str, str, str, str, bytes], bool] = LRU(_MOST_FOLLOWED)
 
     def follow(self, evaluation: Evaluation, decision: Decision) -> list[AfterNote]:
-        """What a decided request shows."""
+        """Changes that a decided request shows."""
         found = [self._follow(evaluation, outcome) for outcome in decision.trace if may_follow(outcome)]
         return [change for change in found if change is not None]
 
@@ -115,7 +115,7 @@ class NoteFollower:
 
 
 def describe_after(counts: Mapping[str, int], active: int | None = None) -> dict[str, int]:
-    """The counts of AFTER, and the episodes without an end, of which this many are active, if that is known."""
+    """The counts of AFTER, and of episodes without an end; `active`: how many of these are active, if known."""
     found = {after: counts.get(after, 0) for after in AFTER}
     left = count_open(counts)
     more = {"open_or_ended": left} if active is None else {"open": min(left, active), "ended": max(0, left - active)}
@@ -123,7 +123,7 @@ def describe_after(counts: Mapping[str, int], active: int | None = None) -> dict
 
 
 def count_open(counts: Mapping[str, int]) -> int:
-    """Episodes without an end."""
+    """The number of episodes without an end."""
     return max(0, counts.get(BEGUN, 0) - sum([counts.get(end, 0) for end in ENDS]))
 
 
@@ -143,7 +143,7 @@ def may_follow(outcome: Outcome) -> bool:
 
 
 def find_change(now: Action, before: Action, earlier: Action) -> str:
-    """What has changed, by what was due for a request and the two before it; empty for nothing."""
+    """What has changed, by the actions due for a request and the two before it; empty for nothing."""
     if before not in _NOTED:
         return BEGUN if now in _NOTED and before not in _ENDING else ""
     if now in _ENDING:
@@ -154,7 +154,7 @@ def find_change(now: Action, before: Action, earlier: Action) -> str:
 
 
 def _find_fingerprint(evaluation: Evaluation, candidate: LoopCandidate, compared: bytes) -> str:
-    """That of a request whose newest turn is this one."""
+    """The fingerprint of a request with this newest turn."""
     request, sums = evaluation.request, NO_BODY.plus(compared)
     query = write_query(request.read_shown_query()) if request.query else ""
     return digest(compose(write_head(request.method, request.path, query), sums, candidate.caller), sums)[0]

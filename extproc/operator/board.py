@@ -22,11 +22,11 @@ from extproc.store import Store
 from extproc.store.rules.documents import BOARDS, MAX_DOCUMENT, make_replica_name
 
 KEPT_SECONDS = 3_600
-"""What has been quiet for longer is shown no more."""
+"""Rows without requests for longer than this are not shown."""
 
 _PUBLISH_SECONDS = 2.0
 _REFRESH_SECONDS = 600.0
-"""A table that does not change is published that often, so that the board does not forget it."""
+"""How often an unchanged table is published, so that the board does not forget it."""
 
 _COLLECT_SECONDS = 1.0
 """How long a reader waits for the store, and how old its last answer may be."""
@@ -45,7 +45,7 @@ class BoardDocument(Protocol):
 
     @classmethod
     def merge(cls, documents: Iterable[Self], now: float) -> Self:
-        """One document of several replicas', without what has been quiet for too long; `now` in seconds since 1970."""
+        """Merge documents of several replicas, without rows that are too old; `now` in seconds since 1970."""
 
 
 class BoardTable(Protocol[Made_co]):
@@ -56,14 +56,14 @@ class BoardTable(Protocol[Made_co]):
         """A number that grows with every change."""
 
     def drop_quiet(self, before: float) -> None:
-        """Forget what has been quiet since then, in seconds since 1970."""
+        """Forget rows without requests since then, in seconds since 1970."""
 
     def make_document(self, *, shows_callers: bool) -> Made_co:
-        """It as it is now."""
+        """The document of the table as it is now."""
 
 
 class View(NamedTuple, Generic[AnyDocument]):
-    """What all replicas know, the replica that was asked, all of them, and why some are missing or old (else empty)."""
+    """What all replicas know, the replica that was asked, all replicas, and why some are missing or old; empty if none is."""
 
     document: AnyDocument
     replica: str
@@ -98,14 +98,14 @@ class Board(Generic[AnyDocument]):
         self._collected_at = 0.0
 
     async def share(self) -> None:
-        """Publish what changes, until cancelled."""
+        """Publish changes until cancelled."""
         self._home = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_PUBLISH_SECONDS)
             await self.publish()
 
     async def publish(self) -> None:
-        """Publish the table if it has changed; what the store misses is published the next time."""
+        """Publish the table if it has changed; if the store fails, it is published the next time."""
         self._table.drop_quiet(time() - KEPT_SECONDS)
         changes = self._table.changes
         if not changes or (changes == self._published and time() - self._published_at < _REFRESH_SECONDS):
@@ -116,7 +116,7 @@ class Board(Generic[AnyDocument]):
             self._published, self._published_at = changes, time()
 
     def view(self) -> View[AnyDocument]:
-        """What all replicas know; called from any thread but the event loop's."""
+        """What all replicas know; call it from any thread except the event loop's."""
         self._ask()
         documents = {self.replica: self._make(), **self._collected}
         return View(self._kind.merge(documents.values(), time()), self.replica, sorted(documents), self._problem)
@@ -125,7 +125,7 @@ class Board(Generic[AnyDocument]):
         return self._table.make_document(shows_callers=self._shows_callers())
 
     def _ask(self) -> None:
-        """Read the others' tables; where the store or the event loop does not answer, the last ones have to do."""
+        """Read the others' tables; if the store or the event loop does not answer, the previous ones are used."""
         if self._home is None or time() - self._collected_at < _COLLECT_SECONDS:
             return
         asked = asyncio.run_coroutine_threadsafe(self._store.documents.read(BOARDS, self._name), self._home)
@@ -145,7 +145,7 @@ class Board(Generic[AnyDocument]):
 
 
 def fit(most: int, make: Callable[[int], object]) -> bytes:
-    """As much of a document as fits on a board, packed; `make` makes it with a number of its `most` entries."""
+    """As much of a document as fits on a board, packed; `make` makes it with a number of entries, up to `most`."""
     kept = most
     while True:
         packed = zlib.compress(msgspec.msgpack.encode(make(kept)), 9)
@@ -155,7 +155,7 @@ def fit(most: int, make: Callable[[int], object]) -> bytes:
 
 
 def unpack_all(documents: dict[str, bytes], kind: type[AnyDocument]) -> dict[str, AnyDocument]:
-    """Documents by replica; what cannot be read is of a version that is not known here, and left out."""
+    """Unpack documents, by replica. Those that cannot be read are from an unknown version, and are left out."""
     decode = msgspec.msgpack.Decoder(kind).decode
     found = {}
     for replica, packed in documents.items():

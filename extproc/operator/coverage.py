@@ -32,18 +32,18 @@ _SNAPSHOT_SECONDS: Final = 60
 _MOST_KEYS: Final = 5_000
 
 _Key: TypeAlias = tuple[str, str, str, str, str]
-"""Policy, mode, route, detector and reason; of all requests, without a policy."""
+"""Policy, mode, route, detector and reason; without a policy, about all requests."""
 
 _Counts: TypeAlias = dict[_Key, int]
 
 
 def _name(reason: str) -> _Key:
-    """The key of something that is counted of all requests."""
+    """The key of a count of all requests."""
     return ("", "", "", "", reason)
 
 
 class Coverage:
-    """Counts requests that some policy matches, those that none does, and what is left out; the event loop alone writes."""
+    """Counts requests that match a policy, those that match none, and what is left out; only the event loop writes."""
 
     def __init__(self, decisions: Decisions, now: float, count_lost: Callable[[], Mapping[str, int]] = dict) -> None:
         """Start empty.
@@ -68,7 +68,7 @@ class Coverage:
         return self.requests + self.unmatched
 
     def note(self, evaluation: Evaluation) -> None:
-        """A request that some policy does not count, or not by all that it compares."""
+        """Note a request that some policy does not count, or not with all of its detectors."""
         if evaluation.enforcing.forbidden is not None:  # refused for that, so it does not pass unguarded
             self._add(_name(EXEMPT))
             return
@@ -81,7 +81,7 @@ class Coverage:
             self._add(_name(PARTLY if counted else UNGUARDED if flawed else EXEMPT))
 
     def _note_group(self, group: CandidateGroup, route: str) -> bool:
-        """Count what a group does not count; whether some of that should be."""
+        """Count what a group does not count; returns whether some of it should be counted."""
         mode = "shadow" if group.shadow else "enforce"
         counted = {candidate.plan.id for candidate in group.candidates}
         left_out = [*group.left_out, *((policy, "", "internal_error") for policy, _ in group.failures)]
@@ -96,7 +96,7 @@ class Coverage:
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
 
     def note_unsteered(self, policies: Sequence[str], reason: str) -> None:
-        """A request that got a warning in place of a note."""
+        """Note a request that got a warning in place of a note."""
         for policy in policies:
             self._add((policy, "enforce", "", "", f"unsteered {reason}"))
 
@@ -107,7 +107,7 @@ class Coverage:
         counts[key] = counts.get(key, 0) + 1
 
     def roll(self, now: float) -> None:
-        """Remember once a minute what was counted until now, in seconds since 1970, so that it is known what is recent."""
+        """Once a minute, keep the counts as of `now`, in seconds since 1970, to find out later which are recent."""
         before = self._before
         if before and now - before[-1][0] < _SNAPSHOT_SECONDS:
             return
@@ -116,16 +116,16 @@ class Coverage:
             del before[0]
 
     def drop_quiet(self, before: float) -> None:
-        """Nothing: numbers do not grow old; see `Table.drop_quiet`."""
+        """Do nothing, because counts do not expire; see `Table.drop_quiet`."""
 
     def make_document(self, *, shows_callers: bool) -> CoverageDocument:  # noqa: ARG002  # it has none
-        """The numbers as they are now, those of the last `WINDOW_SECONDS` beside those since the start."""
+        """The counts as they are now: those of the last `WINDOW_SECONDS`, and those since the start."""
         began, before = self._before[0]
         rows = [CoverageRow(*key, count - before.get(key, 0), count) for key, count in self._count().items()]
         return CoverageDocument(rows, self._since, time() - began)
 
     def _count(self) -> _Counts:
-        """All that was counted; called by other threads as well."""
+        """All counts; other threads call this, too."""
         counts = self._left_out.copy()
         for (policy, mode, _), number in self._decisions.copy().items():
             key = (policy, mode, "", "", COUNTED)

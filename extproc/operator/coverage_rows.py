@@ -22,7 +22,7 @@ EXEMPT: Final = "exempt"
 SHARED: Final = "shared caller"
 DROPPED: Final = "turns dropped"
 EVICTED: Final = "entries evicted"
-"""Beside the reasons of `uncounted_total`, what a row may be about."""
+"""What a row may be about, in addition to the reasons of `uncounted_total`."""
 
 
 class CoverageRow(msgspec.Struct, array_like=True):
@@ -51,7 +51,7 @@ class CoverageRow(msgspec.Struct, array_like=True):
 
 
 class CoverageDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all of them know.
+    """What one replica publishes, or what all replicas know.
 
     Attributes:
         since: when counting began, in seconds since 1970.
@@ -71,7 +71,7 @@ class CoverageDocument(msgspec.Struct, array_like=True):
 
     @classmethod
     def merge(cls, documents: Iterable[CoverageDocument], now: float) -> CoverageDocument:  # noqa: ARG003  # nothing ends
-        """One of all these."""
+        """Merge documents."""
         every = list(documents)
         merged: dict[tuple[str, ...], CoverageRow] = {}
         for row in [row for document in every for row in document.rows]:

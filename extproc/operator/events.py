@@ -56,20 +56,20 @@ TYPES: Final = {
     "store_lost": "io.loopguard.store.lost.v1",
     "store_back": "io.loopguard.store.back.v1",
 }
-"""A type's name ends with its version: fields may be added to its data; where one changes its meaning, the version changes."""
+"""A type's name ends with its version: fields may be added to its data; if one changes its meaning, the version changes."""
 
 MAX_QUEUED = 10_000
 MAX_BATCH = 100
 
 QUIET_SECONDS = 60
-"""A loop has ended when nothing of it was acted on for so long."""
+"""A loop has ended if none of its requests was acted on for this long."""
 
 _GATHER_SECONDS = 0.5
 _FIRST_WAIT_SECONDS = 0.5
 _LONGEST_WAIT_SECONDS = 30.0
 _ANSWER_SECONDS = 10.0
 _LAST_SECONDS = 2.0
-"""How long the end of the process waits for what is still to be sent."""
+"""How long the process waits at its end for events to be sent."""
 
 _REMIND_SECONDS = 60.0
 _TRY_AGAIN = frozenset({408, 425, 429})
@@ -91,7 +91,7 @@ class Sink(Protocol):
         """Send events, each as JSON; raises UnreachableError if that may work later, RefusedError if it never will."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file or the connection."""
 
 
 class Events:
@@ -118,7 +118,7 @@ class Events:
         self._wake.set()
 
     def close(self) -> None:
-        """Send what is left, as far as that is quick."""
+        """Send remaining events, if that is quick."""
         self._ending.set()
         self._wake.set()
         self._thread.join(_LAST_SECONDS)
@@ -138,7 +138,7 @@ class Events:
         self._sink.close()
 
     def _deliver(self, events: Sequence[bytes]) -> None:
-        """Hand events over, however often that takes."""
+        """Send events, with as many attempts as necessary."""
         waits = _FIRST_WAIT_SECONDS
         while True:
             try:
@@ -165,7 +165,7 @@ class Events:
 
 
 def open_events(settings: Settings, source: str, metrics: Metrics) -> Events | None:
-    """The queue for what `--events` names, if anything; raises UsageError or LoopguardError if that cannot be used."""
+    """The queue for the target of `--events`, if there is one; raises UsageError or LoopguardError if it cannot be used."""
     if not settings.events:
         return None
     return Events(_open_sink(settings), source, metrics)
@@ -188,7 +188,7 @@ def write_event(kind: str, subject: str, at: float, data: Mapping[str, object], 
 
 
 def sign(secret: bytes, identity: str, at: int, body: bytes) -> str:
-    """The `webhook-signature` of a body, as Standard Webhooks has it."""
+    """The `webhook-signature` of a body, according to Standard Webhooks."""
     digest = hmac.new(secret, f"{identity}.{at}.".encode() + body, hashlib.sha256).digest()
     return f"v1,{base64.b64encode(digest).decode()}"
 
@@ -206,7 +206,7 @@ def _open_sink(settings: Settings) -> Sink:
 
 
 def _read_secret(path: str) -> bytes:
-    """The key behind a secret of Standard Webhooks (`whsec_` and base64), or the bytes of the file as they are."""
+    """The key in a secret of Standard Webhooks (`whsec_` and base64), or the bytes of the file unchanged."""
     if not path:
         return b""
     try:
@@ -217,7 +217,7 @@ def _read_secret(path: str) -> bytes:
 
 
 class _Lines:
-    """A file, or the standard output: a line for each event."""
+    """A file or standard output, with a line for each event."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -281,7 +281,7 @@ class _Webhook:
 
 
 class LoopEvents:
-    """Tells of loops that begin, get another action and end, by looking at the table; requests know nothing of it."""
+    """Sends events about loops that begin, get another action or end. It only reads the table, so requests are unaffected."""
 
     def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
         self._emit = emit
@@ -289,7 +289,7 @@ class LoopEvents:
         self._told: dict[tuple[str, ...], tuple[Loop, int]] = {}
 
     def look(self, loops: Sequence[Loop], now: float) -> None:
-        """Tell what has changed since the last look; `now` is in seconds since 1970."""
+        """Send events about changes since the last look; `now` is in seconds since 1970."""
         going_on = {loop.name: loop for loop in loops if now - loop.last < QUIET_SECONDS}
         for name, (loop, strictest) in list(self._told.items()):
             if name not in going_on:
@@ -332,14 +332,14 @@ def _rank(loop: Loop) -> int:
 
 
 class IncidentEvents:
-    """Tells of tools that fail for many, by looking at the table; requests know nothing of it."""
+    """Sends events about tools that fail for many; see `LoopEvents`."""
 
     def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None]) -> None:
         self._emit = emit
         self._told: dict[tuple[str, str, str], float] = {}
 
     def look(self, incidents: Sequence[IncidentRow]) -> None:
-        """Tell of each incident once."""
+        """Send one event for each incident."""
         for row in incidents:
             if self._told.get(row.name) != row.began:
                 self._emit("tool_failing", row.policy, self._describe(row))
@@ -358,7 +358,7 @@ class IncidentEvents:
 
 
 class SessionEvents:
-    """Tells of sessions that meet a limit or are killed, by looking at the table; requests know nothing of it."""
+    """Sends events about sessions that reach a limit or are killed; see `LoopEvents`."""
 
     def __init__(self, emit: Callable[[str, str, Mapping[str, object]], None], shows_callers: Callable[[], bool]) -> None:
         self._emit = emit
@@ -366,7 +366,7 @@ class SessionEvents:
         self._told: dict[RunName, tuple[str, str]] = {}
 
     def look(self, runs: Sequence[Run]) -> None:
-        """Tell what has changed since the last look: of each session another limit, or what kills it, once."""
+        """Send events about changes since the last look: each limit that a session reaches, and what kills it."""
         told: dict[RunName, tuple[str, str]] = {}
         for run in runs:
             known_limit, known_killer = self._told.get(run.name, ("", ""))

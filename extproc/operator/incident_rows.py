@@ -14,10 +14,10 @@ from extproc.operator.board import KEPT_SECONDS, fit
 from extproc.operator.sketch import Sketch
 
 WINDOW_SECONDS = 300
-"""How long a session counts after its last request that is part of the incident."""
+"""How long a session counts after its last request in the incident."""
 
 SKETCHED = 64
-"""Callers and sessions are counted exactly below this, and estimated from there on."""
+"""Fewer callers and sessions than this are counted exactly, others are estimated."""
 
 
 class IncidentRow(msgspec.Struct, array_like=True):
@@ -48,11 +48,11 @@ class IncidentRow(msgspec.Struct, array_like=True):
         return self.policy, self.tool, self.failure
 
     def count_callers(self) -> int:
-        """Nearly exact, see SKETCHED."""
+        """The number of callers, perhaps estimated; see SKETCHED."""
         return Sketch(self.callers, SKETCHED).count()
 
     def count_sessions(self) -> int:
-        """As `count_callers`."""
+        """See `count_callers`."""
         return Sketch(self.sessions, SKETCHED).count()
 
 
@@ -63,13 +63,13 @@ class IncidentDocument(msgspec.Struct, array_like=True):
     left_out: int = 0
 
     def pack(self) -> bytes:
-        """As many as fit on a board; the last ones are left out."""
+        """Pack as many rows as fit on a board; the last ones are left out."""
         rows = self.rows
         return fit(len(rows), lambda kept: IncidentDocument(rows[:kept], len(rows) - kept))
 
     @classmethod
     def merge(cls, documents: Iterable[IncidentDocument], now: float) -> IncidentDocument:
-        """One of all these, the newest incident first."""
+        """Merge documents; the newest incident comes first."""
         merged: dict[tuple[str, str, str], IncidentRow] = {}
         left_out = 0
         for document in documents:

@@ -35,7 +35,7 @@ REST_SECONDS: Final = 3_600
 _MAX_ROWS: Final = 400
 _MAX_OF_CALLER: Final = 40
 _MOST_CALLERS: Final = 16
-"""More sessions than these can have need not be remembered: they are enough."""
+"""Maximum number of callers whose sessions are remembered; these are enough for an incident."""
 
 
 class FailingTool:
@@ -60,7 +60,7 @@ class FailingTool:
         self._recent: dict[str, dict[str, float]] = {}  # by caller: when each session was last part of it
 
     def note(self, caller: str, session: str, now: float, *, refused: bool) -> bool:
-        """One more request, at `now`, that would be refused or not; whether that is spared by an incident."""
+        """Note a request at `now`; returns whether an incident spares it. `refused`: otherwise, it would be refused."""
         self.last = now
         self.requests += 1
         self.callers.add(caller)
@@ -92,14 +92,14 @@ class FailingTool:
 
 
 class IncidentTable(Table[FailingTool, IncidentDocument]):
-    """The failing tools that one process knows, by the caller that was first, policy, tool and error."""
+    """The failing tools that one process knows, by first caller, policy, tool and error."""
 
     def __init__(self) -> None:
         super().__init__(_MAX_ROWS, _MAX_OF_CALLER)
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}  # by policy, tool and error
 
     def weigh(self, evaluation: Evaluation, decision: Decision, now: float) -> Decision:
-        """The same decision, but for loops that are part of an incident; `now` is in seconds since 1970."""
+        """The decision, changed for loops that are part of an incident; `now` is in seconds since 1970."""
         enforcing: list[Outcome] = []
         watching: list[Outcome] = []
         found = False
@@ -129,7 +129,7 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
         return candidate.detector.be_patient(outcome, repeat)
 
     def find(self, policy: str, failure: ToolFailure, caller: str) -> FailingTool:
-        """The row of a failure, which is this caller's if it is new."""
+        """The row of a failure; a new one belongs to this caller."""
         name = (policy, cut_text(failure.tool, NAME_SHOWN), failure.digest)
         key = self._keys.get(name)
         found = self.use(key) if key is not None else None
@@ -141,7 +141,7 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
         return found
 
     def list_incidents(self) -> list[IncidentRow]:
-        """All that are or were incidents, the newest first; called from any thread."""
+        """All current and past incidents, newest first; may be called from any thread."""
         rows = [_describe(key, row) for key, row in self._rows.items() if row.began]
         return sorted(rows, key=lambda row: -row.began)
 
@@ -161,7 +161,7 @@ def _describe(key: tuple[str, ...], row: FailingTool) -> IncidentRow:
 
 
 def _name_session(document: Document, candidate: LoopCandidate) -> str:
-    """The session of a request, 16 hex digits: its own, or what its user and its assistant said first."""
+    """The session of a request, 16 hex digits: of its name, or else of what its user and its assistant said first."""
     named = candidate.session.encode()
     if not named:
         conversation = open_conversation(document)

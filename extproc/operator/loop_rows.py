@@ -80,11 +80,11 @@ class Loop(msgspec.Struct, array_like=True):
 
     @property
     def total(self) -> int:
-        """All its requests that were acted on, or would have been."""
+        """The number of its requests that were acted on, or would have been."""
         return sum(self.requests.values())
 
     def absorb(self, other: Loop) -> None:
-        """Add what another replica saw of the same loop."""
+        """Add another replica's row of the same loop."""
         if (other.total > 0, other.last) > (self.total > 0, self.last):  # that has none has only seen what came after
             self.last, self.count, self.fingerprint = other.last, other.count, other.fingerprint
             self.strength, self.tools = other.strength, other.tools
@@ -111,7 +111,7 @@ class Line(msgspec.Struct, array_like=True):
     counts: list[int]
 
     def add(self, minute: int) -> None:
-        """One more request."""
+        """Count one request."""
         if minute > self.minute:
             self.counts, self.minute = self.list_counts(minute), minute
         self.counts[-1] += 1
@@ -143,7 +143,7 @@ class LoopDocument(msgspec.Struct, array_like=True):
 
     @classmethod
     def merge(cls, documents: Iterable[LoopDocument], now: float) -> LoopDocument:
-        """One of all these, with curves that end at `now`, in seconds since 1970."""
+        """Merge documents; curves end at `now`, in seconds since 1970."""
         every = list(documents)
         return cls(
             merge_loops((row for document in every for row in document.rows), now - KEPT_SECONDS),

@@ -1,4 +1,4 @@
-"""Recent loops, for people: whose, since when, with which tool, and what happened to their requests.
+"""Recent loops, for people: their callers, times, tools, and what happened to their requests.
 
 Only requests that are acted on cost anything.
 """
@@ -32,7 +32,7 @@ class LoopTable(Table[Loop, LoopDocument]):
         self.after: dict[NoteLabels, int] = {}
 
     def note(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> Loop:
-        """One detector's outcome for one request, which is not ALLOW; returns its loop."""
+        """Note a detector's outcome for a request, which is not ALLOW; returns its loop."""
         now, action, size = time(), outcome.action.value, evaluation.size
         repeats = name_repeated(outcome.repeat, outcome.fingerprint)
         key = (outcome.tenant, outcome.policy, outcome.detector, outcome.mode, repeats)
@@ -51,7 +51,7 @@ class LoopTable(Table[Loop, LoopDocument]):
         return loop
 
     def note_after(self, evaluation: Evaluation, outcome: Outcome, repeats: str, fingerprint: str, labels: NoteLabels) -> None:
-        """What came after the first note of a loop, which another replica may have acted on."""
+        """Note what came after the first note of a loop, which another replica may have acted on."""
         if labels in self.after or len(self.after) < _MAX_CURVES:
             self.after[labels] = self.after.get(labels, 0) + 1
         key = (outcome.tenant, outcome.policy, outcome.detector, outcome.mode, repeats)
@@ -73,7 +73,7 @@ class LoopTable(Table[Loop, LoopDocument]):
         return LoopDocument(rows, merge_lines(self.curves.copy().values(), minute), after=list(self.after.copy().items()))
 
     def draw(self, outcome: Outcome) -> None:
-        """One more request in the curves."""
+        """Count a request in the curves."""
         key, minute = (outcome.policy, outcome.mode, outcome.action.value), int(time()) // 60
         curve = self.curves.get(key)
         if curve is None:
@@ -130,7 +130,7 @@ def find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None
 
 
 def name_repeated(repeat: Repeat | None, fingerprint: str) -> str:
-    """What requests of one loop share: the fingerprint, or in a cycle, where that changes, its tools."""
+    """What requests of one loop share: the fingerprint or, because that changes in a cycle, the cycle's tools."""
     if repeat is not None and len(repeat.tools) > 1:
         return "\n".join(sorted(repeat.tools))[:_PATH_SHOWN]
     return fingerprint

@@ -87,7 +87,7 @@ _CALLER = "the 16 hex digits of a tenant, as in logs, an alias, or an object of 
 
 
 class BadOrderError(LoopguardError):
-    """What was asked for is no override; the message has everything that is wrong with it."""
+    """The order is invalid; the message has everything that is wrong with it."""
 
 
 class Seen(NamedTuple):
@@ -106,7 +106,7 @@ class Seen(NamedTuple):
 
 
 class Serving(Protocol):
-    """What requests are judged by: `engine` has the policies of the newest load, `overrides` is None if there are none."""
+    """What requests are judged by: `engine` has the policies of the newest load; `overrides` is None if there are none."""
 
     engine: Engine
     key: HashKey
@@ -134,7 +134,7 @@ class OverrideService:
             metrics.overrides.labels(kind).set_function(partial(self._count, kind))
 
     def list_standing(self) -> list[ActiveOverride]:
-        """All that this replica applies now, the newest first."""
+        """All overrides that this replica applies now, newest first."""
         now = time()
         standing = [override for override in self._standing.values() if now < override.ends]
         return sorted(standing, key=lambda override: -override.since)
@@ -175,7 +175,7 @@ class OverrideService:
         return True
 
     async def follow(self) -> None:
-        """Apply what is ordered anywhere, until cancelled."""
+        """Apply orders that are given anywhere, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             try:
@@ -186,7 +186,7 @@ class OverrideService:
                 _LOG.exception("overrides cannot be read")
 
     async def refresh(self) -> None:
-        """Apply what is in the store, if that has changed; raises StoreError if it cannot be read, and keeps what was there."""
+        """Apply orders in the store if they have changed; keeps the current ones and raises StoreError if it cannot be read."""
         async with self._lock:
             found = await self._store.documents.read(ORDERS, _BOOK, self._version)
             if found is None:
@@ -197,7 +197,7 @@ class OverrideService:
             self._version, self._standing, self._service.overrides = found.version, standing, filed
 
     def _forget_ended(self) -> None:
-        """Where nothing stands any more, requests are not looked up."""
+        """Drop overrides once all have ended, so that requests are not looked up."""
         if self._standing and not self.list_standing():
             self._standing = {}
             self._service.overrides = None
@@ -207,7 +207,7 @@ class OverrideService:
 
 
 def _announce(what: str, override: ActiveOverride, who: str) -> None:
-    """Tell of a change."""
+    """Log a change."""
     shown = {name: value for name, value in describe_override(override).items() if name not in ("who", "since")}
     _LOG.warning(what, extra=make_extra(**shown, who=who or None))
 
@@ -242,7 +242,7 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
 
 
 def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> Iterator[str]:
-    """A name of a caller that no policy has."""
+    """The error if an order names an alias that no policy has."""
     caller = given.get("caller")
     if isinstance(caller, str) and not _HASH.fullmatch(caller):
         known = sorted({alias for plan in plans for alias in plan.aliases.values()})
@@ -252,7 +252,7 @@ def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> I
 
 
 def _hash_values(values: Mapping[str, str], plans: Iterable[Plan], key: HashKey) -> tuple[tuple[str, str], ...]:
-    """Hashes of a caller's descriptors; of a secret only its own hash, which may be given in its place, goes into them."""
+    """Hashes of a caller's descriptors; a secret is first replaced by its own hash, unless that is given."""
     secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for plan in plans for name in plan.list_secrets())}
     shown = {
         name: key.hide(extract_secret(text)) if name in secrets and not _HASH.fullmatch(text) else text
@@ -262,7 +262,7 @@ def _hash_values(values: Mapping[str, str], plans: Iterable[Plan], key: HashKey)
 
 
 def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
-    """What is said that means nothing for this kind, or has to be said for it."""
+    """Errors for fields that this kind of order cannot have, or lacks."""
     if kind == RELEASE and "seconds" in given:
         yield "a release takes no seconds: it lasts until everything counted before it has expired"
     if kind in (KILL, GRANT):
@@ -324,7 +324,7 @@ def _read_fields(order: object) -> dict[str, Any]:
 
 
 def _find_broken(value: object) -> str:
-    """A text in a field that has half of a surrogate pair, which JSON can spell and nothing can write; empty for none."""
+    """A text in a field with half of a surrogate pair, which JSON can contain but nothing can write; empty for none."""
     texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
     return next((text for text in texts if isinstance(text, str) and _SURROGATE.search(text)), "")
 
@@ -372,7 +372,7 @@ def _read_number(wanted: str, most: int, value: object) -> int:
 
 
 def _read_cost(value: object) -> int:
-    """Dollars as nano-dollars."""
+    """Read dollars as nano-dollars."""
     most = MAX_GRANT.cost // NANO_DOLLARS
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most:
         return max(1, round(value * NANO_DOLLARS))
@@ -380,7 +380,7 @@ def _read_cost(value: object) -> int:
 
 
 def _read_tools(value: object) -> tuple[tuple[str, int], ...]:
-    """Calls of single tools by name, sorted."""
+    """Read the granted calls of single tools by name, sorted."""
     most = MAX_GRANT.tool_calls
     if not isinstance(value, dict) or not 0 < len(value) <= MAX_TOOLS:
         raise ValueError(f"must be an object of numbers by tool name, of at most {MAX_TOOLS} tools")
@@ -459,12 +459,12 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
 
 
 def _looks_at_tools(plan: Plan) -> bool:
-    """Whether some detector of it knows which tools a request is about: each of these has keys for single tools."""
+    """Whether one of its detectors knows which tools a request is about; only such detectors have keys for tools."""
     return any("tools" in detector.similarity.keys.model_fields for detector in plan.detectors)
 
 
 def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Iterator[str]:
-    """The remark if none of the policies finds sessions, or limited ones, by this key."""
+    """The remark if no policy finds sessions, or limited ones, by this key."""
     keys = list(dict.fromkeys(known for plan in plans for known in plan.list_session_keys(limited=limited)))
     if not keys:
         yield "this does nothing: no policy looks for sessions"
@@ -473,7 +473,7 @@ def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Ite
 
 
 def _remark_on_grant(override: ActiveOverride, plans: Sequence[Plan]) -> Iterator[str]:
-    """What is granted of something that no policy limits."""
+    """The remark if an order grants something that no policy limits."""
     limiters = [plan.limiter for plan in plans if plan.limiter is not None]
     for amount, limit in _GRANTED.items():
         if getattr(override.grant, amount) and max([getattr(limiter.limits, amount) for limiter in limiters]) < 0:
@@ -484,14 +484,14 @@ def _remark_on_grant(override: ActiveOverride, plans: Sequence[Plan]) -> Iterato
 
 
 def _find_hashes(target: Target, session_key: str) -> list[tuple[str, str]]:
-    """What an order names by a hash: the field of `Seen` that has it, and the hash."""
+    """The hashes in an order, each with the field of `Seen` that has such hashes."""
     session = "" if session_key else target.session
     named = (("callers", target.caller), ("sessions", session), ("fingerprints", target.fingerprint))
     return [(kind, value) for kind, value in named if value]
 
 
 def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> Iterator[str]:
-    """What is to be said about hashes that no server has reported."""
+    """The remarks about hashes that no server has reported, or that several callers share."""
     if seen is None:
         return
     for kind, value in hashes:

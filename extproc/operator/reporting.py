@@ -32,7 +32,7 @@ _LOG = logging.getLogger("loopguard")
 _LINES_PER_SECOND = 20
 _DETECTIONS_PER_SECOND = 100
 _DETECTIONS_PER_TENANT = 5
-"""A second: a storm of one tenant's loops must not hide another's."""
+"""Lines per second: a storm of one tenant's loops must not hide another's."""
 
 _TENANTS = 1_000
 _PROBLEMS_SHOWN = 20
@@ -50,7 +50,7 @@ _ADVICE = {
 
 
 class Reporter:
-    """Reports what became of requests; `show_callers`, by values and not by a hash alone, may change at any time."""
+    """Reports the outcome of requests; `show_callers` (by values, not only by a hash) may change at any time."""
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         self.loops = LoopTable()
@@ -68,12 +68,12 @@ class Reporter:
         self._reminders: dict[tuple[str, str], Reminder] = {}  # by policy and limit key, which no client chooses
 
     def _count_lost(self) -> dict[str, int]:
-        """What there was no room for."""
+        """What was lost because there was no room."""
         metrics = self._metrics
         return {DROPPED: int(metrics.chains_dropped._value.get()), EVICTED: int(metrics.store_evictions._value.get())}  # noqa: SLF001  # as fast as a number
 
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
-        """One decided request."""
+        """Report a decided request."""
         metrics = self._metrics
         if decision.lead is not None or decision.shadow is not None:
             self._report_acts(evaluation, decision)
@@ -95,7 +95,7 @@ class Reporter:
         self.report_uncounted(evaluation)
 
     def weigh(self, evaluation: Evaluation, decision: Decision) -> Decision:
-        """The decision about a request in a loop; the same, unless its tool fails for many."""
+        """The decision about a request in a loop, changed if its tool fails for many."""
         try:
             return self.incidents.weigh(evaluation, decision, time())
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
@@ -103,7 +103,7 @@ class Reporter:
             return decision
 
     def report_uncounted(self, evaluation: Evaluation) -> None:
-        """Policies that did not count a request, and those that failed."""
+        """Report policies that did not count a request, and those that failed."""
         if evaluation.plans:  # else it is the rest of one that has been decided in part
             self.coverage.requests += 1
         if evaluation.enforcing.left_out or evaluation.shadow.left_out:
@@ -128,7 +128,7 @@ class Reporter:
             self._metrics.overridden.labels(spared.policy, spared.mode, ALLOW).inc()
 
     def report_unsteered(self, decision: Decision, reason: str) -> None:
-        """A request that was to get a note and cannot; once for each policy that wants one."""
+        """Report a request that cannot get a note, once for each policy that wants one."""
         steering = [outcome.policy for outcome in decision.trace if outcome.action in NOTED and outcome.mode == "enforce"]
         policies = list(dict.fromkeys(steering))
         self.coverage.note_unsteered(policies, reason)
@@ -136,12 +136,12 @@ class Reporter:
             self._metrics.unsteered.labels(policy, reason).inc()
 
     def report_unnarrowed(self, policies: Sequence[str], reason: str) -> None:
-        """A request that was to lose tools and cannot."""
+        """Report a request whose tools cannot be removed."""
         for policy in policies:
             self._metrics.unnarrowed.labels(policy, reason).inc()
 
     def _report_acts(self, evaluation: Evaluation, decision: Decision) -> None:
-        """What loops and limits of sessions have led to."""
+        """Report actions against loops, and at limits of sessions."""
         metrics = self._metrics
         for outcome in decision.trace:
             if outcome.action is Action.ALLOW:
@@ -156,7 +156,7 @@ class Reporter:
                 self._report_detection(evaluation, decision, outcome)
 
     def _report_after_notes(self, evaluation: Evaluation, decision: Decision) -> None:
-        """What the request shows to have come after notes."""
+        """Report what came after notes, as the request shows it."""
         try:
             evaluation.after_notes = self._follower.follow(evaluation, decision)
             for change in evaluation.after_notes:
@@ -166,7 +166,7 @@ class Reporter:
             self.report_failure("what came after a note could not be reported", error)
 
     def report_sessions(self, candidates: list[SessionCandidate]) -> None:
-        """How the sessions of a request stand."""
+        """Report the state of a request's sessions."""
         metrics, now = self._metrics, time()
         for candidate in candidates:
             standing, policy, mode = candidate.standing, candidate.plan.id, candidate.guard.mode
@@ -186,7 +186,7 @@ class Reporter:
                 run.known = find_known(candidate)
 
     def _report_unnamed(self, candidate: SessionCandidate, now: float) -> None:
-        """A request of no session: how many there are is logged once a minute."""
+        """Report a request without a session; the number of these is logged once a minute."""
         policy, mode, limited = candidate.plan.id, candidate.guard.mode, candidate.hit is not None
         self._metrics.session_unnamed.labels(policy, mode).inc()
         self.sessions.note_unnamed(RunName(candidate.tenant, policy, mode, UNNAMED), candidate.values, now)
@@ -195,7 +195,7 @@ class Reporter:
             _LOG.warning(f"nothing names the session of requests; {what}", extra=make_extra(policy=policy, requests=requests))
 
     def report_taken_back(self, status: int, candidates: Sequence[SessionCandidate], standings: Sequence[Answer]) -> None:
-        """Requests that sessions have let through, and that go no further; `status` is of their answer, 0 for none."""
+        """Report a request that sessions let through, and that is not forwarded; `status` of its answer, 0 for none."""
         now = time()
         for candidate, standing in zip(candidates, standings, strict=True):
             if isinstance(standing, Standing):
@@ -205,7 +205,7 @@ class Reporter:
                 self.sessions.settle(name, standing, candidate.model, candidate.call, status, None, now, refused=True)
 
     def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
-        """What became of requests of sessions."""
+        """Report the outcome of requests of sessions."""
         now = time()
         usage = None if entry.estimated else entry.usage
         for place, each in enumerate(settled):
@@ -219,52 +219,52 @@ class Reporter:
                 self.sessions.settle(name, standing, each.model, each.settlement.call, entry.status, usage, now)
 
     def report_unknown_calls(self, calls: int) -> None:
-        """The access log has calls that no session has open: already settled, too late, or made up."""
+        """Report calls in the access log that no session has open: already settled, too late, or made up."""
         self._metrics.access_log_entries.labels("unknown").inc(calls)
 
     def report_forbidden(self, policy: str, reason: str) -> None:
-        """A request that is refused because it cannot be counted."""
+        """Report a request that is refused because it cannot be counted."""
         self._metrics.uncountable_rejected.labels(policy, reason).inc()
 
     def report_killed(self, switch: Switch, mode: str) -> None:
-        """A request that a kill switch holds for; the first of them is logged, and every minute how many there were."""
+        """Report a request that a kill switch applies to; the first is logged, then their number once a minute."""
         self._metrics.kill_switched.labels(switch.scope_key, mode).inc()
         if requests := self._remind(switch.place):
             shown = {"scope_key": switch.scope_key, "reason": switch.reason or None}
             _LOG.warning("kill switch", extra=make_extra(place=switch.place, mode=mode, **shown, requests=requests))
 
     def report_blocked(self, policy: str, block: ActiveOverride) -> None:
-        """A request that an operator has blocked; logged as those of kill switches are."""
+        """Report a request that an operator has blocked; logged like those of kill switches."""
         self._metrics.overridden.labels(policy, "enforce", block.kind).inc()
         if requests := self._remind(block.name):
             shown = {"reason": block.reason or None, "who": block.who or None}
             _LOG.warning("blocked", extra=make_extra(override=block.name, policy=policy, **shown, requests=requests))
 
     def _remind(self, name: str) -> int:
-        """One more request that something stopped; how many there were, once a minute, else 0."""
+        """Count a request that something stopped; returns their number once a minute, otherwise 0."""
         if name not in self._stopped and len(self._stopped) >= _MOST_REMINDERS:
             self._stopped.clear()
         return self._stopped.setdefault(name, Reminder(_REMIND_SECONDS)).count(perf_counter())
 
     def report_failure(self, message: str, error: BaseException, **more: object) -> None:
-        """One line for something that went wrong, unless there are too many of them."""
+        """Log an error, unless there are too many."""
         suppressed = self._failures.admit(perf_counter())
         if suppressed is not None:
             extra = make_extra(error=f"{type(error).__name__}: {error}", **more, suppressed=suppressed or None)
             _LOG.error(message, exc_info=error, extra=extra)
 
     def report_shadow_failure(self, error: Exception, **more: object) -> None:
-        """Something about shadow policies went wrong, which no client notices."""
+        """Report an error in shadow policies, which no client notices."""
         self._metrics.fail_open.labels("shadow_error").inc()
         self.report_failure("shadow policy failed", error, **more)
 
     def report_refused_policy(self, refused: RefusedPolicy) -> None:
-        """A policy in a route's metadata that cannot be used."""
+        """Report a policy in a route's metadata that cannot be used."""
         shown = make_extra(reason=refused.reason, problems=refused.found, first=refused.problems)
         _LOG.error("policy in route metadata refused", extra=shown)
 
     def report_unknown_policies(self, names: Sequence[str]) -> None:
-        """A route names policies that are not there."""
+        """Report that a route names unknown policies."""
         self._metrics.handover_errors.labels("unknown_policy").inc()
         if (suppressed := self._failures.admit(perf_counter())) is not None:
             extra = make_extra(
@@ -334,7 +334,7 @@ class Reporter:
         )
 
     def _report_limit(self, evaluation: Evaluation, outcome: Outcome, subject: SessionSubject) -> None:
-        """A line for a session's first refusal in a row, its second, its fourth and so on."""
+        """Log a session's first refusal in a row, its second, its fourth and so on."""
         for candidate in evaluation.sessions:
             standing = candidate.standing
             if standing is None or not standing.limit:
@@ -365,7 +365,7 @@ class Reporter:
         )
 
     def _warn(self, message: str, whose: str, **shown: object) -> None:
-        """One line, unless that tenant, or all together, have had theirs; it says how many were suppressed since the last."""
+        """Log a line, with the number of suppressed ones before it, unless this tenant or all together have had too many."""
         limit = self._tenants.use(whose)
         if limit is None:
             limit = RateLimit(_DETECTIONS_PER_TENANT)

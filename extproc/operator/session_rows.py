@@ -15,7 +15,7 @@ from extproc.operator.board import KEPT_SECONDS, fit
 
 MAX_CALLS = 64
 MAX_DETAILED = 200
-"""Sessions that are published with their calls, the newest; more would not fit on a board anyway."""
+"""Number of sessions, the newest, that are published with their calls; more would not fit on a board."""
 
 _SKEW = 1.0
 """Seconds by which clocks of replicas may differ: a call that is older than its session belongs to one that has ended."""
@@ -89,7 +89,7 @@ class SessionRow(msgspec.Struct, array_like=True):
     unnamed: int = 0
 
     def absorb(self, other: SessionRow) -> None:
-        """Take what another replica knows of the same session."""
+        """Add what another replica knows of the same session."""
         if other.told > self.told:
             for field in _LEDGER:
                 setattr(self, field, getattr(other, field))
@@ -106,13 +106,13 @@ class SessionRow(msgspec.Struct, array_like=True):
 COUNTED = (
     "killed", "steps", "tool_calls", "cost", "estimated", "reserved", "blocks", "consecutive_blocks", "consecutive_errors",
 )  # fmt: skip
-"""What a row has of a `Standing` as it is."""
+"""Fields that a row copies from a `Standing`."""
 
 _LEDGER = ("began", "told", "tools", *COUNTED)
 
 
 class SessionDocument(msgspec.Struct, array_like=True):
-    """What one replica publishes, or what all of them know: the newest request's session first, and how many did not fit."""
+    """What one replica publishes, or what all replicas know: most recent sessions first, and how many did not fit."""
 
     rows: list[SessionRow]
     left_out: int = 0
@@ -130,14 +130,14 @@ class SessionDocument(msgspec.Struct, array_like=True):
 
     @classmethod
     def merge(cls, documents: Iterable[SessionDocument], now: float) -> SessionDocument:
-        """One of all these; `now` is in seconds since 1970."""
+        """Merge documents; `now` is in seconds since 1970."""
         every = list(documents)
         rows = merge_sessions((row for document in every for row in document.rows), now - KEPT_SECONDS)
         return cls(rows, sum(document.left_out for document in every))
 
 
 def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]:
-    """One row for each session that had a request since then, the newest first."""
+    """One row for each session that had a request since then, most recent first."""
     merged: dict[tuple[str, ...], SessionRow] = {}
     for row in rows:
         if row.last < since:

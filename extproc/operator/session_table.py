@@ -28,11 +28,11 @@ _DIGITS: Final = 9
 _UNKNOWN: Final = Standing()
 
 _CALL_NAME: Final = 4
-"""Bytes of a call's name that tell it from the others of its session."""
+"""Bytes of a call's name that distinguish it from others of its session."""
 
 
 class RunName(NamedTuple):
-    """What tells a session from others: the caller's hash, a policy and its mode, and the hash of its name, or `OVERFLOW`."""
+    """What identifies a session: the caller's hash, a policy and its mode, and the hash of its name, or `OVERFLOW`."""
 
     tenant: str
     policy: str
@@ -90,7 +90,7 @@ class Run:
         return call
 
     def find_call(self, name: bytes) -> CallRow | None:
-        """A call that is known; None for one that is not."""
+        """A known call; None if it is unknown."""
         for call in reversed(self.calls):
             if call.name == name:
                 return call
@@ -124,7 +124,7 @@ class SessionTable(Table[Run, SessionDocument]):
         return run
 
     def note_unnamed(self, name: RunName, caller: list[tuple[str, str]], now: float) -> None:
-        """One request of a caller for which nothing names a session, limited or not; the rest as for `note`."""
+        """Note a request of a caller without a session, limited or not; see `note`."""
         run = self._get_or_begin(name, _UNKNOWN, now)
         run.caller = run.caller or cut_caller(caller)
         run.last = now
@@ -158,7 +158,7 @@ class SessionTable(Table[Run, SessionDocument]):
         return SessionDocument(rows)
 
     def _get_or_begin(self, name: tuple[str, str, str, str], standing: Standing, now: float) -> Run:
-        """The session of that name with this standing, a new one if there is none."""
+        """The session with this name, which gets this standing; a new one if there is none."""
         if standing.shared:
             name = (*name[:3], OVERFLOW)
         run = self.use(name)
@@ -188,7 +188,7 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
 
 
 def _find_tool(standing: Standing) -> str:
-    """The name of the tool that a limit is about; its digest where the name is not kept."""
+    """The name of the tool that a limit is about; its digest if the name is unknown."""
     for digest, name, _ in standing.tools:
         if digest == standing.tool:
             return name
@@ -206,5 +206,5 @@ def convert_amount(limit: str, amount: int) -> int | float:
 
 
 def convert_dollars(amount: int) -> float:
-    """Nano-dollars in dollars."""
+    """Convert nano-dollars to dollars."""
     return round(amount / NANO_DOLLARS, _DIGITS)

@@ -32,7 +32,7 @@ class Sketch:
             self.add(name)
 
     def add(self, name: str) -> None:
-        """Take one more, which may be there already."""
+        """Add a hash, which may be known already."""
         if name > self._bound:
             return
         kept = self._kept
@@ -51,11 +51,11 @@ class Sketch:
 
     @property
     def exact(self) -> bool:
-        """None has been left out."""
+        """Whether all hashes were kept."""
         return len(self._kept) < self._size
 
     def count(self) -> int:
-        """How many different ones there were, or nearly."""
+        """The number of different hashes, or an estimate."""
         if self.exact:
             return len(self._kept)
         return round((self._size - 1) / ((int(self._bound, 16) + 1) / _SPREAD))

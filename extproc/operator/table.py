@@ -27,12 +27,12 @@ def cut_caller(values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def write_time(seconds: float) -> str:
-    """A moment, in seconds since 1970, as RFC 3339 has it."""
+    """Write a time, in seconds since 1970, in the format of RFC 3339."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 class KnownAs(NamedTuple):
-    """What stands beside a caller's hash, for people: an alias (empty for none), labels, and hashes of its secrets."""
+    """What is shown with a caller's hash: an alias (empty for none), labels, and hashes of its secrets."""
 
     alias: str
     labels: list[tuple[str, str]]
@@ -43,12 +43,12 @@ UNKNOWN: Final = KnownAs("", [], [])
 
 
 def find_known(candidate: Candidate) -> KnownAs:
-    """What stands beside the hash of a request's caller."""
+    """What is shown with the hash of a request's caller."""
     return KnownAs(candidate.find_alias(), cut_caller(candidate.labels), candidate.list_credentials())
 
 
 class TableRow(Protocol):
-    """What a table keeps; `last` is the time of its last request, in seconds since 1970."""
+    """A row of a table; `last` is the time of its last request, in seconds since 1970."""
 
     last: float
 
@@ -58,10 +58,10 @@ Document = TypeVar("Document")
 
 
 class Table(Generic[AnyRow, Document]):
-    """Rows by key, which begins with the tenant; of too many the least recently used one makes room."""
+    """Rows by key, which begins with the tenant; when full, the least recently used row is dropped."""
 
     def __init__(self, most: int = MAX_ROWS, share: int = MAX_TENANT_ROWS) -> None:
-        """Start empty, with room for `most` rows in all and for `share` of one tenant."""
+        """Start empty, with room for `most` rows, of which one tenant may have `share`."""
         self._share = share
         self._rows: LRU[tuple[str, ...], AnyRow] = LRU(most)
         self._tenants: dict[str, LRU[tuple[str, ...], AnyRow]] = {}
@@ -86,11 +86,11 @@ class Table(Generic[AnyRow, Document]):
         self._tenants.setdefault(key[0], LRU(self._share)).share(key, self._rows)
 
     def make_document(self, *, shows_callers: bool) -> Document:
-        """What a board gets of the table; callers' values leave this process only if they may be shown."""
+        """The table's document for a board; callers' values leave this process only if they may be shown."""
         raise NotImplementedError
 
     def copy(self) -> list[AnyRow]:
-        """All rows as of now, the least recently used first; they keep changing."""
+        """All rows as of now, least recently used first; the rows themselves keep changing."""
         return [row for _, row in self._rows.items()]
 
     def drop_quiet(self, before: float) -> None:
@@ -104,7 +104,7 @@ class Table(Generic[AnyRow, Document]):
         self._forget(key)
 
     def _forget(self, key: tuple[str, ...]) -> None:
-        """Take a row that is gone out of its tenant's share."""
+        """Remove a dropped row from its tenant's share."""
         own = self._tenants[key[0]]
         own.drop(key)
         if not own:

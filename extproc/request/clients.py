@@ -76,14 +76,13 @@ CACHE_KEY: Final = "body:/prompt_cache_key"
 """Limit key of the field in which Codex names its session; other programs send the same one in all sessions."""
 
 INJECTED_TAGS: Final = frozenset({"system-reminder", "system_reminder", "environment_details", "environment_context"})
-"""What agents' harnesses are known to inject, also where no tool brings anything back and texts are all that comes: of Claude
-Code, Cline and Codex."""
+"""Tags of text that the harnesses of Claude Code, Cline and Codex inject, even if a client sends only text and no results."""
 
 CALL_ID_LINE: Final = "Call id: "
-"""Before the first line of what smolagents writes as an observation stands one with a counter."""
+"""Start of a line with a counter that smolagents writes before an observation."""
 
 FAILED_CALL: Final = re.compile(
     r"Error:\n(?:Error executing (?:tool|request to team member) '([\w.-]{1,256})' with arguments ([^\n]{0,4096}?): "
     r"|Unknown tool ([\w.-]{1,256}), )"
 )
-"""What smolagents' ToolCallingAgent says of a call that failed: it leaves the call itself out of the history."""
+"""How smolagents' ToolCallingAgent reports a failed call, which it leaves out of the history."""

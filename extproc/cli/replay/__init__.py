@@ -1,1 +1,1 @@
-"""Recorded traffic through the very same engine, with the recorded clock: what policies would have done to it."""
+"""Runs recorded traffic through the same engine, by the recorded clock, to show what policies would have done to it."""

@@ -1,4 +1,4 @@
-"""What the commands that read logs have in common: their flags, a bar, and what they say about lines."""
+"""Shared by the commands that read logs: flags, a progress bar, and messages about lines."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from extproc.policy.loader import PolicySet
 _REORDER_SECONDS = 5.0
 _MAX_ENTRIES = 1_000_000
 _STEP = 1_000
-"""The bar is moved once in this many requests."""
+"""The progress bar moves after this many requests."""
 
 Watched = TypeVar("Watched")
 COUNT = make_type(parse_integer(1))
 
 
 def add_log_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of commands that read logs."""
+    """Add the flags of commands that read logs."""
     add_policy_flag(parser)
     parser.add_argument(
         "log", nargs="+", metavar="LOG", help="access log or file of records, plain or gzip; - for standard input"
@@ -52,7 +52,7 @@ def add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
-    """The policies that act; warnings go to stderr. Raises UsageError if none acts."""
+    """An engine with the policies that act; prints warnings to stderr. Raises UsageError if none acts."""
     for warning in [*policies.warnings, *policies.unenforced]:
         print(escape_controls(f"warning: {warning}"), file=sys.stderr)
     engine = Engine(policies, datetime.now(UTC), shadow=shadow)
@@ -63,7 +63,7 @@ def compile_policies(policies: PolicySet, *, shadow: bool = False) -> Engine:
 
 @contextmanager
 def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogEntry]]]:
-    """The logs, and their requests in the order of time, with a progress bar; raises LoopguardError if there is no request."""
+    """The logs, and their requests in order of time, with a progress bar; raises LoopguardError if there is no request."""
     with ExitStack() as stack:
         logs = Logs(options.log, options.reorder_seconds, stack)
         yield logs, _watch(logs.read(), stack.enter_context(_show_bar(logs)), _STEP)
@@ -73,7 +73,7 @@ def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogE
 
 @contextmanager
 def open_lines(names: Sequence[str]) -> Iterator[tuple[Logs, Iterator[tuple[LogPlace, bytes]]]]:
-    """Files that hold something else than requests, and their lines, with a progress bar."""
+    """Files with content other than requests, and their lines, with a progress bar."""
     with ExitStack() as stack:
         logs = Logs(names, 0, stack)
         yield logs, _watch(logs.read_lines(), stack.enter_context(_show_bar(logs)), 1)
@@ -88,7 +88,7 @@ def _watch(entries: Iterator[Watched], advance: Callable[[], object], step: int)
 
 @contextmanager
 def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
-    """A progress bar on stderr if that is a terminal; gives the function that moves it."""
+    """Show a progress bar on stderr if that is a terminal; yields the function that updates it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415  # 0.1 s
 
     from extproc.cli.replay.table import make_console  # noqa: PLC0415  # same
@@ -127,7 +127,7 @@ def _count_lines(count: int) -> str:
 
 
 def print_lines(logs: Logs, evictions: int) -> None:
-    """Say on stderr what was wrong with lines, and why counts may be too low."""
+    """Print to stderr what was wrong with lines, and why counts may be too low."""
     for kind, problem in logs.problems.by_kind.items():
         severity = "note" if kind in HARMLESS else "warning"
         example = f": {problem.example}" if problem.example else ""

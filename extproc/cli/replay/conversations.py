@@ -1,7 +1,7 @@
-"""One line of a labelled set -> the requests of a conversation, and what is true about it. docs/replay.md has the format.
+"""Parses a line of a labelled set into the requests of a conversation and its label. docs/replay.md has the format.
 
-A conversation is written as its last request, which shows all the others: each answer of the model in it had a request of its
-own, with everything before the answer. Where a client left something out, the set has the requests themselves.
+A conversation is written as its last request, which contains all others: each of the model's answers had a request with
+everything before the answer. If the client left something out, the set has the requests themselves.
 """
 # interpreted: reads files
 
@@ -23,20 +23,20 @@ LABEL = '{"loop": true, "begins": 4, "success": false, "kind": "a broken tool"}'
 
 _PATH = "/"
 _OWN = frozenset({"id", "label", "file", "path", "headers", "requests"})
-"""Keys of a line that are no part of a body."""
+"""Keys of a line that do not belong to a body."""
 
 _STEPS = "steps"
 _SOURCES = {"user": "user", "system": "system", "agent": "assistant"}
 
 
 class Label(NamedTuple):
-    """What is true about a conversation, by those who have read it.
+    """What people who read a conversation say about it.
 
     Attributes:
-        loop: whether its agent loops; None where that is unclear.
-        begins: the first answer of the model that is part of the loop, from 1 on; 0 if unknown.
+        loop: whether its agent loops; None if unclear.
+        begins: number of the model's first answer that is part of the loop, starting at 1; 0 if unknown.
         success: whether the agent succeeded in the end; None if unknown.
-        kind: of conversations that are counted together; empty for none.
+        kind: name of a group of conversations that are counted together; empty for none.
     """
 
     loop: bool | None
@@ -46,7 +46,7 @@ class Label(NamedTuple):
 
 
 class Labelled(NamedTuple):
-    """One conversation: its label, and the bodies of its requests, in their order."""
+    """One conversation: its label, and the bodies of its requests, in order."""
 
     name: str
     label: Label
@@ -88,7 +88,7 @@ _BAD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_conversation(line: bytes, folder: Path) -> Labelled:
-    """The conversation on a line; files that it names are looked for in `folder`.
+    """The conversation on a line; paths of files in it are relative to `folder`.
 
     Raises:
         UnusableError: it cannot be used; the text says what would be right.
@@ -178,10 +178,10 @@ def _list_bodies(found: dict[str, msgspec.Raw], own: dict[str, msgspec.Raw]) -> 
 
 
 def _find_ends(speakers: Sequence[str]) -> Iterator[int]:
-    """How many messages each request has: those before an answer, which may be several of them, and all if others are last."""
+    """How many messages each request has: those before an answer of one or more messages, and all if the last is no answer."""
     answering = False
     for place, speaker in enumerate(speakers):
-        answers = speaker in (ASSISTANT, "")  # a thought is the beginning of an answer
+        answers = speaker in (ASSISTANT, "")  # a thought begins an answer
         if answers and not answering and place:
             yield place
         answering = answers
@@ -192,7 +192,7 @@ def _find_ends(speakers: Sequence[str]) -> Iterator[int]:
 def _write_bodies(
     found: dict[str, msgspec.Raw], key: str, entries: Sequence[msgspec.Raw], ends: Iterable[int]
 ) -> Iterator[bytes]:
-    """The bodies, with each message as it was written."""
+    """The bodies, with each message unchanged."""
     rest = {name: value for name, value in found.items() if name != key}
     head = msgspec.json.encode(rest)[:-1] + (b"," if rest else b"") + b'"%b":[' % key.encode()
     texts = [bytes(entry) for entry in entries]
@@ -201,7 +201,7 @@ def _write_bodies(
 
 
 def _write_steps(steps: Sequence[_Step]) -> Iterator[dict[str, Any]]:
-    """A trajectory (ATIF) as messages of chat completions; a result that names no call is a user's message."""
+    """A trajectory (ATIF) as messages of chat completions; a result without a call becomes a user's message."""
     for step in steps:
         if step.source not in _SOURCES:
             raise _reject(f"the source of a step must be one of {', '.join(_SOURCES)}")
@@ -225,14 +225,14 @@ def _write_steps(steps: Sequence[_Step]) -> Iterator[dict[str, Any]]:
 
 
 def _list_tools(agent: msgspec.Raw) -> list[Any]:
-    """The tools that a trajectory's agent has, as it declares them."""
+    """The tools that a trajectory's agent declares."""
     found = msgspec.json.decode(agent)
     tools = found.get("tool_definitions") if isinstance(found, dict) else None
     return tools if isinstance(tools, list) else []
 
 
 def _read_text(content: Any) -> str:  # noqa: ANN401  # JSON
-    """The text of a message; of parts, their texts, and what else there is as JSON."""
+    """The text of a message: the texts of its parts, and anything else as JSON."""
     if isinstance(content, list):
         return "\n".join([_read_text(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content])
     if content is None or isinstance(content, str):

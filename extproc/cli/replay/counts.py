@@ -1,4 +1,4 @@
-"""Counting what may be many, in bounded room: which most often, and when."""
+"""Counters with bounded memory: the most frequent of many items, and counts over time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FINEST_MS = 1_000
 
 
 class Ranked(Protocol):
-    """What is kept as long as its `count` is among the highest."""
+    """An item that is kept while its `count` is among the highest."""
 
     count: int
 
@@ -21,21 +21,21 @@ Item = TypeVar("Item", bound=Ranked)
 
 
 class Top(Generic[Key, Item]):
-    """The items that count most. Past the limit the lesser half goes; one of those that comes back starts anew.
+    """The items with the highest counts. At the limit, the lower half is dropped; a dropped item that returns starts at 0.
 
     Attributes:
-        dropped: the highest count of an item that went: by so much at most some item's count is too low.
+        dropped: the highest count of a dropped item, which is the most by which a count may be too low.
     """
 
     def __init__(self, limit: int, make: Callable[[], Item]) -> None:
-        """None yet; at most `limit` items are kept at once."""
+        """Start empty, with room for `limit` items."""
         self.dropped = 0
         self._limit = limit
         self._make = make
         self._items: dict[Key, Item] = {}
 
     def get_or_add(self, key: Key) -> Item:
-        """The item of a key, a new one if there is none."""
+        """The item of a key; a new one if there is none."""
         item = self._items.get(key)
         if item is None:
             if len(self._items) >= self._limit:
@@ -44,7 +44,7 @@ class Top(Generic[Key, Item]):
         return item
 
     def list_first(self, count: int) -> list[tuple[Key, Item]]:
-        """The items that count most."""
+        """The items with the highest counts."""
         return nlargest(count, self._items.items(), key=lambda pair: pair[1].count)
 
     def _drop(self) -> None:
@@ -55,18 +55,18 @@ class Top(Generic[Key, Item]):
 
 
 class Timeline:
-    """Several counts over time, in `buckets` by their number since 1970, which grow as the time does."""
+    """Counts of several series over time, in `buckets` numbered from 1970 on, which widen as time goes by."""
 
     __slots__ = ("_series", "buckets", "width_ms")
 
     def __init__(self, series: int) -> None:
-        """Nothing yet; this many things are counted side by side."""
+        """Start empty, with this many series."""
         self._series = series
         self.width_ms = _FINEST_MS
         self.buckets: dict[int, list[int]] = {}
 
     def add(self, time: int, series: int) -> None:
-        """One more of a series, at a time in milliseconds since 1970."""
+        """Count one in a series, at a time in milliseconds since 1970."""
         counts = self.buckets.get(time // self.width_ms)
         if counts is None:
             while len(self.buckets) >= _BUCKETS:
@@ -84,5 +84,5 @@ class Timeline:
         self.width_ms *= 2
 
     def list_points(self) -> list[list[int]]:
-        """Each bucket's begin in seconds since 1970, and its counts."""
+        """Each bucket's start in seconds since 1970, and its counts."""
         return [[number * self.width_ms // 1000, *counts] for number, counts in sorted(self.buckets.items())]

@@ -1,4 +1,4 @@
-"""Recorded requests through the engine, and through a store in memory whose clock is the log's."""
+"""Runs recorded requests through the engine, and through a store in memory that uses the log's clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from extproc.store.memory import MemoryStore
 
 
 class Replayed:
-    """The policies, and a store in memory whose clock is the log's."""
+    """The policies, and a store in memory that uses the log's clock."""
 
     def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY, pinned: Sequence[str] = ()) -> None:
-        """Nothing has been counted; policies that are `pinned` judge all requests, whatever their selectors."""
+        """Start with an empty store; `pinned` policies judge all requests, whatever their selectors."""
         self._engine = engine
         self._pinned = pinned
         self._key = key
@@ -32,11 +32,11 @@ class Replayed:
 
     @property
     def evictions(self) -> int:
-        """Live fingerprints that were dropped for want of room, so that some counts are too low."""
+        """The number of live fingerprints dropped for lack of room, which makes some counts too low."""
         return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
 
     def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
-        """A recorded request as far as it can be known without counting it; None when no policy matches it."""
+        """Evaluate a recorded request up to the point where it is counted; None if no policy matches it."""
         key = self._recorded_key if recorded.partial else self._key
         evaluation = self._engine.prepare(request, pinned=self._pinned, key=key)
         if evaluation is None:
@@ -46,14 +46,14 @@ class Replayed:
         if content is None:
             evaluation.read_body(recorded.sums, recorded.unknown, None, "no_body")
             return evaluation
-        # Of a partial record the headers are not known that this looks at; they were known when it was recorded.
+        # This reads headers that a partial record does not have; they were read when it was recorded.
         reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
         evaluation.read_body(None if reason else NO_BODY.plus(content), reason, content)
         return evaluation
 
 
 class Judge(Replayed):
-    """Decides about one request after the other; counts those that no policy matches, and those that a kill switch stops."""
+    """Decides about requests one by one; counts those that no policy matches, and those that a kill switch stops."""
 
     def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY, pinned: Sequence[str] = ()) -> None:
         super().__init__(engine, max_entries, key, pinned)
@@ -61,7 +61,7 @@ class Judge(Replayed):
         self._counting = Counting(self._store, self._store, self._metrics, reject=False)
 
     def judge(self, recorded: Recorded) -> tuple[Evaluation, Decision] | None:
-        """What the policies make of the next request; None when none is asked."""
+        """What the policies decide about the next request; None if no policy is asked."""
         request = recorded.make_request()
         if self._is_killed(request, recorded.time):
             self.killed += 1
@@ -76,7 +76,7 @@ class Judge(Replayed):
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:
             return self._engine.find_switch(request, time / 1000) is not None
-        except NotCounted:  # it reads what was not recorded; a request that was killed is never recorded
+        except NotCounted:  # the switch needs an unrecorded value; killed requests are never recorded
             return False
 
     def _count(self, group: CandidateGroup) -> Counts:

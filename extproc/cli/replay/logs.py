@@ -1,9 +1,8 @@
-"""Log files -> recorded requests in the order of their times, with what was wrong on the way.
+"""Reads recorded requests from log files in order of time, and notes what was wrong with lines.
 
-Several logs are read side by side, so that those of several Envoys, or of one that rotates them, may be given in any order. A
-heap holds what may still be overtaken by an earlier request: it is bounded in seconds, in requests and in bytes, and so is a
-line, so that memory does not grow with the logs. Nothing is left out in silence: what cannot be used is counted, and its first
-places are remembered.
+Several logs are read side by side, so logs of several Envoys, or rotated ones, may be given in any order. A heap holds requests
+before which an earlier one may come. It is bounded in seconds, requests and bytes, and so are lines, so memory does not grow
+with the logs. Nothing is skipped silently: unusable lines are counted, and the first places listed.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from extproc.errors import LoopguardError
 STDIN = "-"
 
 MAX_LINE = 32 * 2**20
-"""Longest line that is read, in bytes: a body above Envoy's buffer limit reaches no policy anyway."""
+"""Longest line that is read, in bytes: a body above Envoy's buffer limit does not reach any policy."""
 
 _MAX_HELD = 50_000
 _MAX_HELD_BYTES = 64 * 2**20
 _OBJECT_BYTES = 1_000
-"""What a request takes beside its line."""
+"""Memory of a request beside its line, in bytes."""
 
 _GAP_MS = 3_600_000
 _PLACES = 5
@@ -47,7 +46,7 @@ PROBLEMS = {
     "out_of_order": "more than --reorder-seconds earlier than a previous line, or the clock was set back",
     "clock_forward": "more than an hour later than the line before",
 }
-"""What may be wrong with a line, in words that follow `N lines: `."""
+"""What may be wrong with a line, as text after `N lines: `."""
 
 HARMLESS = frozenset({"no_record", "clock_forward"})
 """Problems that are normal in a log."""
@@ -60,13 +59,13 @@ class LogPlace(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        """As compilers write it."""
+        """The place in the format of compilers."""
         return f"{self.log}:{self.line}"
 
 
 @dataclass
 class Problem:
-    """One kind of problem: how often, where first, and in one case why."""
+    """One kind of problem: count, first places, and an example's reason."""
 
     count: int = 0
     places: list[LogPlace] = field(default_factory=list)
@@ -74,13 +73,13 @@ class Problem:
 
 
 class Problems:
-    """What was wrong with lines, by kind."""
+    """Problems with lines, by kind."""
 
     def __init__(self) -> None:
         self.by_kind: dict[str, Problem] = {}
 
     def add(self, kind: str, place: LogPlace, example: str = "") -> None:
-        """One more line."""
+        """Note a problem with one line."""
         problem = self.by_kind.setdefault(kind, Problem())
         problem.count += 1
         if len(problem.places) < _PLACES:
@@ -89,12 +88,12 @@ class Problems:
 
     @property
     def harmful(self) -> bool:
-        """Something was wrong that a log should not have."""
+        """Whether any problem is not normal in a log."""
         return not self.by_kind.keys() <= HARMLESS
 
 
 class LogEntry(NamedTuple):
-    """A request in the heap, in the order of time and then of reading."""
+    """A request in the heap, ordered by time, then by the order of reading."""
 
     time: int
     number: int
@@ -107,7 +106,7 @@ class _Source:
     """One log; `newest` is the time of its latest request, in milliseconds."""
 
     def __init__(self, name: str, raw: BufferedReader, problems: Problems) -> None:
-        """Find out whether it is compressed; raises LoopguardError if it cannot be read."""
+        """Detect compression; raises LoopguardError if the log cannot be read."""
         self.name = name
         self.newest = 0
         self.lines = 0
@@ -120,11 +119,11 @@ class _Source:
         self._text: BufferedReader | gzip.GzipFile = gzip.GzipFile(fileobj=raw) if packed else raw
 
     def tell(self) -> int:
-        """How many bytes of the file have been read."""
+        """The number of bytes read from the file."""
         return self._raw.tell()
 
     def read(self) -> Iterator[tuple[LogPlace, Recorded, int]]:
-        """Its requests, each with its place and its size in bytes."""
+        """The log's requests, each with its place and its size in bytes."""
         for place, line in self.read_lines():
             try:
                 recorded = parse_line(line)
@@ -135,7 +134,7 @@ class _Source:
                 yield place, recorded, len(line)
 
     def read_lines(self) -> Iterator[tuple[LogPlace, bytes]]:
-        """Its lines, each with its place."""
+        """The log's lines, each with its place."""
         try:
             for line in self._read_lines():
                 yield LogPlace(self.name, self.lines), line
@@ -145,7 +144,7 @@ class _Source:
             self._problems.add("damaged", LogPlace(self.name, self.lines), str(error))
 
     def _read_lines(self) -> Iterator[bytes]:
-        """Every line but the empty ones, and those that are too long."""
+        """All lines except empty ones and those that are too long."""
         text = self._text
         while line := text.readline(MAX_LINE):
             self.lines += 1
@@ -161,13 +160,13 @@ class Logs:
     """The logs of one run.
 
     Attributes:
-        size: of all of them together, in bytes; None where one is no file.
-        first: time of the earliest request, in milliseconds since 1970; None before there is one.
-        last: of the latest.
+        size: size of all logs, in bytes; None if standard input is one of them.
+        first: time of the earliest request, in milliseconds since 1970; None until there is one.
+        last: time of the request read last.
     """
 
     def __init__(self, names: Sequence[str], reorder_seconds: float, stack: ExitStack) -> None:
-        """Open them all (`-` is standard input), for `stack` to close; raises LoopguardError if one cannot be read."""
+        """Open all logs (`-` is standard input), which `stack` closes; raises LoopguardError if one cannot be read."""
         self.problems = Problems()
         self.size: int | None = 0
         self.first: int | None = None
@@ -190,15 +189,15 @@ class Logs:
 
     @property
     def lines(self) -> int:
-        """Read so far."""
+        """The number of lines read so far."""
         return sum(source.lines for source in self._sources)
 
     def tell(self) -> int:
-        """How many bytes have been read; only where `size` is known."""
+        """The number of bytes read so far; only if `size` is known."""
         return sum(source.tell() for source in self._sources)
 
     def read(self) -> Iterator[LogEntry]:
-        """The requests of all logs, in the order of their times."""
+        """The requests of all logs, in order of time."""
         for entry in self._sort(self._merge()):
             if self.last is not None and entry.time < self.last:
                 self.problems.add("out_of_order", entry.place)
@@ -209,12 +208,12 @@ class Logs:
             yield entry
 
     def read_lines(self) -> Iterator[tuple[LogPlace, bytes]]:
-        """The lines of one log after the other, whatever they hold."""
+        """The lines of all logs, one log after the other, whatever they contain."""
         for source in self._sources:
             yield from source.read_lines()
 
     def _merge(self) -> Iterator[tuple[int, LogEntry]]:
-        """Whatever comes next in the log that is least far, with the time before which nothing is expected any more."""
+        """The next request of the log that is furthest behind, with a time before which no further requests are expected."""
         readers = [source.read() for source in self._sources]
         fronts = [(0, number) for number in range(len(readers))]
         heapify(fronts)
@@ -226,7 +225,7 @@ class Logs:
                 heappop(fronts)
                 continue
             place, recorded, size = found
-            # A log that goes further back than it may has had its clock set back, and is followed there.
+            # A log that goes back further than allowed had its clock set back, so follow it.
             newest = max(newest, recorded.time) if recorded.time >= newest - self._reorder_ms else recorded.time
             heapreplace(fronts, (newest, number))
             read += 1

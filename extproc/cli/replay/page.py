@@ -1,4 +1,4 @@
-"""A report as one HTML page, for a browser or a mail: no script, nothing from elsewhere, charts drawn in SVG."""
+"""A report as one HTML page, for a browser or an email: no scripts, no external resources, charts in SVG."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SPARK_WIDTH = 260
 SPARK_HEIGHT = 26
 
 _ORDER = [*range(2, len(SERIES) + 1), 1]
-"""The columns of a timeline's points from the bottom of a bar upwards: what was acted on, then what passed."""
+"""The columns of a timeline's points, from the bottom of a bar upwards: acted on, then passed."""
 
 _ACTED = _ORDER[:-1]
 _NARROWEST = 1.5
 _LOWEST = 2.0
-"""One request among thousands is still to be seen."""
+"""Minimum width of a bar and height of its parts, so that one request among thousands is visible."""
 
 
 class PageSection(NamedTuple):
-    """A coloured piece of a bar, for requests of a kind in SERIES."""
+    """A colored part of a bar, for requests of one kind in SERIES."""
 
     kind: str
     y: float
@@ -34,7 +34,7 @@ class PageSection(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What happened in one stretch of time: its parts from the bottom upwards."""
+    """The requests in one period of time; its parts from the bottom upwards."""
 
     x: float
     width: float
@@ -43,7 +43,7 @@ class Bar(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Bars over the time of the log; `highest` is the requests of the highest one, `stretch` the time of each, in words."""
+    """Bars over the time of the log; `highest` is the requests of the highest bar, `stretch` the time of each, in words."""
 
     width: int
     height: int
@@ -53,7 +53,7 @@ class Chart(NamedTuple):
 
 
 def render_page(document: dict[str, Any]) -> str:
-    """The page of a report."""
+    """Write a report as a page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = "{:,}".format
     template = environment.from_string(files("extproc.cli.replay").joinpath("page.html").read_text(encoding="utf-8"))

@@ -1,8 +1,7 @@
 """How accurate detectors are on labelled conversations.
 
-Each conversation is replayed as its client would have sent it, whatever is made of it on the way, by a caller of its own. A
-loop is found if something is done about a request that shows some of it; what is done before is too early. Shares have Wilson's
-intervals of 95 %.
+Each conversation is replayed in full, whatever is done about its requests, with its own caller. A loop is found if a request
+that shows some of it is acted on; acting on an earlier request is too early. Shares have Wilson's intervals of 95 %.
 """
 # interpreted: works on files
 
@@ -32,10 +31,10 @@ from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet, parse
 
 LEVELS = ("acted on", "refused")
-"""What may be done about a conversation: anything, and the worst."""
+"""What may be done about a conversation: any action, and the strictest."""
 
 ALL_DETECTORS = "all"
-"""Stands for the detectors of a policy together."""
+"""Name for all detectors of a policy together."""
 
 _Z = 1.959964
 _BEGIN_MS = 1_700_000_000_000
@@ -45,7 +44,7 @@ _LONGEST_ID = 128
 
 
 class Proportion(NamedTuple):
-    """A share, and the interval in which the true one is, from 0 to 1."""
+    """A share, and the confidence interval of the true share, from 0 to 1."""
 
     found: int
     of: int
@@ -54,7 +53,7 @@ class Proportion(NamedTuple):
 
 
 def make_share(found: int, of: int) -> Proportion:
-    """With Wilson's score interval (E. B. Wilson, JASA 22, 1927)."""
+    """Compute a share with Wilson's score interval (E. B. Wilson, JASA 22, 1927)."""
     if not of:
         return Proportion(0, 0, 0.0, 1.0)
     share, square = found / of, _Z * _Z
@@ -64,12 +63,12 @@ def make_share(found: int, of: int) -> Proportion:
 
 
 class Judged(NamedTuple):
-    """What a setting made of one conversation.
+    """What a setting did about one conversation.
 
     Attributes:
-        place: of its line.
-        sizes: bytes of the body of each request.
-        touched: by level: the numbers of the requests, from 1 on.
+        place: its line.
+        sizes: length of each request's body, in bytes.
+        touched: for each level, the numbers of the requests acted on, starting at 1.
     """
 
     place: LogPlace
@@ -79,16 +78,16 @@ class Judged(NamedTuple):
     touched: tuple[list[int], list[int]]
 
     def find_hit(self, level: int) -> int:
-        """The first request that is touched and shows some of the loop, 0 for none; where no loop begins, the first at all."""
+        """The first request acted on that shows some of the loop, 0 for none; the first acted on if no begin is known."""
         return next((number for number in self.touched[level] if number > self.label.begins), 0)
 
     def is_early(self, level: int) -> bool:
-        """Something is done before the loop begins."""
+        """Whether a request was acted on before the loop begins."""
         return bool(self.touched[level]) and self.touched[level][0] <= self.label.begins
 
 
 class Setting:
-    """One detector of a policy, or all of its detectors together, and what it made of each conversation."""
+    """One detector of a policy, or all of its detectors together, and what it did about each conversation."""
 
     def __init__(self, policy: str, detector: str) -> None:
         self.policy = policy
@@ -98,10 +97,10 @@ class Setting:
 
 
 class Precision:
-    """Judges conversations by all policies at once."""
+    """Judges conversations by all policies in one pass."""
 
     def __init__(self, judge: Judge, policies: PolicySet, seconds: float) -> None:
-        """Nothing has been judged; `seconds` lie between two requests of a conversation."""
+        """Start without conversations; their requests are `seconds` apart."""
         self.settings: dict[tuple[str, str], Setting] = {}
         self._sources: list[str] = []
         for policy in policies.list_acting():
@@ -114,7 +113,7 @@ class Precision:
         self._now = _BEGIN_MS
 
     def add(self, place: LogPlace, conversation: Labelled) -> None:
-        """One more conversation."""
+        """Judge one conversation."""
         touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {key: ([], []) for key in self.settings}
         for number, body in enumerate(conversation.bodies, 1):
             self._now += self._step_ms
@@ -135,7 +134,7 @@ class Precision:
             setting.judged.append(Judged(place, conversation.name, conversation.label, sizes, touched[key]))
 
     def _record(self, caller: str, conversation: Labelled, body: bytes) -> Recorded:
-        """A request with all that identifies its caller, which no other conversation has."""
+        """A request with everything that identifies its caller, which no other conversation has."""
         headers: dict[str, str | bool | None] = {"authorization": f"Bearer {caller}"}
         claims: dict[str, Any] = {}
         query = ""
@@ -167,16 +166,16 @@ def _note(touched: tuple[list[int], list[int]], number: int, *, refused: bool) -
 
 
 def vary(policies: PolicySet, wishes: Sequence[tuple[str, list[Any]]], detector: str | None) -> PolicySet:
-    """The policies once for each combination of values of keys, in place of them.
+    """A copy of each policy for each combination of values of keys.
 
     Args:
-        policies: to vary.
+        policies: policies to vary.
         wishes: keys of loop_detection, each with its values.
-        detector: name of the entries that are changed, None for all that have such a key.
+        detector: name of the entries to change; None changes all that have the keys.
 
     Raises:
-        UsageError: no entry has such a key.
-        BundleErrors: some combination is invalid.
+        UsageError: no entry has all of the keys.
+        BundleErrors: a combination is invalid.
     """
     made = []
     for policy in policies.list_acting():
@@ -197,13 +196,13 @@ def vary(policies: PolicySet, wishes: Sequence[tuple[str, list[Any]]], detector:
 
 
 def _change(entry: dict[str, Any], pairs: Sequence[tuple[str, Any]]) -> bool:
-    """Give an entry these values; whether it has all of the keys."""
+    """Give an entry these values; returns whether it has all of the keys."""
     wished = dict(pairs)
     kind = KINDS.get(wished.get("similarity", entry.get("similarity", "exact")))
     if kind is None or not all(_has(kind, key) for key in wished):
         return False
     entry |= wished
-    for key in [key for key in entry if not _has(kind, key)]:  # it was another similarity's
+    for key in [key for key in entry if not _has(kind, key)]:  # a key of the previous similarity
         del entry[key]
     return True
 
@@ -214,7 +213,7 @@ def _has(kind: type[Similarity], key: str) -> bool:
 
 
 def summarize(setting: Setting) -> dict[str, Any]:
-    """The figures of a setting, as JSON."""
+    """The results of a setting, as JSON."""
     return {
         "policy": setting.policy,
         "detector": setting.detector,
@@ -224,7 +223,7 @@ def summarize(setting: Setting) -> dict[str, Any]:
 
 
 def count_conversations(judged: Sequence[Judged]) -> dict[str, int]:
-    """How many there are, by label."""
+    """Counts of conversations by label, of requests and of bytes."""
     return {
         "conversations": len(judged),
         "requests": sum(len(each.sizes) for each in judged),
@@ -266,7 +265,7 @@ def _name(judged: Judged, request: int) -> dict[str, Any]:
 
 
 def list_kinds(settings: Iterable[Setting]) -> Iterator[tuple[str, str, int, list[tuple[int, int]]]]:
-    """Kind, label (`loop` or `other`), conversations, and of each setting how many were acted on and refused."""
+    """Kind, label (`loop` or `other`), number of conversations, and for each setting how many were acted on and refused."""
     rows = [setting.judged for setting in settings]
     groups = sorted({(each.label.kind, each.label.loop is True) for each in rows[0] if each.label.loop is not None})
     for kind, loop in groups:
@@ -276,7 +275,7 @@ def list_kinds(settings: Iterable[Setting]) -> Iterator[tuple[str, str, int, lis
 
 
 def read_values(text: str) -> list[Any]:
-    """The values of a flag: a JSON list, or values with commas between, each JSON or else a text."""
+    """The values of a flag: a JSON list, or values separated by commas, each JSON or else a text."""
     if text.startswith("["):
         try:
             values = msgspec.json.decode(text.encode())

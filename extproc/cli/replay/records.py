@@ -1,7 +1,7 @@
-"""One line of a log -> what was recorded of a request. The format is the one in docs/replay.md, and `recording` writes it.
+"""Parses a line of a log into a recorded request. docs/replay.md has the format, which `recording` writes.
 
-A line of an access log has the record in a field of its own, `loop_record`: what a policy reads and it does not have was not
-recorded, which is another thing than that the request did not have it. Any other line is a record itself, and complete.
+A line of an access log has the record in the field `loop_record`. A value missing there was not recorded, but the request may
+have had it. Any other line is a record itself, and complete.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from extproc.request.fingerprint import MAX_MARKS, Body
 from extproc.request.http import MAX_DESCRIPTOR, HttpRequest, StatedFacts, write_claim
 
 FIELD = "loop_record"
-"""Of the access log, as generated configuration has it."""
+"""Field of the access log, as in generated configuration."""
 
 _IN_FIELD = f'"{FIELD}"'.encode()
 _LAST = 253_402_300_800
-"""The year 10,000, in seconds since 1970: what is later is milliseconds, or worse."""
+"""The year 10,000, in seconds since 1970: later times are not in seconds."""
 
 _MAX_BYTES = 2**53
 _REASON = re.compile(r"[a-z][a-z_]{0,39}\Z")
@@ -36,7 +36,7 @@ Value = TypeVar("Value")
 
 
 class UnusableError(Exception):
-    """A line that no request can be made of; `logs.PROBLEMS` describes its `kind`."""
+    """A line without a usable request; `logs.PROBLEMS` describes its `kind`."""
 
     def __init__(self, kind: str, why: str = "") -> None:
         super().__init__(why)
@@ -44,7 +44,7 @@ class UnusableError(Exception):
 
 
 class Record(msgspec.Struct, gc=False):
-    """What is known of a request; see docs/replay.md. Numbers may have a fraction, as those of protobuf's Structs have."""
+    """What is known of a request; see docs/replay.md. Numbers may have a fraction, because protobuf's Structs write one."""
 
     record: float
     time: float | str
@@ -88,10 +88,10 @@ class Recorded(msgspec.Struct, gc=False):
 
     Attributes:
         time: when it was counted, in milliseconds since 1970.
-        record: all of it but the body.
-        partial: what it does not have was not recorded.
-        content: its body; None where that was not recorded.
-        sums: of the body; None where they were not recorded either.
+        record: everything except the body.
+        partial: values that are missing were not recorded.
+        content: the body; None if it was not recorded.
+        sums: length and checksums of the body; None if they were not recorded.
     """
 
     time: int
@@ -102,15 +102,15 @@ class Recorded(msgspec.Struct, gc=False):
 
     @property
     def unknown(self) -> str:
-        """Why the body is not known."""
+        """Why the body is unknown."""
         return self.record.unknown or "no_body"
 
     def make_request(self) -> HttpRequest:
-        """The request as the engine takes it; what was not recorded raises NotCounted when a policy reads it."""
+        """Make a request for the engine; values that were not recorded raise NotCounted when a policy reads them."""
         record = self.record
         headers = {name.lower(): self._read(value) for name, value in record.headers.items()}
         if self.content is not None:
-            headers.setdefault("content-encoding", None)  # of a body that is empty, or plain
+            headers.setdefault("content-encoding", None)  # the body is empty or not encoded
         claims = {name: self._read(value) for name, value in record.claims.items()}
         encoded = {name: value.encode("utf-8", "surrogateescape") for name, value in headers.items() if value is not None}
         known = {name: value for name, value in claims.items() if value is not None}
@@ -128,14 +128,14 @@ class Recorded(msgspec.Struct, gc=False):
         )
 
     def _read(self, value: object) -> str | None:
-        """A header, a claim or an address; None for one that the request did not have."""
+        """A header, a claim or an address; None if the request did not have it."""
         if self.partial and value is TOO_LONG:
             return _LONG_VALUE
         return None if value is None else write_claim(value)
 
 
 class _RecordedValues(Mapping[str, Value]):
-    """Values, some of which may not have been recorded: reading those raises NotCounted."""
+    """Values of a partial record: reading one that was not recorded raises NotCounted."""
 
     __slots__ = ("_recorded", "_values")
 
@@ -161,7 +161,7 @@ class _RecordedValues(Mapping[str, Value]):
 
 
 def parse_line(line: bytes) -> Recorded:
-    """What a line records; raises UnusableError if no request can be made of it."""
+    """The request that a line records; raises UnusableError if there is none."""
     in_field = _IN_FIELD in line
     try:
         record = _ENTRY.decode(line).loop_record if in_field else _RECORD.decode(line)
@@ -195,7 +195,7 @@ def _explain(line: bytes, error: Exception, *, in_field: bool) -> UnusableError:
 
 
 def _read_time(value: float | str) -> int:
-    """Milliseconds since 1970."""
+    """The time in milliseconds since 1970."""
     if isinstance(value, str):
         moment = datetime.fromisoformat(value)
         if moment.tzinfo is None:
@@ -207,8 +207,8 @@ def _read_time(value: float | str) -> int:
 
 
 def _read_body(record: Record) -> bytes | None:
-    """The body; None where the record has none."""
-    data, record.body = bytes(record.body), msgspec.Raw()  # which would hold on to the whole line
+    """The body, which is removed from the record; None if it has none."""
+    data, record.body = bytes(record.body), msgspec.Raw()  # the old value keeps the whole line in memory
     if data and data != b"null":
         return _TEXT.decode(data).encode() if data.startswith(b'"') else data
     if record.body_base64 is not None:

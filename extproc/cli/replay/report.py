@@ -1,4 +1,4 @@
-"""What policies would have done to recorded traffic: counted request by request, in bounded room, and told as one document."""
+"""Counts what policies would have done to recorded traffic, in bounded memory, and reports it as one document."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_REASONS = 64
 _OTHER = "other"
 _SHOWN = 200
 _EXACT = 4_096
-"""Callers that are counted exactly, but for one."""
+"""Fewer callers than this are counted exactly."""
 _MAX_EXAMPLES = 5
 
 
@@ -60,7 +60,7 @@ class _Policy:
 
 
 class _Offender:
-    """One fingerprint of one tenant that a policy saw looping."""
+    """One fingerprint of one tenant for which a policy saw a loop."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -81,7 +81,7 @@ class _Offender:
 
 
 class _Tenant:
-    """One tenant that a policy touched."""
+    """One tenant whose requests a policy acted on."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -90,7 +90,7 @@ class _Tenant:
 
 
 class ReplayReport:
-    """Counts what is decided."""
+    """Counts decisions."""
 
     def __init__(self, engine: Engine) -> None:
         self._policies = {(plan.id, plan.mode): _Policy() for plan in engine.plans}
@@ -102,7 +102,7 @@ class ReplayReport:
         self._follower = NoteFollower()
 
     def add(self, entry: LogEntry, judged: tuple[Evaluation, Decision] | None) -> None:
-        """One more request."""
+        """Count one request."""
         self._requests += 1
         if judged is None:
             return
@@ -147,7 +147,7 @@ class ReplayReport:
             self._failures.append(escape_controls(text))
 
     def make_document(self, logs: Logs, judge: Judge, top: int) -> dict[str, Any]:
-        """Everything, as JSON has it; the `top` worst of what may be many."""
+        """The report as JSON; of offenders and tenants, only the `top` worst."""
         return {
             "replay": VERSION,
             "log": {

@@ -12,13 +12,13 @@ from rich.text import Text
 from extproc.operator.after_notes import write_after
 
 _WIDE = 200
-"""Columns of what is no terminal: tables are as wide as they have to be."""
+"""Columns if the output is not a terminal; tables take what they need."""
 
 _COUNTS = ("requests", "loops", "refused", "landed", "throttled", "steered", "warned")
 
 
 def print_report(document: dict[str, Any]) -> None:
-    """Print it on standard output."""
+    """Print a report to standard output."""
     console = make_console()
     log = document["log"]
     console.print(_write(f"{log['requests']:,} requests in {log['lines']:,} lines, {log['first']} to {log['last']}"))
@@ -39,20 +39,20 @@ def print_report(document: dict[str, Any]) -> None:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Where tables and bars go; a pipe gets them in full."""
+    """The console for tables and bars; a pipe gets tables in full."""
     console = Console(stderr=stderr, highlight=False, soft_wrap=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDE)
 
 
 def print_table(console: Console, title: str, table: Table) -> None:
-    """A table below its title."""
+    """Print a table below its title."""
     console.print()
     console.print(Text(title, style="bold"))
     console.print(table)
 
 
 def make_table(*columns: str) -> Table:
-    """An empty table; columns that begin with `#` hold numbers."""
+    """An empty table; columns whose names begin with `#` contain numbers."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(column.removeprefix("#"), justify="right" if column.startswith("#") else "left")
@@ -60,7 +60,7 @@ def make_table(*columns: str) -> Table:
 
 
 def add_row(table: Table, *cells: object) -> None:
-    """A row of whatever a log may hold: nothing in it is markup."""
+    """Add a row; cells may contain anything from a log, but no markup."""
     table.add_row(*[_write(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in cells])
 
 

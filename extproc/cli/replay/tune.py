@@ -1,8 +1,7 @@
-"""What other windows and thresholds of one detector would have done to recorded traffic, all of them in one pass.
+"""What other windows and thresholds of one detector would have done to recorded traffic, in one pass.
 
-Fingerprints do not depend on either, so the engine matches and compares each request once, and it is counted once for each
-window. Where a threshold changes what is counted, because of a cooldown or because refused requests are not, it is counted for
-each pair.
+Fingerprints depend on neither, so the engine matches and compares each request once, and counts it once for each window. If a
+threshold affects counts, because of a cooldown or because refused requests do not count, requests are counted for each pair.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _KEPT = 1_024
 
 
 class WindowPair(NamedTuple):
-    """A window and a threshold: how many requests they would have acted on, and of how many tenants."""
+    """A window and a threshold, the number of requests that they would have acted on, and the number of their tenants."""
 
     window_seconds: int
     threshold: int
@@ -36,14 +35,14 @@ class WindowPair(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """The pair that is recommended (None for none), and why."""
+    """The recommended pair, or None, and why."""
 
     pair: WindowPair | None
     reason: str
 
 
 class _Cell:
-    """What one pair has done so far."""
+    """What one pair would have done so far."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -51,7 +50,7 @@ class _Cell:
 
 
 class Sweep(Replayed):
-    """Counts one detector's requests for all pairs; `uncounted` are requests of its policy that it does not count."""
+    """Counts one detector's requests for all pairs; `uncounted` is the number of those of its policy that it cannot count."""
 
     def __init__(  # noqa: PLR0913  # what is tried, and with what
         self,
@@ -62,7 +61,7 @@ class Sweep(Replayed):
         max_entries: int,
         key: HashKey = PROCESS_KEY,
     ) -> None:
-        """Nothing has been counted: `target` is a policy and its detector, and all windows share the store's entries."""
+        """Start with an empty store, whose entries all windows share; `target` is a policy and its detector."""
         super().__init__(engine, max_entries, key)
         self.requests = self.uncounted = 0
         self.tenants = Sketch(size=4 * _KEPT)
@@ -72,7 +71,7 @@ class Sweep(Replayed):
         self._cells = {(window, threshold): _Cell() for window in windows for threshold in thresholds}
 
     def add(self, recorded: Recorded) -> None:
-        """One more request."""
+        """Count one request."""
         evaluation = self._prepare(recorded, recorded.make_request())
         if evaluation is None:
             return
@@ -87,7 +86,7 @@ class Sweep(Replayed):
             self.uncounted += 1
 
     def _count(self, candidate: Candidate, hit: Hit) -> None:
-        own = candidate.subject.threshold  # of a tool that has one, which stays as it is
+        own = candidate.subject.threshold  # a tool's own threshold, which is not varied
         for window in self._windows:
             if hit.cooldown_ms or not hit.count_refused:
                 acted = [self._ask(hit, window, own or threshold)[1] for threshold in self._thresholds]
@@ -101,7 +100,7 @@ class Sweep(Replayed):
                     cell.tenants.add(candidate.tenant)
 
     def _ask(self, hit: Hit, window: int, threshold: int) -> tuple[int, bool]:
-        """Count a request under a key of the pair's own: the count, and whether the store says that it is to be acted on."""
+        """Count a request under the pair's own key; returns the count, and whether the store sees a loop."""
         key = f"{hit.key}:{window}:{threshold}"
         count_to = max(hit.count_to, threshold)
         asked = Hit(key, hit.window_type, window * 1000, threshold, hit.cooldown_ms, hit.count_refused, count_to)
@@ -114,11 +113,11 @@ class Sweep(Replayed):
 
 
 def recommend(pairs: Sequence[WindowPair], requests: int, tenants: int, percent: float) -> Recommendation:
-    """The pair that acts on most requests while it touches few callers, and why.
+    """The pair that acts on the most requests of few callers, and why.
 
-    Of pairs that act on equally many the shortest window is taken, and then the highest threshold: the least that does it.
+    Among pairs that act on equally many, the shortest window wins, then the highest threshold: the mildest pair that is enough.
 
-    `percent` is the share of the callers that may be touched; one caller always may.
+    `percent` is the share of callers whose requests may be acted on; one caller is always allowed.
     """
     allowed = max(1, int(tenants * percent / 100))
     bound = f"{allowed:,} of {tenants:,} callers ({percent:g}%)"
@@ -152,7 +151,7 @@ def _describe(pair: WindowPair) -> str:
 
 
 def write_policy(policy: Policy, detector: str, pair: WindowPair) -> dict[str, Any]:
-    """The policy with the pair in place of the detector's own."""
+    """The policy with this pair as the detector's window and threshold."""
     document = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
     loops = document["spec"]["loop_detection"]
     enabled = [name for name, _ in policy.spec.detectors()]

@@ -23,7 +23,7 @@ from extproc.sessions.names import SessionNames
 from extproc.sessions.session_limits import Session
 
 VERDICTS = ("both", "only_live", "only_candidate", "neither")
-"""Which of the two acts on a request, by a refusal or a warning."""
+"""Which of the two policies acts on a request, by a refusal or a warning."""
 
 _ALLOW: Final = Action.ALLOW
 _LABELS = ("policy", "canary_of")
@@ -38,15 +38,15 @@ _MAX_DISAGREEMENTS = 64
 SHOWN = 20
 _METHOD = 16
 _TEXT = 128
-"""Longest method, path and name of a tool that are kept, in characters: clients choose them."""
+"""Maximum length of methods, paths and names of tools to keep, in characters, because clients choose them."""
 
 _DIGEST = 8
 
 _SENT_ANYWAY: Final = SessionNames(Session().keys, usual=True)
-"""What headers may say about the session of a request to which no policy looks for one."""
+"""Headers that may name the session of a request if no policy looks for one."""
 
 Kind: TypeAlias = tuple[str, str, str, str, str, str]
-"""Of a disagreement: what it is about, method, path, tenant, detector and tool."""
+"""A kind of disagreement: what it is about, method, path, tenant, detector and tool."""
 
 
 class Disagreements:
@@ -62,7 +62,7 @@ class Disagreements:
         self._counts: dict[Kind, tuple[int, int]] = {}
 
     def add(self, kind: Kind) -> None:
-        """One more of a kind."""
+        """Count a request of a kind."""
         count, over = self._counts.get(kind, (0, 0))
         if not count and len(self._counts) >= _MAX_DISAGREEMENTS:
             rarest = min(self._counts, key=lambda kind: self._counts[kind][0])
@@ -71,7 +71,7 @@ class Disagreements:
         self._counts[kind] = (count + 1, over)
 
     def list_most(self) -> list[tuple[Kind, int, int]]:
-        """Kind, count, and by how much that may be too high; the most frequent first."""
+        """Kind, count, and by how much the count may be too high; most frequent first."""
         listed = [(kind, count, over) for kind, (count, over) in self._counts.copy().items()]
         return sorted(listed, key=lambda entry: (-entry[1], entry[0]))[:SHOWN]
 
@@ -108,17 +108,17 @@ class Pair:
 
     @property
     def labels(self) -> tuple[str, str]:
-        """Of its metrics."""
+        """The labels of its metrics."""
         return self.pairing.candidate, self.pairing.live
 
     @property
     def compared(self) -> int:
-        """Requests that the candidate has counted."""
+        """The number of requests that the candidate has counted."""
         return self.both + self.only_live + self.only_candidate + self.neither
 
     @property
     def uncompared(self) -> int:
-        """Requests that live has counted, and the candidate has not, or not yet."""
+        """The number of requests that live has counted, and the candidate has not, or not yet."""
         return max(0, self.live_counted - self.compared_with_live)
 
     def compare(self, live: Outcome | None, candidate: Outcome, *, refused: bool) -> str:
@@ -148,7 +148,7 @@ class Pair:
         return refusal or "only_live"
 
     def _compare_refusals(self, live_refuses: bool, candidate: Outcome, *, refused: bool) -> str:  # noqa: FBT001  # see compare
-        """`extra` or `missed`; empty where a refusal would be none of the two."""
+        """`extra` or `missed`; empty if a refusal is neither."""
         if candidate.action is not Action.REJECT:
             self.missed += int(live_refuses)
             return "missed" if live_refuses else ""
@@ -164,14 +164,14 @@ class Pairs:
     """All pairs of the policies in force."""
 
     def __init__(self, samples: int = 0, *, sample_bodies: bool = False) -> None:
-        """No policies yet; see `Samples` for what is kept of each pair."""
+        """Start without policies; see `Samples` for what is kept of each pair."""
         self._samples = samples
         self._sample_bodies = sample_bodies
         self._by_candidate: dict[str, Pair] = {}
         self._by_live: dict[str, list[Pair]] = {}
 
     def follow(self, pairings: Sequence[Pairing], now: float) -> None:
-        """Take other policies; unchanged ones keep their counts. `now` is in seconds since 1970."""
+        """Use other policies; unchanged ones keep their counts. `now` is in seconds since 1970."""
         known = {pair.pairing: pair for pair in self._by_candidate.values()}
         pairs = [known.get(pairing) or Pair(pairing, now, self._make_samples()) for pairing in pairings]
         self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}
@@ -183,11 +183,11 @@ class Pairs:
         return Samples(self._samples, bodies=self._sample_bodies) if self._samples else None
 
     def list_pairs(self) -> list[Pair]:
-        """In the order of the candidates."""
+        """All pairs, in the order of the candidates."""
         return list(self._by_candidate.values())
 
     def show(self, metrics: Metrics) -> None:
-        """Have them read at every scrape."""
+        """Make every scrape read the counts."""
         text = "Requests compared by a canary, by which of the two policies acts"
         metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), lambda: self._list_counts(VERDICTS))
         text = "Refusals of a canary: new (extra), made anyway (already), or missed"
@@ -201,7 +201,7 @@ class Pairs:
         return [((*pair.labels, name), getattr(pair, name)) for pair in self.list_pairs() for name in names]
 
     def compare(self, evaluation: Evaluation, decision: Decision, *, refused: bool) -> None:
-        """Count one request that has been decided, or the part of it that could be; one that is refused goes no further."""
+        """Count a decided request, or the part of it that could be decided; a refused request is not forwarded."""
         trace = group_by_policy(decision.trace)
         evaluation.trace = trace
         for outcome in trace:
@@ -215,7 +215,7 @@ class Pairs:
             self._count_after(change)
 
     def _count_after(self, change: AfterNote) -> None:
-        """Count what came after a note of a policy of a pair."""
+        """Count what came after a note by a policy of a pair."""
         pairs = [(LIVE, pair) for pair in self._by_live.get(change.outcome.policy, ())]
         if change.outcome.policy in self._by_candidate:
             pairs.append((CANDIDATE, self._by_candidate[change.outcome.policy]))
@@ -230,7 +230,7 @@ def name_after(who: str, arm: str, after: str) -> str:
 
 
 def _compare(pair: Pair, live: Outcome | None, candidate: Outcome, evaluation: Evaluation, *, refused: bool) -> None:
-    """Count one request for a pair; one on which the candidate acts already is no question any more."""
+    """Count one request for a pair; there is nothing to compare if the candidate already enforces."""
     if candidate.mode == "enforce":
         pair.compared_with_live += live is not None
         return
@@ -247,7 +247,7 @@ def _find_outcome(trace: Sequence[Outcome], policy: str) -> Outcome | None:
 
 
 def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: Outcome) -> None:
-    """Keep what a person wants to know about a disagreement; `outcome` is that of the policy that does something, or more."""
+    """Keep what a person wants to know about a disagreement; `outcome` is that of the policy that acts, or acts more."""
     request = evaluation.request
     tools = outcome.repeat.tools if outcome.repeat is not None else outcome.subject.tools
     method, path, tool = cut_text(request.method, _METHOD), cut_text(request.path, _TEXT), cut_text(", ".join(tools), _TEXT)
@@ -261,7 +261,7 @@ def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: 
 
 
 def _hash_session(tenant: str, session: str) -> str:
-    """16 hex digits that tell a session from those of other tenants, who may have named theirs alike."""
+    """16 hex digits for a tenant's session; other tenants may use the same name."""
     return blake2b(f"{tenant}{session}".encode(), digest_size=_DIGEST).hexdigest()
 
 

@@ -17,7 +17,7 @@ from extproc.policy.pairings import Pairing
 
 
 def describe_canaries(states: Iterable[State], rules: Rules) -> list[dict[str, Any]]:
-    """All there is to say about each pair, in the order in which pairs are first met."""
+    """The report about each pair, in the order in which pairs first appear."""
     groups: dict[Pairing, list[State]] = {}
     for state in states:
         groups.setdefault(state.pairing, []).append(state)
@@ -68,6 +68,6 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
 
 
 def _describe_after(counts: dict[str, int], who: str) -> dict[str, Any]:
-    """What came after the notes of one of the two, with and without them."""
+    """What came after loops of one of the two policies, with and without notes."""
     arms = {arm: describe_after({after: counts.get(name_after(who, arm, after), 0) for after in AFTER}) for arm in ARMS}
     return {arm: found for arm, found in arms.items() if found["begun"]}

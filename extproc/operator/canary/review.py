@@ -1,4 +1,4 @@
-"""What a person said about samples, kept in a file: one that was answered is not asked about again."""
+"""Keeps a person's answers about samples in a file, so that no sample is asked about again."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class ReviewTally:
     """Answers by policy and sample."""
 
     def __init__(self, path: Path) -> None:
-        """Read earlier answers; raises LoopguardError if the file cannot be read, or holds something else."""
+        """Read earlier answers; raises LoopguardError if the file cannot be read, or has other content."""
         self._path = path
         self._answers: dict[str, dict[str, str]] = _read_answers(path)
 
     def find(self, sample: dict[str, Any]) -> str | None:
-        """What was said about a sample, None for nothing."""
+        """The answer about a sample; None if there is none."""
         return self._answers.get(sample["policy"], {}).get(sample["id"])
 
     def keep(self, sample: dict[str, Any], answer: str) -> None:
-        """Save an answer at once, in one step; raises LoopguardError if that fails."""
+        """Save an answer at once, atomically; raises LoopguardError if that fails."""
         self._answers.setdefault(sample["policy"], {})[sample["id"]] = answer
         fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
@@ -36,7 +36,7 @@ class ReviewTally:
             raise LoopguardError(f"cannot write {self._path}: {error.strerror}; choose another file with --tally") from None
 
     def count(self, policy: str) -> dict[str, int]:
-        """How often each answer was given about a policy."""
+        """The number of times that each answer was given about a policy."""
         given = list(self._answers.get(policy, {}).values())
         return {answer: given.count(answer) for answer in ANSWERS}
 

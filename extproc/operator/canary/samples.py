@@ -25,7 +25,7 @@ _NAME = 128
 
 
 class Samples:
-    """Of one pair: at most `size`, with what was compared in them if `bodies` says so."""
+    """Samples of one pair: at most `size`, with what was compared in them if `bodies` is set."""
 
     def __init__(self, size: int, *, bodies: bool) -> None:
         self._size = size
@@ -35,14 +35,14 @@ class Samples:
         self._random = Random()  # noqa: S311  # a sample, no secret
 
     def offer(self, evaluation: Evaluation, outcome: Outcome, session: str) -> None:
-        """Take a refusal in, or leave it out; `session` is the hash of its name, empty for none."""
+        """Add a refusal to the sample, or skip it; `session` is the hash of its name, empty for none."""
         self._seen += 1
         place = len(self._kept) if len(self._kept) < self._size else self._random.randrange(self._seen)
         if place < self._size:
             self._kept[place : place + 1] = [self._describe(evaluation, outcome, session)]
 
     def list_kept(self) -> list[dict[str, Any]]:
-        """All of them, the oldest first."""
+        """All samples, oldest first."""
         return sorted(self._kept, key=lambda sample: float(sample["at"]))
 
     def _describe(self, evaluation: Evaluation, outcome: Outcome, session: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Samples:
 
 
 def _describe_measure(outcome: Outcome) -> dict[str, Any]:
-    """How often in what time; or which limit of the session, and what is used of it and allowed, in its own unit."""
+    """The count and its time span; or the session's limit, with used and allowed amounts in its own unit."""
     subject = outcome.subject
     if not isinstance(subject, SessionSubject):
         return {"count": outcome.count, "span_seconds": outcome.span_ms / 1000, "limit": "", "used": None, "allowed": None}

@@ -18,17 +18,17 @@ from extproc.store.rules.documents import BOARDS
 _LOG = logging.getLogger("loopguard")
 
 _EVERY_SECONDS = 5.0
-"""A replica that is killed loses what it has counted since; one that drains publishes it first."""
+"""A replica that is killed loses the counts of this time; one that drains publishes them first."""
 
 KEEP_SECONDS = 86_400.0
-"""How long the evidence of a replica that is gone counts."""
+"""How long the counts of a replica that has stopped are used."""
 
 _REFRESH_SECONDS = 3_600.0
-"""Counts that do not change are published that often, so that they do not expire."""
+"""How often unchanged counts are published, so that they do not expire."""
 
 
 class Sharing:
-    """One replica's part in the counts of all of them."""
+    """One replica's part in the counts of all replicas."""
 
     def __init__(self, pairs: Pairs, store: Store, replica: str) -> None:
         self._pairs = pairs
@@ -38,13 +38,13 @@ class Sharing:
         self._trouble = ""
 
     async def run(self) -> None:
-        """Publish what has changed, until cancelled."""
+        """Publish changes until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_SECONDS)
             await self.publish()
 
     async def publish(self) -> None:
-        """Publish what has changed; a store that is away is logged once, and asked again the next time."""
+        """Publish changes; if the store is unavailable, log that once, and try again the next time."""
         try:
             for pair in self._pairs.list_pairs():
                 await self._publish_pair(pair)
@@ -69,7 +69,7 @@ class Sharing:
         self._trouble = trouble
 
     async def collect(self) -> dict[str, list[State]]:
-        """What each replica has counted, by its name; this one's is never older than now."""
+        """The counts of each replica, by its name; this replica's are always current."""
         pairs = self._pairs.list_pairs()
         found = {self._replica: [read_state(pair, time()) for pair in pairs]}
         for pair in pairs:
@@ -89,7 +89,7 @@ def _name_board(pair: Pair) -> str:
 
 
 def _decode_all(documents: Mapping[str, bytes]) -> dict[str, State]:
-    """What can be read; a replica of another version may write what cannot."""
+    """Decode documents; those that cannot be read, such as another version's, are logged and left out."""
     states = {}
     for replica, document in documents.items():
         try:

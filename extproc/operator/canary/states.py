@@ -1,4 +1,4 @@
-"""What one replica has counted for a pair, as a document for the others, and what several of them add up to."""
+"""The counts of one replica for a pair, as a document for other replicas, and the sum of several."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class State(msgspec.Struct, frozen=True):
 
     @property
     def pairing(self) -> Pairing:
-        """Who they are."""
+        """The pair of policies."""
         return Pairing(self.live, self.candidate, self.identity)
 
     @property
     def compared(self) -> int:
-        """Requests that the candidate has counted."""
+        """The number of requests that the candidate has counted."""
         return sum(self.counts[name] for name in VERDICTS)
 
     def read_sketch(self, name: str) -> Sketch:
@@ -82,7 +82,7 @@ class State(msgspec.Struct, frozen=True):
 
 
 def read_state(pair: Pair, now: float) -> State:
-    """What a pair has counted until now, in seconds since 1970."""
+    """The counts of a pair as of `now`, in seconds since 1970."""
     counts = {name: getattr(pair, name) for name in _COUNTED} | dict.fromkeys(_AFTER, 0) | pair.after_notes
     sketches = {name: _write_sketch(getattr(pair, name)) for name in _SKETCHES}
     disagreements = [Disagreement(*kind, count, over) for kind, count, over in pair.disagreements.list_most()]
@@ -94,12 +94,12 @@ def _write_sketch(sketch: Sketch) -> str:
 
 
 def encode_state(state: State) -> bytes:
-    """The document."""
+    """Encode counts as a document."""
     return msgspec.json.encode(state)
 
 
 def decode_state(document: bytes) -> State:
-    """What a replica has written; raises LoopguardError if this version does not understand it."""
+    """Decode a replica's document; raises LoopguardError if this version does not understand it."""
     try:
         return convert_state(msgspec.json.decode(document))
     except msgspec.DecodeError as error:
@@ -107,7 +107,7 @@ def decode_state(document: bytes) -> State:
 
 
 def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
-    """The same for a document that has been decoded from JSON."""
+    """Like `decode_state`, for a document that was decoded from JSON."""
     try:
         state = msgspec.convert(document, State)
         for name in _SKETCHES:
@@ -118,7 +118,7 @@ def convert_state(document: Any) -> State:  # noqa: ANN401  # decoded JSON
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """What one or more replicas have counted for the same pair."""
+    """Add up the counts of one or more replicas for the same pair."""
     return reduce(_merge, states)
 
 

@@ -1,4 +1,4 @@
-"""What the numbers say about a candidate: keep watching, safe or too strict, by rules that flags change."""
+"""The verdict about a candidate: keep watching, safe or too strict, by rules that flags change."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CanaryVerdict(NamedTuple):
 
 
 def judge(extra: int, went_on: int, tenants: int, sessions: int, rules: Rules) -> CanaryVerdict:
-    """What a candidate's extra refusals say about it, of the compared requests that went on.
+    """The verdict by a candidate's extra refusals, as a share of the compared requests that passed.
 
     Too strict is what breaks a rule for certain, safe what keeps all of them for certain; between the two, and below the
     minimum number of requests, keep watching.

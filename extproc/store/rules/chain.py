@@ -24,16 +24,16 @@ MAX_RETRIES: Final = 3
 _MAX_RUNS: Final = 255
 
 CUT_MS: Final = 120_000
-"""How long a node stays that all of its conversations have left: one may be sent back to it."""
+"""How long a node is kept after all of its conversations have left it: one may return."""
 
 FIRST_MS: Final = 600_000
-"""How long one stays that may never have a child: the first of a conversation, or one in a window of messages."""
+"""How long a node is kept that may never have a child: a conversation's first, or one in a window of messages."""
 
 MAX_NAMES: Final = 32
-"""This many may wait at a node, the newest ones."""
+"""Maximum number of names that wait at a node; the newest are kept."""
 
 OVERHEAD: Final = 128
-"""What a store takes for a key beside its value, in bytes, as the caller is charged for it."""
+"""Bytes that a caller is charged for a key, beside its value."""
 
 _VERSION: Final = 2
 _HEAD: Final = struct.Struct(">BBQII8s8s8sBB8sB")
@@ -147,13 +147,13 @@ class _Knot:
         self.runs = min(self.runs + 1, _MAX_RUNS)
 
     def give(self, name: bytes) -> None:
-        """A name comes here, or is here again."""
+        """Add a name, or note that it is here again."""
         self.take(name)
         self.name = name
         self.names = (self.names + name)[-MAX_NAMES * _NAME :]
 
     def take(self, name: bytes) -> bool:
-        """A name goes on from here, if it is here."""
+        """Remove a name that goes on from here, if it is here."""
         for at in range(0, len(self.names), _NAME):
             if self.names[at : at + _NAME] == name:
                 self.names = self.names[:at] + self.names[at + _NAME :]
@@ -162,10 +162,10 @@ class _Knot:
 
 
 Read = Callable[[str], bytes | None]
-"""The value of a key, None where there is none."""
+"""Returns the value of a key, or None."""
 
 Write = Callable[[str, bytes, int], None]
-"""Keep a value under a key for a number of milliseconds."""
+"""Keeps a value under a key for a number of milliseconds."""
 
 
 def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
@@ -205,7 +205,7 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
 
 
 def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool]:
-    """The name of a request's conversation, empty where nothing tells it, and whether it comes to the node now."""
+    """The name of a request's conversation, empty if unknown, and whether it reaches the node now."""
     if parent is not None and parent.names:
         return parent.names[:_NAME], True
     link = before if parent is None else None
@@ -220,7 +220,7 @@ def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, a
 
 
 def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
-    """A request without history: a conversation more."""
+    """Begin a conversation, for a request without history."""
     if node is None:
         node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
         node.life = min(FIRST_MS, asked.ttl_ms)
@@ -229,7 +229,7 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
 
 
 def _is_again(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
-    """Whether a request whose node exists is a retry; else another conversation that is equal so far reaches the node."""
+    """Whether a request whose node exists is a retry; otherwise, another conversation, equal so far, reaches the node."""
     if base is None or base.runs == 0:
         return True
     return node.retries < MAX_RETRIES and _leave_common(node.entries, _add(base.entries, entry)) == node.entries
@@ -238,7 +238,7 @@ def _is_again(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
 def _go_on(
     stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
 ) -> tuple[_Knot, bytes, bool, dict[str, _Knot]]:
-    """A conversation goes on, or is seen for the first time.
+    """Continue a conversation, or begin one that is seen for the first time.
 
     Returns:
         its node, the entries that are its own, whether it begins there, and what else has changed.
@@ -277,14 +277,14 @@ def _go_on(
 
 
 def _leave_common(one: bytes, other: bytes) -> bytes:
-    """What two conversations at one node have in common: what came back to one of them alone is nothing to the other."""
+    """The entries that two conversations at one node have in common; entries that differ become empty."""
     pairs = zip(split_entries(one)[::-1], split_entries(other)[::-1], strict=False)
     kept = [entry if entry == others else b"" for entry, others in pairs]
     return b"".join([bytes((len(entry),)) + entry for entry in kept[::-1]])
 
 
 def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
-    """The request was there before; returns its entries."""
+    """Note a request that was there before; returns its entries."""
     node.add()
     if node.retries < MAX_RETRIES:
         node.retries += 1
@@ -305,7 +305,7 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
 
 
 def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
-    """What stands at the last two messages of a node; nothing that is of use where several conversations end so."""
+    """The value for the last two messages of a node; ambiguous if several conversations end with them."""
     mine = old is not None and old.writer == asked.node
     if old is not None and (old.flags & _AMBIGUOUS or (not mine and (old.conversation != node.conversation or old.runs > 0))):
         return _Knot(_AMBIGUOUS, 0, old.conversation, old.writer, b"")
@@ -317,9 +317,9 @@ def _make_suffix(old: _Knot | None, node: _Knot, asked: ChainLink) -> _Knot:
 
 
 def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, begins: bool) -> bool:  # noqa: PLR0913  # one reader
-    """Whether the caller may take up this many bytes more."""
+    """Charge the caller for this many bytes; returns False if that is too much."""
     most = asked.most
-    if not begins:  # its parent goes in its place, after a while
+    if not begins:  # it replaces its parent, which goes after a while
         cost, most = cost * CUT_MS // FIRST_MS, 2 * most
     value = read(asked.usage)
     started, used = now, 0
@@ -335,13 +335,13 @@ def _charge(read: Read, write: Write, asked: ChainLink, cost: int, now: int, *, 
 
 
 def ends_at(value: bytes) -> int:
-    """When a value is over, in milliseconds; every kind of value begins alike."""
+    """When a value expires, in milliseconds; all kinds of values begin alike."""
     _, _, last, life = _TIMES.unpack_from(value)
     return int(last + life)
 
 
 def _read(read: Read, key: str, now: int) -> _Knot | None:
-    """What the value of a key says; None where there is none, or it is over."""
+    """Unpack the value of a key; None if there is none, or it has expired."""
     value = read(key) if key else None
     if value is None or len(value) < _HEAD.size or value[0] != _VERSION:
         return None
@@ -356,7 +356,7 @@ def _read(read: Read, key: str, now: int) -> _Knot | None:
 
 
 def _add(entries: bytes, entry: bytes) -> bytes:
-    """The newest of these, and one more."""
+    """Append an entry, and keep only the newest ones."""
     count = at = 0
     while at < len(entries):
         at += 1 + entries[at]
@@ -371,16 +371,16 @@ def split_entries(joined: bytes) -> list[bytes]:
     """The entries of a ring.
 
     Raises:
-        IndexError: they are no such thing.
+        IndexError: they are malformed.
     """
     return [record[1:] for record in split_records(joined, 0)]
 
 
 def read_trail(answer: bytes) -> Trail:
-    """What a script answers: a byte of flags, the name where there is one, and the entries.
+    """Read a script's answer: a byte of flags, the name if there is one, and the entries.
 
     Raises:
-        IndexError: it is no such thing.
+        IndexError: it is malformed.
     """
     flags = answer[0]
     start = 1 + _NAME if flags & _NAMED else 1
