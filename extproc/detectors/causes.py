@@ -3,7 +3,6 @@
 The newest turn decides: what it called, which tools the request declares, and what came back. If the request contradicts
 itself, or declares too much, no cause is named: finding one takes about a millisecond at most.
 """
-# interpreted: looks at requests that get a note
 
 from __future__ import annotations
 
