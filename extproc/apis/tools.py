@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from msgspec import Raw, ValidationError, defstruct, json
 
@@ -33,16 +33,27 @@ _NOT_PLAIN: Final = re.compile(rb"[^ !#-\[\]-~]")
 """What JSON may spell in several ways."""
 
 
-class DeclaredTool(NamedTuple):
-    """A tool.
+class DeclaredTool:
+    """A tool, of which only what is asked for is read: a request may declare hundreds."""
 
-    Attributes:
-        schema: the raw JSON schema of its arguments; ABSENT if there is none.
-        reads: whether it only reads, if the request says so.
-    """
+    __slots__ = ("_entry", "_get_schemas", "_tool")
 
-    schema: Raw
-    reads: bool | None
+    def __init__(self, tool: Any, entry: Any, get_schemas: Callable[[Any], tuple[Raw, ...]]) -> None:  # noqa: ANN401  # made at run time
+        """Take a tool, the entry of the list that it is, or that contains it, and what reads its possible schemas."""
+        self._tool = tool
+        self._entry = entry
+        self._get_schemas = get_schemas
+
+    @property
+    def schema(self) -> Raw:
+        """The raw JSON schema of its arguments; ABSENT if there is none."""
+        return next(filter(None, self._get_schemas(self._tool)), ABSENT)
+
+    @property
+    def reads(self) -> bool | None:
+        """Whether it only reads, if the request says so."""
+        hint = _read_hint(self._tool)
+        return _read_hint(self._entry) if hint is None else hint
 
 
 class ToolReader:
@@ -57,6 +68,7 @@ class ToolReader:
         inner: Any = defstruct("Inner", [("name", str, ""), *keys], gc=False)
         held: Any = inner | list[inner] | None
         entry: Any = defstruct("Entry", [("name", str, ""), *keys, *[(key, held, None) for key in holders]], gc=False)
+        self._unknown = DeclaredTool(entry(), entry(), self._get_schemas)
         self._called = words.called
         self._spelled: Memo[str, list[bytes]] = Memo(_MOST_SPELLED)
         self._decode_list = json.Decoder(list[entry]).decode
@@ -100,14 +112,11 @@ class ToolReader:
                 held = list(filter(None, self._get_held(entry)))
                 if entry.name and not any(isinstance(value, list) for value in held):
                     held = []
-                hint = _read_hint(entry)
                 for value in held or [entry]:
-                    for each in value if isinstance(value, list) else [value]:
-                        schema = next(filter(None, self._get_schemas(each)), ABSENT)
-                        own = hint if each is entry else _read_hint(each)
-                        tools[each.name or OTHERS] = DeclaredTool(schema, hint if own is None else own)
+                    for tool in value if isinstance(value, list) else [value]:
+                        tools[tool.name or OTHERS] = DeclaredTool(tool, entry, self._get_schemas)
             if len(entries) > _MOST_TOOLS:
-                tools[OTHERS] = DeclaredTool(ABSENT, None)
+                tools[OTHERS] = self._unknown
         except ValidationError:
             return
 

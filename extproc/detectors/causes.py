@@ -3,7 +3,6 @@
 The newest turn decides: its calls, the tools that the request declares, and the results. If the request contradicts
 itself, or declares too much, no cause is named: finding one takes about a millisecond at most.
 """
-# interpreted: looks at requests that get a note
 
 from __future__ import annotations
 

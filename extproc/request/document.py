@@ -263,7 +263,8 @@ def check_members(data: bytes) -> None:
     Raises:
         NotCounted: they do.
     """
-    if len(data) > 2 * MAX_MEMBERS and data.count(b":") > MAX_MEMBERS:  # each has two quotes, at least, and a colon
+    least = 2 * MAX_MEMBERS  # each has two quotes, at least, and a colon
+    if len(data) > least and data.count(b":") > MAX_MEMBERS and data.count(b'"') > least:
         packed = data.translate(None, b" \t\r\n").replace(rb"\\", b"")
         if packed.count(b'":') - packed.count(rb"\":") > MAX_MEMBERS:  # a key with an escaped quote is in a string
             raise NotCounted("inspect_limit")

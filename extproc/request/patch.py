@@ -25,7 +25,10 @@ MAX_STEPS: Final = 8_448
 
 _DENSE_BITS: Final = 4
 _DENSE_STEPS: Final = MAX_STEPS // 3
-"""Maximum steps if 2 to the power of `_DENSE_BITS` bytes contain several commas or brackets, which take three times as long."""
+_ESCAPE_BITS: Final = 3
+_SPACE_BITS: Final = 1
+"""Maximum steps for a body that takes up to three times as long for each byte: one of these powers of 2 bytes contains, on
+average, more than one comma or bracket, more than one backslash, or more than one blank."""
 
 AMBIGUOUS: Final = "ambiguous_body"
 """The reason for a body that two parsers may read differently; no API's client writes one."""
@@ -49,7 +52,7 @@ _LONGEST_NAME: Final = 1_024
 """Maximum length of a tool's name or a kind, in bytes; longer ones are unknown."""
 
 _SPACE: Final = b" \t\n\r"
-_KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("(?:[^"\\]|\\.)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
+_KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
 _NEXT: Final = re.compile(rb"[ \t\n\r]*+,?[ \t\n\r]*+")
 _END: Final = re.compile(rb"[ \t\n\r]*+\}\Z")
 _FIRST: Final = re.compile(rb'\[[ \t\n\r]*+(\{[ \t\n\r]*+"[^"\\]{1,64}+")')
@@ -158,10 +161,16 @@ class Patch:
 
     def _add_steps(self) -> None:
         """Add the steps that only a body has which is not dense; most edits take fewer, so it is rarely counted."""
-        data = self.data
-        if self._more and data.count(b",") + data.count(b"[") + data.count(b"{") <= len(data) >> _DENSE_BITS:
+        if self._more and not self._is_dense():
             self._left += self._more
         self._more = 0
+
+    def _is_dense(self) -> bool:
+        data, size = self.data, len(self.data)
+        if data.count(b",") + data.count(b"[") + data.count(b"{") > size >> _DENSE_BITS:
+            return True
+        blanks = data.count(b" ") + data.count(b"\n") + data.count(b"\t") + data.count(b"\r")
+        return blanks > size >> _SPACE_BITS or data.count(b"\\") > size >> _ESCAPE_BITS
 
     def take_whole(self, value: Value) -> None:
         """Charge the steps for decoding a whole value.

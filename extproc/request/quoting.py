@@ -1,5 +1,4 @@
 """Quotes names that clients and models choose, for sentences that a model reads: bounded, and unable to carry instructions."""
-# interpreted: runs for refused or steered requests
 
 from __future__ import annotations
 

@@ -18,51 +18,75 @@ from extproc.detectors.results import (
 )
 
 GONE = {
-    "an ISO timestamp": ("at 2026-11-22T06:14:14.123Z", "at 2025-01-02 23:59:59,1+02:00"),
-    "a date in words": ("Sun Nov 22 06:14:14 2026", "Mon Dec  1 07:00:01 2027"),
-    "an HTTP date": ("Sun, 22 Nov 2026 06:14:14 GMT", "Mon, 01 Dec 2027 07:00:01 GMT"),
-    "a log's date": ("[22/Nov/2026:06:14:14 +0000]", "[01/Dec/2027:07:00:01 +0000]"),
-    "a file's date": ("root 4096 Nov 22 06:14 a.py", "root 4096 Dec  1 23:59 a.py"),
-    "a time": ("06:14:14 up", "6:14 AM up"),
-    "a compact timestamp": ("backup-20261122T061414Z", "backup-20271201T070001Z"),
-    "seconds": ("2 passed in 0.03s", "2 passed in 12.31s"),
-    "milliseconds": ("took 7 ms.", "took 812.5 ms."),
-    "minutes": ("after 5 minutes", "after 12 minutes"),
-    "a span": ("took 1m 30s", "took 2h 1m 3s"),
-    "a UUID": ("job 123e4567-e89b-12d3-a456-426614174000", "job 98765432-AAAA-bbbb-cccc-ddddddddeeee"),
-    "hex": ("commit deadbeef01", "commit 0123456789abcdef0123456789abcdef01234567"),
-    "an address": ("<X at 0x7f12ab34cd>", "<X at 0x55d0aa00ffee>"),
-    "an id with hex": ("call_0123abcd99", "call_fedc9876"),
-    "a Unix time": ("1763792054", "1763799999123"),
-    "a Unix time with a fraction": ('{"at": 1763792054.25}', '{"at": 1763799999.5}'),
-    "a line in escaped JSON": ('"{\\"x\\": 5}\\nline 7"', '"{\\"x\\": 5}\\nline 8"'),
-    "a time with a short date": ("due 22/11/2026 06:14", "due 01/12/2027 23:59"),
-    "a line": ("line 33969: javac: not found", "line 7: javac: not found"),
-    "a step": ("Current step 5/20", "Current step 6/20"),
-    "a pid": ("pid=12 and PID: 9", "pid=77812 and PID: 1"),
-    "a port": ("on port 8080", "on port 51234"),
-    "Codex's name of an output": ("Chunk ID: 8d3f21\nok", "Chunk ID: fa0b97\nok"),
-    "the same in JSON": ('{"chunk_id": "8d3f21"}', '{"chunk_id": "fa0b97"}'),
-    "a position": ("a.py:12:5: error", "a.py:120: error"),
-    "a position in a makefile": ("Makefile:12: error", "Makefile:7: error"),
-    "a temporary path": ("see /tmp/abc/d.txt for", "see /tmp/x-1 for"),
-    "a rate of transfer": ("at 1.2 MB/s so far", "at 870 kB/s so far"),
-    "a rate of a bar": ("100%|##| 8/8 [12.31it/s]", "100%|##| 8/8 [9.2it/s]"),
-    "what is left to wait": ("45 % ETA 0:03:10", "45 % ETA 0:00:07"),
-    "a bar that was drawn again": ("get\n10%\r40%\rdone", "get\n30%\rdone"),
-    "a request's own id": ("failed (req_8fKs92mXa01)", "failed (req_Zx81kQp3Tt)"),
-    "a request's id in JSON": ('{"request_id": "aB3dE9xY", "n": 1}', '{"request_id": "Zz91xxYt-0", "n": 1}'),
-    "a request's id in a header": ("x-request-id: aB3dE9xY", "x-request-id: 0b3dE9xY"),
-    "a trace's id": ("traceId=4bf92f3577b34da6x", "traceId=9bf92f3577b34da6y"),
-    "a nonce": ("nonce: 8fKs92", "nonce: Zx81kQ"),
-    "a set": ("{'b', 'a', 'c'}", "{'c', 'a', 'b'}"),
-    "a temporary path elsewhere": ("file:///var/tmp/a", "file:///var/tmp/b"),
+    "an ISO timestamp": (
+        ("at 2026-11-22T06:14:14.123Z", "at 2025-01-02 23:59:59,1+02:00"),
+        ("on 2026-11-22.", "on 2026-11-23."),
+    ),
+    "a date in words": (("Sun Nov 22 06:14:14 2026", "Mon Dec  1 07:00:01 2027"), ("Sun Nov 22 2026", "Mon Nov 23 2026")),
+    "an HTTP date": (
+        ("Sun, 22 Nov 2026 06:14:14 GMT", "Mon, 01 Dec 2027 07:00:01 GMT"),
+        ("Sun, 22 Nov 2026", "Mon, 23 Nov 2026"),
+    ),
+    "a log's date": (("[22/Nov/2026:06:14:14 +0000]", "[01/Dec/2027:07:00:01 +0000]"), ("[22/Nov/2026]", "[23/Nov/2026]")),
+    "a file's date": (
+        ("root 4096 Nov 22 06:14 a.py", "root 4096 Dec  1 23:59 a.py"),
+        ("-rw-r--r-- 1 root 4096 Nov 22  2025 a.py", "-rw-r--r-- 1 root 4096 Nov 23  2025 a.py"),
+    ),
+    "a time": (("06:14:14 up", "6:14 AM up"), ("the score is 6 to 14", "the score is 6 to 15")),
+    "a compact timestamp": (("backup-20261122T061414Z", "backup-20271201T070001Z"), ("20261122", "20261123")),
+    "seconds": (("2 passed in 0.03s", "2 passed in 12.31s"), ("2 passed in 0.03s", "3 passed in 0.03s")),
+    "milliseconds": (("took 7 ms.", "took 812.5 ms."), ("7 retries", "8 retries")),
+    "minutes": (("after 5 minutes", "after 12 minutes"), ("after 5 attempts", "after 12 attempts")),
+    "a span": (("took 1m 30s", "took 2h 1m 3s"), ("1m 30 errors", "1m 31 errors")),
+    "a UUID": (
+        ("job 123e4567-e89b-12d3-a456-426614174000", "job 98765432-AAAA-bbbb-cccc-ddddddddeeee"),
+        ("job 123e", "job 987f"),
+    ),
+    "hex": (("commit deadbeef01", "commit 0123456789abcdef0123456789abcdef01234567"), ("invalid 8d3f2", "invalid fa0b9")),
+    "an address": (("<X at 0x7f12ab34cd>", "<X at 0x55d0aa00ffee>"), ("<X at 5>", "<X at 6>")),
+    "an id with hex": (("call_0123abcd99", "call_fedc9876"), ("call_center2024_a", "call_center2024_b")),
+    "a Unix time": (("1763792054", "1763799999123"), ('{"id": 1763792054}', '{"id": 1763792055}')),
+    "a Unix time with a fraction": (
+        ('{"at": 1763792054.25}', '{"at": 1763799999.5}'),
+        ("loss 0.1763792054", "loss 0.1763792055"),
+    ),
+    "a line in escaped JSON": (
+        ('"{\\"x\\": 5}\\nline 7"', '"{\\"x\\": 5}\\nline 8"'),
+        ('"{\\"x\\": 5}\\nline 7"', '"{\\"x\\": 6}\\nline 7"'),
+    ),
+    "a time with a short date": (("due 22/11/2026 06:14", "due 01/12/2027 23:59"), ("on 22/11/2026", "on 23/11/2026")),
+    "a line": (("line 33969: javac: not found", "line 7: javac: not found"), ("line five", "line six")),
+    "a step": (("Current step 5/20", "Current step 6/20"), ("12 sheep", "13 sheep")),
+    "a pid": (("pid=12 and PID: 9", "pid=77812 and PID: 1"), ("rapid 5", "rapid 6")),
+    "a port": (("on port 8080", "on port 51234"), ("report 5", "report 6")),
+    "Codex's name of an output": (("Chunk ID: 8d3f21\nok", "Chunk ID: fa0b97\nok"), ("id: 8d3f21x", "id: fa0b97x")),
+    "the same in JSON": (('{"chunk_id": "8d3f21"}', '{"chunk_id": "fa0b97"}'), ('{"id": "8d3f21"}', '{"id": "fa0b97"}')),
+    "a position": (("a.py:12:5: error", "a.py:120: error"), ("ratio:0.5", "ratio:0.7")),
+    "a position in a makefile": (("Makefile:12: error", "Makefile:7: error"), ("done:50%", "done:60%")),
+    "a temporary path": (("see /tmp/abc/d.txt for", "see /tmp/x-1 for"), ("/tmpfile/a", "/tmpfile/b")),  # noqa: S108  # no file
+    "a rate of transfer": (("at 1.2 MB/s so far", "at 870 kB/s so far"), ("3 MB", "4 MB")),
+    "a rate of a bar": (("100%|##| 8/8 [12.31it/s]", "100%|##| 8/8 [9.2it/s]"), ("120 req/s", "95 req/s")),
+    "what is left to wait": (("45 % ETA 0:03:10", "45 % ETA 0:00:07"), ("45 % at 3 MB/s", "46 % at 3 MB/s")),
+    "a bar that was drawn again": (("get\n10%\r40%\rdone", "get\n30%\rdone"), ("10%\rdone", "10%\rfailed")),
+    "a request's own id": (("failed (req_8fKs92mXa01)", "failed (req_Zx81kQp3Tt)"), ("request_handler_1", "request_handler_2")),
+    "a request's id in JSON": (
+        ('{"request_id": "aB3dE9xY", "n": 1}', '{"request_id": "Zz91xxYt-0", "n": 1}'),
+        ('{"id": "101"}', '{"id": "102"}'),
+    ),
+    "a request's id in a header": (("x-request-id: aB3dE9xY", "x-request-id: 0b3dE9xY"), ("request_id: 12", "request_id: 13")),
+    "a trace's id": (
+        ("traceId=4bf92f3577b34da6x", "traceId=9bf92f3577b34da6y"),
+        ("customer cus_N3k2LLa91x", "customer cus_Zz1kkLLa1x"),
+    ),
+    "a nonce": (("nonce: 8fKs92", "nonce: Zx81kQ"), ("order aB3dE9xY81", "order Zz91xxYt81")),
+    "a set": (("{'b', 'a', 'c'}", "{'c', 'a', 'b'}"), ("['b', 'a']", "['a', 'b']")),
+    "a temporary path elsewhere": (("file:///var/tmp/a", "file:///var/tmp/b"), ("/home/x/tmp/a", "/home/x/tmp/b")),
 }
+"""What is left out: two results that differ in nothing else, and two of the kind that are not equal."""
 
 STAYS = [
     ('{"id": 101}', '{"id": 102}'),
     ('{"id":101}', '{"id":102}'),
-    ('{"id": "101"}', '{"id": "102"}'),
     ("id 101", "id 102"),
     ("id:101", "id:102"),
     ("ticket:101: a lamp is broken", "ticket:102: a lamp is broken"),
@@ -70,35 +94,15 @@ STAYS = [
     ("customerId: 5", "customerId: 6"),
     ('"{\\"id\\": 5}\\n"', '"{\\"id\\": 6}\\n"'),
     ('{"id": 10000101}', '{"id": 10000102}'),
-    ('{"id": 1763792054}', '{"id": 1763792055}'),
-    ('{"id": "8d3f21"}', '{"id": "fa0b97"}'),
     ("order 45000123", "order 45000124"),
     ("order 4500012345", "order 4500012346"),
     ("12345678 bytes", "23456789 bytes"),
     ("loss 0.12345678", "loss 0.12345679"),
-    ("loss 0.1763792054", "loss 0.1763792055"),
     ('{"opened":"2026-11-02"}', '{"opened":"2026-11-03"}'),
-    ("on 2026-11-22.", "on 2026-11-23."),
-    ("on 22/11/2026", "on 23/11/2026"),
-    ("20261122", "20261123"),
     ("Nov 2", "Nov 3"),
-    ("Sun Nov 22 2026", "Mon Nov 23 2026"),
-    ("Sun, 22 Nov 2026", "Mon, 23 Nov 2026"),
-    ("[22/Nov/2026]", "[23/Nov/2026]"),
-    ("-rw-r--r-- 1 root 4096 Nov 22  2025 a.py", "-rw-r--r-- 1 root 4096 Nov 23  2025 a.py"),
-    ("customer cus_N3k2LLa91x", "customer cus_Zz1kkLLa1x"),
-    ("order aB3dE9xY81", "order Zz91xxYt81"),
-    ("call_center2024_a", "call_center2024_b"),
-    ("request_handler_1", "request_handler_2"),
-    ("request_id: 12", "request_id: 13"),
-    ("120 req/s", "95 req/s"),
-    ("45 % at 3 MB/s", "46 % at 3 MB/s"),
-    ("3 MB", "4 MB"),
-    ("['b', 'a']", "['a', 'b']"),
     ("{'b', 'a'}", "{'b', 'c'}"),
     ("{'b': 'a', 'c': 'd'}", "{'b': 'd', 'c': 'a'}"),
     ("a\r\nb", "c\r\nb"),
-    ("10%\rdone", "10%\rfailed"),
     ("3 failed", "4 failed"),
     ("10 %", "20 %"),
     ("50%", "60%"),
@@ -106,30 +110,25 @@ STAYS = [
     ("0.5", "0.7"),
     ("1.2.3", "1.2.4"),
     ("deadline 5", "deadline 6"),
-    ("report 5", "report 6"),
-    ("12 sheep", "13 sheep"),
     ("abcdef", "fedcba"),
-    ("/home/x/tmp/a", "/home/x/tmp/b"),
-    ("/tmpfile/a", "/tmpfile/b"),  # noqa: S108  # no file
-    ("ratio:0.5", "ratio:0.7"),
-    ("done:50%", "done:60%"),
-    ("line five", "line six"),
     ("5 id: added", "5 id: faded"),
-    ("id: 8d3f21x", "id: fa0b97x"),
-    ("invalid 8d3f2", "invalid fa0b9"),
     ("a line 5", "a step 5"),
     ("exit code 1", "exit code 2"),
     ('{"count": 5}', '{"count": 6}'),
     ('{"count":5}', '{"count":6}'),
 ]
+"""More that is news."""
 
 
-@pytest.mark.parametrize(("one", "other"), GONE.values(), ids=GONE)
-def test_what_changes_by_itself_is_left_out(one: str, other: str) -> None:
-    """Two results that differ in nothing else are equal, and neither is empty."""
+@pytest.mark.parametrize(("equal", "unequal"), GONE.values(), ids=GONE)
+def test_what_changes_by_itself_is_left_out(equal: tuple[str, str], unequal: tuple[str, str]) -> None:
+    """Two results that differ in nothing else are equal, and neither is empty; what only looks like it stays."""
+    one, other = equal
     assert normalize(one) == normalize(other) != ""
     assert one != other
     assert may_be_equal(normalize_head(one), normalize_head(other))
+    one, other = unequal
+    assert normalize(one) != normalize(other)
 
 
 @pytest.mark.parametrize(("one", "other"), STAYS)

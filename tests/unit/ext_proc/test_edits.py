@@ -322,14 +322,26 @@ def test_an_edit_leaves_nothing_to_the_garbage_collector(every: bool) -> None:
     assert left == 0
 
 
-def test_a_body_of_many_small_values_is_left_alone() -> None:
-    """A KiB of them takes longer to read than a KiB of text, so such a body gets no note where one of text does."""
-    long = (b'"%b"' % (b"a" * 2**19), b"[%b0]" % (b"0," * 2**18))
-    text, numbers = [b'{"messages":[{"role":"user","content":[{"content":"a","type":%b}]}]}' % value for value in long]
+@pytest.mark.parametrize(
+    ("value", "noted"),
+    [
+        (b'"%b"' % (b"a" * 2**19), True),
+        (b"[%b0]" % (b"0," * 2**18), False),
+        (b'"%b"' % (b"\\n" * 2**18), False),
+        (b"[%b0]" % (b" " * 2**19), False),
+        (b'"%b"' % (b"a b\\n" + b"one word by another, so it goes " * 2**14), True),
+    ],
+    ids=["letters", "numbers", "escapes", "blanks", "words"],
+)
+def test_a_body_that_takes_long_to_read_is_left_alone(value: bytes, noted: bool) -> None:
+    """A KiB of small values, escapes or blanks takes longer than a KiB of text, so such a body gets no note."""
+    data = b'{"messages":[{"role":"user","content":[{"content":"a","type":%b}]}]}' % value
 
-    assert len(put_note(text)) > len(text)
-    with pytest.raises(NotEdited, match="inspect_limit"):
-        put_note(numbers)
+    if noted:
+        assert len(put_note(data)) > len(data)
+    else:
+        with pytest.raises(NotEdited, match="inspect_limit"):
+            put_note(data)
 
 
 @pytest.mark.parametrize("looks", [{}, {"similarity": "tail"}])

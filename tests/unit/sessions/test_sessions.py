@@ -30,6 +30,29 @@ def test_a_loop_spans_condensed_histories() -> None:
     assert sample(service, "requests_total", policy="agents", mode="enforce", action="reject") == 2
 
 
+def compacted(count: int, *, summary: str) -> bytes:
+    """A request whose history begins with a summary, behind which so many turns were added."""
+    made = as_chat([STUCK._replace(number=n, thought=f"Thought {summary} {n}.") for n in range(count)])
+    start = [{"role": "user", "content": "What did we do so far?"}, {"role": "assistant", "content": summary}]
+    return json.dumps({**made, "messages": [*start, *made["messages"]]}).encode()
+
+
+def test_a_summary_of_the_assistant_s_goes_on_with_its_session() -> None:
+    """A history that is compacted every two turns hides no loop; without a session's name, it would."""
+    bodies = [compacted(count, summary=summary) for summary in "abc" for count in range(3)]
+
+    assert send_all(make_service(agents()), bodies, session_id="s") == [200] * 4 + [429] * 2 + [200] + [429] * 2
+    assert send_all(make_service(agents()), bodies) == [200] * 9
+
+
+def test_runs_of_one_task_one_after_the_other_are_no_compacted_history() -> None:
+    """An agent whose history is compacted to the same words after each turn sends the same, so it is not stopped either."""
+    start = as_chat([])
+    requests = [start, as_chat([STUCK])] * 5
+
+    assert send_all(make_service(agents()), [json.dumps(each).encode() for each in requests], session_id="s") == [200] * 10
+
+
 @pytest.mark.parametrize(("keys", "named"), [({}, {}), ({"session": None}, {"session_id": "s"})], ids=["request", "policy"])
 def test_without_a_session_a_request_is_all_that_is_known(keys: dict[str, Any], named: dict[str, str]) -> None:
     """Where the request names none, or the policy has none, turns of which each request shows one are not brought together."""
