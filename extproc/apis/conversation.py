@@ -255,9 +255,14 @@ class Conversation:
         """Whether earlier turns are not in the messages: the server keeps them, or a plain prompt contains them."""
         return bool(self.before.after) or self.before.in_words
 
+    @property
+    def shows_lists(self) -> bool:
+        """Whether all lists of tools are in the keys of the body that are read."""
+        return len(self.shape.path) == 1
+
     def find_offer(self) -> str:
         """Whether the request offers tools: `TOOLS` or `NO_TOOLS`; empty if unknown."""
-        if len(self.shape.path) > 1:
+        if not self.shows_lists:
             return ""
         if _holds_any(_get_tools(self._body)):
             return TOOLS
