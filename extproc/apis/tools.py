@@ -83,7 +83,7 @@ class ToolReader:
         conversation = document.conversation
         if not isinstance(conversation, Conversation) or not conversation.shows_lists:
             return self._may_hold(bytes(document), tools)
-        return any([self._may_hold(bytes(conversation.find_field(key) or b""), tools) for key in TOOL_KEYS])
+        return any(self._may_hold(bytes(conversation.find_field(key) or b""), tools) for key in TOOL_KEYS)
 
     def _may_hold(self, raw: bytes, tools: Collection[str]) -> bool:
         if raw.find(b"\\") >= 0 and (raw.find(b"\\u") >= 0 or raw.find(b"\\/") >= 0):
