@@ -8,6 +8,8 @@ To edit a body, the same parts are found by their offsets; see `Patch`.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -15,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
+from extproc.apis.known import KNOWS, LONGEST, KnownConversation, KnownMessage, find_place
 from extproc.apis.messages import TEXT, Part
 from extproc.apis.places import Place
 from extproc.request.document import (
@@ -119,6 +122,7 @@ class Shape:
         kept: other keys of such a body that refer to earlier messages.
         look_back: returns what a body says about earlier messages; None if every request shows its whole history.
         locate: returns where a note can be put into a message of an edited body; None if no note can be put there.
+        mark: what each body with a message of the assistant's has in it, outside of texts; empty if nothing is known of bodies.
         fallback: other APIs use the key for something else, so those are tried first.
     """
 
@@ -131,6 +135,7 @@ class Shape:
         "kept",
         "locate",
         "look_back",
+        "mark",
         "message",
         "name_speaker",
         "path",
@@ -151,6 +156,7 @@ class Shape:
         look_back: Callable[[Any], Before] | None = None,
         locate: Callable[[Patch, Any, Value], list[Place]] | None = None,
         *,
+        mark: bytes = b"",
         fallback: bool = False,
     ) -> None:
         self.path = path
@@ -165,6 +171,7 @@ class Shape:
         self.joins = joins
         self.look_back = look_back or know_nothing
         self.locate = locate
+        self.mark = mark
         self.fallback = fallback
 
 
@@ -174,21 +181,34 @@ class Message:
     Attributes:
         shape: see `Shape`.
         speaker: who says it.
-        value: the message as a struct of the shape.
         place: index among the messages.
         joined: calls before it that were made at once with it.
+        known: what is known of it from an earlier body, and for later ones; None for nothing.
     """
 
-    __slots__ = ("_parts", "joined", "place", "shape", "speaker", "value")
+    __slots__ = ("_conversation", "_parts", "joined", "known", "place", "shape", "speaker")
 
-    def __init__(self, shape: Shape, speaker: str, value: Any, place: int, parts: list[Part] | None = None) -> None:  # noqa: ANN401  # of the shape's
-        """Store a message, and its parts if these are known."""
+    def __init__(
+        self, shape: Shape, speaker: str, place: int, conversation: Conversation | None, parts: list[Part] | None = None
+    ) -> None:
+        """Take a message of a conversation; None for a part of one that stands for a message of its own, with these parts."""
         self.shape = shape
         self.speaker = speaker
-        self.value = value
         self.place = place
         self.joined: list[Message] | None = None
+        self._conversation = conversation
         self._parts = parts
+        known = conversation.known if conversation is not None else None
+        self.known: KnownMessage | None = known.messages[place] if known is not None else None
+
+    @property
+    def value(self) -> Any:  # noqa: ANN401  # of the shape's
+        """The message as a struct of the shape; empty for a part of one."""
+        return self.shape.message() if self._conversation is None else self._conversation.open_message(self.place)
+
+    def divide(self, said: Sequence[tuple[str, str]]) -> list[Message]:
+        """Messages for parts of its text, given who says them and the text."""
+        return [Message(self.shape, speaker, self.place, None, [Part(TEXT, text)]) for speaker, text in said]
 
     def join(self, older: Message) -> None:
         """Add the preceding call, which was made at once with this one."""
@@ -236,19 +256,24 @@ class Conversation:
         shape: the format of the messages.
         model: the model's name; empty if the request names none.
         before: the part of the conversation that is not in the messages.
+        known: what is known of the messages, and for later bodies; None for nothing.
+        earlier: what is known of the messages of an earlier body, which begin this one; None for nothing.
         transcript: the result of `read_transcript`, or its exception.
     """
 
-    __slots__ = ("_body", "_messages", "before", "model", "shape", "transcript")
+    __slots__ = ("_body", "_data", "_messages", "before", "earlier", "known", "model", "shape", "transcript")
 
-    def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str) -> None:  # noqa: ANN401  # of all keys
-        """Store messages as structs of the shape, or as values if the whole body was decoded."""
+    def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
+        """Store messages as structs of the shape, or as values if the whole body was decoded; None for those that are known."""
         self._body = body
+        self._data = data
+        self.known: KnownConversation | None = None
+        self.earlier: KnownConversation | None = None
         self.transcript: Any = None
         self.shape = shape
         self.model = model
         self.before: Before = shape.look_back(body)
-        self._messages = messages
+        self._messages = messages if isinstance(messages, list) else list(messages)
 
     @property
     def elsewhere(self) -> bool:
@@ -294,9 +319,9 @@ class Conversation:
             NotCounted: one of them cannot be read.
         """
         for place in range(min(len(self._messages), _MAX_OLDEST)):
-            value = self._open_message(place)
-            if self.shape.name_speaker(value) == USER:
-                texts = [open_value(part.value) for part in self.shape.read(value) if part.kind == TEXT]
+            if self.name_speaker(place) == USER:
+                read = self.shape.read(self.open_message(place))
+                texts = [open_value(part.value) for part in read if part.kind == TEXT]
                 words = "".join([text for text in texts if isinstance(text, str)])
                 if words:
                     return words
@@ -308,14 +333,7 @@ class Conversation:
         Raises:
             NotCounted: there are too many messages.
         """
-        self._check_count()
-        name_speaker, found = self.shape.name_speaker, []
-        for place in range(len(self._messages)):
-            value = self._open_message(place)
-            speaker = name_speaker(value)
-            if speaker:
-                found.append((speaker, value))
-        return found
+        return [(speaker, self.open_message(place)) for place, speaker in enumerate(self.list_speakers()) if speaker]
 
     def list_speakers(self) -> list[str]:
         """The speaker of each message, the oldest first; empty for a thought.
@@ -324,7 +342,15 @@ class Conversation:
             NotCounted: there are too many messages.
         """
         self._check_count()
-        return [self.shape.name_speaker(self._open_message(place)) for place in range(len(self._messages))]
+        if self.known is not None:
+            return [message.speaker for message in self.known.messages]
+        return [self.name_speaker(place) for place in range(len(self._messages))]
+
+    def name_speaker(self, place: int) -> str:
+        """The speaker of the message at a place; empty for a thought."""
+        if self.known is not None:
+            return self.known.messages[place].speaker
+        return self.shape.name_speaker(self.open_message(place))
 
     def is_prefilled(self) -> bool:
         """Whether the newest message is the assistant's, so that the model has to continue it.
@@ -333,18 +359,17 @@ class Conversation:
             NotCounted: that message cannot be read.
         """
         for place in range(len(self._messages) - 1, -1, -1):
-            speaker = self.shape.name_speaker(self._open_message(place))
+            speaker = self.name_speaker(place)
             if speaker:
                 return speaker == ASSISTANT
         return False
 
     def _read_each(self) -> Iterator[Message]:
-        count, name_speaker = len(self._messages), self.shape.name_speaker
+        count = len(self._messages)
         for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):
-            value = self._open_message(place)
-            speaker = name_speaker(value)
+            speaker = self.name_speaker(place)
             if speaker:
-                yield Message(self.shape, speaker, value, place)
+                yield Message(self.shape, speaker, place, self)
         self._check_count()
 
     def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
@@ -367,10 +392,14 @@ class Conversation:
         if len(self._messages) > MAX_STEPS:
             raise NotCounted("inspect_limit")
 
-    def _open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
+    def open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
         """A message as a struct of the shape; empty if its values have unexpected types."""
         value = self._messages[place]
         if type(value) is self.shape.message:
+            return value
+        if self.known is not None:
+            known = self.known.messages[place]
+            value = self._messages[place] = decode_json(self._data[known.start : known.end], self.shape.decode)
             return value
         try:
             return decode_json(write_canonical(value), self.shape.decode)
@@ -387,6 +416,7 @@ class Shapes:
         self._body: Any = _make_body(self._shapes)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
+        self._known = [_KnownShape(shape, self._body) for shape in self._shapes if shape.mark] if KNOWS else []
 
     def open_conversation(self, document: Document) -> Conversation:
         """The conversation in a body, in the first shape that matches; all callers share it.
@@ -457,6 +487,11 @@ class Shapes:
         data = document.data()
         if not data:
             raise NotCounted("no_messages")
+        if len(data) <= LONGEST and not document.shortened:
+            for known in self._known:
+                found = known.open_conversation(data)
+                if found is not None:
+                    return found
         try:
             body = value = decode_json(data, self._decode)
         except ValidationError:
@@ -478,6 +513,58 @@ class Shapes:
         named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
         raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
         return self._body(model=named, **raw)
+
+
+_NEW: Final = f"new messages {os.urandom(16).hex()}"
+"""A key for messages that are not known, which nobody else can use."""
+
+
+class _KnownShape:
+    """Reads bodies of one shape whose older messages may be known."""
+
+    def __init__(self, shape: Shape, body: type[Struct]) -> None:
+        key = shape.path[0]
+        self._shape = shape
+        self._key = f'"{key}"'.encode()
+        self._opens = re.compile(rf'"{key}"[ \t\r\n]*:[ \t\r\n]*\[[ \t\r\n]*'.encode())
+        kept = [field for field in fields(body) if field.type is Raw or field.name == "model"]
+        typed = [field.name for field in fields(body) if field not in kept]
+        keys = [
+            ("model", str | None, None),
+            *[(field.name, Raw, ABSENT) for field in fields(body) if field.name != "model"],
+        ]
+        rename = {"new": _NEW}
+        message: Any = shape.message
+        made = defstruct("KnownBody", [*keys, ("new", list[message] | None, None)], gc=False, rename=rename)
+        raw = defstruct("NewMessages", [("new", list[Raw] | None, None)], gc=False, rename=rename)
+        self._decode: Any = json.Decoder(made).decode
+        self._decode_raw: Any = json.Decoder(raw).decode
+        self._get_typed = attrgetter(*typed)
+        self._name = f'"{_NEW}"'.encode()
+
+    def open_conversation(self, data: bytes) -> Conversation | None:
+        """The conversation in a body; None if it is not where it is looked for, or the body has anything unexpected."""
+        place = find_place(data, self._key, self._opens, self._shape.mark)
+        if place is None:
+            return None
+        left = place.cut_known(self._name)
+        try:
+            body = self._decode(left)
+            raws = self._decode_raw(left).new
+        except (NotCounted, ValueError, RecursionError):
+            return None
+        if raws is None or any(value is not ABSENT for value in self._get_typed(body)):
+            return None
+        shape = self._shape
+        new = body.new
+        known = place.remember(raws, [shape.name_speaker(value) for value in new])
+        if known is None or not known.messages:
+            return None
+        conversation = Conversation(shape, [None] * place.count + new, body, body.model or "", data)
+        conversation.known = known
+        if place.known is not None and place.count == len(place.known.messages):
+            conversation.earlier = place.known
+        return conversation
 
 
 def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's

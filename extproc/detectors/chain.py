@@ -4,15 +4,14 @@ That place is what the user said first, and all that the assistant did since. An
 calls. Ids, thoughts and results say nothing here: clients make ids anew, and cut thoughts and results out of older messages.
 Messages that the assistant sends one after the other are one.
 
-A client sends its history again with each request, longer by a turn. So all turns but the newest are known by their bytes, and
-where they are not, each message is.
+What a message showed in an earlier body is known; see `known.py`. Where the body is not, each message is by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 from msgspec import json
@@ -42,13 +41,9 @@ _LONGEST_NAMES: Final = 256
 """This many messages are in a generation of those that are known, by themselves or, if they are longer, by a hash. None has
 more calls, or longer names of tools. They take 0.7 KB each, and 60 MB in all under attack."""
 
-_MOST_BYTES: Final = 16 * 2**20
-_LONGEST_HISTORY: Final = 128 * 2**10
-"""In bytes: a generation of the histories that are known, and the longest of these."""
-
-_CALL_BYTES: Final = 400
-_TURN_BYTES: Final = 600
-"""What is known of one, at most, without its name."""
+_MOST_CALLS_KEPT: Final = 2
+_LONGEST_NAMES_KEPT: Final = 64
+"""What is kept with a message of a known conversation has no more."""
 
 _NO_CALL: Final = bytes(CALL_DIGEST)
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
@@ -102,38 +97,6 @@ class ShownMessage(NamedTuple):
 _KNOWN: Final[Memo[bytes, ShownMessage]] = Memo(_MOST_KNOWN)
 
 
-class _History:
-    """The turns that a request has shown.
-
-    Attributes:
-        turns: the oldest first.
-        steps: as of a message.
-        fractions: as of a message.
-        size: what that takes, in bytes.
-        place: where a request stands that shows these; None until it is asked for.
-    """
-
-    __slots__ = ("fractions", "place", "size", "steps", "turns")
-
-    def __init__(self, turns: list[ShownMessage], steps: int, fractions: int, size: int) -> None:
-        self.turns = turns
-        self.steps = steps
-        self.fractions = fractions
-        self.size = size
-        self.place: ChainPlace | None = None
-
-
-_HistoryKey: TypeAlias = tuple[Any, bytes, bytes]
-"""How messages are read; which of the assistant's begin a turn; and what the user said first and all of these, as JSON."""
-
-
-def _measure(key: _HistoryKey, history: _History) -> int:
-    return len(key[1]) + len(key[2]) + history.size
-
-
-_HISTORIES: Final[Memo[_HistoryKey, _History]] = Memo(_MOST_BYTES, _measure)
-
-
 class ChainPlace:
     """Where a request stands; each but `depth` a hash of 16 bytes, empty where there is none; never changed.
 
@@ -171,29 +134,33 @@ class Transcript:
     """What a conversation shows.
 
     Attributes:
-        first: what the user said first; None for nothing.
+        first: index of the message with what the user said first; -1 for none.
         turns: of the assistant, the oldest first; messages of its own that stand side by side are one turn.
-        history: what is kept of them; None where there are none.
+        goes_on: the newest message is the assistant's.
+        steps: as of a message.
+        fractions: as of a message.
         before: the place without the newest turn; None where it is not known.
         places: what `find_place` has found: for all turns, and for all but a newest one that is prefilled.
     """
 
-    __slots__ = ("before", "first", "history", "places", "turns")
+    __slots__ = ("before", "first", "fractions", "goes_on", "places", "steps", "turns")
 
-    def __init__(
-        self,
-        first: Any,  # noqa: ANN401  # of the shape's
-        turns: list[ShownMessage],
-        history: _History | None = None,
-        before: ChainPlace | None = None,
-    ) -> None:
-        self.first = first
-        self.turns = turns
-        self.history = history
-        self.before = before
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.first = -1
+        self.turns: list[ShownMessage] = []
+        self.goes_on = False
+        self.steps = 0
+        self.fractions = 0
+        self.before: ChainPlace | None = None
         self.places: dict[bool, ChainPlace | None] = {}
-        if history is not None and history.place is not None:
-            self.places[False] = history.place
+
+    def take(self, earlier: Transcript) -> None:
+        """Go on from an earlier one, which takes as much of the bounds as if it was read."""
+        walk(earlier.steps, earlier.fractions)
+        self.first = earlier.first
+        self.turns = earlier.turns.copy()
+        self.before = earlier.places.get(False)
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
@@ -236,58 +203,68 @@ def digest_tool(name: str) -> bytes:
 
 
 def _read(conversation: Conversation) -> Transcript:
-    """What a conversation shows. Turns that an earlier request has shown are known, and take as much of the bounds."""
-    shape, first, goes_on = conversation.shape, None, False
-    values: list[Any] = [None]  # what the user said first, and what the assistant did
-    begins = bytearray()  # whether a turn begins with a message of the assistant's
-    for speaker, value in conversation.list_spoken():
-        if speaker == ASSISTANT:
-            values.append(value)
-            begins.append(not goes_on)
-            goes_on = True
-        else:
-            if first is None and speaker == USER:
-                values[0] = first = value
-            goes_on = False
-    if not begins:
-        return Transcript(first, [])
-    last = begins.rfind(True)
-    every, newest = _encode(values), _encode(values[last + 1 :])
-    whole: _HistoryKey = shape.read, bytes(begins), every[:-1]
-    short = len(every) <= _LONGEST_HISTORY
-    # Once it is part of a longer one, a history hardly comes again.
-    known = _HISTORIES.take((shape.read, whole[1][:last], every[: -len(newest)])) if short else None
-    again = _HISTORIES.get(whole) if short and known is None else None
-    if again is not None:
+    """What a conversation shows. What an earlier request has shown is known, and takes as much of the bounds."""
+    known, earlier = conversation.known, conversation.earlier
+    if known is not None and known.transcript is not None:
+        again: Transcript = known.transcript
         walk(again.steps, again.fractions)
-        return Transcript(first, again.turns, again)
+        return again
+    made, begins = Transcript(), 0
     steps, fractions = count_left()
-    turns, size, before = [], 0, None
-    if known is not None:
-        walk(known.steps, known.fractions)
-        turns, size, before = known.turns.copy(), known.size, known.place
-    else:
-        last = 0
-    groups: list[list[ShownMessage]] = []
-    for place in range(last, len(begins)):
-        message = _look(shape, values[place + 1])
-        if begins[place]:
-            groups.append([message])
-        else:
-            groups[-1].append(message)
-        size += _TURN_BYTES + sum([_CALL_BYTES + 4 * len(call.tool) for call in message.calls])
-    turns += [_join(group) if group[1:] else group[0] for group in groups]
+    if earlier is not None and earlier.transcript is not None and not earlier.transcript.goes_on:
+        made.take(earlier.transcript)
+        begins = len(earlier.messages)
+    groups = _list_groups(conversation, begins, made)
+    made.turns += [_join(group) if group[1:] else group[0] for group in groups]
+    if len(groups) != 1:
+        made.before = None
     steps_left, fractions_left = count_left()
-    history = _History(turns, steps - steps_left, fractions - fractions_left, size)
-    if short:
-        _HISTORIES.put(whole, history)
-    return Transcript(first, turns, history, before)
+    made.steps, made.fractions = steps - steps_left, fractions - fractions_left
+    if known is not None and all(_is_small(shown) for group in groups for shown in group):
+        known.transcript = made
+    return made
+
+
+def _list_groups(conversation: Conversation, begins: int, made: Transcript) -> list[list[ShownMessage]]:
+    """The assistant's messages from a place on, those together that stand side by side; notes how they begin and end."""
+    groups: list[list[ShownMessage]] = []
+    speakers = conversation.list_speakers()
+    for place in range(begins, len(speakers)):
+        speaker = speakers[place]
+        if speaker == ASSISTANT:
+            if not made.goes_on:
+                groups.append([])
+            groups[-1].append(_look_at(conversation, place))
+            made.goes_on = True
+        elif speaker:
+            if speaker == USER and made.first < 0:
+                made.first = place
+            made.goes_on = False
+    return groups
 
 
 def _join(messages: list[ShownMessage]) -> ShownMessage:
     """What messages that stand side by side show."""
     calls = [call for message in messages for call in message.calls]
     return ShownMessage(digest(b"".join([message.hash for message in messages]), _ID), calls)
+
+
+def _is_small(shown: ShownMessage) -> bool:
+    """Whether it takes as little room as what is kept with a known message may take."""
+    return len(shown.calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in shown.calls]) <= _LONGEST_NAMES_KEPT
+
+
+def _look_at(conversation: Conversation, place: int) -> ShownMessage:
+    """What the message at a place shows."""
+    known = conversation.known.messages[place] if conversation.known is not None else None
+    if known is not None and known.shown is not None:
+        kept: ShownMessage = known.shown
+        walk(kept.steps, kept.fractions)
+        return kept
+    shown = _look(conversation.shape, conversation.open_message(place))
+    if known is not None and _is_small(shown):
+        known.shown = shown
+    return shown
 
 
 def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the shape's
@@ -334,12 +311,10 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
     turns, place = shown.turns[:-1] if prefilled else shown.turns, None
     if len(turns) <= _MOST_SHOWN:
         with suppress(NotCounted):
-            opening = _look(conversation.shape, shown.first).hash if shown.first is not None else b""
+            opening = _look_at(conversation, shown.first).hash if shown.first >= 0 else b""
             place = ChainPlace(opening, [turn.hash for turn in turns], None if prefilled else shown.before)
         start_looking()
     shown.places[prefilled] = place
-    if shown.history is not None and not prefilled:
-        shown.history.place = place
     return place
 
 

@@ -28,7 +28,7 @@ from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_eq
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
-from extproc.request.document import ABSENT, Document, write_canonical
+from extproc.request.document import ABSENT, Document, count_left, walk, write_canonical
 
 _NEXT: Final = "\x1e"  # a record separator (ASCII), which texts hardly hold
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
@@ -45,6 +45,11 @@ _MOST_KNOWN: Final = 4_096
 
 MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
+
+_FREE: Final = 4
+_MOST_NAMES_KEPT: Final = 2
+_LONGEST_NAMES_KEPT: Final = 64
+"""An action that takes more of the bounds, or has more or longer names, is not kept with a known message."""
 
 _KNOWN: Final = 1
 _RETURNED: Final = 2
@@ -153,6 +158,25 @@ class Reading:
         return "".join(list_texts(newest.read_parts()))
 
 
+class KnownAction:
+    """What one message of the assistant's does, for later requests that show it as well; never changed.
+
+    Attributes:
+        ignored: names of arguments that were taken for thoughts.
+        names: as of a Turn.
+        id: as of a Turn.
+        hash: what was done, in 8 bytes.
+    """
+
+    __slots__ = ("hash", "id", "ignored", "names")
+
+    def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
+        self.ignored = ignored
+        self.names = action.names
+        self.id = digest(action.spelled, _ID)
+        self.hash = digest(action.spelled)
+
+
 class Turn:
     """One turn of a request; nothing of it is read before it is asked for.
 
@@ -165,12 +189,14 @@ class Turn:
     __slots__ = (
         "_action",
         "_behind",
+        "_cost",
         "_evidence",
         "_failed",
         "_failure",
         "_failure_id",
         "_head",
         "_ids",
+        "_known_action",
         "_mark",
         "_message",
         "_normal",
@@ -200,6 +226,12 @@ class Turn:
         self._message = message
         self._behind = behind
         self._action: AssistantAction | None = None
+        self._cost = -1
+        self._known_action: KnownAction | None = None
+        if message is not None and message.known is not None and message.joined is None:
+            self._known_action = message.known.action
+            if self._known_action is not None and self._known_action.ignored != reading.ignored:
+                self._known_action = None
         self._evidence = -1
         self._words: bytes | None = None
         self._mark: str | None = None
@@ -216,8 +248,20 @@ class Turn:
 
     @property
     def parts(self) -> list[Part]:
-        """What stands in the assistant's message."""
-        return self._message.read_parts() if self._message is not None else []
+        """What stands in the assistant's message. A few parts take nothing of the bounds before results are read."""
+        message = self._message
+        if message is None:
+            return []
+        if self._cost >= 0:
+            return message.read_parts()
+        steps, fractions = count_left()
+        parts = message.read_parts()
+        steps_left, fractions_left = count_left()
+        self._cost = steps - steps_left
+        if self._cost > _FREE or fractions != fractions_left:
+            self._cost = 0
+        walk(-self._cost)
+        return parts
 
     @property
     def said(self) -> str:
@@ -228,9 +272,20 @@ class Turn:
     def action(self) -> AssistantAction:
         """What the assistant did; nothing where that is not known."""
         if self._action is None:
+            _, fractions = count_left()
             action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
             self._action = action if action.names or not self.known else self._read_failed_call() or action
+            if action.names and self._cost > 0 and count_left()[1] == fractions:
+                self._keep_action(action)
         return self._action
+
+    def _keep_action(self, action: AssistantAction) -> None:
+        """Let later requests know it, unless it takes more room than a known message may."""
+        message = self._message
+        if message is None or message.known is None or message.joined is not None:
+            return
+        if len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT:
+            message.known.action = self._known_action = KnownAction(self._reading.ignored, action)
 
     def _read_failed_call(self) -> AssistantAction | None:
         """The call that the harness left out of the history, by what it says of it."""
@@ -241,6 +296,8 @@ class Turn:
     def may_do_as(self, other: Turn) -> bool:
         """False where it is certain, without reading it, that something else was done than in another turn."""
         message = self._message
+        if self._known_action is not None:
+            return True
         if other._mark is None:  # a part of its action that no request spells otherwise
             other._mark = find_mark(other.action).decode("latin-1")
         if self._action is not None or message is None or message.joined is not None or not other._mark:
@@ -250,7 +307,12 @@ class Turn:
     @property
     def names(self) -> tuple[str, ...]:
         """The tools, or the first word of the command."""
-        return self.action.names
+        return self._known_action.names if self._known_action is not None else self.action.names
+
+    @property
+    def action_id(self) -> bytes:
+        """16 bytes that tell what was done from all else."""
+        return self._known_action.id if self._known_action is not None else digest(self.action.spelled, _ID)
 
     @property
     def result(self) -> str:
@@ -395,6 +457,8 @@ class Turn:
     @property
     def action_hash(self) -> bytes:
         """What was done, in 8 bytes; zeros where that is not known."""
+        if self._known_action is not None:
+            return self._known_action.hash
         return digest(self.action.spelled) if self.known else bytes(_DIGEST)
 
     def reduce(self) -> Reduced:
@@ -420,6 +484,7 @@ class Turn:
         for part in self.parts:  # what the server itself brought back stands in the assistant's own message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
+        walk(max(self._cost, 0))
         behind = self._behind[::-1]
         for message in [message for message in behind if message.speaker not in HARNESS] or behind:
             for part in message.read_parts():
@@ -558,7 +623,7 @@ def same_action(one: AnyTurn, other: AnyTurn) -> bool:
     if isinstance(one, Turn) and isinstance(other, Turn):
         if one.known != other.known or not other.may_do_as(one):
             return False
-        return one.action.spelled == other.action.spelled
+        return one.action_id == other.action_id
     one, other = one.reduce(), other.reduce()
     return one.known == other.known and one.action_hash == other.action_hash
 
