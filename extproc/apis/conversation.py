@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
-from extproc.apis.known import KNOWS, LONGEST, KnownConversation, KnownMessage, find_place
+from extproc.apis.known import LONGEST, KnownConversation, KnownMessage, find_place
 from extproc.apis.messages import TEXT, Part
 from extproc.apis.places import Place
 from extproc.request.document import (
@@ -416,7 +416,7 @@ class Shapes:
         self._body: Any = _make_body(self._shapes)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
-        self._known = [_KnownShape(shape, self._body) for shape in self._shapes if shape.mark] if KNOWS else []
+        self._known = [_KnownShape(shape, self._body) for shape in self._shapes if shape.mark]
 
     def open_conversation(self, document: Document) -> Conversation:
         """The conversation in a body, in the first shape that matches; all callers share it.
@@ -527,36 +527,26 @@ class _KnownShape:
         self._shape = shape
         self._key = f'"{key}"'.encode()
         self._opens = re.compile(rf'"{key}"[ \t\r\n]*:[ \t\r\n]*\[[ \t\r\n]*'.encode())
-        kept = [field for field in fields(body) if field.type is Raw or field.name == "model"]
-        typed = [field.name for field in fields(body) if field not in kept]
-        keys = [
-            ("model", str | None, None),
-            *[(field.name, Raw, ABSENT) for field in fields(body) if field.name != "model"],
-        ]
-        rename = {"new": _NEW}
-        message: Any = shape.message
-        made = defstruct("KnownBody", [*keys, ("new", list[message] | None, None)], gc=False, rename=rename)
-        raw = defstruct("NewMessages", [("new", list[Raw] | None, None)], gc=False, rename=rename)
-        self._decode: Any = json.Decoder(made).decode
-        self._decode_raw: Any = json.Decoder(raw).decode
-        self._get_typed = attrgetter(*typed)
+        names = [field.name for field in fields(body) if field.name != "model"]
+        keys = [("model", str | None, None), *[(name, Raw, ABSENT) for name in names], ("new", list[Raw] | None, None)]
+        self._decode: Any = json.Decoder(defstruct("KnownBody", keys, gc=False, rename={"new": _NEW})).decode
+        self._get_typed = attrgetter(*[field.name for field in fields(body) if field.name in names and field.type is not Raw])
         self._name = f'"{_NEW}"'.encode()
 
     def open_conversation(self, data: bytes) -> Conversation | None:
         """The conversation in a body; None if it is not where it is looked for, or the body has anything unexpected."""
-        place = find_place(data, self._key, self._opens, self._shape.mark)
+        shape = self._shape
+        place = find_place(data, self._key, self._opens, shape.mark)
         if place is None:
             return None
-        left = place.cut_known(self._name)
         try:
-            body = self._decode(left)
-            raws = self._decode_raw(left).new
+            body = self._decode(place.cut_known(self._name))
+            raws = body.new
+            if raws is None or any(value is not ABSENT for value in self._get_typed(body)):
+                return None
+            new = [shape.decode(raw) for raw in raws]
         except (NotCounted, ValueError, RecursionError):
             return None
-        if raws is None or any(value is not ABSENT for value in self._get_typed(body)):
-            return None
-        shape = self._shape
-        new = body.new
         known = place.remember(raws, [shape.name_speaker(value) for value in new])
         if known is None or not known.messages:
             return None

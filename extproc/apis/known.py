@@ -1,43 +1,35 @@
 """Conversations that were read before: a client sends its history again with each request, longer by a turn.
 
-What is known of a body is found by its bytes, in one pass over them. A conversation is looked up by everything up to the first
-message of the assistant's. From there on its bytes are compared piece by piece, each by a hash, up to the first piece that is
-not as it was. Only what follows is decoded.
-
-The hash is Python's own (SipHash, with a key that each process draws at random), so nobody outside can make two pieces that are
-taken for one another. What is kept of a message depends on its bytes alone, so it does not matter who sent it.
+What is known of a body is found by its bytes. A conversation is looked up by everything up to the first message of the
+assistant's. From there on its bytes are compared piece by piece, up to the first piece that is not as it was. Only what follows
+is decoded. What is kept of a message depends on its bytes alone, so it does not matter who sent it.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any, Final, TypeAlias
 
 from extproc.bounded import Memo
 
-KNOWS: Final = os.environ.get("PYTHONHASHSEED", "random") == "random"
-"""Whether this process draws a key; with a given one, nothing is taken for known."""
-
 LONGEST: Final = 256 * 2**10
 """Longest body that is known, in bytes; of longer ones, objects are counted first."""
 
-_MOST_BYTES: Final = 24 * 2**20
+_MOST_BYTES: Final = 32 * 2**20
 """In a generation."""
 
 _MESSAGE_BYTES: Final = 600
-"""What is kept of one, on average at most: half of them are the assistant's, and have up to two calls."""
+"""What is kept of one beside its bytes. Half of them are the assistant's, which take twice as much with two calls."""
 
 _PIECE: Final = 2_048
 _FINE: Final = 4
 """Pieces have this many bytes at least, but each of the newest messages is a piece, because clients change those."""
 
-_SPACE: Final = re.compile(rb"[ \t\r\n]*")
 _NEXT: Final = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
 _END: Final = re.compile(rb"[ \t\r\n]*\]")
 
-Piece: TypeAlias = tuple[int, int, int]
-"""Where it ends, its hash, and the number of messages up to there."""
+Piece: TypeAlias = tuple[int, bytes, int]
+"""Where it ends, its bytes, and the number of messages up to there."""
 
 
 class KnownMessage:
@@ -78,15 +70,12 @@ class KnownConversation:
         self.transcript: Any = None
 
 
-_Key: TypeAlias = tuple[int, int, int]
-"""Where the first message begins, where the first one of the assistant's does, and a hash of all up to there."""
+def _measure(head: bytes, known: KnownConversation) -> int:
+    return len(head) + (known.pieces[-1][0] if known.pieces else 0) + _MESSAGE_BYTES * len(known.messages)
 
 
-def _measure(_: _Key, known: KnownConversation) -> int:
-    return _MESSAGE_BYTES * len(known.messages)
-
-
-_KNOWN: Final[Memo[_Key, KnownConversation]] = Memo(_MOST_BYTES, _measure)
+_KNOWN: Final[Memo[bytes, KnownConversation]] = Memo(_MOST_BYTES, _measure)
+"""By everything up to the first message of the assistant's."""
 
 
 class Place:
@@ -94,42 +83,39 @@ class Place:
 
     Attributes:
         key: where the key before them begins.
-        start: where the first one begins.
         known: what an earlier body had at this place; None for nothing.
         count: this many of its messages are in this body as well.
         end: where the last of these ends.
     """
 
-    __slots__ = ("_data", "_first", "_matched", "_name", "count", "end", "key", "known", "start")
+    __slots__ = ("_data", "_first", "_head", "_matched", "count", "end", "key", "known")
 
     def __init__(self, data: bytes, key: int, start: int, first: int) -> None:
         """Look for the conversation; `first` is where the first message of the assistant's tells who speaks."""
         self._data = data
         self._first = first
         self.key = key
-        self.start = self.end = start
+        self.end = start
         self.count = 0
         self._matched: list[Piece] = []
-        view = memoryview(data)
-        self._name = start, first, hash(view[:first])
-        self.known = _KNOWN.get(self._name)
+        self._head = data[:first]
+        self.known = _KNOWN.get(self._head)
         if self.known is not None:
             at = first
             for piece in self.known.pieces:
-                end, known_hash, count = piece
-                if hash(view[at:end]) != known_hash:
+                if not data.startswith(piece[1], at):
                     break
-                at = self.end = end
-                self.count = count
+                at = self.end = piece[0]
+                self.count = piece[2]
                 self._matched.append(piece)
 
     def cut_known(self, name: bytes) -> bytes:
         """The body without the messages that are known; the rest stands below another key, a JSON string."""
-        data, at = self._data, self.end
+        view, at = memoryview(self._data), self.end
         if self.count:
-            found = _NEXT.match(data, at)
+            found = _NEXT.match(self._data, at)
             at = found.end() if found is not None else at
-        return b"%b%b:[%b" % (data[: self.key], name, data[at:])
+        return b"".join([view[: self.key], name, b":[", view[at:]])
 
     def remember(self, raws: list[Any], speakers: list[str]) -> KnownConversation | None:
         """Keep all messages, given the new ones in order; None if they are not where they were looked for."""
@@ -149,18 +135,18 @@ class Place:
             return None
         known = self.known
         if known is not None:
-            _KNOWN.take(self._name)
+            _KNOWN.take(self._head)
             if not messages and self.count == len(known.messages):  # it came again
-                _KNOWN.put(self._name, known)
+                _KNOWN.put(self._head, known)
                 return known
             messages = known.messages[: self.count] + messages
         made = KnownConversation(messages, self._cut(messages))
-        _KNOWN.put(self._name, made)
+        _KNOWN.put(self._head, made)
         return made
 
     def _cut(self, messages: list[KnownMessage]) -> list[Piece]:
         """Pieces of all messages. Small ones that are no longer among the newest are joined."""
-        view, at, count, pieces = memoryview(self._data), self._first, 0, []
+        at, count, pieces = self._first, 0, list[Piece]()
         for piece in self._matched:
             if piece[0] - at < _PIECE:
                 break
@@ -169,7 +155,7 @@ class Place:
         for number in range(count, len(messages)):
             end = messages[number].end
             if end > at and (end - at >= _PIECE or number >= len(messages) - _FINE):
-                pieces.append((end, hash(view[at:end]), number + 1))
+                pieces.append((end, self._data[at:end], number + 1))
                 at = end
         return pieces
 

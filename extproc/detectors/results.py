@@ -198,6 +198,8 @@ def _normalize(text: str) -> str:
 
 
 def _may_name_id(text: str) -> bool:
+    if "equest" not in text and "race" not in text and "orrelation" not in text and "once" not in text:
+        return False
     return _NAMES.search(text.encode("latin-1", "replace").translate(_SMALL, b" _-'\"").decode("latin-1")) is not None
 
 

@@ -463,13 +463,14 @@ class Turn:
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
+        raw = digest(self.result.encode())
         return Reduced(
             self.known,
             self.returned,
             self.failed,
             self.action_hash,
-            digest(self.result.encode()),
-            digest(self.normal.encode()),
+            raw,
+            raw if self.normal == self.result else digest(self.normal.encode()),
             self.names,
             self.evidence,
             b"" if self.names else self.words,
