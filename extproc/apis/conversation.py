@@ -3,6 +3,11 @@
 One pass over a body splits it into messages without decoding their contents. A message is decoded only when it is read, and
 most messages of a long history never are. Each API's file describes the shape of its conversations.
 
+A client sends its history again with each request, longer by a turn. So messages that were read before are found by their
+bytes. A conversation is looked up by everything up to the first message of the assistant's. From there on, bytes are compared
+piece by piece, up to the first piece that is not as it was. Only what follows is decoded. What is kept of a message depends on
+its bytes alone, so it does not matter who sent it.
+
 To edit a body, the same parts are found by their offsets; see `Patch`.
 """
 
@@ -12,17 +17,18 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
-from extproc.apis.known import LONGEST, KnownConversation, KnownMessage, find_place
 from extproc.apis.messages import TEXT, Part
 from extproc.apis.places import Place
+from extproc.bounded import Memo
 from extproc.request.document import (
     ABSENT,
     MAX_STEPS,
+    WORTH_COUNTING,
     Document,
     Json,
     NotCounted,
@@ -64,6 +70,22 @@ _LONGEST_NOTHING: Final = 8
 
 ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
+
+_MOST_BYTES: Final = 32 * 2**20
+"""In a generation of the messages that are known."""
+
+_MESSAGE_BYTES: Final = 600
+"""What is kept of one beside its bytes. Half of them are the assistant's, which take twice as much with two calls."""
+
+_PIECE: Final = 2_048
+_FINE: Final = 4
+"""Pieces have this many bytes at least, but each of the newest messages is a piece, because clients change those."""
+
+_NEXT: Final = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
+_END: Final = re.compile(rb"[ \t\r\n]*\]")
+
+_NEW: Final = f"new messages {os.urandom(16).hex()}"
+"""A key for messages that are not known, which nobody else can use."""
 
 
 class Before(NamedTuple):
@@ -175,6 +197,88 @@ class Shape:
         self.fallback = fallback
 
 
+_Piece: TypeAlias = tuple[int, bytes, int]
+"""Where it ends, its bytes, and the number of messages up to there."""
+
+
+class KnownMessages:
+    """The messages of a body, which others may go on from, without their contents. Each list has an entry for each message.
+
+    Attributes:
+        starts: where it begins in the body.
+        ends: where the next byte is.
+        speakers: who says it.
+        shown: what it shows to `chain.py`; None if not known.
+        actions: what it does, as `turn.py` reads it; None if not known.
+        pieces: of the bytes from the first message of the assistant's to the end of the newest message.
+        transcript: what all show together, as `chain.py` reads it; None if not known.
+    """
+
+    __slots__ = ("actions", "ends", "pieces", "shown", "speakers", "starts", "transcript")
+
+    def __init__(self, earlier: KnownMessages | None, count: int) -> None:
+        """Begin with as many messages of an earlier body."""
+        self.starts: list[int] = earlier.starts[:count] if earlier is not None else []
+        self.ends: list[int] = earlier.ends[:count] if earlier is not None else []
+        self.speakers: list[str] = earlier.speakers[:count] if earlier is not None else []
+        self.shown: list[Any] = earlier.shown[:count] if earlier is not None else []
+        self.actions: list[Any] = earlier.actions[:count] if earlier is not None else []
+        self.pieces: list[_Piece] = []
+        self.transcript: Any = None
+
+    def add(self, data: bytes, at: int, raws: list[Any], speakers: list[str], first: int, pieces: list[_Piece]) -> bool:  # noqa: PLR0913  # all that is known of a body
+        """Add new messages, and cut their bytes into pieces. Small ones that are no longer among the newest are joined.
+
+        Args:
+            data: the body.
+            at: where the first new message follows.
+            raws: the new messages.
+            speakers: theirs.
+            first: where pieces begin.
+            pieces: those of the known messages.
+
+        Returns:
+            whether the new messages, and none but these, are there.
+        """
+        for number, raw in enumerate(raws):
+            if self.ends:
+                found = _NEXT.match(data, at)
+                if found is None:
+                    return False
+                at = found.end()
+            part = bytes(raw)
+            if not data.startswith(part, at):
+                return False
+            self.starts.append(at)
+            at += len(part)
+            self.ends.append(at)
+            self.speakers.append(speakers[number])
+            self.shown.append(None)
+            self.actions.append(None)
+        if not self.ends or _END.match(data, at) is None:
+            return False
+        at, count, fine = first, 0, len(self.ends) - _FINE
+        for piece in pieces:
+            if piece[0] - at < _PIECE:
+                break
+            self.pieces.append(piece)
+            at, count = piece[0], piece[2]
+        for number in range(count, len(self.ends)):
+            end = self.ends[number]
+            if end > at and (end - at >= _PIECE or number >= fine):
+                self.pieces.append((end, data[at:end], number + 1))
+                at = end
+        return True
+
+
+def _measure(head: bytes, known: KnownMessages) -> int:
+    return len(head) + (known.pieces[-1][0] if known.pieces else 0) + _MESSAGE_BYTES * len(known.ends)
+
+
+_KNOWN: Final[Memo[bytes, KnownMessages]] = Memo(_MOST_BYTES, _measure)
+"""By everything up to the first message of the assistant's."""
+
+
 class Message:
     """One message, which is read on demand.
 
@@ -183,7 +287,7 @@ class Message:
         speaker: who says it.
         place: index among the messages.
         joined: calls before it that were made at once with it.
-        known: what is known of it from an earlier body, and for later ones; None for nothing.
+        known: what is known of all messages from an earlier body, and for later ones; None for nothing.
     """
 
     __slots__ = ("_conversation", "_parts", "joined", "known", "place", "shape", "speaker")
@@ -198,8 +302,7 @@ class Message:
         self.joined: list[Message] | None = None
         self._conversation = conversation
         self._parts = parts
-        known = conversation.known if conversation is not None else None
-        self.known: KnownMessage | None = known.messages[place] if known is not None else None
+        self.known: KnownMessages | None = conversation.known if conversation is not None else None
 
     @property
     def value(self) -> Any:  # noqa: ANN401  # of the shape's
@@ -267,8 +370,8 @@ class Conversation:
         """Store messages as structs of the shape, or as values if the whole body was decoded; None for those that are known."""
         self._body = body
         self._data = data
-        self.known: KnownConversation | None = None
-        self.earlier: KnownConversation | None = None
+        self.known: KnownMessages | None = None
+        self.earlier: KnownMessages | None = None
         self.transcript: Any = None
         self.shape = shape
         self.model = model
@@ -341,15 +444,15 @@ class Conversation:
         Raises:
             NotCounted: there are too many messages.
         """
-        self._check_count()
+        self.check_count()
         if self.known is not None:
-            return [message.speaker for message in self.known.messages]
+            return self.known.speakers
         return [self.name_speaker(place) for place in range(len(self._messages))]
 
     def name_speaker(self, place: int) -> str:
         """The speaker of the message at a place; empty for a thought."""
         if self.known is not None:
-            return self.known.messages[place].speaker
+            return self.known.speakers[place]
         return self.shape.name_speaker(self.open_message(place))
 
     def is_prefilled(self) -> bool:
@@ -370,7 +473,7 @@ class Conversation:
             speaker = self.name_speaker(place)
             if speaker:
                 yield Message(self.shape, speaker, place, self)
-        self._check_count()
+        self.check_count()
 
     def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
         """Like `read_backwards`, with adjacent calls that were made at once as one message."""
@@ -388,7 +491,8 @@ class Conversation:
         if calls is not None:
             yield calls
 
-    def _check_count(self) -> None:
+    def check_count(self) -> None:
+        """Check the number of messages; raises NotCounted if there are too many."""
         if len(self._messages) > MAX_STEPS:
             raise NotCounted("inspect_limit")
 
@@ -398,8 +502,8 @@ class Conversation:
         if type(value) is self.shape.message:
             return value
         if self.known is not None:
-            known = self.known.messages[place]
-            value = self._messages[place] = decode_json(self._data[known.start : known.end], self.shape.decode)
+            raw = self._data[self.known.starts[place] : self.known.ends[place]]
+            value = self._messages[place] = decode_json(raw, self.shape.decode)
             return value
         try:
             return decode_json(write_canonical(value), self.shape.decode)
@@ -487,7 +591,7 @@ class Shapes:
         data = document.data()
         if not data:
             raise NotCounted("no_messages")
-        if len(data) <= LONGEST and not document.shortened:
+        if len(data) <= WORTH_COUNTING and not document.shortened:
             for known in self._known:
                 found = known.open_conversation(data)
                 if found is not None:
@@ -515,10 +619,6 @@ class Shapes:
         return self._body(model=named, **raw)
 
 
-_NEW: Final = f"new messages {os.urandom(16).hex()}"
-"""A key for messages that are not known, which nobody else can use."""
-
-
 class _KnownShape:
     """Reads bodies of one shape whose older messages may be known."""
 
@@ -535,25 +635,38 @@ class _KnownShape:
 
     def open_conversation(self, data: bytes) -> Conversation | None:
         """The conversation in a body; None if it is not where it is looked for, or the body has anything unexpected."""
-        shape = self._shape
-        place = find_place(data, self._key, self._opens, shape.mark)
-        if place is None:
+        shape, key = self._shape, data.find(self._key)
+        opens = self._opens.match(data, key) if key >= 0 else None
+        first = data.find(shape.mark, opens.end()) if opens is not None else -1
+        if opens is None or first < 0:
             return None
+        head, end, count = data[:first], opens.end(), 0
+        known = _KNOWN.get(head)
+        matched: list[_Piece] = []
+        for piece in known.pieces if known is not None else ():
+            if not data.startswith(piece[1], matched[-1][0] if matched else first):
+                break
+            matched.append(piece)
+            end, count = piece[0], piece[2]
+        after = _NEXT.match(data, end) if count else None
+        view = memoryview(data)
         try:
-            body = self._decode(place.cut_known(self._name))
-            raws = body.new
-            if raws is None or any(value is not ABSENT for value in self._get_typed(body)):
-                return None
-            new = [shape.decode(raw) for raw in raws]
+            body = self._decode(b"".join([view[:key], self._name, b":[", view[end if after is None else after.end() :]]))
+            new = [shape.decode(raw) for raw in body.new or ()]
         except (NotCounted, ValueError, RecursionError):
             return None
-        known = place.remember(raws, [shape.name_speaker(value) for value in new])
-        if known is None or not known.messages:
+        if body.new is None or any(value is not ABSENT for value in self._get_typed(body)):
             return None
-        conversation = Conversation(shape, [None] * place.count + new, body, body.model or "", data)
-        conversation.known = known
-        if place.known is not None and place.count == len(place.known.messages):
-            conversation.earlier = place.known
+        made = KnownMessages(known, count)
+        if not made.add(data, end, body.new, [shape.name_speaker(value) for value in new], first, matched):
+            return None
+        goes_on = known is not None and count == len(known.ends)
+        if known is not None and goes_on and not new:
+            made = known
+        _KNOWN.put(head, made)
+        conversation = Conversation(shape, [None] * count + new, body, body.model or "", data)
+        conversation.known = made
+        conversation.earlier = known if goes_on else None
         return conversation
 
 

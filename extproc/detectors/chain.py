@@ -4,7 +4,7 @@ That place is what the user said first, and all that the assistant did since. An
 calls. Ids, thoughts and results say nothing here: clients make ids anew, and cut thoughts and results out of older messages.
 Messages that the assistant sends one after the other are one.
 
-What a message showed in an earlier body is known; see `known.py`. Where the body is not, each message is by itself.
+What a message showed in an earlier body is known; see `conversation.py`. Where the body is not, each message is by itself.
 """
 
 from __future__ import annotations
@@ -145,22 +145,15 @@ class Transcript:
 
     __slots__ = ("before", "first", "fractions", "goes_on", "places", "steps", "turns")
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self.first = -1
-        self.turns: list[ShownMessage] = []
+    def __init__(self, earlier: Transcript | None) -> None:
+        """Begin with nothing, or go on from an earlier one."""
+        self.first: int = -1 if earlier is None else earlier.first
+        self.turns: list[ShownMessage] = [] if earlier is None else earlier.turns.copy()
         self.goes_on = False
         self.steps = 0
         self.fractions = 0
-        self.before: ChainPlace | None = None
+        self.before: ChainPlace | None = None if earlier is None else earlier.places.get(False)
         self.places: dict[bool, ChainPlace | None] = {}
-
-    def take(self, earlier: Transcript) -> None:
-        """Go on from an earlier one, which takes as much of the bounds as if it was read."""
-        walk(earlier.steps, earlier.fractions)
-        self.first = earlier.first
-        self.turns = earlier.turns.copy()
-        self.before = earlier.places.get(False)
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
@@ -209,28 +202,33 @@ def _read(conversation: Conversation) -> Transcript:
         again: Transcript = known.transcript
         walk(again.steps, again.fractions)
         return again
-    made, begins = Transcript(), 0
+    before: Transcript | None = earlier.transcript if earlier is not None else None
+    if before is not None and before.goes_on:
+        before = None
     steps, fractions = count_left()
-    if earlier is not None and earlier.transcript is not None and not earlier.transcript.goes_on:
-        made.take(earlier.transcript)
-        begins = len(earlier.messages)
+    if before is not None:
+        walk(before.steps, before.fractions)
+    made = Transcript(before)
+    begins = len(earlier.ends) if earlier is not None and before is not None else 0
     groups = _list_groups(conversation, begins, made)
     made.turns += [_join(group) if group[1:] else group[0] for group in groups]
     if len(groups) != 1:
         made.before = None
     steps_left, fractions_left = count_left()
     made.steps, made.fractions = steps - steps_left, fractions - fractions_left
-    if known is not None and all(_is_small(shown) for group in groups for shown in group):
-        known.transcript = made
+    if known is not None:
+        spoken = zip(known.speakers[begins:], known.shown[begins:], strict=True)
+        if all(shown is not None for speaker, shown in spoken if speaker == ASSISTANT):  # what they show is small
+            known.transcript = made
     return made
 
 
 def _list_groups(conversation: Conversation, begins: int, made: Transcript) -> list[list[ShownMessage]]:
     """The assistant's messages from a place on, those together that stand side by side; notes how they begin and end."""
     groups: list[list[ShownMessage]] = []
-    speakers = conversation.list_speakers()
-    for place in range(begins, len(speakers)):
-        speaker = speakers[place]
+    conversation.check_count()
+    for place in range(begins, len(conversation)):
+        speaker = conversation.name_speaker(place)
         if speaker == ASSISTANT:
             if not made.goes_on:
                 groups.append([])
@@ -249,21 +247,17 @@ def _join(messages: list[ShownMessage]) -> ShownMessage:
     return ShownMessage(digest(b"".join([message.hash for message in messages]), _ID), calls)
 
 
-def _is_small(shown: ShownMessage) -> bool:
-    """Whether it takes as little room as what is kept with a known message may take."""
-    return len(shown.calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in shown.calls]) <= _LONGEST_NAMES_KEPT
-
-
 def _look_at(conversation: Conversation, place: int) -> ShownMessage:
-    """What the message at a place shows."""
-    known = conversation.known.messages[place] if conversation.known is not None else None
-    if known is not None and known.shown is not None:
-        kept: ShownMessage = known.shown
+    """What the message at a place shows. It is kept with the message if it is small."""
+    known = conversation.known
+    kept: ShownMessage | None = known.shown[place] if known is not None else None
+    if kept is not None:
         walk(kept.steps, kept.fractions)
         return kept
     shown = _look(conversation.shape, conversation.open_message(place))
-    if known is not None and _is_small(shown):
-        known.shown = shown
+    small = len(shown.calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in shown.calls]) <= _LONGEST_NAMES_KEPT
+    if known is not None and small:
+        known.shown[place] = shown
     return shown
 
 

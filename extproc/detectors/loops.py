@@ -37,6 +37,9 @@ from extproc.detectors.arguments import THOUGHTS, is_for_thinking
 from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find_extra, find_similar_error
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
+    NORMALIZED,
+    RAW,
+    REST,
     AnyTurn,
     Reading,
     Reduced,
@@ -45,7 +48,6 @@ from extproc.detectors.turn import (
     digest,
     encode_turn,
     get_failure_id,
-    has_result,
     leave_out_last,
     same_action,
     same_result,
@@ -184,7 +186,10 @@ class KeptTurn:
         `always`: there may be one all the same.
         """
         newest, failure = self.newest, self.newest.failure_id
-        if not always and len([entry for entry in entries if has_result(entry, newest)]) <= (self.entry in entries):
+        same = [
+            entry for entry in entries if entry[RAW:NORMALIZED] == newest.raw or entry[NORMALIZED:REST] == newest.normalized
+        ]
+        if not always and len(same) <= (self.entry in entries):
             alike = [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
             if len(alike) < MIN_SIMILAR - 1:
                 return None

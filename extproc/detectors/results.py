@@ -169,7 +169,7 @@ def normalize(text: str) -> str:
 def _normalize(text: str) -> str:
     if "\r" in text:
         text = _OVERWRITTEN.sub("", text)
-    if _may_name_id(text):
+    if ("equest" in text or "race" in text or "orrelation" in text or "once" in text) and _may_name_id(text):
         text = _NAMED.sub(rf"\1{_GONE}", text)
     text = _PREFIXED.sub(f"_{_GONE}", text)
     text = _SET.sub(_sort_set, text)
@@ -198,8 +198,6 @@ def _normalize(text: str) -> str:
 
 
 def _may_name_id(text: str) -> bool:
-    if "equest" not in text and "race" not in text and "orrelation" not in text and "once" not in text:
-        return False
     return _NAMES.search(text.encode("latin-1", "replace").translate(_SMALL, b" _-'\"").decode("latin-1")) is not None
 
 

@@ -80,9 +80,9 @@ _WORDS_BITS: Final = 11
 """The same of what a user says."""
 
 _ENTRY_NAME: Final = MAX_ENTRY - 1 - 3 * _DIGEST
-_RAW: Final = 1 + _DIGEST
-_NORMALIZED: Final = _RAW + _DIGEST
-_REST: Final = _NORMALIZED + _DIGEST
+RAW: Final = 1 + _DIGEST
+NORMALIZED: Final = RAW + _DIGEST
+REST: Final = NORMALIZED + _DIGEST
 """Offsets in an entry: of the result's hashes, and of what is behind them."""
 
 
@@ -158,23 +158,20 @@ class Reading:
         return "".join(list_texts(newest.read_parts()))
 
 
-class KnownAction:
-    """What one message of the assistant's does, for later requests that show it as well; never changed.
+class KnownAction(NamedTuple):
+    """What one message of the assistant's does, for later requests that show it as well.
 
     Attributes:
         ignored: names of arguments that were taken for thoughts.
         names: as of a Turn.
-        id: as of a Turn.
-        hash: what was done, in 8 bytes.
+        id: 16 bytes that tell what was done from all else.
+        hash: the same in 8 bytes, as of a Turn.
     """
 
-    __slots__ = ("hash", "id", "ignored", "names")
-
-    def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
-        self.ignored = ignored
-        self.names = action.names
-        self.id = digest(action.spelled, _ID)
-        self.hash = digest(action.spelled)
+    ignored: frozenset[str]
+    names: tuple[str, ...]
+    id: bytes
+    hash: bytes
 
 
 class Turn:
@@ -184,6 +181,7 @@ class Turn:
         known: what the assistant did stands in the request.
         answered: something stands behind that.
         in_text: it is a step of a scratchpad; see `scratchpad.py`.
+        known_action: what the assistant did, if it is kept for later requests, or was; else None.
     """
 
     __slots__ = (
@@ -196,7 +194,6 @@ class Turn:
         "_failure_id",
         "_head",
         "_ids",
-        "_known_action",
         "_mark",
         "_message",
         "_normal",
@@ -209,6 +206,7 @@ class Turn:
         "answered",
         "in_text",
         "known",
+        "known_action",
     )
 
     def __init__(self, reading: Reading, message: Message | None, behind: list[Message]) -> None:
@@ -227,11 +225,11 @@ class Turn:
         self._behind = behind
         self._action: AssistantAction | None = None
         self._cost = -1
-        self._known_action: KnownAction | None = None
+        self.known_action: KnownAction | None = None
         if message is not None and message.known is not None and message.joined is None:
-            self._known_action = message.known.action
-            if self._known_action is not None and self._known_action.ignored != reading.ignored:
-                self._known_action = None
+            self.known_action = message.known.actions[message.place]
+            if self.known_action is not None and self.known_action.ignored != reading.ignored:
+                self.known_action = None
         self._evidence = -1
         self._words: bytes | None = None
         self._mark: str | None = None
@@ -275,17 +273,13 @@ class Turn:
             _, fractions = count_left()
             action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
             self._action = action if action.names or not self.known else self._read_failed_call() or action
-            if action.names and self._cost > 0 and count_left()[1] == fractions:
-                self._keep_action(action)
+            message, free = self._message, self._cost > 0 and count_left()[1] == fractions
+            small = 0 < len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT
+            if message is not None and message.known is not None and message.joined is None and free and small:
+                spelled = action.spelled
+                kept = KnownAction(self._reading.ignored, action.names, digest(spelled, _ID), digest(spelled))
+                self.known_action = message.known.actions[message.place] = kept
         return self._action
-
-    def _keep_action(self, action: AssistantAction) -> None:
-        """Let later requests know it, unless it takes more room than a known message may."""
-        message = self._message
-        if message is None or message.known is None or message.joined is not None:
-            return
-        if len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT:
-            message.known.action = self._known_action = KnownAction(self._reading.ignored, action)
 
     def _read_failed_call(self) -> AssistantAction | None:
         """The call that the harness left out of the history, by what it says of it."""
@@ -296,7 +290,7 @@ class Turn:
     def may_do_as(self, other: Turn) -> bool:
         """False where it is certain, without reading it, that something else was done than in another turn."""
         message = self._message
-        if self._known_action is not None:
+        if self.known_action is not None:
             return True
         if other._mark is None:  # a part of its action that no request spells otherwise
             other._mark = find_mark(other.action).decode("latin-1")
@@ -307,12 +301,7 @@ class Turn:
     @property
     def names(self) -> tuple[str, ...]:
         """The tools, or the first word of the command."""
-        return self._known_action.names if self._known_action is not None else self.action.names
-
-    @property
-    def action_id(self) -> bytes:
-        """16 bytes that tell what was done from all else."""
-        return self._known_action.id if self._known_action is not None else digest(self.action.spelled, _ID)
+        return self.known_action.names if self.known_action is not None else self.action.names
 
     @property
     def result(self) -> str:
@@ -418,15 +407,11 @@ class Turn:
                     flags &= ~MISSING  # nothing was looked up
             if len(self.result) >= _LONG_RESULT:
                 flags |= LONG
-            if flags & LONG or self.failed:
-                flags = self._weigh_talk(flags)
+            talks = self.known and not self.names and not self.returned
+            if talks and (flags & LONG or self.failed) and reading.conversation.find_offer() == TOOLS:
+                flags = flags & ~LONG | PASSING  # what is said by an agent that has tools counts little, whatever it is
             self._evidence = flags
         return self._evidence
-
-    def _weigh_talk(self, flags: int) -> int:
-        """The same flags; of talk, by an agent that has tools, what is said counts little, whatever its words and length."""
-        talks = self.known and not self.names and not self.returned
-        return flags & ~LONG | PASSING if talks and self._reading.conversation.find_offer() == TOOLS else flags
 
     @property
     def words(self) -> bytes:
@@ -457,8 +442,8 @@ class Turn:
     @property
     def action_hash(self) -> bytes:
         """What was done, in 8 bytes; zeros where that is not known."""
-        if self._known_action is not None:
-            return self._known_action.hash
+        if self.known_action is not None:
+            return self.known_action.hash
         return digest(self.action.spelled) if self.known else bytes(_DIGEST)
 
     def reduce(self) -> Reduced:
@@ -466,7 +451,7 @@ class Turn:
         raw = digest(self.result.encode())
         return Reduced(
             self.known,
-            self.returned,
+            self._returned,
             self.failed,
             self.action_hash,
             raw,
@@ -568,17 +553,12 @@ def encode_turn(turn: AnyTurn) -> bytes:
     return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
 
 
-def has_result(entry: bytes, kept: Reduced) -> bool:
-    """Whether an entry has the result of a turn, as it is or without what changes by itself."""
-    return entry[_RAW:_NORMALIZED] == kept.raw or entry[_NORMALIZED:_REST] == kept.normalized
-
-
 def decode_turn(entry: bytes) -> Reduced:
     """The turn of an entry that `encode_turn` has made; of an empty one nothing is known."""
     entry = entry or bytes(1 + 3 * _DIGEST)
     flags = entry[0]
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
-    rest = entry[_REST:]
+    rest = entry[REST:]
     name = rest.decode("utf-8", "ignore")
     known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
     names, words = ((name,), b"") if name else ((), _read_bits(rest[:_WORDS_BITS], _DIGEST))
@@ -590,7 +570,7 @@ def get_failure_id(entry: bytes) -> bytes:
     """That of an entry; empty where nothing failed, or an older version wrote it; no name ends as one does."""
     if not entry or not entry[0] & _ERROR:
         return b""
-    rest = entry[_REST:]
+    rest = entry[REST:]
     if len(rest) == _WORDS_BITS and rest[0] & ~_SIX_BITS == _NO_TEXT:
         return b""
     return _read_bits(rest[-_FAILURE_BITS:], _FAILURE)
@@ -624,7 +604,9 @@ def same_action(one: AnyTurn, other: AnyTurn) -> bool:
     if isinstance(one, Turn) and isinstance(other, Turn):
         if one.known != other.known or not other.may_do_as(one):
             return False
-        return one.action_id == other.action_id
+        if one.known_action is None or other.known_action is None:
+            return one.action.spelled == other.action.spelled
+        return one.known_action.id == other.known_action.id
     one, other = one.reduce(), other.reduce()
     return one.known == other.known and one.action_hash == other.action_hash
 

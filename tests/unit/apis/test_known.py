@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.apis import known, open_conversation
+from extproc.apis import conversation as conversations
+from extproc.apis import open_conversation
 from extproc.apis.messages import Part
 from extproc.request.document import Document, NotCounted, open_value
 from tests.support.examples import examples
@@ -26,8 +27,8 @@ _MORE = b'{"role":"user","content":"more"}'
 
 def forget() -> None:
     """Have nothing known."""
-    known._KNOWN._young.clear()
-    known._KNOWN._old.clear()
+    conversations._KNOWN._young.clear()
+    conversations._KNOWN._old.clear()
 
 
 def look(body: bytes) -> object:
@@ -54,7 +55,7 @@ def compare(first: list[bytes], body: bytes) -> bool:
         look(each)
 
     assert look(body) == alone
-    return known._KNOWN.size > 0
+    return conversations._KNOWN.size > 0
 
 
 @pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini", "responses"])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.apis import known, open_conversation
+from extproc.apis import conversation as conversations
+from extproc.apis import open_conversation
 from extproc.detectors import chain
 from extproc.detectors.chain import digest_tool, find_place
 from extproc.request.document import Document, NotCounted
@@ -48,7 +49,7 @@ def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
 
 def forget() -> None:
     """Have no message known, and no history."""
-    for memo in (chain._KNOWN, known._KNOWN):
+    for memo in (chain._KNOWN, conversations._KNOWN):
         for generation in (memo._young, memo._old):
             generation.clear()
 
@@ -277,10 +278,10 @@ def test_histories_that_are_known_are_bounded() -> None:
         for count, length in ((1_500, 9), (2, 200_000)):
             said = [{"role": "assistant", "content": f"{at}" + "x" * length}] * count
             assert look(json.dumps({"messages": [{"role": "user", "content": f"{at}"}, *said]}).encode())
-        assert known._KNOWN.size <= 2 * known._MOST_BYTES
-    kept = [*known._KNOWN._young.values(), *known._KNOWN._old.values()]
+        assert conversations._KNOWN.size <= 2 * conversations._MOST_BYTES
+    kept = [*conversations._KNOWN._young.values(), *conversations._KNOWN._old.values()]
     assert len(kept) > 20
-    assert {len(each.messages) for each in kept} == {1_501}
+    assert {len(each.ends) for each in kept} == {1_501}
 
 
 @pytest.mark.parametrize(
