@@ -51,15 +51,6 @@ class Memo(Generic[Key, Value]):
                 self.put(key, found)
         return found
 
-    def take(self, key: Key) -> Value | None:
-        """The answer, which is forgotten, or None."""
-        young, old = self._young.pop(key, None), self._old.pop(key, None)
-        if young is not None:
-            self._young_size -= 1 if self._measure is None else self._measure(key, young)
-        if old is not None:
-            self._old_size -= 1 if self._measure is None else self._measure(key, old)
-        return old if young is None else young
-
     def put(self, key: Key, value: Value) -> None:
         """Keep an answer."""
         size = 1 if self._measure is None else self._measure(key, value)
@@ -68,6 +59,10 @@ class Memo(Generic[Key, Value]):
         if self._young_size + size > self._most:
             self._old, self._old_size = self._young, self._young_size
             self._young, self._young_size = {}, 0
+        else:
+            replaced = self._young.get(key)
+            if replaced is not None:
+                self._young_size -= 1 if self._measure is None else self._measure(key, replaced)
         self._young[key] = value
         self._young_size += size
 

@@ -3,23 +3,32 @@
 One pass over a body splits it into messages without decoding their contents. A message is decoded only when it is read, and
 most messages of a long history never are. Each API's file describes the shape of its conversations.
 
+A client sends its history again with each request, longer by a turn. So messages that were read before are found by their
+bytes. A conversation is looked up by everything up to the first message of the assistant's. From there on, bytes are compared
+piece by piece, up to the first piece that is not as it was. Only what follows is decoded. What is kept of a message depends on
+its bytes alone, so it does not matter who sent it.
+
 To edit a body, the same parts are found by their offsets; see `Patch`.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
 
 from extproc.apis.messages import TEXT, Part
 from extproc.apis.places import Place
+from extproc.bounded import Memo
 from extproc.request.document import (
     ABSENT,
     MAX_STEPS,
+    WORTH_COUNTING,
     Document,
     Json,
     NotCounted,
@@ -61,6 +70,22 @@ _LONGEST_NOTHING: Final = 8
 
 ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
+
+_MOST_BYTES: Final = 32 * 2**20
+"""In a generation of the messages that are known."""
+
+_MESSAGE_BYTES: Final = 600
+"""What is kept of one beside its bytes. Half of them are the assistant's, which take twice as much with two calls."""
+
+_PIECE: Final = 2_048
+_FINE: Final = 4
+"""Pieces have this many bytes at least, but each of the newest messages is a piece, because clients change those."""
+
+_NEXT: Final = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
+_END: Final = re.compile(rb"[ \t\r\n]*\]")
+
+_NEW: Final = f"new messages {os.urandom(16).hex()}"
+"""A key for messages that are not known, which nobody else can use."""
 
 
 class Before(NamedTuple):
@@ -119,6 +144,7 @@ class Shape:
         kept: other keys of such a body that refer to earlier messages.
         look_back: returns what a body says about earlier messages; None if every request shows its whole history.
         locate: returns where a note can be put into a message of an edited body; None if no note can be put there.
+        mark: what each body with a message of the assistant's has in it, outside of texts; empty if nothing is known of bodies.
         fallback: other APIs use the key for something else, so those are tried first.
     """
 
@@ -131,6 +157,7 @@ class Shape:
         "kept",
         "locate",
         "look_back",
+        "mark",
         "message",
         "name_speaker",
         "path",
@@ -151,6 +178,7 @@ class Shape:
         look_back: Callable[[Any], Before] | None = None,
         locate: Callable[[Patch, Any, Value], list[Place]] | None = None,
         *,
+        mark: bytes = b"",
         fallback: bool = False,
     ) -> None:
         self.path = path
@@ -165,7 +193,90 @@ class Shape:
         self.joins = joins
         self.look_back = look_back or know_nothing
         self.locate = locate
+        self.mark = mark
         self.fallback = fallback
+
+
+_Piece: TypeAlias = tuple[int, bytes, int]
+"""Where it ends, its bytes, and the number of messages up to there."""
+
+
+class KnownMessages:
+    """The messages of a body, which others may go on from, without their contents. Each list has an entry for each message.
+
+    Attributes:
+        starts: where it begins in the body.
+        ends: where the next byte is.
+        speakers: who says it.
+        shown: what it shows to `chain.py`; None if not known.
+        actions: what it does, as `turn.py` reads it; None if not known.
+        pieces: of the bytes from the first message of the assistant's to the end of the newest message.
+        transcript: what all show together, as `chain.py` reads it; None if not known.
+    """
+
+    __slots__ = ("actions", "ends", "pieces", "shown", "speakers", "starts", "transcript")
+
+    def __init__(self, earlier: KnownMessages | None, count: int) -> None:
+        """Begin with as many messages of an earlier body."""
+        self.starts: list[int] = earlier.starts[:count] if earlier is not None else []
+        self.ends: list[int] = earlier.ends[:count] if earlier is not None else []
+        self.speakers: list[str] = earlier.speakers[:count] if earlier is not None else []
+        self.shown: list[Any] = earlier.shown[:count] if earlier is not None else []
+        self.actions: list[Any] = earlier.actions[:count] if earlier is not None else []
+        self.pieces: list[_Piece] = []
+        self.transcript: Any = None
+
+    def add(self, data: bytes, at: int, raws: list[Any], speakers: list[str], first: int, pieces: list[_Piece]) -> bool:  # noqa: PLR0913  # all that is known of a body
+        """Add new messages, and cut their bytes into pieces. Small ones that are no longer among the newest are joined.
+
+        Args:
+            data: the body.
+            at: where the first new message follows.
+            raws: the new messages.
+            speakers: theirs.
+            first: where pieces begin.
+            pieces: those of the known messages.
+
+        Returns:
+            whether the new messages, and none but these, are there.
+        """
+        for number, raw in enumerate(raws):
+            if self.ends:
+                found = _NEXT.match(data, at)
+                if found is None:
+                    return False
+                at = found.end()
+            part = bytes(raw)
+            if not data.startswith(part, at):
+                return False
+            self.starts.append(at)
+            at += len(part)
+            self.ends.append(at)
+            self.speakers.append(speakers[number])
+            self.shown.append(None)
+            self.actions.append(None)
+        if not self.ends or _END.match(data, at) is None:
+            return False
+        at, count, fine = first, 0, len(self.ends) - _FINE
+        for piece in pieces:
+            if piece[0] - at < _PIECE:
+                break
+            self.pieces.append(piece)
+            at, count = piece[0], piece[2]
+        for number in range(count, len(self.ends)):
+            end = self.ends[number]
+            if end > at and (end - at >= _PIECE or number >= fine):
+                self.pieces.append((end, data[at:end], number + 1))
+                at = end
+        return True
+
+
+def _measure(head: bytes, known: KnownMessages) -> int:
+    return len(head) + (known.pieces[-1][0] if known.pieces else 0) + _MESSAGE_BYTES * len(known.ends)
+
+
+_KNOWN: Final[Memo[bytes, KnownMessages]] = Memo(_MOST_BYTES, _measure)
+"""By everything up to the first message of the assistant's."""
 
 
 class Message:
@@ -174,21 +285,33 @@ class Message:
     Attributes:
         shape: see `Shape`.
         speaker: who says it.
-        value: the message as a struct of the shape.
         place: index among the messages.
         joined: calls before it that were made at once with it.
+        known: what is known of all messages from an earlier body, and for later ones; None for nothing.
     """
 
-    __slots__ = ("_parts", "joined", "place", "shape", "speaker", "value")
+    __slots__ = ("_conversation", "_parts", "joined", "known", "place", "shape", "speaker")
 
-    def __init__(self, shape: Shape, speaker: str, value: Any, place: int, parts: list[Part] | None = None) -> None:  # noqa: ANN401  # of the shape's
-        """Store a message, and its parts if these are known."""
+    def __init__(
+        self, shape: Shape, speaker: str, place: int, conversation: Conversation | None, parts: list[Part] | None = None
+    ) -> None:
+        """Take a message of a conversation; None for a part of one that stands for a message of its own, with these parts."""
         self.shape = shape
         self.speaker = speaker
-        self.value = value
         self.place = place
         self.joined: list[Message] | None = None
+        self._conversation = conversation
         self._parts = parts
+        self.known: KnownMessages | None = conversation.known if conversation is not None else None
+
+    @property
+    def value(self) -> Any:  # noqa: ANN401  # of the shape's
+        """The message as a struct of the shape; empty for a part of one."""
+        return self.shape.message() if self._conversation is None else self._conversation.open_message(self.place)
+
+    def divide(self, said: Sequence[tuple[str, str]]) -> list[Message]:
+        """Messages for parts of its text, given who says them and the text."""
+        return [Message(self.shape, speaker, self.place, None, [Part(TEXT, text)]) for speaker, text in said]
 
     def join(self, older: Message) -> None:
         """Add the preceding call, which was made at once with this one."""
@@ -236,28 +359,38 @@ class Conversation:
         shape: the format of the messages.
         model: the model's name; empty if the request names none.
         before: the part of the conversation that is not in the messages.
+        known: what is known of the messages, and for later bodies; None for nothing.
+        earlier: what is known of the messages of an earlier body, which begin this one; None for nothing.
         transcript: the result of `read_transcript`, or its exception.
     """
 
-    __slots__ = ("_body", "_messages", "before", "model", "shape", "transcript")
+    __slots__ = ("_body", "_data", "_messages", "before", "earlier", "known", "model", "shape", "transcript")
 
-    def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str) -> None:  # noqa: ANN401  # of all keys
-        """Store messages as structs of the shape, or as values if the whole body was decoded."""
+    def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
+        """Store messages as structs of the shape, or as values if the whole body was decoded; None for those that are known."""
         self._body = body
+        self._data = data
+        self.known: KnownMessages | None = None
+        self.earlier: KnownMessages | None = None
         self.transcript: Any = None
         self.shape = shape
         self.model = model
         self.before: Before = shape.look_back(body)
-        self._messages = messages
+        self._messages = messages if isinstance(messages, list) else list(messages)
 
     @property
     def elsewhere(self) -> bool:
         """Whether earlier turns are not in the messages: the server keeps them, or a plain prompt contains them."""
         return bool(self.before.after) or self.before.in_words
 
+    @property
+    def shows_lists(self) -> bool:
+        """Whether all lists of tools are in the keys of the body that are read."""
+        return len(self.shape.path) == 1
+
     def find_offer(self) -> str:
         """Whether the request offers tools: `TOOLS` or `NO_TOOLS`; empty if unknown."""
-        if len(self.shape.path) > 1:
+        if not self.shows_lists:
             return ""
         if _holds_any(_get_tools(self._body)):
             return TOOLS
@@ -289,9 +422,9 @@ class Conversation:
             NotCounted: one of them cannot be read.
         """
         for place in range(min(len(self._messages), _MAX_OLDEST)):
-            value = self._open_message(place)
-            if self.shape.name_speaker(value) == USER:
-                texts = [open_value(part.value) for part in self.shape.read(value) if part.kind == TEXT]
+            if self.name_speaker(place) == USER:
+                read = self.shape.read(self.open_message(place))
+                texts = [open_value(part.value) for part in read if part.kind == TEXT]
                 words = "".join([text for text in texts if isinstance(text, str)])
                 if words:
                     return words
@@ -303,14 +436,7 @@ class Conversation:
         Raises:
             NotCounted: there are too many messages.
         """
-        self._check_count()
-        name_speaker, found = self.shape.name_speaker, []
-        for place in range(len(self._messages)):
-            value = self._open_message(place)
-            speaker = name_speaker(value)
-            if speaker:
-                found.append((speaker, value))
-        return found
+        return [(speaker, self.open_message(place)) for place, speaker in enumerate(self.list_speakers()) if speaker]
 
     def list_speakers(self) -> list[str]:
         """The speaker of each message, the oldest first; empty for a thought.
@@ -318,8 +444,16 @@ class Conversation:
         Raises:
             NotCounted: there are too many messages.
         """
-        self._check_count()
-        return [self.shape.name_speaker(self._open_message(place)) for place in range(len(self._messages))]
+        self.check_count()
+        if self.known is not None:
+            return self.known.speakers
+        return [self.name_speaker(place) for place in range(len(self._messages))]
+
+    def name_speaker(self, place: int) -> str:
+        """The speaker of the message at a place; empty for a thought."""
+        if self.known is not None:
+            return self.known.speakers[place]
+        return self.shape.name_speaker(self.open_message(place))
 
     def is_prefilled(self) -> bool:
         """Whether the newest message is the assistant's, so that the model has to continue it.
@@ -328,19 +462,18 @@ class Conversation:
             NotCounted: that message cannot be read.
         """
         for place in range(len(self._messages) - 1, -1, -1):
-            speaker = self.shape.name_speaker(self._open_message(place))
+            speaker = self.name_speaker(place)
             if speaker:
                 return speaker == ASSISTANT
         return False
 
     def _read_each(self) -> Iterator[Message]:
-        count, name_speaker = len(self._messages), self.shape.name_speaker
+        count = len(self._messages)
         for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):
-            value = self._open_message(place)
-            speaker = name_speaker(value)
+            speaker = self.name_speaker(place)
             if speaker:
-                yield Message(self.shape, speaker, value, place)
-        self._check_count()
+                yield Message(self.shape, speaker, place, self)
+        self.check_count()
 
     def _read_joined(self, joins: Callable[[Any], bool]) -> Iterator[Message]:
         """Like `read_backwards`, with adjacent calls that were made at once as one message."""
@@ -358,14 +491,19 @@ class Conversation:
         if calls is not None:
             yield calls
 
-    def _check_count(self) -> None:
+    def check_count(self) -> None:
+        """Check the number of messages; raises NotCounted if there are too many."""
         if len(self._messages) > MAX_STEPS:
             raise NotCounted("inspect_limit")
 
-    def _open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
+    def open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
         """A message as a struct of the shape; empty if its values have unexpected types."""
         value = self._messages[place]
         if type(value) is self.shape.message:
+            return value
+        if self.known is not None:
+            raw = self._data[self.known.starts[place] : self.known.ends[place]]
+            value = self._messages[place] = decode_json(raw, self.shape.decode)
             return value
         try:
             return decode_json(write_canonical(value), self.shape.decode)
@@ -382,6 +520,7 @@ class Shapes:
         self._body: Any = _make_body(self._shapes)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
+        self._known = [_KnownShape(shape, self._body) for shape in self._shapes if shape.mark]
 
     def open_conversation(self, document: Document) -> Conversation:
         """The conversation in a body, in the first shape that matches; all callers share it.
@@ -452,6 +591,11 @@ class Shapes:
         data = document.data()
         if not data:
             raise NotCounted("no_messages")
+        if len(data) <= WORTH_COUNTING and not document.shortened:
+            for known in self._known:
+                found = known.open_conversation(data)
+                if found is not None:
+                    return found
         try:
             body = value = decode_json(data, self._decode)
         except ValidationError:
@@ -473,6 +617,57 @@ class Shapes:
         named = model if model is None or isinstance(model, str) else write_canonical(model).decode()
         raw = {key: Raw(write_canonical(given[key])) for key in self._raw_keys if key in given}
         return self._body(model=named, **raw)
+
+
+class _KnownShape:
+    """Reads bodies of one shape whose older messages may be known."""
+
+    def __init__(self, shape: Shape, body: type[Struct]) -> None:
+        key = shape.path[0]
+        self._shape = shape
+        self._key = f'"{key}"'.encode()
+        self._opens = re.compile(rf'"{key}"[ \t\r\n]*:[ \t\r\n]*\[[ \t\r\n]*'.encode())
+        names = [field.name for field in fields(body) if field.name != "model"]
+        keys = [("model", str | None, None), *[(name, Raw, ABSENT) for name in names], ("new", list[Raw] | None, None)]
+        self._decode: Any = json.Decoder(defstruct("KnownBody", keys, gc=False, rename={"new": _NEW})).decode
+        self._get_typed = attrgetter(*[field.name for field in fields(body) if field.name in names and field.type is not Raw])
+        self._name = f'"{_NEW}"'.encode()
+
+    def open_conversation(self, data: bytes) -> Conversation | None:
+        """The conversation in a body; None if it is not where it is looked for, or the body has anything unexpected."""
+        shape, key = self._shape, data.find(self._key)
+        opens = self._opens.match(data, key) if key >= 0 else None
+        first = data.find(shape.mark, opens.end()) if opens is not None else -1
+        if opens is None or first < 0:
+            return None
+        head, end, count = data[:first], opens.end(), 0
+        known = _KNOWN.get(head)
+        matched: list[_Piece] = []
+        for piece in known.pieces if known is not None else ():
+            if not data.startswith(piece[1], matched[-1][0] if matched else first):
+                break
+            matched.append(piece)
+            end, count = piece[0], piece[2]
+        after = _NEXT.match(data, end) if count else None
+        view = memoryview(data)
+        try:
+            body = self._decode(b"".join([view[:key], self._name, b":[", view[end if after is None else after.end() :]]))
+            new = [shape.decode(raw) for raw in body.new or ()]
+        except (NotCounted, ValueError, RecursionError):
+            return None
+        if body.new is None or any(value is not ABSENT for value in self._get_typed(body)):
+            return None
+        made = KnownMessages(known, count)
+        if not made.add(data, end, body.new, [shape.name_speaker(value) for value in new], first, matched):
+            return None
+        goes_on = known is not None and count == len(known.ends)
+        if known is not None and goes_on and not new:
+            made = known
+        _KNOWN.put(head, made)
+        conversation = Conversation(shape, [None] * count + new, body, body.model or "", data)
+        conversation.known = made
+        conversation.earlier = known if goes_on else None
+        return conversation
 
 
 def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's

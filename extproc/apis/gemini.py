@@ -223,7 +223,7 @@ API = Api(
     ),
     keys={("contents",): Endpoint(write_error)},  # only the path says whether a stream is wanted
     shapes=(
-        Shape(("contents",), GeminiBody, Content, _name_speaker, _read, _find_raw, locate=_locate),
+        Shape(("contents",), GeminiBody, Content, _name_speaker, _read, _find_raw, locate=_locate, mark=b'"model"'),
         Shape(("request", "contents"), WrappedBody, Content, _name_speaker, _read, _find_raw, locate=_locate),
     ),
     blocks={

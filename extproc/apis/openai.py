@@ -253,7 +253,17 @@ API: Final = Api(
     keys={("messages", "model"): _CHAT},
     asked=("stream", "stream_options"),
     shapes=(
-        Shape(("messages",), ChatBody, ChatMessage, name_by_role, _read, _find_raw, look_back=_look_back, locate=_locate),
+        Shape(
+            ("messages",),
+            ChatBody,
+            ChatMessage,
+            name_by_role,
+            _read,
+            _find_raw,
+            look_back=_look_back,
+            locate=_locate,
+            mark=b'"assistant"',
+        ),
         Shape(
             ("prompt",),
             TextBody,

@@ -194,7 +194,19 @@ API = Api(
     prefixes=("/v1/responses", "/responses", "/openai/v1/responses", "/openai/responses", "/backend-api/codex/responses"),
     asked=("stream",),
     shapes=(
-        Shape(("input",), ResponsesBody, Item, _name_speaker, _read, _find_raw, _take, _is_call, _look_back, locate=_locate),
+        Shape(
+            ("input",),
+            ResponsesBody,
+            Item,
+            _name_speaker,
+            _read,
+            _find_raw,
+            _take,
+            _is_call,
+            _look_back,
+            locate=_locate,
+            mark=b'"function_call"',
+        ),
     ),
     tool_lists=(_TOOLS, _TOOLS._replace(beside="")),  # a body without a conversation continues one on the server
     tool_words=ToolWords(groups={"namespace": "tools"}, servers=frozenset({"mcp"}), called={"computer_use": "computer"}),

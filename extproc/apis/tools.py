@@ -12,7 +12,7 @@ from msgspec import Raw, ValidationError, defstruct, json
 from extproc.apis.api import ToolWords
 from extproc.apis.conversation import TOOL_KEYS, Conversation
 from extproc.bounded import Memo
-from extproc.request.document import ABSENT, decode_json
+from extproc.request.document import ABSENT, Document, decode_json
 
 OTHERS: Final = ""
 """Stands for tools whose names are not known: built-in ones, those of servers, and those beyond the bound."""
@@ -90,11 +90,21 @@ class ToolReader:
                 return {name: tool.reads for name, tool in self.read(conversation).items() if tool.reads is not None}
         return {}
 
-    def may_declare(self, data: bytes, tools: Collection[str]) -> bool:
-        """False if it is certain, without reading the body, that it declares none of these tools by `name` or `type`."""
-        if data.find(b"\\u") >= 0 or data.find(b"\\/") >= 0:
+    def may_declare(self, document: Document, tools: Collection[str]) -> bool:
+        """False if it is certain, without reading them, that a body's lists declare none of these tools by `name` or `type`."""
+        conversation = document.conversation
+        if not isinstance(conversation, Conversation) or not conversation.shows_lists:
+            return self._may_hold(bytes(document), tools)
+        return any(self._may_hold(bytes(conversation.find_field(key) or b""), tools) for key in TOOL_KEYS)
+
+    def _may_hold(self, raw: bytes, tools: Collection[str]) -> bool:
+        if raw.find(b"\\") >= 0 and (raw.find(b"\\u") >= 0 or raw.find(b"\\/") >= 0):
             return True
-        return any(data.find(spelled) >= 0 for tool in tools for spelled in self._spell(tool))
+        for tool in tools:
+            for spelled in self._spell(tool):
+                if raw.find(spelled) >= 0:
+                    return True
+        return False
 
     def _spell(self, tool: str) -> list[bytes]:
         """Bytes of which one stands in each declaration of a tool, unless that escapes what need not be escaped."""

@@ -4,15 +4,14 @@ That place depends on the user's first message, and on text and calls of all ass
 do not count, because clients make new ids, and cut thoughts and results from older messages. Consecutive messages of the
 assistant are one.
 
-A client sends its history again with each request, longer by a turn. So all turns except the newest are cached together, by
-their bytes, and also each message by itself.
+What a message showed in an earlier body is known; see `conversation.py`. Where the body is not, each message is by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 from zlib import crc32
 
 from msgspec import json
@@ -42,13 +41,9 @@ _LONGEST_NAMES: Final = 256
 """Bounds of the cache of messages: their number in each of two generations; the longest key, in bytes, beyond which a hash
 replaces it; and the calls of a message and the length of their names. A message takes 0.7 KB, all take 60 MB under attack."""
 
-_MOST_BYTES: Final = 16 * 2**20
-_LONGEST_HISTORY: Final = 128 * 2**10
-"""Size of a generation of the cache of histories, and of the longest history in it, in bytes."""
-
-_CALL_BYTES: Final = 400
-_TURN_BYTES: Final = 600
-"""Maximum memory of a cached call, without its tool's name, and of a message, in bytes."""
+_MOST_CALLS_KEPT: Final = 2
+_LONGEST_NAMES_KEPT: Final = 64
+"""What is kept with a message of a known conversation has no more."""
 
 _NO_CALL: Final = bytes(CALL_DIGEST)
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
@@ -102,38 +97,6 @@ class ShownMessage(NamedTuple):
 _KNOWN: Final[Memo[bytes, ShownMessage]] = Memo(_MOST_KNOWN)
 
 
-class _History:
-    """The turns that a request has shown.
-
-    Attributes:
-        turns: oldest first.
-        steps: as in `ShownMessage`.
-        fractions: as in `ShownMessage`.
-        size: memory that it takes, in bytes.
-        place: place of a request that shows these turns; None until it is needed.
-    """
-
-    __slots__ = ("fractions", "place", "size", "steps", "turns")
-
-    def __init__(self, turns: list[ShownMessage], steps: int, fractions: int, size: int) -> None:
-        self.turns = turns
-        self.steps = steps
-        self.fractions = fractions
-        self.size = size
-        self.place: ChainPlace | None = None
-
-
-_HistoryKey: TypeAlias = tuple[Any, bytes, bytes]
-"""The reader of messages; which of the assistant's begin a turn; and the user's first message with all of these, as JSON."""
-
-
-def _measure(key: _HistoryKey, history: _History) -> int:
-    return len(key[1]) + len(key[2]) + history.size
-
-
-_HISTORIES: Final[Memo[_HistoryKey, _History]] = Memo(_MOST_BYTES, _measure)
-
-
 class ChainPlace:
     """A request's place in the chain: all but `depth` are hashes of 16 bytes, or empty if there is none; never changed.
 
@@ -171,29 +134,26 @@ class Transcript:
     """What a conversation shows.
 
     Attributes:
-        first: the user's first message; None if there is none.
-        turns: the assistant's turns, oldest first; consecutive messages are one turn.
-        history: the cached history; None without turns.
-        before: the place without the newest turn; None if unknown.
-        places: results of `find_place`, by whether the newest turn is a prefill and does not count.
+        first: index of the message with what the user said first; -1 for none.
+        turns: of the assistant, the oldest first; messages of its own that stand side by side are one turn.
+        goes_on: the newest message is the assistant's.
+        steps: as of a message.
+        fractions: as of a message.
+        before: the place without the newest turn; None where it is not known.
+        places: what `find_place` has found: for all turns, and for all but a newest one that is prefilled.
     """
 
-    __slots__ = ("before", "first", "history", "places", "turns")
+    __slots__ = ("before", "first", "fractions", "goes_on", "places", "steps", "turns")
 
-    def __init__(
-        self,
-        first: Any,  # noqa: ANN401  # of the shape's
-        turns: list[ShownMessage],
-        history: _History | None = None,
-        before: ChainPlace | None = None,
-    ) -> None:
-        self.first = first
-        self.turns = turns
-        self.history = history
-        self.before = before
+    def __init__(self, earlier: Transcript | None) -> None:
+        """Begin with nothing, or go on from an earlier one."""
+        self.first: int = -1 if earlier is None else earlier.first
+        self.turns: list[ShownMessage] = [] if earlier is None else earlier.turns.copy()
+        self.goes_on = False
+        self.steps = 0
+        self.fractions = 0
+        self.before: ChainPlace | None = None if earlier is None else earlier.places.get(False)
         self.places: dict[bool, ChainPlace | None] = {}
-        if history is not None and history.place is not None:
-            self.places[False] = history.place
 
 
 def read_transcript(conversation: Conversation) -> Transcript:
@@ -236,58 +196,69 @@ def digest_tool(name: str) -> bytes:
 
 
 def _read(conversation: Conversation) -> Transcript:
-    """Read a conversation. Turns of earlier requests may be cached, but use up as much of the bounds."""
-    shape, first, goes_on = conversation.shape, None, False
-    values: list[Any] = [None]  # the user's first message, and the assistant's messages
-    begins = bytearray()  # whether each of the assistant's messages begins a turn
-    for speaker, value in conversation.list_spoken():
-        if speaker == ASSISTANT:
-            values.append(value)
-            begins.append(not goes_on)
-            goes_on = True
-        else:
-            if first is None and speaker == USER:
-                values[0] = first = value
-            goes_on = False
-    if not begins:
-        return Transcript(first, [])
-    last = begins.rfind(True)
-    every, newest = _encode(values), _encode(values[last + 1 :])
-    whole: _HistoryKey = shape.read, bytes(begins), every[:-1]
-    short = len(every) <= _LONGEST_HISTORY
-    # A history that has become part of a longer one rarely comes again.
-    known = _HISTORIES.take((shape.read, whole[1][:last], every[: -len(newest)])) if short else None
-    again = _HISTORIES.get(whole) if short and known is None else None
-    if again is not None:
+    """What a conversation shows. What an earlier request has shown is known, and takes as much of the bounds."""
+    known, earlier = conversation.known, conversation.earlier
+    if known is not None and known.transcript is not None:
+        again: Transcript = known.transcript
         walk(again.steps, again.fractions)
-        return Transcript(first, again.turns, again)
+        return again
+    before: Transcript | None = earlier.transcript if earlier is not None else None
+    if before is not None and before.goes_on:
+        before = None
     steps, fractions = count_left()
-    turns, size, before = [], 0, None
-    if known is not None:
-        walk(known.steps, known.fractions)
-        turns, size, before = known.turns.copy(), known.size, known.place
-    else:
-        last = 0
-    groups: list[list[ShownMessage]] = []
-    for place in range(last, len(begins)):
-        message = _look(shape, values[place + 1])
-        if begins[place]:
-            groups.append([message])
-        else:
-            groups[-1].append(message)
-        size += _TURN_BYTES + sum([_CALL_BYTES + 4 * len(call.tool) for call in message.calls])
-    turns += [_join(group) if group[1:] else group[0] for group in groups]
+    if before is not None:
+        walk(before.steps, before.fractions)
+    made = Transcript(before)
+    begins = len(earlier.ends) if earlier is not None and before is not None else 0
+    groups = _list_groups(conversation, begins, made)
+    made.turns += [_join(group) if group[1:] else group[0] for group in groups]
+    if len(groups) != 1:
+        made.before = None
     steps_left, fractions_left = count_left()
-    history = _History(turns, steps - steps_left, fractions - fractions_left, size)
-    if short:
-        _HISTORIES.put(whole, history)
-    return Transcript(first, turns, history, before)
+    made.steps, made.fractions = steps - steps_left, fractions - fractions_left
+    if known is not None:
+        spoken = zip(known.speakers[begins:], known.shown[begins:], strict=True)
+        if all(shown is not None for speaker, shown in spoken if speaker == ASSISTANT):  # what they show is small
+            known.transcript = made
+    return made
+
+
+def _list_groups(conversation: Conversation, begins: int, made: Transcript) -> list[list[ShownMessage]]:
+    """The assistant's messages from a place on, those together that stand side by side; notes how they begin and end."""
+    groups: list[list[ShownMessage]] = []
+    conversation.check_count()
+    for place in range(begins, len(conversation)):
+        speaker = conversation.name_speaker(place)
+        if speaker == ASSISTANT:
+            if not made.goes_on:
+                groups.append([])
+            groups[-1].append(_look_at(conversation, place))
+            made.goes_on = True
+        elif speaker:
+            if speaker == USER and made.first < 0:
+                made.first = place
+            made.goes_on = False
+    return groups
 
 
 def _join(messages: list[ShownMessage]) -> ShownMessage:
     """Join consecutive messages."""
     calls = [call for message in messages for call in message.calls]
     return ShownMessage(digest(b"".join([message.hash for message in messages]), _ID), calls)
+
+
+def _look_at(conversation: Conversation, place: int) -> ShownMessage:
+    """What the message at a place shows. It is kept with the message if it is small."""
+    known = conversation.known
+    kept: ShownMessage | None = known.shown[place] if known is not None else None
+    if kept is not None:
+        walk(kept.steps, kept.fractions)
+        return kept
+    shown = _look(conversation.shape, conversation.open_message(place))
+    small = len(shown.calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in shown.calls]) <= _LONGEST_NAMES_KEPT
+    if known is not None and small:
+        known.shown[place] = shown
+    return shown
 
 
 def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the shape's
@@ -334,12 +305,10 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
     turns, place = shown.turns[:-1] if prefilled else shown.turns, None
     if len(turns) <= _MOST_SHOWN:
         with suppress(NotCounted):
-            opening = _look(conversation.shape, shown.first).hash if shown.first is not None else b""
+            opening = _look_at(conversation, shown.first).hash if shown.first >= 0 else b""
             place = ChainPlace(opening, [turn.hash for turn in turns], None if prefilled else shown.before)
         start_looking()
     shown.places[prefilled] = place
-    if shown.history is not None and not prefilled:
-        shown.history.place = place
     return place
 
 

@@ -36,6 +36,9 @@ from extproc.detectors.arguments import THOUGHTS, is_for_thinking
 from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find_extra, find_similar_error
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
+    NORMALIZED,
+    RAW,
+    REST,
     AnyTurn,
     Reading,
     Reduced,
@@ -44,7 +47,6 @@ from extproc.detectors.turn import (
     digest,
     encode_turn,
     get_failure_id,
-    has_result,
     leave_out_last,
     same_action,
     same_result,
@@ -182,7 +184,10 @@ class KeptTurn:
         `always` is set.
         """
         newest, failure = self.newest, self.newest.failure_id
-        if not always and len([entry for entry in entries if has_result(entry, newest)]) <= (self.entry in entries):
+        same = [
+            entry for entry in entries if entry[RAW:NORMALIZED] == newest.raw or entry[NORMALIZED:REST] == newest.normalized
+        ]
+        if not always and len(same) <= (self.entry in entries):
             alike = [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
             if len(alike) < MIN_SIMILAR - 1:
                 return None

@@ -169,7 +169,7 @@ def normalize(text: str) -> str:
 def _normalize(text: str) -> str:
     if "\r" in text:
         text = _OVERWRITTEN.sub("", text)
-    if _may_name_id(text):
+    if ("equest" in text or "race" in text or "orrelation" in text or "once" in text) and _may_name_id(text):
         text = _NAMED.sub(rf"\1{_GONE}", text)
     text = _PREFIXED.sub(f"_{_GONE}", text)
     text = _SET.sub(_sort_set, text)

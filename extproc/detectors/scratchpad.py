@@ -18,7 +18,7 @@ from typing import Final
 
 from extproc.apis.contents import list_texts
 from extproc.apis.conversation import ASSISTANT, USER, Message
-from extproc.apis.messages import TEXT, Part
+from extproc.apis.messages import TEXT
 
 _LEAST_STEPS: Final = 2
 _FENCE: Final = "```"
@@ -54,15 +54,11 @@ def unfold(message: Message) -> list[Message]:
     steps = find_steps(text) if _OBSERVED in text else []
     if len(steps) < _LEAST_STEPS:
         return [message]
-    messages = [_make_message(message, message.speaker, text[: steps[0][0]])]
+    said = [(message.speaker, text[: steps[0][0]])]
     for start, middle, behind, end in steps:
-        messages.append(_make_message(message, ASSISTANT, text[start:middle].strip()))
-        messages.append(_make_message(message, USER, text[behind:end].strip()))
-    return messages[::-1]
-
-
-def _make_message(whole: Message, speaker: str, text: str) -> Message:
-    return Message(whole.shape, speaker, whole.shape.message(), whole.place, [Part(TEXT, text)])
+        said.append((ASSISTANT, text[start:middle].strip()))
+        said.append((USER, text[behind:end].strip()))
+    return message.divide(said)[::-1]
 
 
 def find_steps(text: str) -> list[tuple[int, int, int, int]]:

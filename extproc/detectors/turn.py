@@ -28,7 +28,7 @@ from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_eq
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
-from extproc.request.document import ABSENT, Document, write_canonical
+from extproc.request.document import ABSENT, Document, count_left, walk, write_canonical
 
 _NEXT: Final = "\x1e"  # a record separator (ASCII), which texts rarely contain
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
@@ -45,6 +45,11 @@ _MOST_KNOWN: Final = 4_096
 
 MAX_ENTRY: Final = 64
 """Longest entry of a ring, in bytes."""
+
+_FREE: Final = 4
+_MOST_NAMES_KEPT: Final = 2
+_LONGEST_NAMES_KEPT: Final = 64
+"""An action that takes more of the bounds, or has more or longer names, is not kept with a known message."""
 
 _KNOWN: Final = 1
 _RETURNED: Final = 2
@@ -75,10 +80,10 @@ _WORDS_BITS: Final = 11
 """Length of the digest of a user's words in an entry, in the same format."""
 
 _ENTRY_NAME: Final = MAX_ENTRY - 1 - 3 * _DIGEST
-_RAW: Final = 1 + _DIGEST
-_NORMALIZED: Final = _RAW + _DIGEST
-_REST: Final = _NORMALIZED + _DIGEST
-"""Offsets in an entry: of the result's hashes, and of the rest."""
+RAW: Final = 1 + _DIGEST
+NORMALIZED: Final = RAW + _DIGEST
+REST: Final = NORMALIZED + _DIGEST
+"""Offsets in an entry: of the result's hashes, and of what is behind them."""
 
 
 _NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
@@ -153,6 +158,22 @@ class Reading:
         return "".join(list_texts(newest.read_parts()))
 
 
+class KnownAction(NamedTuple):
+    """What one message of the assistant's does, for later requests that show it as well.
+
+    Attributes:
+        ignored: names of arguments that were taken for thoughts.
+        names: as of a Turn.
+        id: 16 bytes that tell what was done from all else.
+        hash: the same in 8 bytes, as of a Turn.
+    """
+
+    ignored: frozenset[str]
+    names: tuple[str, ...]
+    id: bytes
+    hash: bytes
+
+
 class Turn:
     """One turn of a request, which is read on demand.
 
@@ -160,11 +181,13 @@ class Turn:
         known: the request shows what the assistant did.
         answered: something follows.
         in_text: it is a step of a scratchpad; see `scratchpad.py`.
+        known_action: what the assistant did, if it is kept for later requests, or was; else None.
     """
 
     __slots__ = (
         "_action",
         "_behind",
+        "_cost",
         "_evidence",
         "_failed",
         "_failure",
@@ -183,6 +206,7 @@ class Turn:
         "answered",
         "in_text",
         "known",
+        "known_action",
     )
 
     def __init__(self, reading: Reading, message: Message | None, behind: list[Message]) -> None:
@@ -200,6 +224,12 @@ class Turn:
         self._message = message
         self._behind = behind
         self._action: AssistantAction | None = None
+        self._cost = -1
+        self.known_action: KnownAction | None = None
+        if message is not None and message.known is not None and message.joined is None:
+            self.known_action = message.known.actions[message.place]
+            if self.known_action is not None and self.known_action.ignored != reading.ignored:
+                self.known_action = None
         self._evidence = -1
         self._words: bytes | None = None
         self._mark: str | None = None
@@ -216,8 +246,20 @@ class Turn:
 
     @property
     def parts(self) -> list[Part]:
-        """The parts of the assistant's message; empty if it is unknown."""
-        return self._message.read_parts() if self._message is not None else []
+        """What stands in the assistant's message. A few parts take nothing of the bounds before results are read."""
+        message = self._message
+        if message is None:
+            return []
+        if self._cost >= 0:
+            return message.read_parts()
+        steps, fractions = count_left()
+        parts = message.read_parts()
+        steps_left, fractions_left = count_left()
+        self._cost = steps - steps_left
+        if self._cost > _FREE or fractions != fractions_left:
+            self._cost = 0
+        walk(-self._cost)
+        return parts
 
     @property
     def said(self) -> str:
@@ -228,8 +270,15 @@ class Turn:
     def action(self) -> AssistantAction:
         """What the assistant did; nothing if that is unknown."""
         if self._action is None:
+            _, fractions = count_left()
             action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
             self._action = action if action.names or not self.known else self._read_failed_call() or action
+            message, free = self._message, self._cost > 0 and count_left()[1] == fractions
+            small = 0 < len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT
+            if message is not None and message.known is not None and message.joined is None and free and small:
+                spelled = action.spelled
+                kept = KnownAction(self._reading.ignored, action.names, digest(spelled, _ID), digest(spelled))
+                self.known_action = message.known.actions[message.place] = kept
         return self._action
 
     def _read_failed_call(self) -> AssistantAction | None:
@@ -241,7 +290,9 @@ class Turn:
     def may_do_as(self, other: Turn) -> bool:
         """False if a check without decoding shows that the action differs from another turn's."""
         message = self._message
-        if other._mark is None:  # bytes that any request with its action contains
+        if self.known_action is not None:
+            return True
+        if other._mark is None:  # a part of its action that no request spells otherwise
             other._mark = find_mark(other.action).decode("latin-1")
         if self._action is not None or message is None or message.joined is not None or not other._mark:
             return True
@@ -250,7 +301,7 @@ class Turn:
     @property
     def names(self) -> tuple[str, ...]:
         """The tools, or the first word of the command."""
-        return self.action.names
+        return self.known_action.names if self.known_action is not None else self.action.names
 
     @property
     def result(self) -> str:
@@ -356,15 +407,11 @@ class Turn:
                     flags &= ~MISSING  # nothing was looked up
             if len(self.result) >= _LONG_RESULT:
                 flags |= LONG
-            if flags & LONG or self.failed:
-                flags = self._weigh_talk(flags)
+            talks = self.known and not self.names and not self.returned
+            if talks and (flags & LONG or self.failed) and reading.conversation.find_offer() == TOOLS:
+                flags = flags & ~LONG | PASSING  # what is said by an agent that has tools counts little, whatever it is
             self._evidence = flags
         return self._evidence
-
-    def _weigh_talk(self, flags: int) -> int:
-        """The flags, changed if an agent with tools only talks: the reply is weak evidence, whatever its words and length."""
-        talks = self.known and not self.names and not self.returned
-        return flags & ~LONG | PASSING if talks and self._reading.conversation.find_offer() == TOOLS else flags
 
     @property
     def words(self) -> bytes:
@@ -394,18 +441,21 @@ class Turn:
 
     @property
     def action_hash(self) -> bytes:
-        """A hash of the action, 8 bytes; zeros if it is unknown."""
+        """What was done, in 8 bytes; zeros where that is not known."""
+        if self.known_action is not None:
+            return self.known_action.hash
         return digest(self.action.spelled) if self.known else bytes(_DIGEST)
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
+        raw = digest(self.result.encode())
         return Reduced(
             self.known,
-            self.returned,
+            self._returned,
             self.failed,
             self.action_hash,
-            digest(self.result.encode()),
-            digest(self.normal.encode()),
+            raw,
+            raw if self.normal == self.result else digest(self.normal.encode()),
             self.names,
             self.evidence,
             b"" if self.names else self.words,
@@ -420,6 +470,7 @@ class Turn:
         for part in self.parts:  # results of the server's own tools are in the assistant's message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
+        walk(max(self._cost, 0))
         behind = self._behind[::-1]
         for message in [message for message in behind if message.speaker not in HARNESS] or behind:
             for part in message.read_parts():
@@ -502,17 +553,12 @@ def encode_turn(turn: AnyTurn) -> bytes:
     return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
 
 
-def has_result(entry: bytes, kept: Reduced) -> bool:
-    """Whether an entry has the result of a turn, unchanged or without volatile parts."""
-    return entry[_RAW:_NORMALIZED] == kept.raw or entry[_NORMALIZED:_REST] == kept.normalized
-
-
 def decode_turn(entry: bytes) -> Reduced:
     """The turn in an entry that `encode_turn` has made; an unknown turn for an empty entry."""
     entry = entry or bytes(1 + 3 * _DIGEST)
     flags = entry[0]
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
-    rest = entry[_REST:]
+    rest = entry[REST:]
     name = rest.decode("utf-8", "ignore")
     known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
     names, words = ((name,), b"") if name else ((), _read_bits(rest[:_WORDS_BITS], _DIGEST))
@@ -524,7 +570,7 @@ def get_failure_id(entry: bytes) -> bytes:
     """The failure id in an entry; empty if nothing failed, or an older version wrote it. No name ends like an id."""
     if not entry or not entry[0] & _ERROR:
         return b""
-    rest = entry[_REST:]
+    rest = entry[REST:]
     if len(rest) == _WORDS_BITS and rest[0] & ~_SIX_BITS == _NO_TEXT:
         return b""
     return _read_bits(rest[-_FAILURE_BITS:], _FAILURE)
@@ -558,7 +604,9 @@ def same_action(one: AnyTurn, other: AnyTurn) -> bool:
     if isinstance(one, Turn) and isinstance(other, Turn):
         if one.known != other.known or not other.may_do_as(one):
             return False
-        return one.action.spelled == other.action.spelled
+        if one.known_action is None or other.known_action is None:
+            return one.action.spelled == other.action.spelled
+        return one.known_action.id == other.known_action.id
     one, other = one.reduce(), other.reduce()
     return one.known == other.known and one.action_hash == other.action_hash
 

@@ -705,7 +705,7 @@ class SessionCandidate(Candidate):
         found = self.limiter.find_narrowing(standing, self._limits, self._grants)
         if found is None or found.removes or self._body is None or self._body.document is None:
             return found
-        return found if may_declare(bytes(self._body.document), found.scarce) else None
+        return found if may_declare(self._body.document, found.scarce) else None
 
     def _know(self, outcome: Outcome) -> Outcome:
         self.subject = outcome.subject

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.apis import conversation
 from extproc.detectors import actions, chain, results, turn
 from extproc.detectors.actions import read_text_action
 from extproc.detectors.arguments import THOUGHTS
@@ -65,7 +66,7 @@ _BODIES = (
 
 def forget() -> None:
     """Have nothing known."""
-    for memo in (actions._KNOWN, chain._KNOWN, chain._HISTORIES, results._KNOWN, turn._NORMAL, turn._FAILURES):
+    for memo in (actions._KNOWN, chain._KNOWN, conversation._KNOWN, results._KNOWN, turn._NORMAL, turn._FAILURES):
         memo._young.clear()
         memo._old.clear()
 

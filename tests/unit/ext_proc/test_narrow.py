@@ -14,9 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from extproc.apis import may_declare
+from extproc.apis import may_declare, open_conversation
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.narrow import narrow
+from extproc.request.document import Document
 from extproc.request.http import HttpRequest
 from tests.support.examples import examples
 from tests.support.model_requests import ANYTHING, HOSTILE, REQUESTS, spelled
@@ -232,7 +233,10 @@ def test_an_answer_is_held_to_one_call_if_a_tool_is_scarce(
     new = narrow(request, body, [], scarce=scarce)
 
     assert json.loads(new) == expected
-    assert may_declare(body, scarce) or new == body
+    document = Document(body)
+    assert may_declare(document, scarce) or new == body
+    open_conversation(document)
+    assert may_declare(document, scarce) or new == body
     assert new == body or expected != old
     before, after = read_raw(body), read_raw(new)
     assert {key: after[key] for key in before if key != "tool_choice"} == {

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.apis import conversation as conversations
 from extproc.apis import open_conversation
 from extproc.detectors import chain
 from extproc.detectors.chain import digest_tool, find_place
@@ -48,7 +49,7 @@ def read(shape: str, turns: Sequence[Did]) -> list[bytes]:
 
 def forget() -> None:
     """Have no message known, and no history."""
-    for memo in (chain._KNOWN, chain._HISTORIES):
+    for memo in (chain._KNOWN, conversations._KNOWN):
         for generation in (memo._young, memo._old):
             generation.clear()
 
@@ -271,17 +272,16 @@ def _shows_something(body: bytes) -> bool:
 
 
 def test_histories_that_are_known_are_bounded() -> None:
-    """In bytes, whatever they hold; a long one is read anew each time."""
+    """In the room that they take, whatever they hold; a long one is read anew each time."""
     forget()
-    for at in range(300):
-        for length in (90_000, 200_000):
-            said = {"role": "assistant", "content": f"{at}" + "x" * length}
-            assert look(json.dumps({"messages": [{"role": "user", "content": "hi"}, said]}).encode())
-        assert chain._HISTORIES.size <= 2 * chain._MOST_BYTES
-    kept = [*chain._HISTORIES._young, *chain._HISTORIES._old]
-    assert len(kept) > 150
-    assert sum([len(key[2]) for key in kept]) <= chain._HISTORIES.size
-    assert max([len(key[2]) for key in kept]) < 100_000
+    for at in range(100):
+        for count, length in ((1_500, 9), (2, 200_000)):
+            said = [{"role": "assistant", "content": f"{at}" + "x" * length}] * count
+            assert look(json.dumps({"messages": [{"role": "user", "content": f"{at}"}, *said]}).encode())
+        assert conversations._KNOWN.size <= 2 * conversations._MOST_BYTES
+    kept = [*conversations._KNOWN._young.values(), *conversations._KNOWN._old.values()]
+    assert len(kept) > 20
+    assert {len(each.ends) for each in kept} == {1_501}
 
 
 @pytest.mark.parametrize(
@@ -299,8 +299,8 @@ def test_what_is_too_much_stays_too_much(count: int, arguments: list[Any]) -> No
             read_tool_calls(Document(whole))
 
 
-@pytest.mark.parametrize(("tool", "count", "known"), [("f", 8, 1), ("f", 9, 0), ("f" * 257, 1, 0)])
-def test_what_takes_much_room_is_not_remembered(tool: str, count: int, known: int) -> None:
+@pytest.mark.parametrize(("tool", "count", "kept"), [("f", 8, 1), ("f", 9, 0), ("f" * 257, 1, 0)])
+def test_what_takes_much_room_is_not_remembered(tool: str, count: int, kept: int) -> None:
     """Neither long names nor many calls can fill the memory; of long arguments a digest is kept."""
     forget()
     calls = [{"id": f"{at}", "function": {"name": tool, "arguments": {"a": "x" * 9_000}}} for at in range(count)]
@@ -309,7 +309,7 @@ def test_what_takes_much_room_is_not_remembered(tool: str, count: int, known: in
     found = [len(read_tool_calls(Document(body)).records) for _ in range(2)]
 
     assert found == [count * RECORD] * 2
-    assert len(chain._KNOWN) == known
+    assert len(chain._KNOWN) == kept
 
 
 @pytest.mark.parametrize("arguments", [{"a": "x" * 600_000}, "x" * 600_000], ids=["object", "text"])

@@ -1,0 +1,110 @@
+"""Bodies that go on from known ones are read as if nothing was known, whatever is changed in them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.apis import conversation as conversations
+from extproc.apis import open_conversation
+from extproc.apis.messages import Part
+from extproc.request.document import Document, NotCounted, open_value
+from tests.support.examples import examples
+from tests.support.turn_writers import SHAPES, Did
+
+_TURNS = [
+    Did((("read", {"path": f"src/{number}.py"}),), (f'line {number}: "assistant", "model" ' + "x" * 900 * (number % 4),))
+    for number in range(1, 9)
+]
+_KNOWN = {shape: [json.dumps(SHAPES[shape](_TURNS[:count])).encode() for count in (5, 6, 8)] for shape in sorted(SHAPES)}
+_CHAT = _KNOWN["chat"][1]
+_MESSAGES = _CHAT[_CHAT.index(b"[") + 1 : _CHAT.rindex(b"]")]
+_MORE = b'{"role":"user","content":"more"}'
+
+
+def forget() -> None:
+    """Have nothing known."""
+    conversations._KNOWN._young.clear()
+    conversations._KNOWN._old.clear()
+
+
+def look(body: bytes) -> object:
+    """All that is read of a body's messages, and of the keys beside them."""
+    try:
+        conversation = open_conversation(Document(body))
+        read = [(message.speaker, _write(message.read_parts())) for message in conversation.read_backwards()]
+    except NotCounted as why:
+        return why.reason
+    fields = [bytes(conversation.find_field(key) or b"") for key in ("tools", "metadata")]
+    return read, fields, conversation.model, conversation.before, len(conversation), conversation.list_speakers()
+
+
+def _write(parts: list[Part]) -> list[tuple[str, object, str, str, bool]]:
+    return [(part.kind, open_value(part.value), part.name, part.id, part.failed) for part in parts]
+
+
+def compare(first: list[bytes], body: bytes) -> bool:
+    """Read a body with others known and with nothing known; returns whether it was known."""
+    forget()
+    alone = look(body)
+    forget()
+    for each in first:
+        look(each)
+
+    assert look(body) == alone
+    return conversations._KNOWN.size > 0
+
+
+@pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini", "responses"])
+def test_a_history_that_goes_on_is_known(shape: str) -> None:
+    """Only what is new is decoded, and the rest is the same."""
+    assert compare(_KNOWN[shape][:2], _KNOWN[shape][2])
+    conversation = open_conversation(Document(_KNOWN[shape][2]))
+    assert conversation._messages.count(None) == len(conversation) > 0
+    assert compare(_KNOWN[shape], _KNOWN[shape][0])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages":[' + _MESSAGES + b"," + _MORE + b"]}",
+        b'{"messages":[' + _MESSAGES + b" ,\n" + _MORE + b' ], "model":"m", "tools":[1]}',
+        b'{"messages":[' + _MESSAGES + _MORE + b"]}",
+        b'{"messages":[' + _MESSAGES + b",]}",
+        b'{"messages":[' + _MESSAGES + b",,{}]}",
+        b'{"messages":[' + _MESSAGES + b"}]}",
+        b'{"messages":[' + _MESSAGES + b"]",
+        b'{"messages":[' + _MESSAGES + b'],"messages":[' + _MORE + b"]}",
+        b'{"messages":[' + _MESSAGES + b'],"m\\u0065ssages":[' + _MORE + b"]}",
+        b'{"messages":[' + _MESSAGES + b'],"messages":null}',
+        b'{"messages":[' + _MESSAGES + b'],"contents":[{"role":"user","parts":[{"text":"x"}]}]}',
+        b'{"messages":[' + _MESSAGES + b"," + _MORE + b',3,"x"]}',
+        b'{"messages":[' + _MESSAGES + b',{"role":7}]}',
+        b'{"messages":[' + _MESSAGES + b',null],"model":{}}',
+        b'{"metadata":{"messages":[' + _MESSAGES + b']},"messages":[' + _MESSAGES + b"," + _MORE + b"]}",
+        b'[{"messages":[' + _MESSAGES + b"]}]",
+        b'{"messages":[' + _MESSAGES + b"," + _MORE + b'],"thread":{"previous_message_id":"m"}}',
+        b'{"messages":[' + _MESSAGES + b',{"role":"user","content":"\\ud800"}]}',
+    ],
+    ids=range(18),
+)
+def test_what_stands_behind_known_messages_is_read(body: bytes) -> None:
+    """Other JSON than before, none at all, and a second list, which wins."""
+    start = body[: body.index(_MESSAGES)]
+    compare([start + _MESSAGES + b"]}", start + _MESSAGES + b"]}}", _CHAT], body)
+
+
+@settings(max_examples=examples(200))
+@given(st.sampled_from(sorted(_KNOWN)), st.data())
+def test_a_changed_byte_changes_what_it_would_alone(shape: str, data: st.DataObject) -> None:
+    """Pieces of a body that are lost, doubled or moved."""
+    body = data.draw(st.sampled_from(_KNOWN[shape]))
+    at, end = sorted(data.draw(st.tuples(*[st.integers(0, len(body))] * 2)))
+    piece = data.draw(st.sampled_from([b"", b" ", b"0", b'"', b"]", b"{}", b",", b"\\", b'"assistant"', body[at:end] * 2]))
+    changed = body[:at] + piece + body[data.draw(st.sampled_from([at, at + 1, end])) :]
+
+    compare([*_KNOWN[shape], changed][:: data.draw(st.sampled_from([1, -1]))], changed)
+    compare([changed], body)
