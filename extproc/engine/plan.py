@@ -26,6 +26,7 @@ from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
+from extproc.sessions.trees import AgentNames
 from extproc.store.rules.windows import Count, Hit
 
 _SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
@@ -110,10 +111,12 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
     return _BypassRule(entry.header, entry.pathExact, entry.pathPrefix, methods)
 
 
-def _make_names(session: Session, rings: Rings | None) -> SessionNames:
+def _make_names(session: Session, rings: Rings | None, agents: AgentNames) -> SessionNames:
     """Where limits look for a session's name; the rings' object if they look in the same places."""
     keys = session.list_budget_keys()
-    return rings if rings is not None and keys == session.keys else SessionNames(keys, usual=not session.has_own_keys)
+    if rings is not None and keys == session.keys and not agents.same:
+        return rings
+    return SessionNames(keys, usual=not session.has_own_keys, same=agents.same)
 
 
 @cache
@@ -421,10 +424,11 @@ class Plan:
         self.limiter: SessionGuard | None = None
         if spec.session_limits is not None:
             session = spec.session or Session()
-            names = _make_names(session, self.rings if spec.session is not None else None)
+            agents = AgentNames(session)
+            names = _make_names(session, self.rings if spec.session is not None else None, agents)
             most = spec.find_session_inspect_bytes()
             limits = spec.session_limits, spec.unnamed_limits
-            self.limiter = SessionGuard(self.id, *limits, session, names, most, shadow=shadow, namespace=namespace)
+            self.limiter = SessionGuard(self.id, *limits, session, names, agents, most, shadow=shadow, namespace=namespace)
         self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
         looking = [
             detector.max_inspect_bytes
@@ -548,7 +552,7 @@ class Plan:
     def list_reads(self) -> list[tuple[str, str]]:
         """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
-        keys += self.limiter.names.list_keys() if self.limiter is not None else []
+        keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
         keys += self.ramp.descriptors if self.ramp is not None else ()
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         read = [part.key.partition(":") for key in keys for part in key.list_sources()]
