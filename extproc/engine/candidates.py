@@ -19,6 +19,7 @@ from extproc.detectors.chain import ChainPlace, read_place
 from extproc.engine.orders import (
     ALLOW,
     BLOCK,
+    KILL,
     RELEASE,
     ActiveOverride,
     Caller,
@@ -404,7 +405,19 @@ class Candidate:
         tools = self.repeat.tools if self.repeat is not None else self.subject.tools
         caller = self._known or self._know_caller(self.tenant)
         found = standing.find_by_body(self.plan.id, self._now, caller, self.session, self.fingerprint, tools)
+        kin = self._find_kin() if standing.name_sessions else ""
+        if kin and kin != self.session:
+            more = standing.find_by_body(self.plan.id, self._now, caller, kin, self.fingerprint, tools)
+            found = [*found, *[order for order in more if order.target.session and self._concerns(order)]]
         self.overrides = [*self._of_caller, *found] if found else self._of_caller
+
+    def _find_kin(self) -> str:
+        """Another session whose orders may concern the request; empty for none."""
+        return ""
+
+    def _concerns(self, order: ActiveOverride) -> bool:  # noqa: ARG002  # for candidates that have kin
+        """Whether an order about the other session concerns the request."""
+        return True
 
     def _renew(self, name: str) -> str:
         """A part of a key that changes with each release, so that earlier counts are not found again."""
@@ -427,7 +440,7 @@ class LoopCandidate(Candidate):
         contradicted: the body contradicts the headers.
     """
 
-    __slots__ = ("_count", "_name", "claim", "contradicted", "detector")
+    __slots__ = ("_count", "_name", "_root", "claim", "contradicted", "detector")
 
     def __init__(
         self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
@@ -435,10 +448,22 @@ class LoopCandidate(Candidate):
         super().__init__(plan, detector, values, descriptors, session, detector.similarity)
         self.detector = detector
         self._name = ("", "")
+        self._root = ""
         self._count = UNCOUNTED
         self.claim: Any = None
         self.contradicted = False
         self.needs_body = detector.needs_body or plan.reads_body
+
+    def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
+        """See `Candidate`; orders about the session that started an agent concern the agent."""
+        names = self.plan.root_names
+        if standing.name_sessions:
+            self._root = names.find(names.read(request), None)
+        super().apply_overrides(standing, now, request)
+
+    def _find_kin(self) -> str:
+        """See `Candidate`."""
+        return self._root
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
@@ -556,6 +581,7 @@ class SessionCandidate(Candidate):
         "_earlier_steps",
         "_grants",
         "_limits",
+        "_nameless",
         "_place",
         "_stopped",
         "_unknown",
@@ -592,6 +618,7 @@ class SessionCandidate(Candidate):
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
         self._stopped = False
+        self._nameless = False
         self._unknown = False
 
     def find_stop(self) -> ActiveOverride | None:
@@ -629,7 +656,7 @@ class SessionCandidate(Candidate):
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, 0)
         if place is not None:
             fresh = _CALLS.name()[:_IDENTITY]
-            self._earlier_steps = place.depth
+            self._earlier_steps, self._nameless = place.depth, True
             self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, fresh)]
             self.waits = place.depth > 0
             if self.waits:
@@ -654,6 +681,14 @@ class SessionCandidate(Candidate):
             self.waits and not self.limiter.shadow and self.find_stop() is not None
         ):  # by this name, which no order was looked up by before
             self.hit, self._stopped = None, True
+
+    def _find_kin(self) -> str:
+        """See `Candidate`; an agent can be stopped without its session."""
+        return self.agent_name
+
+    def _concerns(self, order: ActiveOverride) -> bool:
+        """See `Candidate`."""
+        return order.kind in {ALLOW, BLOCK, KILL}
 
     def _name_session(self, name: str) -> None:
         """Take the session's name, empty for none.
@@ -691,7 +726,7 @@ class SessionCandidate(Candidate):
                 roots.keep(tenant, self.agent_name, root)
             else:
                 self.waits = True
-        self.parent_name = name if name != root else ""
+        self._place_below(root, name)
         return root
 
     def _learn_root(self, answer: Kept) -> None:
@@ -700,9 +735,14 @@ class SessionCandidate(Candidate):
             raise TypeError("a search for a root is answered with it")
         root = answer[0].hex()
         self.limiter.roots.keep(self.tenant, self.agent_name, root)
-        if self.parent_name == root:
-            self.parent_name = ""
+        self._place_below(root, self.parent_name)
         self._name_session(root)
+
+    def _place_below(self, root: str, parent: str) -> None:
+        """Take the agent's parent, which is nobody for an agent right below the root; in a circle, the root is no agent."""
+        self.parent_name = "" if parent == root else parent
+        if self.agent_name == root:
+            self.agent_name = self.parent_name = ""
 
     def _ask(self, body: RequestBody) -> None:
         """Make what the store is asked to count."""
@@ -812,6 +852,12 @@ class SessionCandidate(Candidate):
         if not isinstance(step, Step):
             return ""
         return step.shared if self.standing is not None and self.standing.shared else step.key
+
+    @property
+    def nameless(self) -> Document | None:
+        """The document of a request whose session is known only by the conversation that it shows; None for others."""
+        body = self._body
+        return body.document if self._nameless and body is not None else None
 
     def _open(self, body: RequestBody) -> Document | None:
         """The document, None where it cannot be read."""
