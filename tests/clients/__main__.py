@@ -36,8 +36,9 @@ call. The columns `noted`, `landed` and `refused` say at which identical turn th
 model that does what the note says, and against one that takes 20 different steps. For `compaction`, the model reports a full
 context after two steps, and the client asks for a summary. If it then shows no older turns, counting starts again. `-` stands
 for what was not played: most have no sub-agents, or do not compact their history within a task. Clients that name their
-sub-agents are also asked to start two where `max_agents`, `max_depth`, `max_concurrent_agents` or `max_spawns_per_minute` allow
-only one, or none: the limits hold if the others are refused, and the main agent reads the reason and finishes. Generated on {date}.
+sub-agents also start two where `max_agents`, `max_depth`, `max_concurrent_agents` or `max_spawns_per_minute` allow only one, or
+none: the limits hold if the others are refused, and the main agent reads the reason and finishes.
+Generated on {date}.
 
 {table}
 {notes}"""
