@@ -6,14 +6,14 @@ The names of the limits are those of in-process SDKs' session files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
 from extproc.objects import MAX_SECONDS, InspectBytes, JsonObject, Place, Status
-from extproc.request.clients import CACHE_KEY, ROOT_HEADERS, SESSION_HEADERS, USER_ID
+from extproc.request.clients import AGENTS, CACHE_KEY, ROOT_HEADERS, SESSION_HEADERS, USER_ID
 from extproc.request.limit_keys import BODY, HEADER, VENDOR_SESSION, AgentKey, SessionKey
 
 MAX_COUNT: Final = 1_000_000_000
@@ -244,6 +244,11 @@ class UnnamedLimits(JsonObject):
     def needs_answers(self) -> bool:
         """See `SessionLimits`."""
         return self.max_cost_per_session is not None
+
+
+def names_agents(keys: Iterable[str]) -> bool:
+    """Whether a known client that names its sessions by one of these limit keys names their agents, too."""
+    return not {f"{HEADER}:{form.root}" for form in AGENTS}.isdisjoint(keys)
 
 
 def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
