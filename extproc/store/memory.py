@@ -186,10 +186,19 @@ class MemoryStore:
         if place is None:
             return ledger.take_step(asked, now, shared=shared)
         key = place.shared if shared else place.key
-        entry = self._take(key, lifetime)
+        entries = self._shards[hash(key) % len(self._shards)].get(lifetime)
+        entry = entries.pop(key, None) if entries is not None else None
         standing, admission = ledger.take_step_in_tree(asked, entry if isinstance(entry, bytes) else None, now, shared=shared)
-        if admission is not None and admission.state:
-            self._put(key, lifetime, admission.state, now)
+        state = admission[0] if admission is not None else b""
+        if entries is not None and entry is not None and state:  # as `_take` and `_put` do, in half the time
+            entries[key] = state
+            self._bytes += len(state) - len(entry)
+            return standing
+        if entry is not None:
+            self._entries -= 1
+            self._bytes -= len(entry)
+        if state:
+            self._put(key, lifetime, state, now)
         return standing
 
     def _settle(self, asked: Settlement, now: int) -> Standing:

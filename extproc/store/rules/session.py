@@ -514,15 +514,15 @@ class Ledger:
             admission = admit(tree, asked.tree, self.began, now, passes=not limit)
         if limit:
             self._block(asked.limits)
-        elif admission is not None and admission.limit >= 0:
+        elif admission is not None and admission[2] >= 0:
             self.blocks = min(self.blocks + 1, _MAX)  # an agent that did not begin kills no session
-            limit, used, allowed = _FIRST_OF_AGENTS + admission.limit, admission.used, admission.allowed
+            limit, used, allowed = _FIRST_OF_AGENTS + admission[2], admission[3], admission[4]
         else:
             self._let_through(asked, identity if retry else asked.identity, retry, now)
         self._close_old(now)
         standing = self._describe(now, limit, used, allowed, tool, shared, retry)
         if admission is not None:
-            standing.tree = admission.standing
+            standing.tree = admission[1]
         return standing, admission
 
     def settle(self, asked: Settlement, now: int) -> Standing:

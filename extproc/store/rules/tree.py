@@ -14,7 +14,7 @@ A tree knows its newest `MAX_AGENTS` agents. One that is forgotten and returns i
 from __future__ import annotations
 
 import struct
-from typing import Final
+from typing import Final, TypeAlias
 
 AGENT_LIMITS: Final = ("max_depth", "max_agents", "max_concurrent_agents", "max_spawns_per_minute")
 """In the order in which they are checked."""
@@ -123,27 +123,14 @@ _AGENT: Final = struct.Struct("<8sHqq")
 
 _SIZE: Final = _AGENT.size
 _DIGEST: Final = 8
+_TIME: Final = struct.Struct("<q")
+_STAMP: Final = _TIME.size
+"""Where a head has the time at which its session began."""
 
 
-class Admission:
-    """What a tree says to a request.
-
-    Attributes:
-        state: the tree as it is stored now; empty if there is nothing to store.
-        standing: how the tree stands.
-        limit: place in `AGENT_LIMITS` of the limit that refuses the request; -1 for none.
-        used: use of that limit.
-        allowed: the limit.
-    """
-
-    __slots__ = ("allowed", "limit", "standing", "state", "used")
-
-    def __init__(self, state: bytes, standing: TreeStanding, limit: int = -1, used: int = 0, allowed: int = 0) -> None:
-        self.state = state
-        self.standing = standing
-        self.limit = limit
-        self.used = used
-        self.allowed = allowed
+Admission: TypeAlias = tuple[bytes, TreeStanding, int, int, int]
+"""What a tree says to a request: the tree as it is stored now (empty if there is nothing to store), how it stands, the place in
+`AGENT_LIMITS` of the limit that refuses the request (-1 for none), and the used and allowed amounts of that."""
 
 
 def admit(state: bytes | None, asked: TreeStep, began: int, now: int, *, passes: bool) -> Admission:
@@ -160,34 +147,36 @@ def admit(state: bytes | None, asked: TreeStep, began: int, now: int, *, passes:
     nodes = b""
     if state is not None:
         _, stamp, agents, refused = _HEAD.unpack_from(state)
-        if stamp == began:
-            nodes = state[_HEAD_SIZE:]
-        else:
+        if stamp != began:
             agents = refused = 0
+        elif not asked.agent:
+            return _TIME.pack(now) + state[_STAMP:], TreeStanding(agents, refused), -1, 0, 0
+        else:
+            at = _find(state, asked.agent, _HEAD_SIZE)
+            if at >= 0:  # as for nearly all requests of agents
+                depth, time = state[at + _DIGEST] + 256 * state[at + _DIGEST + 1], _TIME.pack(now)
+                kept = b"".join([time, state[_STAMP:at], state[at + _SIZE :], state[at : at + _SIZE - len(time)], time])
+                return kept, TreeStanding(agents, refused, depth), -1, 0, 0
+            nodes = state[_HEAD_SIZE:]
     agent, limit, used, allowed, depth, begins = asked.agent, -1, 0, 0, 0, False
-    if agent:
-        at = _find(nodes, agent)
-        if at >= 0:
-            _, depth, first, _ = _AGENT.unpack_from(nodes, at)
-            nodes = nodes[:at] + nodes[at + _SIZE :] + _AGENT.pack(agent, depth, first, now)
-        elif passes:
-            depth = _find_depth(nodes, asked)
-            limit, used, allowed = _find_limit(nodes, agents, depth, asked.limits, now)
-            if limit >= 0:
-                refused = min(refused + 1, _MAX)
-            else:
-                begins, agents = True, min(agents + 1, _MAX)
-                nodes = nodes[-(MAX_AGENTS - 1) * _SIZE :] + _AGENT.pack(agent, depth, now, now)
+    if agent and passes:
+        depth = _find_depth(nodes, asked)
+        limit, used, allowed = _find_limit(nodes, agents, depth, asked.limits, now)
+        if limit >= 0:
+            refused = min(refused + 1, _MAX)
+        else:
+            begins, agents = True, min(agents + 1, _MAX)
+            nodes = nodes[-(MAX_AGENTS - 1) * _SIZE :] + _AGENT.pack(agent, depth, now, now)
     standing = TreeStanding(agents, refused, depth, begins)
     kept = _HEAD.pack(now, began, agents, refused) + nodes if agents or refused else b""
-    return Admission(kept, standing, limit, used, allowed)
+    return kept, standing, limit, used, allowed
 
 
-def _find(nodes: bytes, agent: bytes) -> int:
-    """The offset of an agent; -1 if it is unknown."""
-    at = nodes.find(agent)
-    while at >= 0 and at % _SIZE:
-        at = nodes.find(agent, at + 1)
+def _find(joined: bytes, agent: bytes, start: int = 0) -> int:
+    """The offset of an agent among those that begin at `start`; -1 if it is unknown."""
+    at = joined.find(agent, start)
+    while at >= 0 and (at - start) % _SIZE:
+        at = joined.find(agent, at + 1)
     return at
 
 
