@@ -133,6 +133,8 @@ class Metrics:
         self.session_limits = counter("session_limits_total", "Requests that reached a limit of their session", *by_limit)
         text = "Requests of callers with too many sessions"
         self.session_overflow = counter("session_overflow_total", text, "policy")
+        text = "Agents that sessions with limits of agents have started"
+        self.session_agents = counter("session_agents_total", text, "policy", "mode")
         text = "Requests without a session under policies with session_limits"
         self.session_unnamed = counter("session_unnamed_total", text, "policy", "mode")
         text = "Callers whose session key changes with every request and names no session"

@@ -19,6 +19,7 @@ from extproc.detectors.chain import ChainPlace, read_place
 from extproc.engine.orders import (
     ALLOW,
     BLOCK,
+    KILL,
     RELEASE,
     ActiveOverride,
     Caller,
@@ -32,15 +33,17 @@ from extproc.engine.orders import (
 )
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
-from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
+from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors, sum_up
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
-from extproc.sessions.names import Rings, SessionNames
+from extproc.sessions.names import Rings, SessionNames, hash_session
+from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, digest_agent
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
-from extproc.store.rules.ring import Push
+from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY
+from extproc.store.rules.tree import TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 Guard: TypeAlias = Detector | SessionGuard
@@ -287,7 +290,7 @@ class Candidate:
         self.compared_exactly = False
         self.hit: Hit | Step | None = None
         self.memory: Memory | None = None
-        self.pushes: Sequence[Push | ChainLink] = ()
+        self.pushes: Sequence[AnyPush] = ()
         self.waits = False
         self.session = ""
         self.needs_body = True
@@ -402,7 +405,19 @@ class Candidate:
         tools = self.repeat.tools if self.repeat is not None else self.subject.tools
         caller = self._known or self._know_caller(self.tenant)
         found = standing.find_by_body(self.plan.id, self._now, caller, self.session, self.fingerprint, tools)
+        kin = self._find_kin() if standing.name_sessions else ""
+        if kin and kin != self.session:
+            more = standing.find_by_body(self.plan.id, self._now, caller, kin, self.fingerprint, tools)
+            found = [*found, *[order for order in more if order.target.session and self._concerns(order)]]
         self.overrides = [*self._of_caller, *found] if found else self._of_caller
+
+    def _find_kin(self) -> str:
+        """Another session whose orders may concern the request; empty for none."""
+        return ""
+
+    def _concerns(self, order: ActiveOverride) -> bool:  # noqa: ARG002  # for candidates that have kin
+        """Whether an order about the other session concerns the request."""
+        return True
 
     def _renew(self, name: str) -> str:
         """A part of a key that changes with each release, so that earlier counts are not found again."""
@@ -425,7 +440,7 @@ class LoopCandidate(Candidate):
         contradicted: the body contradicts the headers.
     """
 
-    __slots__ = ("_count", "_name", "claim", "contradicted", "detector")
+    __slots__ = ("_count", "_name", "_root", "claim", "contradicted", "detector")
 
     def __init__(
         self, plan: Plan, detector: Detector, values: list[tuple[str, str]], descriptors: str, session: Sequence[str] = ()
@@ -433,10 +448,22 @@ class LoopCandidate(Candidate):
         super().__init__(plan, detector, values, descriptors, session, detector.similarity)
         self.detector = detector
         self._name = ("", "")
+        self._root = ""
         self._count = UNCOUNTED
         self.claim: Any = None
         self.contradicted = False
         self.needs_body = detector.needs_body or plan.reads_body
+
+    def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
+        """See `Candidate`; orders about the session that started an agent concern the agent."""
+        names = self.plan.root_names
+        if standing.name_sessions:
+            self._root = names.find(names.read(request), None)
+        super().apply_overrides(standing, now, request)
+
+    def _find_kin(self) -> str:
+        """See `Candidate`."""
+        return self._root
 
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
@@ -458,10 +485,10 @@ class LoopCandidate(Candidate):
             self.waits = self.memory.waits
             self.pushes = self._list_pushes(self.plan.rings, self.memory, body.scope)
 
-    def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[Push | ChainLink]:
+    def _list_pushes(self, rings: Rings, memory: Memory, scope: str) -> list[AnyPush]:
         """Rings are found by a session's name; a request without a turn is known only by the history that it shows."""
         detector, session = self.detector.name, self._renew(self.session) if self.overrides else self.session
-        pushes: list[Push | ChainLink] = []
+        pushes: list[AnyPush] = []
         if memory.place is not None:
             pushes.append(rings.chains.make_link(detector, scope, self.tenant, session, memory.place, memory.entry))
         if memory.entry and self.session:
@@ -544,6 +571,9 @@ class SessionCandidate(Candidate):
         standing: of the session, once the store has counted the request; None before.
         narrowing: what the request must no longer offer, None for nothing.
         unreadable: why the body could not be searched for calls, empty if it could.
+        agent: of the session, as the head names it.
+        agent_name: hash of the agent's name, 16 hex digits; empty for the session itself.
+        parent_name: the same for the agent that started it.
     """
 
     __slots__ = (
@@ -551,14 +581,18 @@ class SessionCandidate(Candidate):
         "_earlier_steps",
         "_grants",
         "_limits",
+        "_nameless",
         "_place",
         "_stopped",
         "_unknown",
+        "agent",
+        "agent_name",
         "call",
         "calls",
         "limiter",
         "model",
         "narrowing",
+        "parent_name",
         "reserve",
         "standing",
         "unreadable",
@@ -576,12 +610,15 @@ class SessionCandidate(Candidate):
         self.standing: Standing | None = None
         self.narrowing: Narrowing | None = None
         self.unreadable = ""
+        self.agent = NO_AGENT
+        self.agent_name = self.parent_name = ""
         self._grants = NO_GRANTS
         self._limits = limiter.limits
         self._body: RequestBody | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
         self._stopped = False
+        self._nameless = False
         self._unknown = False
 
     def find_stop(self) -> ActiveOverride | None:
@@ -606,11 +643,11 @@ class SessionCandidate(Candidate):
         if self._standing is not None:
             self.name_request()
         document = self._open(body)
-        name = ""
-        if not self.is_anonymous:
-            name = body.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
-        place = body.find_place(document) if document is not None and not name and not self.is_anonymous else None
-        if place is None:
+        name = "" if self.is_anonymous else self._find_name(body, document)
+        place = None
+        if document is not None and not name and not self.is_anonymous and not self.waits:
+            place = body.find_place(document)
+        if place is None and not self.waits:
             self._name_session(name)
         if document is not None:
             self._read_calls(document)
@@ -619,7 +656,7 @@ class SessionCandidate(Candidate):
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, 0)
         if place is not None:
             fresh = _CALLS.name()[:_IDENTITY]
-            self._earlier_steps = place.depth
+            self._earlier_steps, self._nameless = place.depth, True
             self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, fresh)]
             self.waits = place.depth > 0
             if self.waits:
@@ -630,15 +667,28 @@ class SessionCandidate(Candidate):
             self._ask(body)
 
     def recall(self, answers: Sequence[Kept]) -> None:
-        """See `Candidate`; the conversation that the request shows is its session."""
+        """See `Candidate`; its session is the conversation that it shows, or its agent's root."""
+        if self.agent.hangs and self._body is not None:
+            self._learn_root(answers[0])
+            self._ask(self._body)
         for answer in answers:
             if isinstance(answer, Trail) and self._body is not None:
                 self._name_session(answer.name.hex())
                 if not answer.whole or len(answer.entries) != min(self._earlier_steps, MAX_ENTRIES):
                     self._place = None
                 self._ask(self._body)
-        if not self.limiter.shadow and self.find_stop() is not None:  # by this name, which no order was looked up by before
+        if (
+            self.waits and not self.limiter.shadow and self.find_stop() is not None
+        ):  # by this name, which no order was looked up by before
             self.hit, self._stopped = None, True
+
+    def _find_kin(self) -> str:
+        """See `Candidate`; an agent can be stopped without its session."""
+        return self.agent_name
+
+    def _concerns(self, order: ActiveOverride) -> bool:
+        """See `Candidate`."""
+        return order.kind in {ALLOW, BLOCK, KILL}
 
     def _name_session(self, name: str) -> None:
         """Take the session's name, empty for none.
@@ -651,6 +701,48 @@ class SessionCandidate(Candidate):
             self._look_up(self._standing)
         if not name and (self.limiter.unnamed is None or self.is_anonymous):
             raise NotCounted(UNNAMED)
+
+    def _find_name(self, body: RequestBody, document: Document | None) -> str:
+        """The name of the request's session, empty for none, or if only the store knows it."""
+        name = body.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
+        return name if not name or self.agent is NO_AGENT else self._find_root(name, body.scope)
+
+    def _find_root(self, name: str, scope: str) -> str:
+        """The session at the root of an agent's tree, given the one that its request names; empty if only the store knows."""
+        agent, roots, tenant = self.agent, self.limiter.roots, self.tenant
+        if agent is ROOT_AGENT:
+            if not roots.find(tenant, name):
+                roots.keep(tenant, name, name)
+            return name
+        self.agent_name = hash_session(agent.key, agent.name)
+        if not agent.hangs:
+            self.parent_name = hash_session(agent.key, agent.parent) if agent.parent else ""
+            return name
+        root = roots.find(tenant, self.agent_name)
+        if not root:
+            self.pushes = [roots.make_search(scope, tenant, self.agent_name, name)]
+            root = roots.find(tenant, name)
+            if root:
+                roots.keep(tenant, self.agent_name, root)
+            else:
+                self.waits = True
+        self._place_below(root, name)
+        return root
+
+    def _learn_root(self, answer: Kept) -> None:
+        """Take the store's answer about the agent's root."""
+        if isinstance(answer, Trail) or not answer:
+            raise TypeError("a search for a root is answered with it")
+        root = answer[0].hex()
+        self.limiter.roots.keep(self.tenant, self.agent_name, root)
+        self._place_below(root, self.parent_name)
+        self._name_session(root)
+
+    def _place_below(self, root: str, parent: str) -> None:
+        """Take the agent's parent, which is nobody for an agent right below the root; in a circle, the root is no agent."""
+        self.parent_name = "" if parent == root else parent
+        if self.agent_name == root:
+            self.agent_name = self.parent_name = ""
 
     def _ask(self, body: RequestBody) -> None:
         """Make what the store is asked to count."""
@@ -669,14 +761,25 @@ class SessionCandidate(Candidate):
             self._limits,
             allowed=self.is_allowed,
             earlier=0 if unnamed else self._earlier_steps,
+            tree=None if unnamed else self._place_in_tree(keys),
         )
+
+    def _place_in_tree(self, keys: SessionKeys) -> TreeStep | None:
+        """The request's place in the tree of its session's agents; None if these have no limits."""
+        if self.limiter.agent_limits is None:
+            return None
+        agent = digest_agent(self.agent_name)
+        return self.limiter.make_tree_step(keys, agent, digest_agent(self.parent_name), allowed=self.is_allowed)
 
     def _identify(self, body: RequestBody, keys: SessionKeys) -> bytes:
         """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""
         if self._unknown:
             return self.call[:_IDENTITY]
         place = self._place
-        return identify(body.head, body.sums, keys.checksum) if place is None else place.identify(self.calls.offer)
+        if place is not None:
+            return place.identify(self.calls.offer)
+        own = sum_up(self.agent_name) if self.agent_name else 0  # two agents with the same task do not repeat each other
+        return identify(body.head, body.sums, keys.checksum ^ own)
 
     def name_request(self) -> None:
         """See `Candidate`; worked out on demand, because it is rarely needed and expensive."""
@@ -749,6 +852,12 @@ class SessionCandidate(Candidate):
         if not isinstance(step, Step):
             return ""
         return step.shared if self.standing is not None and self.standing.shared else step.key
+
+    @property
+    def nameless(self) -> Document | None:
+        """The document of a request whose session is known only by the conversation that it shows; None for others."""
+        body = self._body
+        return body.document if self._nameless and body is not None else None
 
     def _open(self, body: RequestBody) -> Document | None:
         """The document, None where it cannot be read."""

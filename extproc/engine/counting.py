@@ -20,8 +20,8 @@ from extproc.metrics import Metrics
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
-from extproc.store.rules.chain import ChainLink, Trail
-from extproc.store.rules.ring import Push
+from extproc.store.rules.chain import Trail
+from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Settlement
 from extproc.store.rules.take_back import TakeBack
 
@@ -32,7 +32,7 @@ Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
 Rings: TypeAlias = Sequence[Kept]
 """An answer to each of a group's pushes."""
 
-Pushes: TypeAlias = Sequence[Push | ChainLink]
+Pushes: TypeAlias = Sequence[AnyPush]
 
 HERE: Final = (list, tuple, NoneType)
 """Types of counts that are available at once. Checking for Awaitable, an abstract type, takes ten times as long."""

@@ -42,8 +42,8 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import Marks, cut_notes, frame_answer
 from extproc.sessions.limits import SessionGuard
-from extproc.store.rules.chain import ChainLink
-from extproc.store.rules.ring import Push
+from extproc.sessions.trees import NO_AGENT, WireAgent
+from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Step
 from extproc.store.rules.take_back import COUNTED
 from extproc.store.rules.windows import UNCOUNTED, Hit
@@ -145,7 +145,8 @@ class CandidateGroup:
                 self.needs_body = self.needs_body or candidate.needs_body
             if plan.limiter is not None and request.method != "HEAD" and asks_model(request.path):  # others are not steps
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
-                self._limit(plan, plan.limiter, values, joined, named).labels = labels
+                limited = self._limit(plan, plan.limiter, values, joined, named)
+                limited.labels, limited.agent = labels, _read_agent(plan.limiter, request, named)
         except NotCounted as why:
             hidden = request.opens_responses and why.reason != BYPASS  # for any caller
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
@@ -210,7 +211,7 @@ class CandidateGroup:
         if body.changing:
             self.changing, body.changing = body.changing, NOT_CHANGING
 
-    def list_pushes(self) -> list[Push | ChainLink]:
+    def list_pushes(self) -> list[AnyPush]:
         """The values that the store has to keep before anything is counted."""
         return [push for candidate in self.candidates for push in candidate.pushes]
 
@@ -659,6 +660,12 @@ class Evaluation:
                 if candidate.compared_exactly and candidate.plan.id not in found:
                     found.append(candidate.plan.id)
         return found
+
+
+def _read_agent(limiter: SessionGuard, request: HttpRequest, named: Sequence[str]) -> WireAgent:
+    """The agent that sends a request, given the values of the keys that may name its session."""
+    key = limiter.names.tell_key(named)
+    return limiter.agent_names.read(request, key, named[-1]) if key else NO_AGENT
 
 
 def group_by_policy(trace: list[Outcome]) -> list[Outcome]:

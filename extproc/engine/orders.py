@@ -191,13 +191,14 @@ class Overrides:
     Attributes:
         blocks_heads: some may block requests before their bodies arrive.
         callers: that were looked up recently, by policy, descriptors, and whether these are all.
+        name_sessions: some name a session.
     """
 
-    __slots__ = ("_of_body", "_of_head", "blocks_heads", "callers")
+    __slots__ = ("_of_body", "_of_head", "blocks_heads", "callers", "name_sessions")
 
     def __init__(self, overrides: Iterable[ActiveOverride] = ()) -> None:
         shapes: dict[tuple[bool, tuple[str, ...], bool, bool, bool], _Shape] = {}
-        self.blocks_heads = False
+        self.blocks_heads = self.name_sessions = False
         self.callers: Memo[tuple[str, str, bool], KnownCaller] = Memo(_MOST_CALLERS)
         for override in overrides:
             target = override.target
@@ -207,6 +208,7 @@ class Overrides:
             if shape is None:
                 shape = shapes[fields] = _Shape(target)
             shape.file(override)
+            self.name_sessions = self.name_sessions or bool(target.session)
             self.blocks_heads = self.blocks_heads or (override.kind == BLOCK and shape.of_head)
         self._of_head = [shape for shape in shapes.values() if shape.of_head]
         self._of_body = [shape for shape in shapes.values() if not shape.of_head]

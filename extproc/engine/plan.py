@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from extproc.decision import COMPLETION, NOTED, Action, Outcome, RefusalForm, Repeat, Subject
 from extproc.detectors import Similarity, make_similarity
@@ -17,7 +17,7 @@ from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.loops import REPEAT, RESULT
 from extproc.engine.ramp import Ramp
 from extproc.objects import MAX_THRESHOLD, copy_text
-from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, is_below
+from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors, read_plainly
@@ -26,8 +26,11 @@ from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
+from extproc.sessions.trees import AgentNames
 from extproc.store.rules.windows import Count, Hit
 
+_NAMING: Final = {"keys", "agent_keys", "parent_keys"}
+_ANY_SESSION: Final = Session()
 _SIMILARITY_KEYS = set(SimilarityKeys.model_fields)
 
 BYPASS = "bypass"
@@ -71,6 +74,8 @@ class Parts:
     def __init__(self) -> None:
         self._similarities: dict[str, Similarity] = {}
         self._descriptors: dict[tuple[str | FirstOf, ...], _Descriptors] = {}
+        self._agent_names: dict[str, AgentNames] = {}
+        self._root_names: dict[str, SessionNames] = {}
         self.aliases: dict[str, str] = {}
 
     def find_similarity(self, loop: LoopDetection) -> Similarity:
@@ -87,6 +92,23 @@ class Parts:
         made = self._descriptors.get(keys)
         if made is None:
             made = self._descriptors[keys] = _compile_descriptors(keys)
+        return made
+
+    def find_agent_names(self, session: Session) -> AgentNames:
+        """Where a policy looks for the names of agents."""
+        keys = f"{session.has_own_keys}{session.model_dump_json(include=_NAMING)}"
+        made = self._agent_names.get(keys)
+        if made is None:
+            made = self._agent_names[keys] = AgentNames(session)
+        return made
+
+    def find_root_names(self, session: Session | None) -> SessionNames:
+        """Where a policy without session_limits looks for the session at the root of agents."""
+        session = session or _ANY_SESSION
+        keys = f"{session.has_own_keys}{session.model_dump_json(include=_NAMING)}"
+        made = self._root_names.get(keys)
+        if made is None:
+            made = self._root_names[keys] = _make_names(session, None, self.find_agent_names(session))
         return made
 
 
@@ -110,10 +132,12 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
     return _BypassRule(entry.header, entry.pathExact, entry.pathPrefix, methods)
 
 
-def _make_names(session: Session, rings: Rings | None) -> SessionNames:
+def _make_names(session: Session, rings: Rings | None, agents: AgentNames) -> SessionNames:
     """Where limits look for a session's name; the rings' object if they look in the same places."""
     keys = session.list_budget_keys()
-    return rings if rings is not None and keys == session.keys else SessionNames(keys, usual=not session.has_own_keys)
+    if rings is not None and keys == session.keys and not agents.same:
+        return rings
+    return SessionNames(keys, usual=not session.has_own_keys, same=agents.same)
 
 
 @cache
@@ -355,6 +379,7 @@ class Plan:
         counts_failed: requests stay counted if their upstream fails.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
         secrets: see `_list_secrets`.
+        root_names: finds the session at the root of a request's agents.
     """
 
     __slots__ = (
@@ -380,6 +405,7 @@ class Plan:
         "reads_ends",
         "refuses_uncountable",
         "rings",
+        "root_names",
         "secrets",
         "shadow",
         "steers",
@@ -418,13 +444,8 @@ class Plan:
         self.rings: Rings | None = None
         if any(detector.similarity.remembers for detector in self.detectors):
             self.rings = Rings(self.id, spec.session, namespace=namespace)
-        self.limiter: SessionGuard | None = None
-        if spec.session_limits is not None:
-            session = spec.session or Session()
-            names = _make_names(session, self.rings if spec.session is not None else None)
-            most = spec.find_session_inspect_bytes()
-            limits = spec.session_limits, spec.unnamed_limits
-            self.limiter = SessionGuard(self.id, *limits, session, names, most, shadow=shadow, namespace=namespace)
+        self.limiter = self._make_limiter(spec, parts, namespace)
+        self.root_names = self.limiter.names if self.limiter is not None else parts.find_root_names(spec.session)
         self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
         looking = [
             detector.max_inspect_bytes
@@ -445,6 +466,16 @@ class Plan:
             chosen_by, _ = parts.find_descriptors(spec.list_ramp_keys())
             self.ramp = Ramp(spec.enforce_percent, chosen_by, copy_text(spec.ramp_seed or self.id))
             self.watching = Plan(policy, parts, shadow=True)
+
+    def _make_limiter(self, spec: Spec, parts: Parts, namespace: str) -> SessionGuard | None:
+        """The guard of its session_limits; None for none."""
+        if spec.session_limits is None:
+            return None
+        session, most = spec.session or Session(), spec.find_session_inspect_bytes()
+        agents = parts.find_agent_names(session)
+        names = _make_names(session, self.rings if spec.session is not None else None, agents)
+        limits = spec.session_limits, spec.unnamed_limits
+        return SessionGuard(self.id, *limits, session, names, agents, most, shadow=self.shadow, namespace=namespace)
 
     @property
     def chooses_status(self) -> bool:
@@ -548,7 +579,7 @@ class Plan:
     def list_reads(self) -> list[tuple[str, str]]:
         """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
-        keys += self.limiter.names.list_keys() if self.limiter is not None else []
+        keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
         keys += self.ramp.descriptors if self.ramp is not None else ()
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         read = [part.key.partition(":") for key in keys for part in key.list_sources()]

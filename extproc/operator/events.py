@@ -35,6 +35,7 @@ from extproc.operator.session_rows import SessionRefusal
 from extproc.operator.session_table import OVERFLOW, Run, RunName, convert_amount, convert_dollars, name_killer
 from extproc.sessions.limits import PER_TOOL, write_grant
 from extproc.settings import Settings
+from extproc.store.rules.tree import AGENT_LIMITS
 
 if TYPE_CHECKING:
     import httpx
@@ -47,6 +48,7 @@ TYPES: Final = {
     "loop_ended": "io.loopguard.loop.ended.v1",
     "loop_released": "io.loopguard.loop.released.v1",
     "session_limited": "io.loopguard.session.limited.v1",
+    "agents_limited": "io.loopguard.agents.limited.v1",
     "session_killed": "io.loopguard.session.killed.v1",
     "session_granted": "io.loopguard.session.granted.v1",
     "override_given": "io.loopguard.override.given.v1",
@@ -375,7 +377,8 @@ class SessionEvents:
             if killer and killer != known_killer:
                 self._emit("session_killed", run.name.policy, self._describe(run))
             elif limit and limit != known_limit and not killer:
-                self._emit("session_limited", run.name.policy, self._describe(run))
+                kind = "agents_limited" if limit in AGENT_LIMITS else "session_limited"
+                self._emit(kind, run.name.policy, self._describe(run))
             told[run.name] = limit, killer
         self._told = told
 
@@ -384,6 +387,7 @@ class SessionEvents:
         return {
             "loopguard.caller": run.name.tenant,
             "gen_ai.conversation.id": run.name.session,
+            "gen_ai.agent.id": (refusal.agent or None) if refusal is not None else None,
             "gen_ai.tool.name": (refusal.tool or None) if refusal is not None else None,
             "policy": run.name.policy,
             "mode": run.name.mode,
@@ -398,6 +402,8 @@ class SessionEvents:
             "total_step_count": standing.steps,
             "total_tool_calls": standing.tool_calls,
             "total_block_count": standing.blocks,
+            "agents_started": run.tree.agents if run.tree is not None else None,
+            "agent_requests_refused": run.tree.refused if run.tree is not None else None,
             "actual_cost": convert_dollars(standing.cost),
             "started": run.began,
             "last_seen": run.last,

@@ -17,6 +17,7 @@ from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.after_notes import NoteFollower
+from extproc.operator.agents import SpawnLinks
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
@@ -24,8 +25,10 @@ from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
 from extproc.operator.table import UNKNOWN, find_known
+from extproc.request.document import Document
 from extproc.sessions.limits import NARROW, UNNAMED, SessionSubject
 from extproc.store.rules.session import Standing
+from extproc.store.rules.tree import AGENT_LIMITS
 
 _LOG = logging.getLogger("loopguard")
 
@@ -56,6 +59,7 @@ class Reporter:
         self.loops = LoopTable()
         self.sessions = SessionTable()
         self.incidents = IncidentTable()
+        self._spawns = SpawnLinks()
         self.show_callers = show_callers
         self._metrics = metrics
         self.coverage = Coverage(metrics.decisions, time(), self._count_lost)
@@ -181,9 +185,23 @@ class Reporter:
                 metrics.session_overflow.labels(policy).inc()
             name = (candidate.tenant, policy, mode, candidate.session)
             tool = candidate.find_last_tool()
-            run = self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now)
+            agent = candidate.agent_name, candidate.parent_name
+            run = self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now, *agent)
+            if standing.tree is not None and standing.tree.began:
+                metrics.session_agents.labels(policy, mode).inc()
+            if candidate.nameless is not None:
+                self._link_sessions(candidate, candidate.nameless, name)
             if run.known is UNKNOWN:
                 run.known = find_known(candidate)
+
+    def _link_sessions(self, candidate: SessionCandidate, document: Document, name: tuple[str, str, str, str]) -> None:
+        """See which sessions a session has started, although nothing names either."""
+        try:
+            started = self._spawns.note(name[0], candidate.session, document, begins=not candidate.waits)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
+            self.report_failure("sessions could not be linked", error, policy=name[1])
+        else:
+            self.sessions.link(name, started)
 
     def _report_unnamed(self, candidate: SessionCandidate, now: float) -> None:
         """Report a request without a session; the number of these is logged once a minute."""
@@ -341,7 +359,9 @@ class Reporter:
                 continue
             if (candidate.plan.id, candidate.guard.mode) != (outcome.policy, outcome.mode):
                 continue
-            if not standing.consecutive_blocks & (standing.consecutive_blocks - 1):
+            agents = standing.tree is not None and subject.limit in AGENT_LIMITS
+            blocks = standing.tree.refused if agents and standing.tree is not None else standing.consecutive_blocks
+            if not blocks & (blocks - 1):
                 self._log_limit(candidate, outcome, subject)
 
     def _log_limit(self, candidate: SessionCandidate, outcome: Outcome, subject: SessionSubject) -> None:
@@ -358,6 +378,7 @@ class Reporter:
             allowed=allowed,
             tool=subject.tool or None,
             session=candidate.session,
+            agent=candidate.agent_name or None,
             tenant=outcome.tenant,
             alias=known.alias or None,
             labels=dict(known.labels) or None,

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from extproc.operator.agents import AgentRow, merge_agents
 from extproc.operator.board import KEPT_SECONDS, fit
 
 MAX_CALLS = 64
@@ -50,13 +51,17 @@ class CallRow(msgspec.Struct, array_like=True):
 
 
 class SessionRefusal(msgspec.Struct, array_like=True):
-    """What a session was refused for: how much was used of a limit, and allowed by it with all grants; no tool means all."""
+    """What a session was refused for: how much was used of a limit, and allowed by it with all grants; no tool means all.
+
+    `agent` is the hash of the agent that sent the request; empty for the session itself.
+    """
 
     at: float
     limit: str
     used: int
     allowed: int
     tool: str
+    agent: str = ""
 
 
 class SessionRow(msgspec.Struct, array_like=True):
@@ -87,6 +92,10 @@ class SessionRow(msgspec.Struct, array_like=True):
     labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
     credentials: list[str] = []
     unnamed: int = 0
+    agents: list[AgentRow] = []
+    agents_begun: int = 0
+    agents_refused: int = 0
+    started_by: str = ""
 
     def absorb(self, other: SessionRow) -> None:
         """Add what another replica knows of the same session."""
@@ -101,6 +110,8 @@ class SessionRow(msgspec.Struct, array_like=True):
         self.alias, self.labels = self.alias or other.alias, self.labels or other.labels
         self.unnamed += other.unnamed
         self.calls = merge_calls([*self.calls, *other.calls])
+        self.agents = merge_agents([*self.agents, *other.agents])
+        self.started_by = self.started_by or other.started_by
 
 
 COUNTED = (
@@ -108,7 +119,7 @@ COUNTED = (
 )  # fmt: skip
 """Fields that a row copies from a `Standing`."""
 
-_LEDGER = ("began", "told", "tools", *COUNTED)
+_LEDGER = ("began", "told", "tools", "agents_begun", "agents_refused", *COUNTED)
 
 
 class SessionDocument(msgspec.Struct, array_like=True):
@@ -118,9 +129,9 @@ class SessionDocument(msgspec.Struct, array_like=True):
     left_out: int = 0
 
     def pack(self) -> bytes:
-        """As much as fits on a board: the oldest sessions lose their calls first, then their rows."""
+        """As much as fits on a board: the oldest sessions lose their calls and agents first, then their rows."""
         rows = self.rows
-        bare = [msgspec.structs.replace(row, calls=[]) for row in rows]
+        bare = [msgspec.structs.replace(row, calls=[], agents=[]) for row in rows]
 
         def make(kept: int) -> SessionDocument:
             detailed = max(0, kept - len(rows))
@@ -149,6 +160,7 @@ def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]
             known.absorb(row)
     for row in merged.values():
         row.calls = [call for call in row.calls if call.at >= row.began - _SKEW][-MAX_CALLS:]
+        row.agents = [agent for agent in row.agents if agent.last >= row.began - _SKEW]
         if row.refusal is not None and row.refusal.at < row.began - _SKEW:
             row.refusal = None
     return sorted(merged.values(), key=lambda row: -row.last)

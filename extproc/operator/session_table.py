@@ -5,15 +5,18 @@ What a session has used up comes from its ledger, which all replicas share; this
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from extproc.operator.agents import MAX_SHOWN, AgentRow
 from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.table import NAME_SHOWN, UNKNOWN, Table, cut_caller
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
+from extproc.store.rules.tree import TreeStanding
 
 OVERFLOW: Final = "shared"
 """In place of a session's name: all those of a tenant that share one ledger, because it has begun too many."""
@@ -26,6 +29,9 @@ _MONEY: Final = "max_cost_per_session"
 _DIGITS: Final = 9
 
 _UNKNOWN: Final = Standing()
+
+_DEEPEST: Final = 32
+"""Sessions to look at, each started by the next one."""
 
 _CALL_NAME: Final = 4
 """Bytes of a call's name that distinguish it from others of its session."""
@@ -51,6 +57,9 @@ class Run:
         ordered: an operator has killed it.
         calls: its newest, oldest first.
         unnamed: requests for which nothing names a session, if it stands for these.
+        agents: the newest that were seen, by their names.
+        tree: the newest that is known of all agents; None if these have no limits.
+        started_by: the session of which it seems to be an agent, although nothing names it; empty for none.
     """
 
     def __init__(self, name: RunName, now: float) -> None:
@@ -64,6 +73,9 @@ class Run:
         self.refusal: SessionRefusal | None = None
         self.calls: list[CallRow] = []
         self.unnamed = 0
+        self.agents: dict[str, AgentRow] = {}
+        self.tree: TreeStanding | None = None
+        self.started_by = ""
         self._model = self._tool = ""
         self._tools: list[str] = []
 
@@ -75,8 +87,24 @@ class Run:
     def update(self, standing: Standing, now: float) -> None:
         """Take over what it has used up, if the standing says so."""
         if standing.steps or standing.blocks or standing.cost or standing.tool_calls:
+            if standing.age_ms < self.standing.age_ms:  # another session of the same name
+                self.agents.clear()
+            self.tree = standing.tree or self.tree
             self.standing = standing
             self.told = now
+
+    def note_agent(self, name: str, parent: str, standing: Standing, now: float) -> None:
+        """One request of an agent; the one that was quiet for longest makes room."""
+        row = self.agents.pop(name, None)
+        if row is None:
+            if len(self.agents) >= MAX_SHOWN:
+                del self.agents[next(iter(self.agents))]
+            row = AgentRow(name, parent, 0, now, now)
+        self.agents[name] = row
+        row.last, row.refused = now, LIMITS[standing.limit]
+        row.requests += 1
+        if standing.tree is not None:
+            row.depth = standing.tree.depth or row.depth
 
     def add_call(self, name: bytes, model: str, tool: str, now: float) -> CallRow:
         """A call that becomes known; the oldest makes room."""
@@ -109,19 +137,38 @@ class SessionTable(Table[Run, SessionDocument]):
         tool: str,
         call: bytes,
         now: float,
+        agent: str = "",
+        parent: str = "",
     ) -> Run:
-        """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name."""
+        """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name.
+
+        `agent` and `parent` are hashes of the names of its agent and of that agent's parent.
+        """
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
+        if agent:
+            run.note_agent(agent, parent, standing, now)
         if standing.limit:
             limit, tool = LIMITS[standing.limit], _find_tool(standing)
-            run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
+            run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool, agent)
         else:
             run.add_call(call, model, tool, now)
         return run
+
+    def link(self, name: tuple[str, str, str, str], others: Sequence[str]) -> None:
+        """Note which other sessions this one seems to have started. None of them has started this one."""
+        before: list[str] = []
+        run = self.peek(name)
+        while run is not None and len(before) < _DEEPEST:
+            before.append(run.name.session)
+            run = self.peek((*name[:3], run.started_by)) if run.started_by else None
+        for other in others:
+            child = self.peek((*name[:3], other))
+            if child is not None and not child.started_by and other not in before:
+                child.started_by = name[3]
 
     def note_unnamed(self, name: RunName, caller: list[tuple[str, str]], now: float) -> None:
         """Note a request of a caller without a session, limited or not; see `note`."""
@@ -184,6 +231,10 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         **{name: getattr(standing, name) for name in COUNTED},
         **run.known._asdict(),
         unnamed=run.unnamed,
+        agents=[replace(agent) for agent in run.agents.copy().values()] if detailed else [],
+        agents_begun=run.tree.agents if run.tree is not None else 0,
+        agents_refused=run.tree.refused if run.tree is not None else 0,
+        started_by=run.started_by,
     )
 
 

@@ -75,6 +75,10 @@ class Table(Generic[AnyRow, Document]):
         """The row, or None."""
         return self._rows.use(key)
 
+    def peek(self, key: tuple[str, ...]) -> AnyRow | None:
+        """The row without using it, or None."""
+        return self._rows.peek(key)
+
     def put(self, key: tuple[str, ...], row: AnyRow) -> None:
         """Keep a new row."""
         own = self._tenants.get(key[0])

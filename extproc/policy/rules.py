@@ -18,7 +18,7 @@ from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, FallbackLimit, Loop
 from extproc.policy.strict_json import write_pointer
 from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
 from extproc.request.secrets import CREDENTIAL, is_secret
-from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors
+from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors, names_agents
 
 MAX_LOG_THRESHOLD = 10_000
 """Maximum threshold of a `sliding_log`, which remembers one timestamp for each request."""
@@ -267,6 +267,7 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     if policy.spec.session is not None and not looks:
         looking = f"similarity {' or '.join(_REMEMBERING)} and session_limits do"
         yield ("spec", "session"), f"nothing in this policy uses sessions; {looking}"
+    yield from _find_unnamed_agents(policy)
     yield from _find_idle_detectors(policy)
     yield from _find_idle_steering(policy)
     yield from _find_idle_keys(policy)
@@ -386,6 +387,16 @@ def explain_limits(policy: Policy) -> Iterator[tuple[Place, str]]:
 
 def _name(key: str | FirstOf) -> str:
     return key.name if isinstance(key, FirstOf) else key
+
+
+def _find_unnamed_agents(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find limits of agents that nothing in the policy's keys names."""
+    limits, session = policy.spec.session_limits, policy.spec.session
+    if limits is None or not limits.limits_agents() or session is None or session.agent_keys is not None:
+        return
+    if not names_agents(session.list_budget_keys()):
+        known = "agents are known by headers of Claude Code, Codex and opencode, which name sessions by other keys than these"
+        yield ("spec", "session", "keys"), f"nothing names agents, so their limits have no effect: {known}; set agent_keys"
 
 
 def _find_retried_refusals(policy: Policy) -> Iterator[tuple[Place, str]]:

@@ -69,6 +69,28 @@ ROOT_HEADERS: Final = (
 )
 """The same for the session that started an agent."""
 
+
+class AgentHeaders(NamedTuple):
+    """How a client tells which agent of a session sends a request.
+
+    Attributes:
+        root: names the session that started all its agents.
+        agent: names the agent. In requests of the root itself it is missing, or has the same value as `root`.
+        parent: names the agent that started it; missing if that is the root. It may be the same header as `root`: such a client
+            names no root, but each agent's parent by its `agent`.
+    """
+
+    root: str
+    agent: str
+    parent: str
+
+
+AGENTS: Final = (
+    AgentHeaders("x-claude-code-session-id", "x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+    AgentHeaders("session-id", "thread-id", "x-codex-parent-thread-id"),
+    AgentHeaders(PARENT_SESSION, "x-session-id", PARENT_SESSION),  # opencode
+)
+
 USER_ID: Final = "body:/metadata/user_id"
 """Limit key of the field in which some clients, such as Claude Code, name a session, alone or beside the user."""
 

@@ -84,6 +84,12 @@ def _check_in_head(value: str) -> str:
     return value
 
 
+def _check_agent_key(value: str) -> str:
+    if is_in_body(value):
+        raise make_error("must not be in the body", ": agents are named outside of it")
+    return value
+
+
 def _check_name(value: str) -> str:
     if not _NAME.match(value) or value == CREDENTIAL:
         raise make_error("must be a letter, then letters, digits, '_' and '-', up to 64, such as 'caller'")
@@ -97,6 +103,10 @@ ScopeKey = Annotated[
 ]
 HeadKey = Annotated[
     str, AfterValidator(check_limit_key), AfterValidator(_check_in_head), Field(json_schema_extra=_HEAD_KEY_PATTERN)
+]
+
+AgentKey = Annotated[
+    str, AfterValidator(check_limit_key), AfterValidator(_check_agent_key), Field(json_schema_extra=_HEAD_KEY_PATTERN)
 ]
 
 

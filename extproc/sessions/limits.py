@@ -18,8 +18,10 @@ from extproc.sessions.history import RECORD, CallHistory
 from extproc.sessions.names import Chains, SessionNames
 from extproc.sessions.rates import Rates, TokenPrice
 from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits, UnnamedLimits
+from extproc.sessions.trees import AgentNames, Roots
 from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
+from extproc.store.rules.tree import AGENT_LIMITS, AgentLimits, TreeStep
 
 DETECTOR: Final = "session"
 """The detector's name in outcomes."""
@@ -30,12 +32,13 @@ NARROW: Final = "narrow"
 NO_CALLS: Final = CallHistory(b"", 0, 0, (), "", 0)
 NO_GRANTS: Final = (0, 0, 0)
 
-KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP = LIMITS[1:]
+KILLED, MAX_STEPS, MAX_TOOL_CALLS, MAX_COST, PER_TOOL, LOOP, MAX_DEPTH, MAX_AGENTS, MAX_CONCURRENT, MAX_SPAWNS = LIMITS[1:]
 
 UNNAMED: Final = "unnamed"
 """The name of a session for all requests of a caller without one."""
 
 _MOST_SESSIONS: Final = 2**31
+_ANY_AGENTS: Final = AgentLimits()
 _SHARED: Final = "shared"
 _NONE: Final = -1
 # Offsets in a record.
@@ -46,6 +49,7 @@ _WORDS: Final = {
     MAX_STEPS: "steps",
     MAX_TOOL_CALLS: "tool calls",
     MAX_COST: "dollars",
+    MAX_AGENTS: "agents",
 }
 """Units of the limits."""
 
@@ -85,11 +89,15 @@ class SessionKeys:
         tenant: the key of the number of sessions that its tenant has begun.
         shared: the key of the ledger that excess sessions of its tenant share.
         checksum: checksum of the session's name.
+        tree: the key of its tree of agents.
+        shared_tree: the key of the tree that excess sessions share.
     """
 
-    __slots__ = ("checksum", "ledger", "shared", "tenant")
+    __slots__ = ("checksum", "ledger", "shared", "shared_tree", "tenant", "tree")
 
-    def __init__(self, ledger: str, tenant: str, shared: str, checksum: int) -> None:
+    def __init__(self, ledger: str, tenant: str, shared: str, checksum: int, tree: str, shared_tree: str) -> None:  # noqa: PLR0913  # a record
+        self.tree = tree
+        self.shared_tree = shared_tree
         self.checksum = checksum
         self.ledger = ledger
         self.tenant = tenant
@@ -145,6 +153,11 @@ class SessionSubject:
 
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
+        if self.limit in AGENT_LIMITS:
+            return (
+                f"Agent limit reached: {self._explain_agents()}. This agent was not started. Do not retry, and start no other "
+                "agent in its place: do the task yourself, or finish with the results you have."
+            )
         order = f"approve it with `{self.ask_for}`" if self.ask_for else "extend the session"
         return (
             f"Session limit reached: {self._explain()}. Further requests of this session are refused. "
@@ -154,12 +167,25 @@ class SessionSubject:
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
         used, allowed = self.shown
+        if self.limit == MAX_AGENTS:
+            told = f"{used} of this session's {allowed} agents have been started"
+            return Advice(told, "", "Start no agent that you can do without: further ones will be refused.", "Agent limit near")
         left = f"{max(allowed - used, 0):.6g} of this session's {allowed:.6g} {_WORDS[self.limit]} are left"
         return Advice(left, "", "Finish now: give the result you have, and say what is missing.", "Session limit near")
 
     def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
         return None
+
+    def _explain_agents(self) -> str:
+        used, allowed = self.shown
+        if self.limit == MAX_DEPTH:
+            return f"it would be {used} levels below this session, and {allowed} are allowed"
+        if self.limit == MAX_CONCURRENT:
+            return f"{used} of the {allowed} agents that this session may have at a time are active"
+        if self.limit == MAX_SPAWNS:
+            return f"this session has started {used} agents within a minute, and {allowed} are allowed"
+        return f"this session has started {used} of its {allowed} agents"
 
     def _explain(self) -> str:
         used, allowed = self.shown
@@ -217,6 +243,9 @@ class SessionGuard:
         needs_answers: a limit depends on responses of the upstream.
         refusal: the form of refusals.
         unnamed: the ledger's limits for requests that name no session; None for none.
+        agent_names: finds the names of agents.
+        agent_limits: limits of agents; None if there are none.
+        roots: the roots of agents that name only their parents.
     """
 
     __slots__ = (
@@ -228,8 +257,11 @@ class SessionGuard:
         "_steer",
         "_tenants",
         "_tool_names",
+        "_trees",
         "_unlimited",
         "_warn",
+        "agent_limits",
+        "agent_names",
         "gives_notice",
         "limits",
         "looks",
@@ -243,6 +275,7 @@ class SessionGuard:
         "rates",
         "refusal",
         "refuses_later",
+        "roots",
         "shadow",
         "similarity_name",
         "steer_note",
@@ -257,6 +290,7 @@ class SessionGuard:
         unnamed: UnnamedLimits | None,
         session: Session,
         names: SessionNames,
+        agent_names: AgentNames,
         max_inspect_bytes: int,
         *,
         shadow: bool,
@@ -271,6 +305,10 @@ class SessionGuard:
         self.shadow = shadow
         self.mode = "shadow" if shadow else "enforce"
         self.names = names
+        self.agent_names = agent_names
+        self.agent_limits = _compile_agents(limits) if limits.limits_agents() else None
+        self.roots = Roots(policy, session.idle_seconds, namespace=namespace)
+        self._trees = f"{namespace}tree:{policy}:"
         self.limits = compile_limits(limits, session)
         self.unnamed = None if unnamed is None else _compile_unnamed(unnamed, session)
         self._fewest = min([limit - BATCH for _, limit in self.limits.tools], default=0)  # with more calls, one may be scarce
@@ -310,6 +348,7 @@ class SessionGuard:
         ]
         words += [f"{limits.threshold} equal calls in {limits.window} steps"] if limits.threshold != _NONE else []
         words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
+        words += _describe_agents(self.agent_limits) if self.agent_limits is not None else []
         return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
 
     def find_limits(self, session: str) -> Limits:
@@ -350,7 +389,8 @@ class SessionGuard:
         if keys is None:
             ledger, shared = f"{self._key}{scope}:{session}:{tenant}", f"{self._key}{scope}:{_SHARED}:{tenant}"
             begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # does not count as a session of the tenant
-            keys = SessionKeys(ledger, f"{self._tenants}{begun}:{tenant}", shared, sum_up(session))
+            trees = [f"{self._trees}{scope}:{name}:{tenant}" for name in (session, _SHARED)]
+            keys = SessionKeys(ledger, f"{self._tenants}{begun}:{tenant}", shared, sum_up(session), *trees)
             _KEYS.put(place, keys)
         return keys
 
@@ -370,6 +410,7 @@ class SessionGuard:
         *,
         allowed: bool,
         earlier: int = 0,
+        tree: TreeStep | None = None,
     ) -> Step:
         """The store's question about a request.
 
@@ -383,6 +424,7 @@ class SessionGuard:
             limits: from `find_limits` or `extend_tools`.
             allowed: an operator has ordered to let it through.
             earlier: number of steps in its history, for a ledger that begins with them.
+            tree: the result of `make_tree_step`.
         """
         return Step(
             keys.ledger,
@@ -399,7 +441,15 @@ class SessionGuard:
             grants,
             calls.offer,
             earlier,
+            tree,
         )
+
+    def make_tree_step(self, keys: SessionKeys, agent: bytes, parent: bytes, *, allowed: bool) -> TreeStep | None:
+        """The part of the question about agents, by their digests; None if they have no limits. `allowed` as in `make_step`."""
+        limits = self.agent_limits
+        if limits is None:
+            return None
+        return TreeStep(keys.tree, keys.shared_tree, _ANY_AGENTS if allowed else limits, agent, parent)
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
         """JSON that an access log entry has to repeat, so that the call it is about is known.
@@ -487,6 +537,8 @@ class SessionGuard:
         steps, tool_calls, cost = grants
         if limit == MAX_STEPS:
             return self.limits.steps + steps
+        if limit == MAX_AGENTS:
+            return self.agent_limits.agents if self.agent_limits is not None else 0
         return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
 
     def find_last_tool(self, calls: CallHistory) -> str:
@@ -538,6 +590,27 @@ def compile_limits(limits: SessionLimits, session: Session) -> Limits:
     )
 
 
+def _compile_agents(limits: SessionLimits) -> AgentLimits:
+    return AgentLimits(
+        _or_none(limits.max_depth),
+        _or_none(limits.max_agents),
+        _or_none(limits.max_concurrent_agents),
+        _or_none(limits.max_spawns_per_minute),
+        limits.agent_idle_seconds * 1000,
+    )
+
+
+def _describe_agents(limits: AgentLimits) -> list[str]:
+    """The limits of agents in a few words."""
+    shown = [
+        (limits.agents, "agents"),
+        (limits.depth, "levels of agents"),
+        (limits.concurrent, "active agents"),
+        (limits.spawns, "agents in a minute"),
+    ]
+    return [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
+
+
 def _compile_unnamed(limits: UnnamedLimits, session: Session) -> Limits:
     cost = limits.max_cost_per_session
     return Limits(
@@ -576,6 +649,7 @@ def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:
         MAX_STEPS: notice.max_steps,
         MAX_TOOL_CALLS: notice.max_tool_calls,
         MAX_COST: None if cost is None else round(cost * NANO_DOLLARS),
+        MAX_AGENTS: notice.max_agents,
     }
     return tuple([(limit, start) for limit, start in starts.items() if start is not None])
 
@@ -591,6 +665,8 @@ def _find_notice(notice: tuple[tuple[str, int], ...], standing: Standing) -> str
 def _read_used(standing: Standing, limit: str) -> int:
     if limit == MAX_STEPS:
         return standing.steps
+    if limit == MAX_AGENTS:
+        return standing.tree.agents if standing.tree is not None else 0
     return standing.tool_calls if limit == MAX_TOOL_CALLS else standing.cost + standing.reserved
 
 

@@ -5,7 +5,7 @@ Clients choose the names of sessions. So names only distinguish sessions of one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from itertools import takewhile
@@ -19,7 +19,7 @@ from extproc.bounded import Memo
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace
 from extproc.detectors.loops import MAX_TURNS
-from extproc.request.clients import PARENT_SESSION, SESSION_HEADERS, USER_ID
+from extproc.request.clients import AGENTS, PARENT_SESSION, SESSION_HEADERS, USER_ID
 from extproc.request.document import ABSENT, Document, NotCounted, check_members, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
@@ -44,7 +44,7 @@ _VENDOR_START, _, _VENDOR_END = VENDOR_SESSION.partition(":")[2].partition("*")
 _NO_VENDORS: Final = frozenset({*SESSION_HEADERS, PARENT_SESSION})
 """Headers of that form with keys of their own, or that name another session than the request's."""
 
-_SAME: Final = {f"{HEADER}:{PARENT_SESSION}": f"{HEADER}:x-session-id"}
+_SAME: Final = {f"{HEADER}:{form.root}": f"{HEADER}:{form.agent}" for form in AGENTS if form.root == form.parent}
 """Default keys that name the same sessions: an agent sends its parent's id in the first, its parent sends it in the second."""
 
 _SESSION_PART: Final = "_session_"
@@ -58,14 +58,20 @@ _decode_object = json.Decoder(dict[str, Raw]).decode
 class SessionNames:
     """The limit keys in which a policy looks for the name of a session."""
 
-    def __init__(self, limit_keys: Sequence[str], *, usual: bool = False) -> None:
-        """Compile; `usual` means that these are the default keys, some of which are read as clients mean them."""
+    def __init__(self, limit_keys: Sequence[str], *, usual: bool = False, same: Mapping[str, str] | None = None) -> None:
+        """Compile.
+
+        Args:
+            limit_keys: in the order in which they are tried.
+            usual: these are the default keys, some of which are read as clients mean them.
+            same: for keys that name the same sessions as another one, that other key. Default: for `usual` keys, as clients do.
+        """
+        known = same if same is not None else _SAME if usual else {}
         keys = [_open_vendors(key) for key in compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])]
         self._keys = keys
         self._usual = usual
         self._places = [
-            (_SAME.get(key.key, key.key) if usual else key.key, split_pointer(key.argument) if key.source == BODY else [])
-            for key in keys
+            (known.get(key.key, key.key), split_pointer(key.argument) if key.source == BODY else []) for key in keys
         ]
         self._changing = ChangingNames()
         self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
@@ -90,6 +96,10 @@ class SessionNames:
             if value:
                 break
         return values
+
+    def tell_key(self, values: Sequence[str]) -> str:
+        """The limit key in a request's head that names its session, given the result of `read`; empty for none."""
+        return self._keys[len(values) - 1].key if values and values[-1] and len(values) <= self._in_head else ""
 
     def watch(self, values: Sequence[str], name: str, document: Document | None, caller: str | None) -> str:
         """Notice a header that changes with every request of its caller; returns the key of one just found, else empty.

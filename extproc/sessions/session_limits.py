@@ -6,15 +6,15 @@ The names of the limits are those of in-process SDKs' session files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
 from extproc.objects import MAX_SECONDS, InspectBytes, JsonObject, Place, Status
-from extproc.request.clients import CACHE_KEY, ROOT_HEADERS, SESSION_HEADERS, USER_ID
-from extproc.request.limit_keys import BODY, HEADER, VENDOR_SESSION, SessionKey
+from extproc.request.clients import AGENTS, CACHE_KEY, ROOT_HEADERS, SESSION_HEADERS, USER_ID
+from extproc.request.limit_keys import BODY, HEADER, VENDOR_SESSION, AgentKey, SessionKey
 
 MAX_COUNT: Final = 1_000_000_000
 MAX_TOOL_CALLS: Final = 10_000
@@ -30,9 +30,15 @@ MAX_COST: Final = 1_000_000.0
 ANY_MODEL: Final = "*"
 
 _COUNTED = ("max_steps", "max_tool_calls", "max_cost_per_session")
+"""Limits of what is used up."""
+
+_AGENTS = ("max_agents", "max_depth", "max_concurrent_agents", "max_spawns_per_minute")
+"""Limits of the agents that a session starts."""
+
+_NOTICED = (*_COUNTED, "max_agents")
 """Limits with a rest that a model can be told."""
 
-_LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker")
+_LIMITS = (*_COUNTED, "max_calls_per_tool", "loop_detection", "circuit_breaker", *_AGENTS)
 
 _CONVERSATIONS = [
     f"{BODY}:/conversation",  # of the Responses API: its id, or an object that contains it
@@ -57,6 +63,9 @@ _OR_PACKAGE = "or install the package genai-prices: pip install '.[prices]' in a
 
 _MAX_SESSIONS = 10_000
 
+MAX_AGENTS: Final = 1_000
+"""Highest limit of agents; a tree remembers `tree.MAX_AGENTS`."""
+
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Rate = Annotated[float, Field(ge=0, le=MAX_COST, allow_inf_nan=False)]
 Dollars = Annotated[float, Field(gt=0, le=MAX_COST, allow_inf_nan=False)]
@@ -74,11 +83,18 @@ class Session(JsonObject):
             the last header and `body:/prompt_cache_key` as the first body field.
         idle_seconds: a session ends after this long without a request.
         max_sessions_per_tenant: sessions of a caller within `idle_seconds`; further ones share the limits of one.
+        agent_keys: limit keys outside the body; the first that a request has names the agent, below the session that `keys`
+            name. A value equal to the session's stands for the session itself. Default: the headers of Claude Code, Codex and
+            opencode.
+        parent_keys: the same for the agent that started this one. Without one, that is the session. If a key is also in
+            `keys`, it names a parent that may itself be an agent.
     """
 
     keys: Annotated[list[SessionKey], Field(min_length=1)] = CONVERSATION_KEYS
     idle_seconds: Annotated[int, Field(gt=0, le=MAX_SECONDS)] = 3600
     max_sessions_per_tenant: Annotated[int, Field(ge=1, le=MAX_COUNT)] = _MAX_SESSIONS
+    agent_keys: Annotated[list[AgentKey], Field(min_length=1)] | None = None
+    parent_keys: Annotated[list[AgentKey], Field(min_length=1)] | None = None
 
     @property
     def has_own_keys(self) -> bool:
@@ -137,11 +153,13 @@ class Notice(JsonObject):
         max_steps: from this step.
         max_tool_calls: from this tool call.
         max_cost_per_session: from this cost in dollars.
+        max_agents: from this agent.
     """
 
     max_steps: Count | None = None
     max_tool_calls: Count | None = None
     max_cost_per_session: Dollars | None = None
+    max_agents: Count | None = None
 
 
 class SessionEscalation(JsonObject):
@@ -168,6 +186,12 @@ class SessionLimits(JsonObject):
         max_cost_per_session: maximum cost in dollars; the next request is refused.
         loop_detection: repeated calls that are too many.
         circuit_breaker: what kills a session.
+        max_agents: maximum agents that a session starts, directly or through other agents; further ones are refused at their
+            first request.
+        max_depth: maximum levels of agents; 1 allows only those that the session itself starts.
+        max_concurrent_agents: maximum agents with a request in the last `agent_idle_seconds`.
+        max_spawns_per_minute: maximum agents that start within a minute.
+        agent_idle_seconds: how long an agent is active after a request.
         prices: by model name; `*` matches anything, and the longest match counts.
         unknown_model: fallback price for models without one.
         reject_status: as in `loop_detection`.
@@ -183,6 +207,11 @@ class SessionLimits(JsonObject):
     max_cost_per_session: Dollars | None = None
     loop_detection: RecentCalls | None = None
     circuit_breaker: SessionBreaker | None = None
+    max_agents: Annotated[int, Field(ge=0, le=MAX_AGENTS)] | None = None
+    max_depth: Annotated[int, Field(ge=0, le=MAX_AGENTS)] | None = None
+    max_concurrent_agents: Annotated[int, Field(ge=1, le=MAX_AGENTS)] | None = None
+    max_spawns_per_minute: Annotated[int, Field(ge=1, le=MAX_AGENTS)] | None = None
+    agent_idle_seconds: Annotated[int, Field(ge=1, le=3_600)] = 60
     prices: dict[Model, Price] = {}
     unknown_model: Price | None = None
     reject_status: Status = 429
@@ -193,6 +222,10 @@ class SessionLimits(JsonObject):
         """Whether a limit depends on responses of the upstream: on their tokens, or on failures."""
         breaker = self.circuit_breaker
         return self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
+
+    def limits_agents(self) -> bool:
+        """Whether a limit is about the agents that a session starts."""
+        return any(getattr(self, name) is not None for name in _AGENTS)
 
 
 class UnnamedLimits(JsonObject):
@@ -211,6 +244,11 @@ class UnnamedLimits(JsonObject):
     def needs_answers(self) -> bool:
         """See `SessionLimits`."""
         return self.max_cost_per_session is not None
+
+
+def names_agents(keys: Iterable[str]) -> bool:
+    """Whether a known client that names its sessions by one of these limit keys names their agents, too."""
+    return not {f"{HEADER}:{form.root}" for form in AGENTS}.isdisjoint(keys)
 
 
 def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
@@ -244,6 +282,8 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
             yield ("loop_detection", "threshold"), f"threshold must be <= window, which is {window}: it can never be reached"
     if limits.get("max_tool_calls_mode") in ("narrow", "finish") and limits.get("max_tool_calls") is None:
         yield ("max_tool_calls_mode",), "max_tool_calls_mode needs max_tool_calls"
+    if "agent_idle_seconds" in limits and limits.get("max_concurrent_agents") is None:
+        yield ("agent_idle_seconds",), "agent_idle_seconds needs max_concurrent_agents"
     yield from _find_notice_errors(limits)
 
 
@@ -258,7 +298,7 @@ def _find_notice_errors(limits: dict[str, Any]) -> Iterator[tuple[Place, str]]:
     escalate = limits.get("escalate")
     for action in SessionEscalation.model_fields if isinstance(escalate, dict) else ():
         notice = escalate.get(action) if isinstance(escalate, dict) else None
-        for key in _COUNTED if isinstance(notice, dict) else ():
+        for key in _NOTICED if isinstance(notice, dict) else ():
             start, limit = notice.get(key) if isinstance(notice, dict) else None, limits.get(key)
             if start is None:
                 continue

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store.rules.chain import ChainLink, Trail
+from extproc.store.rules.chain import Trail
 from extproc.store.rules.documents import Documents
-from extproc.store.rules.ring import Push
+from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Question
 
 
@@ -51,11 +51,12 @@ class Store(Protocol):
         """
 
     def push(
-        self, pushes: Sequence[Push | ChainLink], now: int | None = None
+        self, pushes: Sequence[AnyPush], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once. Answers are in the order of the pushes.
 
-        A push is answered with the ring's entries, oldest first and including the new one, a link with a `Trail`.
+        A push is answered with the ring's entries, oldest first and including the new one, a link with a `Trail`, a search
+        for a root with a list of it alone.
 
         Raises:
             StoreError: at once or from the awaitable; no other error is raised.

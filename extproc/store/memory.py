@@ -23,9 +23,10 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.memory_chains import MemoryChains
-from extproc.store.rules.chain import ChainLink, Trail, follow
+from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
+from extproc.store.rules.root import AnyPush, RootSearch, find_root
 from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
 from extproc.store.rules.take_back import CHAIN, TakeBack, take_from_chain, take_from_log, take_from_tally
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit, Tally, log, read_log_times, tally
@@ -99,13 +100,15 @@ class MemoryStore:
         moment = self._clock() if now is None else now
         return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
 
-    def push(self, pushes: Sequence[Push | ChainLink], now: int | None = None) -> list[list[bytes] | Trail]:
+    def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> list[list[bytes] | Trail]:
         """Push every entry once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now
         answers: list[list[bytes] | Trail] = []
         for pushed in pushes:
             if isinstance(pushed, Push):
                 answers.append(self._push(pushed, moment))
+            elif isinstance(pushed, RootSearch):
+                answers.append([self._find_root(pushed, moment)])
             else:
                 answers.append(follow(self._chains.get, self._chains.put, pushed, moment))
                 self._chains.sweep(moment)
@@ -162,7 +165,7 @@ class MemoryStore:
         limits, key = asked.limits, asked.key
         ledger = self._at_hand.use(key)
         if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():  # usually; it stays unpacked
-            return ledger.take_step(asked, now)
+            return ledger.take_step(asked, now) if asked.tree is None else self._step_in_tree(ledger, asked, now, shared=False)
         ledger = self._take_ledger(key, limits, now)
         shared = ledger is None and not self._enter(asked, now)
         if shared:
@@ -170,8 +173,32 @@ class MemoryStore:
             ledger = self._take_ledger(key, limits, now)
         if ledger is None:
             ledger = Ledger(None, now, 0 if shared else asked.earlier)
-        standing = ledger.take_step(asked, now, shared=shared)
+        if asked.tree is None:
+            standing = ledger.take_step(asked, now, shared=shared)
+        else:
+            standing = self._step_in_tree(ledger, asked, now, shared=shared)
         self._keep_ledger(key, ledger, now)
+        return standing
+
+    def _step_in_tree(self, ledger: Ledger, asked: Step, now: int, *, shared: bool) -> Standing:
+        """A step of a session whose agents are counted, too."""
+        place, lifetime = asked.tree, asked.limits.idle_ms
+        if place is None:
+            return ledger.take_step(asked, now, shared=shared)
+        key = place.shared if shared else place.key
+        entries = self._shards[hash(key) % len(self._shards)].get(lifetime)
+        entry = entries.pop(key, None) if entries is not None else None
+        standing, admission = ledger.take_step_in_tree(asked, entry if isinstance(entry, bytes) else None, now, shared=shared)
+        state = admission[0] if admission is not None else b""
+        if entries is not None and entry is not None and state:  # as `_take` and `_put` do, in half the time
+            entries[key] = state
+            self._bytes += len(state) - len(entry)
+            return standing
+        if entry is not None:
+            self._entries -= 1
+            self._bytes -= len(entry)
+        if state:
+            self._put(key, lifetime, state, now)
         return standing
 
     def _settle(self, asked: Settlement, now: int) -> Standing:
@@ -241,6 +268,21 @@ class MemoryStore:
         (last, records), entries = push(ring, pushed, now)
         self._put(pushed.key, pushed.ttl_ms, _TIMES.pack(last, 0) + records, now)
         return entries
+
+    def _find_root(self, asked: RootSearch, now: int) -> bytes:
+        own, parents = [self._take_value(key, asked.ttl_ms, now) for key in (asked.key, asked.parent_key)]
+        root = find_root(own, parents, asked)
+        for key, value in ((asked.parent_key, parents), (asked.key, root)):
+            if value is not None:
+                self._put(key, asked.ttl_ms, _TIMES.pack(now, 0) + value, now)
+        return root
+
+    def _take_value(self, key: str, lifetime: int, now: int) -> bytes | None:
+        """Take out what stands behind the times of an entry; None if it has expired."""
+        entry = self._take(key, lifetime)
+        if entry is None or abs(now - _read_times(entry)[0]) >= lifetime:
+            return None
+        return bytes(entry[_TIMES.size :])
 
     def _take(self, key: str, lifetime: int) -> _Entry | None:
         """Take an entry out, to be changed and put back."""

@@ -19,8 +19,8 @@ from extproc.store.backend import RedisBackend, find_part
 from extproc.store.known_refusals import KnownRefusals
 from extproc.store.pending import Pending
 from extproc.store.remote_documents import RemoteDocuments
-from extproc.store.rules.chain import ChainLink, Trail
-from extproc.store.rules.ring import Push
+from extproc.store.rules.chain import Trail
+from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Question, Step
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import Count, Hit
@@ -129,7 +129,7 @@ class RemoteStore:
         return counts if len(asked) == len(hits) else _merge(known, counts)
 
     def push(
-        self, pushes: Sequence[Push | ChainLink], now: int | None = None
+        self, pushes: Sequence[AnyPush], now: int | None = None
     ) -> Sequence[Sequence[bytes] | Trail] | Awaitable[Sequence[Sequence[bytes] | Trail]]:
         """Push every entry once; raises StoreError as `hit` does."""
         return self._ask([push_call(pushed, now) for pushed in pushes], lambda _, answers: answers) if pushes else []

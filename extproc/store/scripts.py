@@ -16,7 +16,8 @@ from extproc.errors import StoreError
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
 from extproc.store.rules.chain import ChainLink, read_trail
-from extproc.store.rules.ring import Push, read_entries, split_records
+from extproc.store.rules.ring import read_entries, split_records
+from extproc.store.rules.root import ROOT_SIZE, AnyPush, RootSearch
 from extproc.store.rules.session import Question, Settlement, Step, pack_question, read_standing, weigh
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
@@ -35,8 +36,9 @@ class Script:
         read: splits the server's answer by calls, given their number; raises StoreError if it cannot be this script's answer.
     """
 
-    def __init__(self, name: str, read: Callable[[object, int], list[Any]]) -> None:
-        text = read_script(name).encode()
+    def __init__(self, name: str, read: Callable[[object, int], list[Any]], parts: tuple[str, ...] = ()) -> None:
+        """Read its file; `parts` are files that stand before it."""
+        text = "".join([read_script(part) for part in (*parts, name)]).encode()
         self.sha = hashlib.sha1(text).hexdigest()  # noqa: S324  # not a secret
         self.by_name = write_word("EVALSHA") + write_word(self.sha)
         self.whole = write_word("EVAL") + write_word(text)
@@ -64,7 +66,7 @@ class ScriptCall:
     def __init__(  # noqa: PLR0913  # a record
         self,
         script: Script,
-        subject: Question | Push | ChainLink,
+        subject: Question | AnyPush,
         arguments: tuple[int | bytes, ...],
         owed: int = 0,
         others: tuple[str, ...] = (),
@@ -136,7 +138,7 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
     return ScriptCall(_LOG if is_log else _TALLY, hit, arguments, owed)
 
 
-_SESSION = Script("session", partial(_read_each, read_standing))
+_SESSION = Script("session", partial(_read_each, read_standing), ("tree",))
 
 
 def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall:
@@ -144,7 +146,9 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     arguments = (-1 if now is None else now, *pack_question(asked))
     if not isinstance(asked, Step):
         return ScriptCall(_SESSION, asked, arguments, weight=1)
-    return ScriptCall(_SESSION, asked, arguments, 0, (asked.tenant, asked.shared), weigh(asked))
+    tree = asked.tree
+    others = (asked.tenant, asked.shared) if tree is None else (asked.tenant, asked.shared, tree.key, tree.shared)
+    return ScriptCall(_SESSION, asked, arguments, 0, others, weigh(asked))
 
 
 def _read_nothing(_: bytes) -> Count:
@@ -159,10 +163,21 @@ def take_back_call(asked: TakeBack) -> ScriptCall:
     return ScriptCall(_TAKE_BACK, asked, (asked.kind.encode(),))
 
 
-def push_call(pushed: Push | ChainLink, now: int | None = None) -> ScriptCall:
-    """Push an entry to a ring, or a turn to a chain; `now` as in `count_call`."""
+_ROOT = Script("root", partial(_read_each, lambda value: [_check_root(value)]))
+
+
+def _check_root(value: bytes) -> bytes:
+    if len(value) != ROOT_SIZE:
+        raise ValueError
+    return value
+
+
+def push_call(pushed: AnyPush, now: int | None = None) -> ScriptCall:
+    """Push an entry to a ring, or a turn to a chain, or find a root; `now` as in `count_call`."""
     if isinstance(pushed, ChainLink):
         return _link_call(pushed, now)
+    if isinstance(pushed, RootSearch):
+        return ScriptCall(_ROOT, pushed, (pushed.parent, pushed.ttl_ms), 0, (pushed.parent_key,))
     _, entry, request, size, ttl = pushed
     return ScriptCall(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
 

@@ -17,7 +17,16 @@ from tests.support import ROOT
 
 PAGE: Final = ROOT / "docs" / "clients.md"
 MOST_SECONDS: Final = 10
-SCRIPTS: Final = ("loop", "obey", "work", "sub-agents", "compaction")
+SCRIPTS: Final = ("loop", "obey", "work", "sub-agents", "agents", "compaction")
+AGENT_LIMITS: Final = {
+    "max_agents": {"max_agents": 1},
+    "max_depth": {"max_depth": 0},
+    "max_concurrent_agents": {"max_concurrent_agents": 1},
+    "max_spawns_per_minute": {"max_spawns_per_minute": 1},
+    "max_steps": {"max_steps": 3},
+}
+"""Limits of sessions, each of which a main agent with two others meets."""
+
 NOTED_AT: Final = 3
 
 _TEXT: Final = """# Clients
@@ -26,14 +35,17 @@ _TEXT: Final = """# Clients
 call. The columns `noted`, `landed` and `refused` say at which identical turn that happened. Each client also runs against a
 model that does what the note says, and against one that takes 20 different steps. For `compaction`, the model reports a full
 context after two steps, and the client asks for a summary. If it then shows no older turns, counting starts again. `-` stands
-for what was not played: most have no sub-agents, or do not compact their history within a task. Generated on {date}.
+for what was not played: most have no sub-agents, or do not compact their history within a task. Clients that name their
+sub-agents also start two where `max_agents`, `max_depth`, `max_concurrent_agents` or `max_spawns_per_minute` allow only one, or
+none: the limits hold if the others are refused, and the main agent reads the reason and finishes.
+Generated on {date}.
 
 {table}
 {notes}"""
 
 _HEAD: Final = (
     "client", "version", "noted", "landed", "refused", "retries", "seconds to its end", "message shown", "exit code",
-    "finishes when noted", "20 steps", "sub-agents", "compaction",
+    "finishes when noted", "20 steps", "sub-agents", "limits of agents", "compaction",
 )  # fmt: skip
 _NONE: Final = "-"
 
@@ -93,6 +105,22 @@ def _judge_finishes(visit: Visit) -> str:
     return f"not with {', '.join(unfinished)}" if unfinished else ""
 
 
+def _judge_agents(visit: Visit) -> str:
+    """Of two agents, one begins, or none; the main agent reads why, and finishes. `max_steps` count for all together."""
+    wrong = []
+    for name in AGENT_LIMITS:
+        run = visit.runs.get(f"agents {name}")
+        if run is None:
+            continue
+        if name == "max_steps":
+            wrong += [f"{name}: {run.turns} passed"] if run.turns != AGENT_LIMITS[name][name] else []
+            continue
+        begun = len([task for task in run.given if task])
+        if begun != int(name != "max_depth") or not run.told or not run.finished:
+            wrong.append(f"{name}: {begun} began, {'' if run.told else 'not '}told, {'' if run.finished else 'not '}finished")
+    return ", ".join(wrong)
+
+
 def _judge_healthy(visit: Visit) -> str:
     work = visit.runs.get("work")
     if not work:
@@ -101,7 +129,11 @@ def _judge_healthy(visit: Visit) -> str:
 
 
 _JUDGES: Final[Mapping[str, Callable[[Visit], str]]] = dict(
-    zip(PROMISES, (_judge_noted, _judge_refused, _judge_ends, _judge_message, _judge_finishes, _judge_healthy), strict=True)
+    zip(
+        PROMISES,
+        (_judge_noted, _judge_refused, _judge_ends, _judge_message, _judge_finishes, _judge_agents, _judge_healthy),
+        strict=True,
+    )
 )
 
 
@@ -116,21 +148,32 @@ def visit_client(client: Client, scripts: Sequence[str], record: Path | None) ->
         for script in scripts:
             if (script == "sub-agents" and client.spawn is None) or (script == "compaction" and not client.compacts):
                 continue
+            if script == "agents":
+                continue
             runs[script] = done = run(zoo, script)
             _tell(client, _describe(done))
-            if record:
-                record.mkdir(parents=True, exist_ok=True)
-                (record / f"{client.name.replace('/', '-')}-{script}.txt").write_text(done.screen)
+            _keep(record, client, script, done)
             if not done.requests:
                 last = [line for line in done.screen.splitlines() if line.strip()][-1:] or [f"exit code {done.code}"]
                 return Visit(client, {}, f"it sends no request: {last[0].strip()[:200]}")
+    for name, limits in AGENT_LIMITS.items() if "agents" in scripts and client.names_agents else ():
+        with opened(client, commands, limits) as zoo:
+            runs[f"agents {name}"] = done = run(zoo, "agents")
+            _tell(client, f"{name}: {_describe(done)}")
+            _keep(record, client, f"agents-{name}", done)
     return Visit(client, runs)
+
+
+def _keep(record: Path | None, client: Client, name: str, done: Run) -> None:
+    if record:
+        record.mkdir(parents=True, exist_ok=True)
+        (record / f"{client.name.replace('/', '-')}-{name}.txt").write_text(done.screen)
 
 
 def _describe(done: Run) -> str:
     noted = "/".join([str(given.noted) for task, given in done.given.items() if task or done.script != "sub-agents"])
     refused = f", refused after {done.refused}, {done.retries} retries" if done.refused else ""
-    marks = (("finished", done.finished), ("message shown", done.shown), ("killed", done.killed))
+    marks = (("finished", done.finished), ("told", done.told), ("message shown", done.shown), ("killed", done.killed))
     ending = "".join([f", {name}" for name, holds in marks if holds])
     return (
         f"{done.script}: {done.requests} requests, noted after {noted or 0} steps{refused}, {done.seconds:.1f} s, "
@@ -163,6 +206,7 @@ def _row(visit: Visit) -> tuple[str, ...]:
         yes(runs["obey"].finished),
         "untouched" if not runs["work"].acted and runs["work"].finished else "**touched**",
         f"noted at {', '.join(map(str, subs))}" if subs else _NONE,
+        ("hold" if not _judge_agents(visit) else "**broken**") if visit.client.names_agents else _NONE,
         _describe_compaction(visit),
     )
 

@@ -17,7 +17,7 @@ from fake_model import Call
 Step: TypeAlias = Call | str
 
 NPM, PYPI = "npm", "PyPI"
-PROMISES: Final = ("noted", "refused", "ends", "message", "finishes", "healthy")
+PROMISES: Final = ("noted", "refused", "ends", "message", "finishes", "agents", "healthy")
 """What must be true of every client:
 
 - noted: the model reads a note after its third identical turn
@@ -25,6 +25,7 @@ PROMISES: Final = ("noted", "refused", "ends", "message", "finishes", "healthy")
 - ends: the client ends within `MOST_SECONDS` of its first refusal
 - message: the refusal's message is on the client's screen
 - finishes: the client finishes its task, if its model does what the note says
+- agents: limits of agents hold, and the main agent reads the reason and finishes
 - healthy: of steps that differ, nothing is acted on
 """
 
@@ -51,6 +52,7 @@ class Client(NamedTuple):
         before: a command to run before.
         spawn: how the model starts a sub-agent, where the client has them.
         wait: how it waits for them, where their results come later; `{agents}` is an id of one.
+        names_agents: its requests name their agent and its session.
         compacts: it asks the model for a summary by itself, when its context is full.
         remark: what else was done for it, for the page.
         allowed: what it may do that the others may not, by the name of the promise, with the reason.
@@ -68,6 +70,7 @@ class Client(NamedTuple):
     before: tuple[str, ...] = ()
     spawn: Call | None = None
     wait: Call | None = None
+    names_agents: bool = False
     compacts: bool = False
     remark: str = ""
     allowed: Mapping[str, str] = _NO_FILES
@@ -111,6 +114,7 @@ def _codex(name: str, settings: str, key: str) -> Client:
         Call("exec_command", {"cmd": "cat {file}"}),
         files={"{home}/.codex/config.toml": config},
         compacts=True,
+        names_agents=True,
         spawn=Call("multi_agent_v1.spawn_agent", {"message": "{task}"}),
         wait=Call("multi_agent_v1.wait_agent", {"targets": ["{agents}"], "timeout_ms": 60_000}),
     )
@@ -156,6 +160,7 @@ CLIENTS: Final = (
         },
         Call("Read", {"file_path": "{file}"}),
         compacts=True,
+        names_agents=True,
         spawn=Call("Agent", {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"}),
     ),
     _codex(
@@ -178,6 +183,7 @@ CLIENTS: Final = (
         },
         Call("read", {"filePath": "{file}"}),
         compacts=True,
+        names_agents=True,
         files={"{work}/opencode.json": json.dumps(_OPENCODE)},
         spawn=Call("task", {"description": "{task}", "prompt": "{task}", "subagent_type": "general"}),
     ),

@@ -32,6 +32,9 @@ FULL_AFTER: Final = 2
 """Steps after which the context is said to be full."""
 
 SUBTASKS: Final = ("subtask alpha", "subtask beta")
+LIMITED: Final = "Agent limit reached"
+"""The start of what an agent is told that was not started."""
+
 _LONGEST_LOOP: Final = 40
 """Equal answers after which the model gives up: nothing stopped the client."""
 
@@ -73,8 +76,10 @@ class Model:
     Attributes:
         given: by conversation: the main agent's has an empty name, those of sub-agents the names of their tasks.
         requests: number of model requests.
+        turns: number of those that are turns of an agent.
         ended: the script came to its end.
         compacted: the client has asked for a summary of its history.
+        told: the main agent has read that another one was not started.
         tokens: length of the newest request's prompt, as it is told to the client; 0 for a short one.
         folder: where the client works, and finds its files.
     """
@@ -88,9 +93,10 @@ class Model:
         self.script = script
         self.folder = folder
         self.given: dict[str, Given] = {}
-        self.requests = 0
+        self.requests = self.turns = 0
         self.ended = False
         self.compacted = False
+        self.told = False
         self.tokens = 0
 
     def answer(self, body: dict[str, Any]) -> Answer:
@@ -105,13 +111,17 @@ class Model:
             config = body.get("generationConfig") or {}
             schema = config.get("responseJsonSchema") or config.get("responseSchema")
             return json.dumps(_fit(schema)) if schema else "A title"
+        self.turns += 1
         task = "" if TASK in text else next((task for task in SUBTASKS if task in text), "")
         given = self.given.setdefault(task, Given())
         if OPENING in text:
             given.noted = given.noted or len(given.steps)
         if LANDING in text:
             given.landed = given.landed or len(given.steps)
+        self.told = self.told or (not task and LIMITED in text)
         answer = self._choose(task, given, text, noted=OPENING in text)
+        if answer is None and task and self.script == "agents":
+            return f"{task} is done."
         if answer is None:
             self.ended = True
             return self._write(client.end, "")
@@ -137,8 +147,10 @@ class Model:
         match self.script:
             case "work":
                 return self._write(self.client.step, f"file{number + 1}.txt") if number < STEPS else None
-            case "sub-agents" if not task:
+            case "sub-agents" | "agents" if not task:
                 return self._delegate(number, text)
+            case "agents" if number:
+                return None
             case "obey" | "sub-agents" if noted:
                 return None
         files = self.client.loop

@@ -52,7 +52,9 @@ class Run(NamedTuple):
         code: exit code.
         finished: so was the last word of the model.
         compacted: the client asked the model for a summary of its history.
+        told: the main agent has read why another one was not started.
         requests: number of them that came to the model.
+        turns: number of those that are turns of an agent.
         screen: all that it printed.
     """
 
@@ -67,7 +69,9 @@ class Run(NamedTuple):
     code: int
     finished: bool
     compacted: bool
+    told: bool
     requests: int
+    turns: int
     screen: str
 
 
@@ -108,12 +112,15 @@ class Zoo(NamedTuple):
 
 
 @contextlib.contextmanager
-def opened(client: Client, commands: Path) -> Iterator[Zoo]:
-    """Envoy and Loopguard with the preset as `loopguard init` prints it, in front of a model."""
+def opened(client: Client, commands: Path, limits: Mapping[str, int] | None = None) -> Iterator[Zoo]:
+    """Envoy and Loopguard with the preset as `loopguard init` prints it, in front of a model; or with limits of sessions."""
     command = [str(Path(sys.executable).parent / "loopguard"), "init"]
-    preset = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    policy = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    if limits is not None:
+        limited = {"session_limits": {**limits, "reject_status": "auto"}, "limit_keys": ["credential"]}
+        policy = {"id": "limits", "spec": {"selector": {"pathPrefix": "/"}, **limited}}
     model = Model(client)
-    with serve_model(model) as port, stack(preset, upstream=f"127.0.0.1:{port}") as guarded:
+    with serve_model(model) as port, stack(policy, upstream=f"127.0.0.1:{port}") as guarded:
         yield Zoo(client, commands, model, guarded)
 
 
@@ -208,7 +215,9 @@ def _watch(zoo: Zoo, command: list[str], environment: Mapping[str, str], folder:
         code,
         _OF_TERMINALS.sub("", DONE) in plain and model.ended,
         model.compacted,
+        model.told,
         model.requests,
+        model.turns,
         text,
     )
 

@@ -424,6 +424,8 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
 ]
 
 
+_SESSION = ("keys", "idle_seconds", "max_sessions_per_tenant", "agent_keys", "parent_keys")
+
 SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("selector", 5, [("/spec/selector", an_object("selector", *SELECTOR_KEYS))]),
     ("selector", {}, in_spec("selector", f"{ANCHORS}, but has nothing")),
@@ -481,7 +483,16 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ["jwt:", "ip:peer", 5],
         [("/spec/limit_keys/0", LIMIT_KEY), ("/spec/limit_keys/1", LIMIT_KEY), ("/spec/limit_keys/2", "it must be a string")],
     ),
-    ("session", [], [("/spec/session", an_object("session", "keys", "idle_seconds", "max_sessions_per_tenant"))]),
+    (
+        "session",
+        [],
+        [
+            (
+                "/spec/session",
+                an_object("session", "keys", "idle_seconds", "max_sessions_per_tenant", "agent_keys", "parent_keys"),
+            )
+        ],
+    ),
     (
         "session",
         {"keys": ["x-session-id", "body:session"], "idle_seconds": 0, "idle": 5},

@@ -31,6 +31,7 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import open_store
 from extproc.store.rules.ring import Push
+from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import Settlement, Standing, Step
 from extproc.store.rules.windows import Count, Hit
 from tests.support.harness import PATIENCE
@@ -349,7 +350,19 @@ class Driver:
     def place(self, asked: Step | Settlement) -> Step | Settlement:
         """The same under keys of this driver's, which have their digits already."""
         keys = ("key", "tenant", "shared") if isinstance(asked, Step) else ("key",)
-        return replace(asked, **{key: self.name(getattr(asked, key)) for key in keys})
+        tree = asked.tree if isinstance(asked, Step) else None
+        more = {} if tree is None else {"tree": replace(tree, key=self.name(tree.key), shared=self.name(tree.shared))}
+        return replace(asked, **more, **{key: self.name(getattr(asked, key)) for key in keys})
+
+    def find_root(self, agent: str, parent: str, ttl_ms: int = 60_000, now: int | None = None) -> bytes:
+        """The root of an agent; names are hashes."""
+        asked = RootSearch(self.name(f"root:{agent}:7f"), self.name(f"root:{parent}:7f"), bytes.fromhex(parent), ttl_ms)
+
+        async def settled() -> Sequence[Any]:
+            answer = self.store.push([asked], now)
+            return await answer if inspect.isawaitable(answer) else answer
+
+        return bytes(self._runner.run(settled())[0][0])
 
     def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
         """Push, whether the store answers at once or later."""

@@ -21,9 +21,8 @@ from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingRespo
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.documents import Documents, MemoryDocuments
-from extproc.store.rules.ring import Push
+from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Question
 from tests.support.engine import make_engine
 
@@ -67,7 +66,7 @@ class FailingStore:
         """Count or fail."""
         return self._answer([hit.key for hit in hits], lambda: self._memory.hit(hits, now))
 
-    def push(self, pushes: Sequence[Push | ChainLink], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
+    def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:
         """Push or fail."""
         return self._answer([pushed.key for pushed in pushes], lambda: self._memory.push(pushes, now))
 

@@ -58,6 +58,7 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"none of {count(known, 'session')} matches" if known else _explain_none(report))
     for session in report["sessions"]:
         lines.append(_write_session(session))
+        lines += write_tree(session)
         if "steps" in session:
             lines += [f"  called {times} times: {tool}" for tool, times in session["tool_call_counts"].items()]
             lines += [_write_step(step) for step in session["steps"]]
@@ -81,12 +82,28 @@ def _write_session(session: Mapping[str, Any]) -> str:
     ]
     if unnamed := session.get("unnamed_requests"):
         said.insert(1, f"{count(unnamed, 'request')} for which nothing names a session")
+    if started_by := session.get("started_by"):
+        said.insert(1, f"an agent of {started_by}, as its first words tell")
     if session["killed"]:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
         said.append(f"refused: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
     return "  ".join(said)
+
+
+def write_tree(session: Mapping[str, Any]) -> list[str]:
+    """A session's agents, each below the one that started it."""
+    agents = session.get("agents")  # missing from servers of an older version
+    if not agents or not (agents["tree"] or agents["refused_requests"]):
+        return []
+    refused = f", {count(agents['refused_requests'], 'request')} refused" if agents["refused_requests"] else ""
+    lines = [f"  {count(agents['started'], 'agent')}, {agents['active']} active{refused}"]
+    for agent in agents["tree"]:
+        ending = f"  refused: {agent['refused']}" if agent["refused"] else ""
+        said = f"{count(agent['requests'], 'request')}  since {agent['started']}, last {agent['last_seen']}{ending}"
+        lines.append(f"{'  ' * (agent['level'] + 1)}{agent['agent']}  {said}")
+    return lines
 
 
 def _write_step(step: Mapping[str, Any]) -> str:

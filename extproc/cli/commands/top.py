@@ -11,12 +11,14 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import count, write_caller, write_coverage
+from extproc.cli.commands.sessions import write_report
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 HELP = "show active loops, how long they have run, and what they cost"
 EXAMPLES = """examples:
@@ -24,6 +26,7 @@ EXAMPLES = """examples:
   loopguard top --admin http://10.0.0.7:9900 --policy chat --sort requests
   loopguard top --once --json | jq '.loops[0]'
   loopguard top --price 2.50
+  loopguard top --tree
 
 Replicas that share a store know all loops: ask any of them. For replicas with separate stores, repeat --admin for each. If the
 output is not a terminal, it is printed once."""
@@ -35,8 +38,9 @@ _MINUTE, _HOUR = 60, 3_600
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_admin_flag(parser)
+    parser.add_argument("--tree", action="store_true", help="show sessions and their agents instead of loops")
     parser.add_argument("--once", action="store_true", help="print once and exit")
-    parser.add_argument("--json", action="store_true", help="print the JSON of /loops, once")
+    parser.add_argument("--json", action="store_true", help="print the JSON of /loops, or with --tree of /sessions, once")
     parser.add_argument("--sort", choices=_SORTS, default="cost", help="sort by this (default cost)")
     parser.add_argument("--policy", default="", metavar="ID", help="only loops under this policy")
     parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only loops of this caller")
@@ -62,18 +66,47 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     report = _ask(clients, options)
     if options.once or not sys.stdout.isatty():
-        console.print(make_table(report), soft_wrap=False)
+        console.print(_show(report, options), soft_wrap=False)
         return 0
-    with Live(make_table(report), console=console, auto_refresh=False, screen=True) as live:
+    with Live(_show(report, options), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(options.interval)
-            live.update(make_table(_ask(clients, options)), refresh=True)
+            live.update(_show(_ask(clients, options), options), refresh=True)
 
 
 def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
-    chosen = {name: str(getattr(options, name)) for name in ("sort", "policy", "caller", "tool", "limit", "price")}
-    params = {name: value for name, value in chosen.items() if value}
-    return ask_all(clients, "/loops", params)
+    names = ("policy", "caller", "limit") if options.tree else ("sort", "policy", "caller", "tool", "limit", "price")
+    params = {name: value for name in names if (value := str(getattr(options, name)))}
+    return ask_all(clients, "/sessions" if options.tree else "/loops", params)
+
+
+def _show(report: dict[str, Any], options: argparse.Namespace) -> Table | Text:
+    return make_forest(report) if options.tree else make_table(report)
+
+
+def make_forest(report: dict[str, Any]) -> Text:
+    """The sessions with their agents for a terminal; those that seem to be agents stand below the ones that started them."""
+    from rich.text import Text  # noqa: PLC0415  # as above
+
+    return Text("\n".join([escape_controls(line) for line in write_report({**report, "sessions": order_sessions(report)})]))
+
+
+def order_sessions(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sessions, each behind the one that seems to have started it."""
+    sessions = report["sessions"]
+    known = {_name(session, session["session"]) for session in sessions}
+    ordered: list[dict[str, Any]] = []
+    waiting = [each for each in reversed(sessions) if _name(each, each["started_by"]) not in known]
+    while waiting:
+        session = waiting.pop()
+        ordered.append(session)
+        name = _name(session, session["session"])
+        waiting += [each for each in reversed(sessions) if each["started_by"] and _name(each, each["started_by"]) == name]
+    return ordered
+
+
+def _name(session: dict[str, Any], name: str | None) -> tuple[str | None, ...]:
+    return session["caller"], session["policy"], session["mode"], name
 
 
 def make_table(report: dict[str, Any]) -> Table:

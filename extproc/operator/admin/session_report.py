@@ -25,6 +25,7 @@ from extproc.operator.admin.reports import (
     select,
     write_time,
 )
+from extproc.operator.agents import ACTIVE_SECONDS, order_tree
 from extproc.operator.board import View
 from extproc.operator.session_rows import CallRow, SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
@@ -98,6 +99,31 @@ def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
         "consecutive_error_count": row.consecutive_errors,
         "killed": name_killer(row.killed, ordered=row.ordered) or None,
         "refused": row.refusal and _describe_refusal(row.refusal),
+        "started_by": row.started_by or None,
+        "agents": _describe_agents(row, time()),
+    }
+
+
+def _describe_agents(row: SessionRow, now: float) -> dict[str, Any]:
+    """How many agents a session has, and those that are shown, each behind its parent."""
+    agents = row.agents
+    return {
+        "started": max(row.agents_begun, len([agent for agent in agents if not agent.refused])),
+        "active": len([agent for agent in agents if not agent.refused and now - agent.last < ACTIVE_SECONDS]),
+        "refused_requests": row.agents_refused,
+        "tree": [
+            {
+                "agent": agent.name,
+                "parent": agent.parent or None,
+                "depth": agent.depth or level,
+                "level": level,
+                "requests": agent.requests,
+                "started": write_time(agent.began),
+                "last_seen": write_time(agent.last),
+                "refused": agent.refused or None,
+            }
+            for level, agent in order_tree(agents)
+        ],
     }
 
 
@@ -108,6 +134,7 @@ def _describe_refusal(refusal: SessionRefusal) -> dict[str, Any]:
         "used": convert_amount(refusal.limit, refusal.used),
         "allowed": convert_amount(refusal.limit, refusal.allowed),
         "tool": refusal.tool or None,
+        "agent": refusal.agent or None,
     }
 
 

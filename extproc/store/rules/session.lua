@@ -1,14 +1,17 @@
 -- session: what sessions have used up, and whether another request is let through; or the outcome of one that was.
 --
 -- KEYS     for each step three keys, all in one hash slot: the session's ledger, the number of the tenant's sessions, the
--- ledger          that excess sessions share; for each settlement the ledger's key. A single step may come with its first key
--- only;          then there is room for the session
--- ARGV     for each step or settlement, or once if they are the same for all, six values: now_ms (-1: the server's clock);
+--          ledger that excess sessions share; if it has a place in a tree, also the key of that tree, and of the tree of excess
+--          sessions; for each settlement the ledger's key. A single step may come with its first key only; then there is room
+--          for the session, and its agents have no limits
+-- ARGV     for each step or settlement, or once if they are the same for all, seven values: now_ms (-1: the server's clock);
 --          the question, packed as ASKED; the tools that have limits, packed as TOOL; the names of tools in the history, each
---          with its digest and length before it; the newest tool calls in the history; the tools of older calls, packed as TOOL
--- returns  for each the session's state, packed as STANDING, a number for each tool as TOOL, and the tools' names
+--          with its digest and length before it; the newest tool calls in the history; the tools of older calls, packed as TOOL;
+--          the place in the tree, packed as TREE_ASKED, or nothing
+-- returns  for each the session's state, packed as STANDING, its tree's as TREE_ANSWER if it has one, a number for each tool as
+--          TOOL, and the tools' names
 --
--- Formats, rules and names are those of session.py. The value decides; the key's own expiry only collects garbage.
+-- tree.lua stands before this file. Formats, rules and names are those of session.py. The value decides; the key's own expiry only collects garbage.
 
 local VERSION = 3
 local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I4I4I4I4I4I4BBBBBI2I2', 74
@@ -30,6 +33,7 @@ local MAX, MAX_MONEY = 4294967295, 4503599627370496
 local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
 local RETRY, NARROWED = 1, 2
 local ENDS, OFFERED, FINISHES = 2, 4, 16
+local SHARED, IN_TREE, FIRST_OF_AGENTS = 1, 2, 7
 local OFFER, OFFERS_TOOLS, OFFERS_NONE = 64, 1, 2
 local GARBAGE_MS = 1000
 
@@ -442,18 +446,23 @@ local function close(l, at, asked)
   if l.killed == 0 and asked.errors >= 0 and l.consecutive_errors >= asked.errors then l.killed = 2 end
 end
 
-local function describe(l, now, shared, retry, limit, used, allowed, tool)
-  local standing = struct.pack(STANDING, limit, l.killed, shared and 1 or 0, retry and 1 or 0, tool or '\0\0\0\0', used, allowed,
+local function describe(l, now, shared, retry, limit, used, allowed, tool, tree)
+  local bits = (shared and SHARED or 0) + (tree and IN_TREE or 0)
+  local standing = struct.pack(STANDING, limit, l.killed, bits, retry and 1 or 0, tool or '\0\0\0\0', used, allowed,
     l.steps, l.tool_calls, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.cost, l.estimated, l.reserved,
     math.max(0, now - l.began), #l.counts / TOOL_SIZE)
-  return standing .. l.counts .. l.names
+  return standing .. (tree or '') .. l.counts .. l.names
 end
 
-local function take_step(key, tenant, shared_key, asked)
+local function keep_tree(key, tree, asked)
+  if tree == '' then redis.call('DEL', key) else redis.call('SET', key, tree, 'PX', asked.idle + GARBAGE_MS) end
+end
+
+local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, asked)
   local l = recall(key, asked)
   local shared = not l and tenant and not enter(tenant, asked)
   if shared then
-    key = shared_key
+    key, tree_key = shared_key, shared_tree_key
     l = recall(key, asked)
   end
   l = l or make(asked.now, shared and 0 or asked.earlier)
@@ -466,10 +475,22 @@ local function take_step(key, tenant, shared_key, asked)
   end
   local retry = known ~= nil and times % OFFER < MAX_RETRIES_PER_STEP
   local limit, used, allowed, tool = find_limit(l, asked, retry)
-  if limit > 0 then block(l, asked) else let_through(l, asked, retry and identity or asked.identity, retry) end
+  local tree, answer, agent_limit, agents_used, agents_allowed = nil, nil, nil, nil, nil
+  if tree_key then
+    tree, answer, agent_limit, agents_used, agents_allowed = admit(get(tree_key), asked.tree, l.began, asked.now, limit == 0)
+    keep_tree(tree_key, tree, asked)
+  end
+  if limit > 0 then
+    block(l, asked)
+  elseif agent_limit then
+    l.blocks = math.min(l.blocks + 1, MAX)
+    limit, used, allowed = FIRST_OF_AGENTS + agent_limit, agents_used, agents_allowed
+  else
+    let_through(l, asked, retry and identity or asked.identity, retry)
+  end
   close_old(l, asked.now)
   keep(key, l, asked)
-  return describe(l, asked.now, shared, retry, limit, used, allowed, tool)
+  return describe(l, asked.now, shared, retry, limit, used, allowed, tool, answer)
 end
 
 local function settle(key, asked)
@@ -494,15 +515,20 @@ while next_key <= #KEYS do
   asked.estimated, asked.narrows, asked.ends = estimated == 1, flags % ENDS == 1, flags % OFFERED >= ENDS
   asked.offer, asked.finishes = math.floor(flags % FINISHES / OFFERED), flags >= FINISHES
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
+  local keys = 3
+  if ARGV[at + 7] ~= '' then keys, asked.tree = 5, read_tree_question(ARGV[at + 7]) end
   if asked.now == -1 then asked.now = server_now end
   if asked.kind == STEP then
-    answers[#answers + 1] = take_step(KEYS[next_key], KEYS[next_key + 1], KEYS[next_key + 2], asked)
-    next_key = next_key + 3
+    local tree_key, shared_tree_key = nil, nil
+    if asked.tree then tree_key, shared_tree_key = KEYS[next_key + 3], KEYS[next_key + 4] end
+    answers[#answers + 1] =
+      take_step(KEYS[next_key], KEYS[next_key + 1], KEYS[next_key + 2], tree_key, shared_tree_key, asked)
+    next_key = next_key + keys
   else
     answers[#answers + 1] = settle(KEYS[next_key], asked)
     next_key = next_key + 1
   end
-  if #ARGV > 6 then at = at + 6 end
+  if #ARGV > 7 then at = at + 7 end
 end
 
 return answers

@@ -41,6 +41,17 @@ import struct
 from typing import Final, TypeAlias
 
 from extproc.store.rules.take_back import TakeBack
+from extproc.store.rules.tree import (
+    AGENT_LIMITS,
+    ANSWER_SIZE,
+    Admission,
+    TreeStanding,
+    TreeStep,
+    admit,
+    pack_tree,
+    read_tree,
+    weigh_tree,
+)
 from extproc.store.rules.windows import Hit
 
 LIMITS: Final = (
@@ -51,8 +62,11 @@ LIMITS: Final = (
     "max_cost_per_session",
     "max_calls_per_tool",
     "loop_detection",
+    *AGENT_LIMITS,
 )
 """The limits in the order in which they are checked; the first one means none."""
+
+_FIRST_OF_AGENTS: Final = LIMITS.index(AGENT_LIMITS[0])
 
 KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
 """What kills a session; the first one means nothing."""
@@ -159,18 +173,20 @@ class Step:
         grants: additions to the limits of steps, tool calls and cost.
         offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 if unknown.
         earlier: number of steps with which a new ledger of the session begins.
+        tree: its place in the session's tree of agents; None if these have no limits.
     """
 
     __slots__ = (
         "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "shared", "tenant",
-        "tools", "total",
+        "tools", "total", "tree",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
         total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int], offer: int = 0,
-        earlier: int = 0,
+        earlier: int = 0, tree: TreeStep | None = None,
     ) -> None:  # fmt: skip
+        self.tree = tree
         self.earlier = earlier
         self.offer = offer
         self.total = total
@@ -241,11 +257,12 @@ class Standing:
             call of its name was open.
         tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with limits of their own, and
             the others that came first. A name has up to 64 characters.
+        tree: of its agents; None if they have no limits, and after a settlement.
     """
 
     __slots__ = (
         "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "killed", "limit",
-        "reserved", "retry", "shared", "steps", "tool", "tool_calls", "tools", "used",
+        "reserved", "retry", "shared", "steps", "tool", "tool_calls", "tools", "tree", "used",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -267,7 +284,9 @@ class Standing:
         shared: bool = False,  # noqa: FBT001, FBT002  # a field
         retry: bool = False,  # noqa: FBT001, FBT002  # a field
         tools: tuple[tuple[bytes, str, int], ...] = (),
+        tree: TreeStanding | None = None,
     ) -> None:
+        self.tree = tree
         self.limit = limit
         self.used = used
         self.allowed = allowed
@@ -301,7 +320,7 @@ class Standing:
     def _list(self) -> tuple[object, ...]:
         counted = self.steps, self.tool_calls, self.blocks, self.consecutive_blocks, self.consecutive_errors
         money = self.cost, self.estimated, self.reserved
-        rest = self.killed, self.age_ms, self.shared, self.retry, self.tools
+        rest = self.killed, self.age_ms, self.shared, self.retry, self.tools, self.tree
         return self.limit, self.used, self.allowed, self.tool, *counted, *money, *rest
 
 
@@ -309,7 +328,7 @@ _SHOWN: Final = (
     *("limit", "used", "allowed", "tool"),
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),
-    *("killed", "age_ms", "shared", "retry", "tools"),
+    *("killed", "age_ms", "shared", "retry", "tools", "tree"),
 )
 
 
@@ -474,6 +493,12 @@ class Ledger:
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
         """Let a request through or refuse it, at the store's time `now`; `shared`: excess sessions share this ledger."""
+        return self.take_step_in_tree(asked, None, now, shared=shared)[0]
+
+    def take_step_in_tree(
+        self, asked: Step, tree: bytes | None, now: int, *, shared: bool = False
+    ) -> tuple[Standing, Admission | None]:
+        """The same with the session's stored tree of agents; returns what to store of it, too."""
         self.idle_ms = asked.limits.idle_ms
         identity = asked.identity
         times = self.identities.get(identity, -1)
@@ -484,12 +509,21 @@ class Ledger:
             times = self.identities.get(identity, -1)
         retry = times >= 0 and times % _OFFER < MAX_RETRIES_PER_STEP
         limit, used, allowed, tool = self._find_limit(asked, retry)
+        admission: Admission | None = None
+        if asked.tree is not None:
+            admission = admit(tree, asked.tree, self.began, now, passes=not limit)
         if limit:
             self._block(asked.limits)
+        elif admission is not None and admission[2] >= 0:
+            self.blocks = min(self.blocks + 1, _MAX)  # an agent that did not begin kills no session
+            limit, used, allowed = _FIRST_OF_AGENTS + admission[2], admission[3], admission[4]
         else:
             self._let_through(asked, identity if retry else asked.identity, retry, now)
         self._close_old(now)
-        return self._describe(now, limit, used, allowed, tool, shared, retry)
+        standing = self._describe(now, limit, used, allowed, tool, shared, retry)
+        if admission is not None:
+            standing.tree = admission[1]
+        return standing, admission
 
     def settle(self, asked: Settlement, now: int) -> Standing:
         """Close a call. If it is not open (any more), nothing changes."""
@@ -827,7 +861,8 @@ def weigh(asked: Step) -> int:
     """The worst cost of a step for a store; a short history costs 1."""
     limits, shown = asked.limits, min(len(asked.calls) // RECORD, MAX_RECORDS)
     known = count_records(asked) if shown > _FEW else 0
-    return 1 + (4 * shown + known + 4 * max(0, limits.window) + 4 * len(limits.tools)) // 64
+    own = (4 * shown + known + 4 * max(0, limits.window) + 4 * len(limits.tools)) // 64
+    return 1 + own + weigh_tree(asked.tree)
 
 
 def cut_calls(asked: Step) -> bytes:
@@ -871,15 +906,22 @@ def pack_name(name: str) -> bytes:
 
 _STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQB")
 """Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
-estimated, reserved, age_ms; and the number of tools that follow, packed as in a ledger."""
+estimated, reserved, age_ms; and the number of tools that follow, packed as in a ledger. If `shared` has the bit `_IN_TREE`, the
+tree's answer stands before them."""
+
+_SHARED: Final = 1
+_IN_TREE: Final = 2
 
 
 def read_standing(answer: bytes) -> Standing:
     """Read a remote store's answer; raises ValueError if it is malformed."""
     try:
         limit, killed, shared, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(answer)
-        names = _STANDING.size + tools * _COUNTED
-        listed = list_tools(answer[_STANDING.size : names], answer[names:])
+        tree, start = None, _STANDING.size
+        if shared & _IN_TREE:
+            tree, start = read_tree(answer, start), start + ANSWER_SIZE
+        names = start + tools * _COUNTED
+        listed = list_tools(answer[start:names], answer[names:])
     except (struct.error, IndexError):
         raise ValueError from None
     if limit >= len(LIMITS) or killed >= len(KILLED) or len(listed) != tools:
@@ -888,7 +930,7 @@ def read_standing(answer: bytes) -> Standing:
     tool = tool if tool != bytes(len(tool)) else b""
     return Standing(
         limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
-        reserved, killed, age, shared != 0, retry != 0, listed,
+        reserved, killed, age, shared & _SHARED != 0, retry != 0, listed, tree,
     )  # fmt: skip
 
 
@@ -902,9 +944,9 @@ _STEP: Final = 3
 """The kind of question, beside the outcomes of settlements."""
 
 
-def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, and tools of older calls."""
-    limits, grants, limited, names, calls, older = asked.limits, (0, 0, 0), b"", b"", b"", b""
+def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]:
+    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, tools of older calls, tree."""
+    limits, grants, limited, names, calls, older, tree = asked.limits, (0, 0, 0), b"", b"", b"", b"", b""
     flags = limits.narrows + _ENDS * limits.ends + _FINISHES * limits.finishes
     if isinstance(asked, Settlement):
         kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
@@ -912,7 +954,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
     else:
         kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
         records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
-        earlier = asked.earlier
+        earlier, tree = asked.earlier, pack_tree(asked.tree)
         grants, calls, flags = asked.grants, cut_calls(asked), flags + _OFFERED * asked.offer
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
@@ -923,7 +965,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
         grant(limits.steps, grants[0]), grant(limits.tool_calls, grants[1]), grant(limits.cost, grants[2]), limits.window,
         limits.threshold, limits.blocks, limits.errors, records, earlier, shown, newest, total,
     )  # fmt: skip
-    return head, limited, names, calls, older
+    return head, limited, names, calls, older, tree
 
 
 def list_tools(counts: bytes, names: bytes) -> tuple[tuple[bytes, str, int], ...]:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from extproc.engine.candidates import Kept
 from extproc.ext_proc.budget import BURST_SECONDS
 from extproc.ext_proc.service import Service
-from extproc.store.rules.chain import ChainLink
-from extproc.store.rules.ring import Push
+from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Question
 from tests.support.documents import policy
 from tests.support.examples import examples
@@ -89,7 +88,7 @@ class Still(FailingStore):
         """Count or fail."""
         return super().hit(hits, 1_000_000)
 
-    def push(self, pushes: Sequence[Push | ChainLink], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:  # noqa: ARG002  # stands
+    def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> Sequence[Kept] | Awaitable[Sequence[Kept]]:  # noqa: ARG002  # stands
         """Push or fail."""
         return super().push(pushes, 1_000_000)
 

@@ -121,7 +121,7 @@ def test_a_refusal_is_no_call_and_says_which_limit() -> None:
     assert session["total_block_count"] == 99
     assert session["tool_call_counts"] == {"search": 5}
     assert session["refused"] == {
-        "at": "1970-01-01T00:18:19Z", "limit": "max_calls_per_tool", "used": 5, "allowed": 4, "tool": "search",
+        "at": "1970-01-01T00:18:19Z", "limit": "max_calls_per_tool", "used": 5, "allowed": 4, "tool": "search", "agent": None,
     }  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def recent(**more: object) -> dict[str, Any]:
     return {"loop_detection": {"window": 5, "threshold": 3, **more}}
 
 
-PRICE, NOTICE = '{"input", "output", "cache_read", "cache_write"}', '{"max_steps", "max_tool_calls", "max_cost_per_session"}'
+PRICE = '{"input", "output", "cache_read", "cache_write"}'
+NOTICE = '{"max_steps", "max_tool_calls", "max_cost_per_session", "max_agents"}'
 PRICED = {"input": 1, "output": 2}
 
 REFUSED: list[tuple[object, str, str]] = [
@@ -104,6 +105,12 @@ REFUSED: list[tuple[object, str, str]] = [
     ({"max_steps": 9, "escalate": {"steer": {"max_steps": 10}}}, "/escalate/steer/max_steps", "must be <= max_steps"),
     ({"max_steps": 9, "escalate": {"warn": {"max_tool_calls": 1}}}, "/escalate/warn/max_tool_calls", "has no limit"),
     ({"max_steps": 9, "prices": {"*": {"input": 1}}}, "/prices/*/output", "output is required"),
+    ({"max_agents": -1}, "/max_agents", "max_agents must be >= 0, not -1"),
+    ({"max_depth": 1_001}, "/max_depth", "max_depth must be <= 1000, not 1001"),
+    ({"max_concurrent_agents": 0}, "/max_concurrent_agents", "must be >= 1, not 0"),
+    ({"max_spawns_per_minute": 1_001}, "/max_spawns_per_minute", "must be <= 1000, not 1001"),
+    ({"max_agents": 1, "agent_idle_seconds": 5}, "/agent_idle_seconds", "agent_idle_seconds needs max_concurrent_agents"),
+    ({"max_depth": 1, "escalate": {"steer": {"max_agents": 1}}}, "/escalate/steer/max_agents", "max_agents has no limit"),
 ]
 
 
@@ -114,6 +121,25 @@ def test_each_key_is_checked(limits: object, place: str, message: str) -> None:
 
     assert (pointer, more) == (f"/spec/session_limits{place}", [])
     assert message in found
+
+
+@pytest.mark.parametrize("keys", [["header:x-run"], ["header:x-session-id", "body:/conversation"]])
+def test_limits_of_agents_that_nothing_names_are_told(keys: list[str]) -> None:
+    """They would have no effect; with agent_keys, or keys of a known client, they have one."""
+    limits = {"max_agents": 3}
+    sessions = [{"keys": keys}, {"keys": keys, "agent_keys": ["header:x-a"]}, {"keys": [*keys, "header:session-id"]}]
+    warnings = [check(spec(session=session, session_limits=limits)).warnings for session in sessions]
+
+    assert [any("nothing names agents" in told.message for told in each) for each in warnings] == [True, False, False]
+
+
+@pytest.mark.parametrize("place", ["agent_keys", "parent_keys"])
+def test_agents_are_named_outside_of_the_body(place: str) -> None:
+    """The agent of a request is read before its body."""
+    ((pointer, message),) = plain(refused(spec(session={place: ["body:/agent"]}, session_limits={"max_agents": 3})))
+
+    assert pointer == f"/spec/session/{place}/0"
+    assert "must not be in the body" in message
 
 
 def test_a_limit_of_money_needs_the_price_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,13 @@ from tests.support import ROOT
 
 RULES = ROOT / "extproc" / "store" / "rules"
 SCRIPTS = sorted(path.stem for path in RULES.glob("*.lua"))
-PACKED = {"tally": ["FORMAT"], "ring": ["HEAD"], "chain": ["HEAD", "USAGE"], "session": ["HEAD", "BEGUN"]}
+PACKED = {
+    "tally": ["FORMAT"],
+    "ring": ["HEAD"],
+    "chain": ["HEAD", "USAGE"],
+    "session": ["HEAD", "BEGUN"],
+    "tree": ["TREE_HEAD"],
+}
 """The formats of what is kept as one packed value."""
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.chain import MAX_ENTRIES, MAX_RETRIES, ChainLink, Trail
-from extproc.store.rules.ring import Push
+from extproc.store.rules.root import AnyPush
 from tests.support.chains import STEPS, Model, Sent, make_link
 from tests.support.servers import Driver
 from tests.support.windows import make_push
@@ -81,7 +81,7 @@ def test_a_node_whose_conversations_have_left_goes_after_two_minutes(store: Driv
 def test_chains_and_rings_are_asked_together(store: Driver) -> None:
     """In one round trip, each answered for itself."""
     links = [make_link(Sent(f"u{number}", ("a",), f"e{number}"), tenant=f"{number:02x}") for number in range(20)]
-    pushes: list[Push | ChainLink] = [make_push("r")._replace(key=store.key(make_push("r"))), *links]
+    pushes: list[AnyPush] = [make_push("r")._replace(key=store.key(make_push("r"))), *links]
 
     async def settled() -> Any:  # noqa: ANN401  # whatever a store answers
         answer = store.store.push(pushes, 5)

@@ -1,0 +1,132 @@
+"""Trees of agents in every store are judged as `tree` says, and roots found as `root` says; time is an argument."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.metrics import Metrics
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.root import RootSearch
+from extproc.store.rules.tree import MAX_AGENTS, AgentLimits
+from tests.support.examples import examples
+from tests.support.ledger import limit
+from tests.support.servers import Driver
+from tests.support.trees import AGENT_LIMITS_OF_ALL_KINDS, TREE_MOVES, PlainTree, ask_in_tree, play_tree, tell_tree
+
+CASES = {
+    "no limits": (AgentLimits(), [(0, agent, agent - 1, "") for agent in range(1, 40)]),
+    "agents": (
+        AgentLimits(agents=2),
+        [(0, 1, 0, ""), (1, 2, 0, ""), (2, 3, 0, "max_agents 2/2"), (99_000, 1, 0, ""), (99_001, 4, 1, "max_agents 2/2")],
+    ),
+    "none": (AgentLimits(agents=0), [(0, 0, 0, ""), (1, 1, 0, "max_agents 0/0"), (2, 0, 0, "")]),
+    "depth": (AgentLimits(depth=2), [(0, 1, 0, ""), (1, 2, 1, ""), (2, 3, 2, "max_depth 3/2"), (3, 4, 1, "")]),
+    "a parent that nobody knows": (
+        AgentLimits(depth=1),
+        [(0, 1, 9, "max_depth 2/1"), (1, 1, 1, "max_depth 2/1"), (2, 1, 0, "")],
+    ),
+    "a circle": (AgentLimits(depth=3), [(0, 1, 2, ""), (1, 2, 1, ""), (2, 1, 2, ""), (3, 3, 2, "max_depth 4/3")]),
+    "active": (
+        AgentLimits(concurrent=2, idle_ms=1_000),
+        [
+            *((0, 1, 0, ""), (1, 2, 0, ""), (999, 3, 0, "max_concurrent_agents 2/2")),
+            *((1_000, 3, 0, ""), (1_001, 1, 0, ""), (1_999, 4, 0, "max_concurrent_agents 2/2")),
+        ],
+    ),
+    "in a minute": (
+        AgentLimits(spawns=2),
+        [
+            *((0, 1, 0, ""), (1_000, 2, 0, ""), (59_999, 3, 0, "max_spawns_per_minute 2/2")),
+            *((60_000, 3, 0, ""), (60_001, 4, 0, "max_spawns_per_minute 2/2")),
+        ],
+    ),
+}
+"""Limits; and when which agent asks, whose parent is which, and what it is told."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tree_in_every_store(store: Driver, case: str) -> None:
+    """Each limit refuses the first agent beyond it, and none that has begun."""
+    limits, moves = CASES[case]
+    session = limit(idle_ms=3_600_000)
+    told = []
+    for number, (now, agent, parent, _) in enumerate(moves):
+        (standing,) = store.account([ask_in_tree(number, agent, limits, parent, session)], now)
+        found = tell_tree(standing)
+        told.append(f"{found.limit} {found.used}/{found.allowed}" if found.limit else "")
+
+    assert told == [expected for *_, expected in moves]
+
+
+@settings(max_examples=examples(60))
+@given(moves=TREE_MOVES, limits=AGENT_LIMITS_OF_ALL_KINDS, steps=st.sampled_from([-1, -1, 3, 8]))
+def test_a_store_keeps_trees_as_the_rules_say(
+    opened: Driver, moves: list[tuple[int, int, str, int]], limits: AgentLimits, steps: int
+) -> None:
+    """For any agents, parents and retries, every store answers as a plain reading of the rules."""
+    store, session = opened.fresh(), limit(steps=steps)
+
+    found = play_tree(moves, session, limits, lambda asked, now: tell_tree(store.account([asked], now)[0]))
+
+    assert found == play_tree(moves, session, limits, PlainTree().ask)
+
+
+def test_a_tree_of_any_depth_and_size_is_bounded(store: Driver) -> None:
+    """A chain of 10,000 agents, asked together as replicas' batches are, is a tree of as many; the oldest are forgotten."""
+    session, limits = limit(idle_ms=3_600_000), AgentLimits()
+    for start in range(1, 10_001, 500):
+        asked = [ask_in_tree(number, number, limits, number - 1, session) for number in range(start, start + 500)]
+        standings = [store.account([one], start)[0] for one in asked] if start < 1_000 else store.account(asked, start)
+    (newest,) = store.account([ask_in_tree(20_000, 10_000, limits, 9_999, session)], 10_001)
+    (oldest,) = store.account([ask_in_tree(20_001, 1, limits, 0, session)], 10_002)
+
+    assert [tell_tree(standing).tree for standing in standings[-1:]] == [(10_000, 0, 10_000, True)]
+    assert tell_tree(newest).tree == (10_000, 0, 10_000, False)
+    assert tell_tree(oldest).tree == (10_001, 0, 1, True)
+    assert MAX_AGENTS < 10_000
+
+
+def test_excess_sessions_share_a_tree(store: Driver) -> None:
+    """A client that changes its root with every agent gets one tree more than it may have sessions."""
+    session, limits = limit(max_sessions=2), AgentLimits(agents=3)
+    told = []
+    for number in range(1, 9):
+        asked = ask_in_tree(number, number, limits, 0, session, key=f"session:p::s{number}:7f")
+        asked.tree.key = f"tree:p::s{number}:7f"  # type: ignore[union-attr]
+        told.append(tell_tree(store.account([asked], number)[0]).limit)
+
+    assert told == [""] * 5 + ["max_agents"] * 3
+
+
+def test_an_agent_that_did_not_begin_kills_no_session(store: Driver) -> None:
+    """Its refusals are counted, but not as refusals in a row."""
+    session, limits = limit(blocks=2), AgentLimits(agents=0)
+    for number in range(1, 6):
+        store.account([ask_in_tree(number, number, limits, 0, session)], number)
+    told = tell_tree(store.account([ask_in_tree(9, 0, limits, 0, session)], 9)[0])
+
+    assert (told.limit, told.blocks, told.row, told.tree) == ("", 5, 0, (0, 5, 0, False))
+
+
+def test_a_root_is_found_by_way_of_each_parent(store: Driver) -> None:
+    """Of a chain of agents, in a circle, and when the newest request claims another parent: the first one decides."""
+    a, b, c, d = (f"{number:016x}" for number in (10, 11, 12, 13))
+
+    found = [store.find_root(*asked).hex() for asked in ((b, a), (c, b), (d, c), (a, d), (d, b), (b, d))]
+
+    assert found == [a, a, a, a, a, a]
+
+
+def test_a_root_is_forgotten_in_time() -> None:
+    """As long after an agent's last search as it says."""
+    a, b, c = (f"{number:016x}" for number in (10, 11, 12))
+    found = {}
+    for gap in (999, 1_000):
+        store = MemoryStore(Metrics())
+        for agent, parent, now in ((b, a, 0), (c, b, gap)):
+            asked = RootSearch(f"{agent}:7f", f"{parent}:7f", bytes.fromhex(parent), 1_000)
+            (found[gap],) = store.push([asked], now)
+
+    assert found == {999: [bytes.fromhex(a)], 1_000: [bytes.fromhex(b)]}

@@ -1,0 +1,130 @@
+"""Agents of a session on two replicas that share a real Valkey: the same limits, one tree, one order for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from extproc.ext_proc.service import Service
+from extproc.metrics import Metrics
+from extproc.operator.overrides import OverrideService
+from extproc.settings import Settings
+from extproc.store import open_store
+from tests.support.conversations import judge
+from tests.support.harness import PATIENCE
+from tests.support.servers import Server, server
+from tests.support.service import make_service, sample
+from tests.support.session_limits import limited, turns
+
+AGENTS = 1_000
+
+
+@pytest.fixture(scope="module")
+def valkey() -> Iterator[Server]:
+    """One server."""
+    with server() as one:
+        yield one
+
+
+@asynccontextmanager
+async def replicas(valkey: Server, **limits: Any) -> AsyncIterator[list[Service]]:  # noqa: ANN401  # of a policy
+    """Two replicas on an empty store."""
+    valkey.client().flushall()
+    stores = [open_store(f"redis://{valkey.address}", Metrics(), Settings(store_timeout=PATIENCE)) for _ in range(2)]
+    for store in stores:
+        await store.start()
+    try:
+        yield [make_service(limited(**limits), store=store) for store in stores]
+    finally:
+        for store in stores:
+            await store.close()
+
+
+def opencode(agent: int) -> dict[str, str]:
+    """The headers of an agent that the one before it has started; 0 is the root."""
+    return {"x_session_id": f"agent{agent}", **({"x_parent_session_id": f"agent{agent - 1}"} if agent else {})}
+
+
+@pytest.mark.parametrize("limit", ["max_agents", "max_concurrent_agents", "max_spawns_per_minute"])
+def test_a_client_that_starts_a_thousand_agents_gets_as_many_as_it_may(valkey: Server, limit: str) -> None:
+    """Exactly, on whichever replicas they begin; what is kept stays small, and other callers' agents all begin."""
+
+    async def main() -> tuple[list[bool], list[bool], list[bool], list[Service]]:
+        async with replicas(valkey, **{limit: 8}) as services:
+
+            async def start(number: int, team: str, root: str) -> bool:
+                names = {"x_claude_code_session_id": root, "x_claude_code_agent_id": f"{root}-{number}"}
+                return await judge(services[number % 2], turns(1, number=str(number)), x_team=team, **names)
+
+            wild, others = [], []
+            for first in range(0, AGENTS, 100):
+                asked = [start(number, "wild", "root") for number in range(first, first + 100)]
+                others += [start(number, "other", f"root{first}") for number in range(8)]
+                wild += await asyncio.gather(*asked)
+            root = {"x_claude_code_session_id": "root"}
+            going_on = [await judge(service, turns(2), x_team="wild", **root) for service in services]
+            return wild, list(await asyncio.gather(*others)), going_on, services
+
+    wild, others, going_on, services = asyncio.run(main())
+
+    assert wild.count(False) == 8
+    assert not any(others)
+    assert not any(going_on)
+    with valkey.client() as client:
+        trees = list(client.scan_iter(match="*tree:*"))
+        assert max(client.strlen(tree) for tree in trees) <= 25 + 8 * 26
+        assert min(client.pttl(tree) for tree in trees) > 0
+    assert sum(sample(service, "session_agents_total", policy="agents", mode="enforce") for service in services) == 8 + 80
+    assert max(len(run.agents) for service in services for run in service.reporter.sessions.copy()) <= 64
+
+
+def test_a_chain_of_agents_has_one_root_on_all_replicas(valkey: Server) -> None:
+    """Each request of opencode names only a parent. Only an agent's first request on a replica may ask twice."""
+    last = 12
+
+    async def main() -> tuple[list[bool], list[int], list[int]]:
+        async with replicas(valkey, max_depth=last) as services:
+            first = [
+                await judge(services[agent % 2], turns(1, number=str(agent)), x_team="t", **opencode(agent))
+                for agent in range(last + 2)
+            ]
+            asked = []
+            for agent in range(last + 1):
+                before = valkey.commands()["evalsha"]
+                await judge(services[agent % 2], turns(2, number=str(agent)), x_team="t", **opencode(agent))
+                asked.append(valkey.commands()["evalsha"] - before)
+            return first, asked, [run.standing.steps for service in services for run in service.reporter.sessions.copy()]
+
+    refused, asked, steps = asyncio.run(main())
+
+    assert refused == [False] * (last + 1) + [True]
+    assert asked == [1] * (last + 1)
+    assert sorted(steps) == [2 * last + 1, 2 * last + 2]
+
+
+def test_killing_a_root_ends_its_tree_on_all_replicas(valkey: Server) -> None:
+    """Agents of any depth, and those that would begin; the order is given at one replica, and the other looks once a second."""
+
+    async def main() -> list[bool]:
+        async with replicas(valkey, max_agents=9) as services:
+            orders = [OverrideService(service.counting.store, service, service.metrics) for service in services]
+            polls = [asyncio.ensure_future(each.follow()) for each in orders]
+            for agent in range(4):
+                for service in services:
+                    assert not await judge(service, turns(1, number=str(agent)), x_team="t", **opencode(agent))
+            (run, *_) = services[0].reporter.sessions.copy()
+            await orders[0].give({"kind": "kill", "session": run.name.session}, "")
+            async with asyncio.timeout(PATIENCE):
+                while services[1].overrides is None:  # noqa: ASYNC110  # that is what is tested
+                    await asyncio.sleep(0.01)
+            asked = [judge(service, turns(3), x_team="t", **opencode(agent)) for agent in range(5) for service in services]
+            refused = [await one for one in asked]
+            for poll in polls:
+                poll.cancel()
+            return refused
+
+    assert asyncio.run(main()) == [True] * 10
