@@ -289,7 +289,7 @@ class SessionGuard:
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or self.limits.finishes or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
-        self._key = f"{namespace}session4:{policy}:"
+        self._key = f"{namespace}session5:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self._chains = Chains(policy, session.idle_seconds, namespace=namespace)
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
