@@ -35,10 +35,12 @@ for _api in APIS:
 for _api in reversed(APIS):
     FINDERS.extend(_api.models.items())
 
-_SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes])
+_LONGEST_ANSWERS: Final = dict.fromkeys([place for api in APIS for place in api.longest_answers])
+_SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes], list(_LONGEST_ANSWERS))
 open_conversation: Final = _SHAPES.open_conversation
 find_conversation: Final = _SHAPES.find_conversation
 locate_results: Final = _SHAPES.locate_results
+find_longest_answer: Final = _SHAPES.find_longest_answer
 
 LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})
 """Paths at which a body may have a list of messages, oldest first."""

@@ -150,4 +150,5 @@ API = Api(
     events=("message.usage", "usage"),
     answered_by=("model", "message.model"),
     credentials=("header:x-api-key",),
+    longest_answers=("max_tokens",),
 )

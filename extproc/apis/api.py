@@ -240,6 +240,7 @@ class Api(NamedTuple):
         answered_by: where responses name the model.
         streamed_documents: parts of paths whose responses are one JSON document streamed in pieces.
         credentials: where clients send their secret, as limit keys; the first that a request has counts.
+        longest_answers: where bodies limit the tokens of an answer, as keys joined by dots.
     """
 
     default: Endpoint | None = None
@@ -261,6 +262,7 @@ class Api(NamedTuple):
     answered_by: tuple[str, ...] = ()
     streamed_documents: tuple[str, ...] = ()
     credentials: tuple[str, ...] = ()
+    longest_answers: tuple[str, ...] = ()
 
 
 def make_error(refusal: Refusal) -> dict[str, Any]:

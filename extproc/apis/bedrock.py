@@ -174,4 +174,5 @@ API = Api(
         "cache_write": ("usage.cacheWriteInputTokens",),
     },
     credentials=("header:authorization",),
+    longest_answers=("inferenceConfig.maxTokens",),
 )

@@ -291,4 +291,5 @@ API: Final = Api(
     events=("usage",),
     answered_by=("model",),
     credentials=("header:authorization", "header:api-key"),
+    longest_answers=("max_completion_tokens", "max_tokens"),
 )

@@ -64,6 +64,8 @@ _LONGEST_CALLER: Final = 512
 _TWICE: Final = 2
 _IDENTITY: Final = 8
 _KILLED: Final = LIMITS.index(KILLED)
+_ANSWER: Final = 1_000
+"""Tokens of an answer whose length the request does not limit, for the estimate of its cost."""
 _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
 """Reasons that mean a body holds no conversation, and so no calls."""
 
@@ -616,7 +618,7 @@ class SessionCandidate(Candidate):
             self._read_calls(document)
         self.call = _CALLS.name()
         self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
-        self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, 0)
+        self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or _ANSWER)
         if place is not None:
             fresh = _CALLS.name()[:_IDENTITY]
             self._earlier_steps = place.depth

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Final
 
-from extproc.apis import find_conversation, open_conversation
+from extproc.apis import find_conversation, find_longest_answer, open_conversation
 from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOLS, Conversation, Shape, look_back, read_message
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.detectors.chain import (
@@ -39,6 +39,8 @@ _MOST_STEPS: Final = 255
 _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
 _LONGEST_MODEL: Final = 256
+_LONGEST_ANSWER: Final = 131_072
+"""Tokens. No text answer has more, whatever a request allows."""
 
 
 class CallHistory:
@@ -51,13 +53,22 @@ class CallHistory:
         tools: digest and name, cut to 64 characters, of each called tool, in the order of their first calls.
         model: the model's name in the body, cut to 256 characters; empty if missing.
         offer: whether the request offers tools, as in `Step`.
+        answer: the number of tokens that the request allows for its answer; 0 if it does not say.
     """
 
-    __slots__ = ("model", "newest", "offer", "records", "tools", "total")
+    __slots__ = ("answer", "model", "newest", "offer", "records", "tools", "total")
 
     def __init__(  # noqa: PLR0913  # a record
-        self, records: bytes, total: int, newest: int, tools: tuple[tuple[bytes, str], ...], model: str, offer: int
+        self,
+        records: bytes,
+        total: int,
+        newest: int,
+        tools: tuple[tuple[bytes, str], ...],
+        model: str,
+        offer: int,
+        answer: int = 0,
     ) -> None:
+        self.answer = answer
         self.offer = offer
         self.newest = newest
         self.total = total
@@ -75,6 +86,7 @@ def read_tool_calls(document: Document) -> CallHistory:
     conversation = open_conversation(document)
     turns = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).turns
     offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
+    answer = min(find_longest_answer(conversation), _LONGEST_ANSWER)
     total, steps = 0, 0
     tools: dict[bytes, str] = {}
     calls: list[CountedCall] = []
@@ -89,10 +101,10 @@ def read_tool_calls(document: Document) -> CallHistory:
             since.append(steps)
             steps = 0
     if not calls:
-        return CallHistory(b"", 0, 0, (), model, offer)
+        return CallHistory(b"", 0, 0, (), model, offer, answer)
     records = _write_records(calls)
     joined = b"".join([records[at] + since[at : at + 1] for at in range(len(records))])
-    return CallHistory(joined, total, len(turns[-1].calls), tuple(tools.items()), model, offer)
+    return CallHistory(joined, total, len(turns[-1].calls), tuple(tools.items()), model, offer, answer)
 
 
 def _write_records(calls: list[CountedCall]) -> list[bytes]:

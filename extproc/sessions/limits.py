@@ -50,6 +50,9 @@ _WORDS: Final = {
 """Units of the limits."""
 
 
+RETRY_SECONDS: Final = 5
+"""`Retry-After` of a request that waits for answers to others: most models answer within some seconds."""
+
 BATCH: Final = 8
 """One answer may call a tool this many times at once. While a limit leaves fewer, answers may call one tool only."""
 
@@ -188,6 +191,20 @@ class UnnamedSubject(SessionSubject):
             f"Session limit reached: this caller's requests that name no session have used {used:.6g} of their {allowed:.6g} "
             f"{_WORDS[self.limit]}. Further ones are refused. Do not retry: report the result you have so far to the user. "
             "Requests that name a session, such as with the header x-session-id, have the limits of that session."
+        )
+
+
+class WaitingSubject(SessionSubject):
+    """What a client is told whose session may have money left once its open requests are answered."""
+
+    __slots__ = ()
+
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        _, allowed = self.shown
+        return (
+            f"The open requests of this session may use up the rest of its {allowed:.6g} dollars. "
+            "Send this request again when one of them has been answered."
         )
 
 
@@ -418,6 +435,8 @@ class SessionGuard:
         session: str,
     ) -> Outcome:
         """The verdict on a request that the store has counted."""
+        if standing.waits:
+            return self._make_waiting(fingerprint, tenant, standing)
         if standing.limit:
             limit, tool = LIMITS[standing.limit], self._find_tool_name(standing.tool, calls)
             more = standing.used - standing.allowed
@@ -436,6 +455,8 @@ class SessionGuard:
         """The verdict on a counted request that names no session."""
         if not standing.limit:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
+        if standing.waits:
+            return self._make_waiting(fingerprint, tenant, standing)
         subject = UnnamedSubject(LIMITS[standing.limit], standing.used, standing.allowed)
         return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
 
@@ -498,7 +519,20 @@ class SessionGuard:
             return ""
         return self._tool_names.get(digest) or next((name for known, name in calls.tools if known == digest), "")
 
-    def _make_outcome(self, action: Action, fingerprint: str, tenant: str, count: int, subject: SessionSubject) -> Outcome:
+    def _make_waiting(self, fingerprint: str, tenant: str, standing: Standing) -> Outcome:
+        """The verdict on a request that only reservations refuse."""
+        subject = WaitingSubject(MAX_COST, standing.used, standing.allowed)
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject, RETRY_SECONDS)
+
+    def _make_outcome(  # noqa: PLR0913  # all that an outcome tells
+        self,
+        action: Action,
+        fingerprint: str,
+        tenant: str,
+        count: int,
+        subject: SessionSubject,
+        retry_after: int | None = None,
+    ) -> Outcome:
         return Outcome(
             self.policy,
             self.mode,
@@ -509,7 +543,7 @@ class SessionGuard:
             0,
             0,
             0,
-            None,
+            retry_after,
             self.refusal,
             self.name,
             subject,
