@@ -9,18 +9,20 @@ because gateways mix them.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache, reduce
 from importlib import import_module
 from operator import or_
 from pkgutil import iter_modules
 from typing import Final
 
-from extproc.apis.api import ASKED, Api, Endpoint, Question, ToolList, ToolWords
+from extproc.apis.api import ASKED, Api, Changes, Endpoint, Question, ToolList, ToolWords
 from extproc.apis.contents import READERS
 from extproc.apis.conversation import Shapes
 from extproc.apis.places import LOCATORS
 from extproc.apis.tools import ToolReader
 from extproc.apis.usage import COUNTS, FINDERS, Counts
+from extproc.request.patch import Fields, Patch
 from extproc.request.secrets import ANYWHERE, OWN_PLACES, SECRET_HEADERS
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
@@ -125,6 +127,12 @@ def takes_websocket(path: str) -> bool:
 def asks_model(path: str) -> bool:
     """Whether a model may answer requests on this path; false if the API only counts tokens."""
     return not any(search(path) for search in _MODELLESS)
+
+
+@lru_cache(_MOST_PATHS)
+def find_usage_request(path: str) -> Callable[[Patch, Fields], Changes] | None:
+    """See `Endpoint.ask_usage`; of requests on this path."""
+    return next((endpoint.ask_usage for search, endpoint in _PATHS if search(path)), None)
 
 
 def list_models(model: str) -> list[str]:

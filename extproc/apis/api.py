@@ -122,6 +122,10 @@ class Completion(NamedTuple):
     created: int
 
 
+Changes = dict[str, bytes | None]
+"""New values of an object's members; None removes one."""
+
+
 class Endpoint(NamedTuple):
     """One kind of request of an API.
 
@@ -132,6 +136,8 @@ class Endpoint(NamedTuple):
         needs_tool: a history with calls is refused if no tool is declared.
         websocket: calls are also accepted over a WebSocket on the same path.
         asks_model: a model answers; otherwise, tokens are counted.
+        ask_usage: asks for the usage of a stream, given the body and its members; returns changes to these. None if streams
+            report usage anyway, or never.
     """
 
     write_error: Callable[[Refusal, Question], Framed]
@@ -139,10 +145,7 @@ class Endpoint(NamedTuple):
     needs_tool: bool = True
     websocket: bool = False
     asks_model: bool = True
-
-
-Changes = dict[str, bytes | None]
-"""New values of an object's members; None removes one."""
+    ask_usage: Callable[[Patch, Fields], Changes] | None = None
 
 
 class ToolsLeft(Enum):

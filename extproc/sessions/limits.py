@@ -223,6 +223,7 @@ class SessionGuard:
         shadow: it only watches.
         names: finds the names of sessions.
         limits: the limits for the ledger.
+        asks_usage: it asks for the usage of streams.
         rates: prices of models.
         looks: it reads the calls in histories.
         max_inspect_bytes: maximum length of a body that it inspects.
@@ -247,6 +248,7 @@ class SessionGuard:
         "_tool_names",
         "_unlimited",
         "_warn",
+        "asks_usage",
         "gives_notice",
         "limits",
         "looks",
@@ -302,6 +304,7 @@ class SessionGuard:
         self._steer = _compile_notice(limits.escalate.steer)
         self._warn = _compile_notice(limits.escalate.warn)
         self.looks = True
+        self.asks_usage = limits.usage is not None and not shadow
         self.steers = bool(self._steer)
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or self.limits.finishes or bool(self.limits.tools)

@@ -501,7 +501,8 @@ class Ledger:
         head = _HEAD.pack(
             _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, *self.tokens, self.model_ms, self.steps,
             self.tool_calls, self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.paid,
-            self.failures, self.killed, self.renewed, len(self.identities), len(self.open), len(self.counts) // _COUNTED, len(self.names), len(self.marks) // _MARK,
+            self.failures, self.killed, self.renewed, len(self.identities), len(self.open), len(self.counts) // _COUNTED,
+            len(self.names), len(self.marks) // _MARK,
         )  # fmt: skip
         identities = [b"%b%c" % repeated for repeated in self.identities.items()]
         reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]

@@ -20,7 +20,8 @@ from extproc.operator.events import SessionEvents
 from extproc.operator.overrides import parse_order, read_override, write_override
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
-from tests.support.service import make_service, metadata_of, sample
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, make_service, metadata_of, sample
 from tests.support.session_limits import ask, limited, status, told, turns
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
@@ -234,10 +235,10 @@ PRICES = {"*": {"input": 10, "output": 50}}
 def test_the_call_that_passes_the_cost_has_run() -> None:
     """5: dollars of the tokens that are reported, also of failed and repeated calls; the call behind the limit is refused."""
     service = make_service(limited(max_cost_per_session=1.0, prices=PRICES))
-    body = show([])
+    sent = show([])
 
     for usage, status_ in ((Usage(10_000, 0), 200), (Usage(0, 6_000), 200), (Usage(40_000, 0), 500), (Usage(90_000, 0), 200)):
-        settle(service, ask(service, body), usage, status_)
+        settle(service, ask(service, sent), usage, status_)
 
     refused = ask(service, show([[("scan", 1)]]))
     assert [told(refused)[name] for name in ("limit", "used", "allowed")] == ["max_cost_per_session", 1.7, 1.0]
@@ -266,12 +267,49 @@ def test_requests_at_once_do_not_all_run_on_the_last_dollar(asked: dict[str, Any
     assert [status(answer) for answer in answers] == [200] * passed + [429] * (12 - passed)
 
 
+@pytest.mark.parametrize(
+    ("options", "path", "asked"),
+    [
+        ({"stream": True}, "/v1/chat/completions", {"include_usage": True}),
+        ({"stream": True, "stream_options": None}, "/v1/completions", {"include_usage": True}),
+        ({"stream": True, "stream_options": {"a": 1}}, "/v1/chat/completions", {"a": 1, "include_usage": True}),
+        ({"stream": True, "stream_options": {"include_usage": False}}, "/v1/chat/completions", {"include_usage": True}),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "/v1/chat/completions", None),
+        ({"stream": True, "stream_options": 3}, "/v1/chat/completions", None),
+        ({"stream": False}, "/v1/chat/completions", None),
+        ({"stream": True}, "/v1/messages", None),
+        ({"stream": True}, "/v1/responses", None),
+    ],
+)
+def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, asked: Any) -> None:  # noqa: ANN401  # JSON
+    """5, ours: `usage: request` asks for it where the API has a switch for that; nothing else in the body changes."""
+    sent = {**json.loads(show([])), **options}
+    data = json.dumps(sent).encode()
+    for wanted, usage in ((asked, {"usage": "request"}), (None, {})):
+        service = make_service(limited(max_steps=3, **usage))
+
+        answer = decoded(exchange(service, headers(path, x_team="t", x_session_id="s"), body(data))[-1])
+
+        assert read_changed(answer) == ({} if wanted is None else {**sent, "stream_options": wanted})
+        assert metadata_of(answer)["sessions"]
+
+
+def test_a_body_that_cannot_be_edited_is_not_asked_for_usage() -> None:
+    """5, ours: it goes on as it is, so that its cost stays an estimate."""
+    service = make_service(limited(max_steps=3, usage="request"))
+    twice = b'{"stream":true,"stream_options":{},"stream_options":{},"messages":[{"role":"user","content":"hi"}]}'
+
+    answer = ask(service, twice)
+
+    assert (status(answer), read_changed(answer)) == (200, {})
+
+
 def test_a_request_that_only_waits_for_others_may_be_sent_again() -> None:
     """5, ours: while open requests may use up the rest, others are told to wait; that does not break the circuit."""
-    limits = {"max_cost_per_session": 1.0, "prices": PRICES, "circuit_breaker": {"consecutive_blocks": 2}}
+    limits: dict[str, Any] = {"max_cost_per_session": 1.0, "prices": PRICES, "circuit_breaker": {"consecutive_blocks": 2}}
     service = make_service(limited(**limits, reject_status=402))
-    body = json.loads(show([])) | {"max_tokens": 30_000}
-    first = ask(service, json.dumps(body).encode())
+    dear = json.loads(show([])) | {"max_tokens": 30_000}
+    first = ask(service, json.dumps(dear).encode())
 
     waiting = [ask(service, show([[("scan", at)]])) for at in (1, 2, 3)]
     settle(service, first, Usage(0, 1_000))
