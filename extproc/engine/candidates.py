@@ -19,6 +19,7 @@ from extproc.detectors.chain import ChainPlace, read_place
 from extproc.engine.orders import (
     ALLOW,
     BLOCK,
+    GRANT,
     RELEASE,
     ActiveOverride,
     Caller,
@@ -741,9 +742,13 @@ class SessionCandidate(Candidate):
         limits = self.limiter.find_limits(self.session)
         return Settlement(self.name_ledger(), limits, self.call, 0, estimated=False, outcome=outcome)
 
-    def find_last_tool(self) -> str:
-        """The tool that was called last, empty for none."""
-        return self.limiter.find_last_tool(self.calls)
+    def list_newest_tools(self) -> tuple[str, ...]:
+        """The tools that were called in the newest step."""
+        return self.limiter.list_newest_tools(self.calls)
+
+    def list_grants(self) -> list[ActiveOverride]:
+        """The grants that its session has."""
+        return [override for override in self.overrides if override.kind == GRANT]
 
     def name_ledger(self) -> str:
         """The key of the ledger that has counted the request."""

@@ -180,8 +180,10 @@ class Reporter:
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
             name = (candidate.tenant, policy, mode, candidate.session)
-            tool = candidate.find_last_tool()
-            run = self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now)
+            tools, errors = candidate.list_newest_tools(), candidate.calls.failed
+            run = self.sessions.note(name, candidate.values, standing, candidate.model, tools, candidate.call, now, errors)
+            run.limits = candidate.limiter.list_limits(candidate.session)
+            run.grant(candidate.list_grants() if candidate.overrides else (), now)
             if run.known is UNKNOWN:
                 run.known = find_known(candidate)
 
@@ -216,7 +218,8 @@ class Reporter:
                 self.report_unknown_calls(1)
             else:
                 name = RunName(each.tenant, each.policy, each.mode, each.session)
-                self.sessions.settle(name, standing, each.model, each.settlement.call, entry.status, usage, now)
+                call, model_ms = each.settlement.call, entry.model_ms
+                self.sessions.settle(name, standing, each.model, call, entry.status, usage, now, model_ms=model_ms)
 
     def report_unknown_calls(self, calls: int) -> None:
         """The access log has calls that no session has open: already settled, too late, or made up."""

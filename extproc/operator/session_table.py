@@ -5,11 +5,24 @@ What a session has used up comes from its ledger, which all replicas share; this
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
+from extproc.engine.orders import ActiveOverride
+from extproc.operator.session_rows import (
+    COUNTED,
+    MAX_CALLS,
+    MAX_DETAILED,
+    MAX_EVENTS,
+    Amounts,
+    CallRow,
+    RunEvent,
+    SessionDocument,
+    SessionRefusal,
+    SessionRow,
+)
 from extproc.operator.table import NAME_SHOWN, UNKNOWN, Table, cut_caller
 from extproc.request.http import cut_text
 from extproc.sessions.rates import Usage
@@ -51,6 +64,9 @@ class Run:
         ordered: an operator has killed it.
         calls: its newest, oldest first.
         unnamed: requests for which nothing names a session, if it stands for these.
+        limits: its limits, without grants.
+        granted: the sums of its grants.
+        events: the newest refusals and grants, oldest first.
     """
 
     def __init__(self, name: RunName, now: float) -> None:
@@ -64,7 +80,12 @@ class Run:
         self.refusal: SessionRefusal | None = None
         self.calls: list[CallRow] = []
         self.unnamed = 0
-        self._model = self._tool = ""
+        self.limits: Amounts = []
+        self.granted: Amounts = []
+        self.events: list[RunEvent] = []
+        self._grants: Sequence[ActiveOverride] = ()
+        self._model = ""
+        self._given: Sequence[str] = ()
         self._tools: list[str] = []
 
     @property
@@ -78,11 +99,41 @@ class Run:
             self.standing = standing
             self.told = now
 
-    def add_call(self, name: bytes, model: str, tool: str, now: float) -> CallRow:
+    def refuse(self, standing: Standing, now: float) -> None:
+        """One request that a limit refuses."""
+        limit, tool = LIMITS[standing.limit], _find_tool(standing)
+        self.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
+        newest = self.events[-1] if self.events else None
+        if newest is not None and (newest.limit, newest.tool) == (limit, tool):
+            newest.times, newest.used, newest.allowed = newest.times + 1, standing.used, standing.allowed
+        else:
+            self._add_event(RunEvent(now, limit, standing.used, standing.allowed, tool))
+
+    def grant(self, grants: Sequence[ActiveOverride], now: float) -> None:
+        """The grants that a request has, of which new ones are noted."""
+        if grants == self._grants:
+            return
+        known = {override.name for override in self._grants}
+        self._grants = grants
+        sums: dict[tuple[str, str], int] = {}
+        for override in grants:
+            given = list_granted(override)
+            for limit, tool, amount in given:
+                sums[limit, tool] = sums.get((limit, tool), 0) + amount
+            if override.name not in known:
+                self._add_event(RunEvent(now, "", grant=override.name, granted=given))
+        self.granted = [(limit, tool, amount) for (limit, tool), amount in sums.items()]
+
+    def _add_event(self, event: RunEvent) -> None:
+        self.events.append(event)
+        if len(self.events) > MAX_EVENTS:
+            del self.events[0]
+
+    def add_call(self, name: bytes, model: str, tools: Sequence[str], now: float) -> CallRow:
         """A call that becomes known; the oldest makes room."""
-        if model != self._model or tool != self._tool or not self.calls:  # mostly those of the call before, and kept once
-            self._model, self._tool = cut_text(model, NAME_SHOWN), cut_text(tool, NAME_SHOWN)
-            self._tools = [self._tool] if tool else []
+        if model != self._model or tools != self._given or not self.calls:  # mostly those of the call before, and kept once
+            self._model, self._given = cut_text(model, NAME_SHOWN), tools
+            self._tools = [cut_text(tool, NAME_SHOWN) for tool in tools]
         call = CallRow(name, now, self._model, self._tools)
         self.calls.append(call)
         if len(self.calls) > MAX_CALLS:
@@ -106,21 +157,25 @@ class SessionTable(Table[Run, SessionDocument]):
         caller: list[tuple[str, str]],
         standing: Standing,
         model: str,
-        tool: str,
+        tools: Sequence[str],
         call: bytes,
         now: float,
+        errors: int = 0,
     ) -> Run:
-        """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name."""
+        """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name.
+
+        `tools` are those that ran before it, and `errors` is the number of their results that are errors.
+        """
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
             run.caller = cut_caller(caller)
         run.last = now
         run.ordered = standing.limit == _KILLED_LIMIT and not standing.killed
         if standing.limit:
-            limit, tool = LIMITS[standing.limit], _find_tool(standing)
-            run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
+            run.refuse(standing, now)
         else:
-            run.add_call(call, model, tool, now)
+            added = run.add_call(call, model, tools, now)
+            added.errors, added.retry = errors, standing.retry
         return run
 
     def note_unnamed(self, name: RunName, caller: list[tuple[str, str]], now: float) -> None:
@@ -141,14 +196,16 @@ class SessionTable(Table[Run, SessionDocument]):
         now: float,
         *,
         refused: bool = False,
+        model_ms: int = 0,
     ) -> None:
         """What became of a request, which another replica may have let through; the names are those of `note`.
 
         `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
-        where they are unknown; `refused` says that another guard of ours has refused it.
+        where they are unknown; `refused` says that another guard of ours has refused it; `model_ms` is the upstream's time.
         """
         run = self._get_or_begin(name, standing, now)
-        found = run.find_call(call) or run.add_call(call, model, "", now)
+        found = run.find_call(call) or run.add_call(call, model, (), now)
+        found.model_ms = model_ms
         found.status, found.tokens, found.settled, found.refused = status, usage, True, refused
 
     def make_document(self, *, shows_callers: bool) -> SessionDocument:
@@ -184,6 +241,9 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         **{name: getattr(standing, name) for name in COUNTED},
         **run.known._asdict(),
         unnamed=run.unnamed,
+        limits=run.limits,
+        granted=run.granted,
+        events=[replace(event) for event in run.events.copy()] if detailed else [],
     )
 
 
@@ -193,6 +253,14 @@ def _find_tool(standing: Standing) -> str:
         if digest == standing.tool:
             return name
     return standing.tool.hex()
+
+
+def list_granted(override: ActiveOverride) -> Amounts:
+    """What a grant adds to which limit."""
+    grant = override.grant
+    sums = (("max_steps", grant.steps), ("max_tool_calls", grant.tool_calls), (_MONEY, grant.cost))
+    tools = [("max_calls_per_tool", cut_text(tool, NAME_SHOWN), calls) for tool, calls in override.tools]
+    return [*[(limit, "", amount) for limit, amount in sums if amount], *tools]
 
 
 def name_killer(killed: int, *, ordered: bool) -> str:

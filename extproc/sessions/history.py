@@ -13,9 +13,13 @@ A client that changes the arguments of an earlier call has made another call.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any, Final
 
+from msgspec import Raw
+
 from extproc.apis import find_conversation, find_longest_answer, open_conversation
+from extproc.apis.contents import read_result
 from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOLS, Conversation, Shape, look_back, read_message
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.detectors.chain import (
@@ -27,7 +31,8 @@ from extproc.detectors.chain import (
     read_transcript,
     spell,
 )
-from extproc.request.document import Document, NotCounted, walk
+from extproc.detectors.failures import is_error
+from extproc.request.document import Document, NotCounted, start_looking, walk
 from extproc.request.patch import Patch
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
@@ -38,6 +43,10 @@ _MOST_STEPS: Final = 255
 
 _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
+_MOST_RESULTS: Final = 16
+_LONGEST_RESULT: Final = 4_096
+"""Number of results, and bytes of each, in which to look for errors: these are only shown to people."""
+
 _LONGEST_MODEL: Final = 256
 _LONGEST_ANSWER: Final = 131_072
 """Tokens. No text answer has more, whatever a request allows."""
@@ -54,9 +63,10 @@ class CallHistory:
         model: the model's name in the body, cut to 256 characters; empty if missing.
         offer: whether the request offers tools, as in `Step`.
         answer: the number of tokens that the request allows for its answer; 0 if it does not say.
+        failed: number of the newest results that are errors, of those that are short.
     """
 
-    __slots__ = ("answer", "model", "newest", "offer", "records", "tools", "total")
+    __slots__ = ("answer", "failed", "model", "newest", "offer", "records", "tools", "total")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -67,8 +77,10 @@ class CallHistory:
         model: str,
         offer: int,
         answer: int = 0,
+        failed: int = 0,
     ) -> None:
         self.answer = answer
+        self.failed = failed
         self.offer = offer
         self.newest = newest
         self.total = total
@@ -104,7 +116,27 @@ def read_tool_calls(document: Document) -> CallHistory:
         return CallHistory(b"", 0, 0, (), model, offer, answer)
     records = _write_records(calls)
     joined = b"".join([records[at] + since[at : at + 1] for at in range(len(records))])
-    return CallHistory(joined, total, len(turns[-1].calls), tuple(tools.items()), model, offer, answer)
+    failed = _count_failed(conversation)
+    return CallHistory(joined, total, len(turns[-1].calls), tuple(tools.items()), model, offer, answer, failed)
+
+
+def _count_failed(conversation: Conversation) -> int:
+    """The number of errors among the newest results."""
+    failed = results = 0
+    with suppress(NotCounted):
+        for message in conversation.read_backwards():
+            if message.speaker == ASSISTANT or results > _MOST_RESULTS:
+                break
+            for part in message.read_parts():
+                if part.kind == RESULT:
+                    results += 1
+                    failed += part.failed or (_is_short(part.value) and is_error(read_result(part.value)))
+    start_looking()  # for those who look next, as much as before
+    return failed
+
+
+def _is_short(value: Any) -> bool:  # noqa: ANN401  # of a Part
+    return not isinstance(value, (Raw, str)) or len(value) <= _LONGEST_RESULT
 
 
 def _write_records(calls: list[CountedCall]) -> list[bytes]:

@@ -36,6 +36,7 @@ UNNAMED: Final = "unnamed"
 """The name of a session for all requests of a caller without one."""
 
 _MOST_SESSIONS: Final = 2**31
+_MOST_SHOWN: Final = 8
 _SHARED: Final = "shared"
 _NONE: Final = -1
 # Offsets in a record.
@@ -242,6 +243,8 @@ class SessionGuard:
         "_chains",
         "_fewest",
         "_key",
+        "_listed",
+        "_listed_unnamed",
         "_opening",
         "_steer",
         "_tenants",
@@ -300,6 +303,8 @@ class SessionGuard:
             _read_price(limits.unknown_model) if limits.unknown_model is not None else None,
         )
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
+        self._listed = self._list_limits(self.limits)
+        self._listed_unnamed = [] if self.unnamed is None else self._list_limits(self.unnamed)
         self._begun = self._narrow_tools(Standing(), self.limits, every=False)
         self._steer = _compile_notice(limits.escalate.steer)
         self._warn = _compile_notice(limits.escalate.warn)
@@ -513,9 +518,26 @@ class SessionGuard:
             return self.limits.steps + steps
         return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
 
-    def find_last_tool(self, calls: CallHistory) -> str:
-        """The tool that a history called last; empty for none."""
-        return self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls) if calls.records else ""
+    def list_newest_tools(self, calls: CallHistory) -> tuple[str, ...]:
+        """The tools that a history called in its newest step, each once, up to `_MOST_SHOWN`."""
+        if calls.newest == 1:
+            return (self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls),)
+        records = calls.records
+        digests: list[bytes] = []
+        for at in range(max(0, len(records) - calls.newest * RECORD), len(records), RECORD):
+            digest = records[at + _TOOL : at + _ACTION]
+            if digest not in digests and len(digests) < _MOST_SHOWN:
+                digests.append(digest)
+        return tuple([self._find_tool_name(digest, calls) for digest in digests])
+
+    def list_limits(self, session: str) -> list[tuple[str, str, int]]:
+        """The limits of a session, or of requests without one: name, tool (empty for all), and amount."""
+        return self._listed_unnamed if session == UNNAMED else self._listed
+
+    def _list_limits(self, limits: Limits) -> list[tuple[str, str, int]]:
+        counted = ((MAX_STEPS, limits.steps), (MAX_TOOL_CALLS, limits.tool_calls), (MAX_COST, limits.cost))
+        tools = [(PER_TOOL, self._tool_names[digest], limit) for digest, limit in limits.tools]
+        return [*[(name, "", limit) for name, limit in counted if limit != _NONE], *tools]
 
     def _find_tool_name(self, digest: bytes, calls: CallHistory) -> str:
         if not digest:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.operator.admin.html import send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
     Selection,
@@ -25,8 +26,9 @@ from extproc.operator.admin.reports import (
     select,
     write_time,
 )
+from extproc.operator.admin.run_report import describe_amounts, describe_steps, describe_usage, explain_end
 from extproc.operator.board import View
-from extproc.operator.session_rows import CallRow, SessionDocument, SessionRefusal, SessionRow
+from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -39,6 +41,7 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 """Sort keys. The largest or latest comes first."""
 
 _DIGITS = 9
+_HTML = "text/html"
 
 
 class SessionPages(TablePages[SessionDocument]):
@@ -63,20 +66,23 @@ class SessionPages(TablePages[SessionDocument]):
             known = "it may have been idle for an hour, or too old for every replica to know it"
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
         shown = self._sees_callers(request)
-        runs = [{**describe_session(row, shows_callers=shown), "steps": list(map(_describe_call, row.calls))} for row in rows]
-        return send_page(Page(HTTPStatus.OK, {**describe_view(view, time()), "sessions": runs}))
+        runs = [{**describe_session(row, shows_callers=shown, now=time()), **describe_steps(row)} for row in rows]
+        report = {**describe_view(view, time()), "sessions": runs}
+        if _HTML in request.headers.get("accept", ""):
+            return send_html("run.html", report["at"], session=session, report=report)
+        return send_page(Page(HTTPStatus.OK, report))
 
 
 def report_sessions(view: View[SessionDocument], selection: Selection, *, shows_callers: bool, now: float) -> dict[str, Any]:
     """The JSON of `/sessions`."""
     rows = view.document.rows
-    found = select((describe_session(row, shows_callers=shows_callers) for row in rows), selection, SORTS)
+    found = select((describe_session(row, shows_callers=shows_callers, now=now) for row in rows), selection, SORTS)
     counts = {"known": len(rows), "total": _add_up(found)}
     return {**describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
-def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
-    """What a session has used."""
+def describe_session(row: SessionRow, *, shows_callers: bool, now: float) -> dict[str, Any]:
+    """What a session has used, `now` in seconds since 1970."""
     return {
         "session": row.session,
         "caller": row.tenant,
@@ -98,6 +104,10 @@ def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
         "consecutive_error_count": row.consecutive_errors,
         "killed": name_killer(row.killed, ordered=row.ordered) or None,
         "refused": row.refusal and _describe_refusal(row.refusal),
+        "ended": explain_end(row, now),
+        "usage": describe_usage(row),
+        "limits": describe_amounts(row.limits),
+        "granted": describe_amounts(row.granted),
     }
 
 
@@ -108,19 +118,6 @@ def _describe_refusal(refusal: SessionRefusal) -> dict[str, Any]:
         "used": convert_amount(refusal.limit, refusal.used),
         "allowed": convert_amount(refusal.limit, refusal.allowed),
         "tool": refusal.tool or None,
-    }
-
-
-def _describe_call(call: CallRow) -> dict[str, Any]:
-    words = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
-    return {
-        "at": write_time(call.at),
-        "model": call.model or None,
-        "tools": call.tools,
-        **(dict.fromkeys(words) if call.tokens is None else dict(zip(words, call.tokens, strict=True))),
-        "status": call.status or None,
-        "settled": call.settled,
-        "refused": call.refused,
     }
 
 

@@ -51,7 +51,7 @@ def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float =
     """One request of a session."""
     fields: dict[str, Any] = {
         "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "caller": [("x-team", "red")],
-        "model": "gpt-4o", "tool": "search",
+        "model": "gpt-4o", "tools": ("search",),
     }  # fmt: skip
     table.note(**name_run(fields | changes), standing=standing, call=name_call(call), now=now)
 
@@ -121,7 +121,7 @@ def test_a_refusal_is_no_call_and_says_which_limit() -> None:
     assert session["total_block_count"] == 99
     assert session["tool_call_counts"] == {"search": 5}
     assert session["refused"] == {
-        "at": "1970-01-01T00:18:19Z", "limit": "max_calls_per_tool", "used": 5, "allowed": 4, "tool": "search",
+        "at": "1970-01-01T00:18:19Z", "limit": "max_calls_per_tool", "used": 5, "allowed": 4, "tools": ("search",),
     }  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def test_what_is_kept_of_a_client_is_short() -> None:
     """Names, values, models and tools are cut, and bytes that are no text are spelled."""
     table = SessionTable()
     long = "\udcff" + "x" * 10_000
-    note(table, Standing(steps=1), caller=[(long, long)] * 20, model=long, tool=long)
+    note(table, Standing(steps=1), caller=[(long, long)] * 20, model=long, tools=(long,))
 
     (row,) = list_rows(table)
 
@@ -267,7 +267,7 @@ def test_replicas_tables_are_merged() -> None:
     """Counts are those of the last replica to hear of the session; calls are merged, even if only the answer came there."""
     here, there = SessionTable(), SessionTable()
     note(here, Standing(steps=1, age_ms=0), 1, now=1_000)
-    note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tool="")
+    note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tools=())
     settle(there, Standing(steps=2, cost=5, age_ms=2_000), 1, now=1_002, model="gpt-4o-mini", status=200)
     settle(here, Standing(steps=2, cost=9, age_ms=3_000), 2, now=1_003, model="o3", usage=None, status=0)
 
