@@ -66,7 +66,7 @@ class SessionPages(TablePages[SessionDocument]):
             known = "it may have been idle for an hour, or too old for every replica to know it"
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
         shown = self._sees_callers(request)
-        runs = [{**describe_session(row, shows_callers=shown, now=time()), **describe_steps(row)} for row in rows]
+        runs = [{**describe_session(row, shows_callers=shown), **describe_steps(row)} for row in rows]
         report = {**describe_view(view, time()), "sessions": runs}
         if _HTML in request.headers.get("accept", ""):
             return send_html("run.html", report["at"], session=session, report=report)
@@ -76,13 +76,13 @@ class SessionPages(TablePages[SessionDocument]):
 def report_sessions(view: View[SessionDocument], selection: Selection, *, shows_callers: bool, now: float) -> dict[str, Any]:
     """The JSON of `/sessions`."""
     rows = view.document.rows
-    found = select((describe_session(row, shows_callers=shows_callers, now=now) for row in rows), selection, SORTS)
+    found = select((describe_session(row, shows_callers=shows_callers) for row in rows), selection, SORTS)
     counts = {"known": len(rows), "total": _add_up(found)}
     return {**describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
-def describe_session(row: SessionRow, *, shows_callers: bool, now: float) -> dict[str, Any]:
-    """What a session has used, `now` in seconds since 1970."""
+def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
+    """What a session has used."""
     return {
         "session": row.session,
         "caller": row.tenant,
@@ -104,7 +104,7 @@ def describe_session(row: SessionRow, *, shows_callers: bool, now: float) -> dic
         "consecutive_error_count": row.consecutive_errors,
         "killed": name_killer(row.killed, ordered=row.ordered) or None,
         "refused": row.refusal and _describe_refusal(row.refusal),
-        "ended": explain_end(row, now),
+        "ended": explain_end(row, time()),
         "usage": describe_usage(row),
         "limits": describe_amounts(row.limits),
         "granted": describe_amounts(row.granted),

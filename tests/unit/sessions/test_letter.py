@@ -16,8 +16,10 @@ from extproc.cli.main import main
 from extproc.engine.orders import Overrides
 from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
+from extproc.operator.admin.session_report import describe_session
 from extproc.operator.events import SessionEvents
 from extproc.operator.overrides import parse_order, read_override, write_override
+from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.rates import Usage
 from tests.support.messages import body, headers
@@ -285,7 +287,8 @@ def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, ask
     """5, ours: `usage: request` asks for it where the API has a switch for that; nothing else in the body changes."""
     sent = {**json.loads(show([])), **options}
     data = json.dumps(sent).encode()
-    for wanted, usage in ((asked, {"usage": "request"}), (None, {})):
+    given: list[tuple[Any, dict[str, Any]]] = [(asked, {"usage": "request"}), (None, {})]
+    for wanted, usage in given:
         service = make_service(limited(max_steps=3, **usage))
 
         answer = decoded(exchange(service, headers(path, x_team="t", x_session_id="s"), body(data))[-1])
@@ -402,6 +405,45 @@ def test_limits_are_checked_in_their_order() -> None:
 
         assert told(ask(service, stuck))["limit"] == limit
         assert told(ask(service, b'{"messages":[]}'))["limit"] == "killed"
+
+
+def test_the_state_of_a_session_can_be_read_while_it_runs() -> None:
+    """9: steps, tool calls, cost, calls by tool, refusals, refusals in a row, and what has killed it."""
+    service = make_service(limited(max_steps=2, prices=PRICES, circuit_breaker={"consecutive_blocks": 2}))
+    shown: dict[str, Any] = {}
+    for number, steps in enumerate([[], [[("scan", 1), ("search", 1)]], [[("scan", 2)]], [[("scan", 3)]]]):
+        answer = ask(service, show(steps))
+        if status(answer) == 200:
+            settle(service, answer, Usage(10_000, 200 * number, 30, 4))
+        (row,) = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
+        shown = describe_session(row, shows_callers=False)
+
+    expected = {
+        "total_step_count": 2, "total_tool_calls": 4, "actual_cost": 0.21068, "tool_call_counts": {"scan": 3, "search": 1},
+        "total_block_count": 2, "consecutive_block_count": 2, "killed": "consecutive_blocks", "ended": "killed",
+        "limits": {"max_steps": 2},
+    }  # fmt: skip
+    assert {name: shown[name] for name in expected} == expected
+    assert [shown["usage"][f"{kind}_tokens"] for kind in ("input", "output", "cache_read", "cache_write")] == [
+        20_000, 200, 60, 8,
+    ]  # fmt: skip
+
+
+def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
+    """Ours: a step shows the tools that ran before it, and how many of their results are errors, marked or in words."""
+    service = make_service(limited(max_steps=9))
+    did = Did((("scan", {"n": 1}), ("search", {"n": 1})), ("Error: no such host", "3 found"), number=1)
+    for sent in (as_chat([did]), as_chat([did, did._replace(number=2, results=("ok", "ok"))])):
+        ask(service, json.dumps(sent).encode())
+    flagged = as_anthropic([Did((("scan", {"n": 1}),), ("no luck",), number=1)])
+    flagged["messages"][-1]["content"][0]["is_error"] = True
+    ask(service, json.dumps(flagged).encode(), session="flagged")
+
+    rows = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
+
+    assert {tuple((*call.tools, call.errors) for call in row.calls) for row in rows} == {
+        (("scan", "search", 1), ("scan", "search", 0)), (("scan", 1),),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("limits", [GENERAL, HIGH_RISK], ids=["most agents", "high risk"])
