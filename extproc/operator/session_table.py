@@ -25,6 +25,7 @@ from extproc.operator.session_rows import (
 )
 from extproc.operator.table import NAME_SHOWN, UNKNOWN, Table, cut_caller
 from extproc.request.http import cut_text
+from extproc.sessions.limits import MAX_COST, MAX_STEPS, MAX_TOOL_CALLS, PER_TOOL
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
 
@@ -35,7 +36,6 @@ OPERATOR: Final = "operator"
 """What has killed a session that its breaker has not."""
 
 _KILLED_LIMIT: Final = LIMITS.index("killed")
-_MONEY: Final = "max_cost_per_session"
 _DIGITS: Final = 9
 
 _UNKNOWN: Final = Standing()
@@ -258,8 +258,8 @@ def _find_tool(standing: Standing) -> str:
 def list_granted(override: ActiveOverride) -> Amounts:
     """What a grant adds to which limit."""
     grant = override.grant
-    sums = (("max_steps", grant.steps), ("max_tool_calls", grant.tool_calls), (_MONEY, grant.cost))
-    tools = [("max_calls_per_tool", cut_text(tool, NAME_SHOWN), calls) for tool, calls in override.tools]
+    sums = ((MAX_STEPS, grant.steps), (MAX_TOOL_CALLS, grant.tool_calls), (MAX_COST, grant.cost))
+    tools = [(PER_TOOL, cut_text(tool, NAME_SHOWN), calls) for tool, calls in override.tools]
     return [*[(limit, "", amount) for limit, amount in sums if amount], *tools]
 
 
@@ -270,7 +270,7 @@ def name_killer(killed: int, *, ordered: bool) -> str:
 
 def convert_amount(limit: str, amount: int) -> int | float:
     """What was used of a limit, or allowed by it, in the limit's own unit."""
-    return convert_dollars(amount) if limit == _MONEY else amount
+    return convert_dollars(amount) if limit == MAX_COST else amount
 
 
 def convert_dollars(amount: int) -> float:

@@ -193,9 +193,11 @@ class SessionLimits(JsonObject):
     usage: Literal["request"] | None = None
 
     def needs_answers(self) -> bool:
-        """Whether a limit depends on responses of the upstream: on their tokens, or on failures."""
-        breaker = self.circuit_breaker
-        return self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
+        """Whether a limit depends on responses of the upstream: on their tokens, or on failures; or the report of usage does."""
+        breaker, asked = self.circuit_breaker, self.usage is not None
+        return (
+            asked or self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
+        )
 
 
 class UnnamedLimits(JsonObject):

@@ -13,6 +13,7 @@ from typing import Any
 from extproc.operator.admin.reports import write_time
 from extproc.operator.session_rows import Amounts, CallRow, RunEvent, SessionRow
 from extproc.operator.session_table import convert_amount
+from extproc.sessions.limits import MAX_STEPS, PER_TOOL
 
 _QUIET_SECONDS = 60
 """An agent whose last answer is this old has ended, or waits for a person or a long tool."""
@@ -22,7 +23,6 @@ _OPEN_SECONDS = 600
 
 _ERROR = 400
 _WORDS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
-_KEYED = "max_calls_per_tool"
 
 
 def explain_end(row: SessionRow, now: float) -> str | None:  # noqa: PLR0911  # a reason each
@@ -31,7 +31,7 @@ def explain_end(row: SessionRow, now: float) -> str | None:  # noqa: PLR0911  # 
     if row.killed or row.ordered:
         return "killed"
     if row.refusal is not None and (last is None or row.refusal.at >= last.at):
-        return "steps" if row.refusal.limit == "max_steps" else "refused"
+        return "steps" if row.refusal.limit == MAX_STEPS else "refused"
     if last is None:
         return None
     if not last.settled:
@@ -74,7 +74,7 @@ def describe_amounts(amounts: Amounts) -> dict[str, Any]:
     """Limits, or additions to them, by name; those of tools by tool."""
     found: dict[str, Any] = {}
     for limit, tool, amount in amounts:
-        if limit == _KEYED:
+        if limit == PER_TOOL:
             found.setdefault(limit, {})[tool] = amount
         else:
             found[limit] = convert_amount(limit, amount)
