@@ -193,7 +193,7 @@ class SessionLimits(JsonObject):
     usage: Literal["request"] | None = None
 
     def needs_answers(self) -> bool:
-        """Whether a limit depends on responses of the upstream: on their tokens, or on failures; or their usage is asked for."""
+        """Whether a limit depends on responses of the upstream: on their tokens, or on failures; or usage is asked for."""
         breaker, asked = self.circuit_breaker, self.usage is not None
         return (
             asked or self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
