@@ -418,8 +418,9 @@ def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
     """The token counts of the response, as in `usage.COUNTS`, and whether some of them are estimated."""
     told = read_counts(logged.told)
     prompt, output = _take_count(told, "input"), _take_count(told, "output")
-    if logged.status >= _ERROR and prompt < 0 and output < 0:
-        return Usage(0, 0), False  # errors are not billed
+    nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
+    if nothing and prompt < 0 and output < 0:
+        return Usage(0, 0), False  # errors are not billed, nor upstreams that fail without an answer
     cached = max(0, _take_count(told, "cached"))
     estimated = prompt < 0 or output < 0
     if prompt < 0:

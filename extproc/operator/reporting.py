@@ -340,7 +340,7 @@ class Reporter:
         """A line for a session's first refusal in a row, its second, its fourth and so on."""
         for candidate in evaluation.sessions:
             standing = candidate.standing
-            if standing is None or not standing.limit:
+            if standing is None or not standing.limit or standing.waits:
                 continue
             if (candidate.plan.id, candidate.guard.mode) != (outcome.policy, outcome.mode):
                 continue

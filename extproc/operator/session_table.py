@@ -100,9 +100,10 @@ class Run:
             self.told = now
 
     def refuse(self, standing: Standing, now: float) -> None:
-        """One request that a limit refuses."""
+        """One request that a limit refuses, or that waits for others to be answered, so that the limit is not met yet."""
         limit, tool = LIMITS[standing.limit], _find_tool(standing)
-        self.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
+        if not standing.waits:
+            self.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool)
         newest = self.events[-1] if self.events else None
         if newest is not None and (newest.limit, newest.tool) == (limit, tool):
             newest.times, newest.used, newest.allowed = newest.times + 1, standing.used, standing.allowed

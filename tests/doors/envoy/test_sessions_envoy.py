@@ -261,7 +261,9 @@ def test_requests_at_once_do_not_all_run_on_the_last_dollar(bank: Bank, session:
     spent = [20] * 5
     eventually(lambda: [step["output_tokens"] for step in bank.find(session)["steps"]] == spent, "each step's tokens")
     eventually(lambda: sum(event["times"] for event in bank.find(session)["events"]) == 8, "refusals of both replicas")
-    assert bank.find(session)["ended"] == "refused"
+    last = bank.send(FREE, "/once/x", session)
+    assert (last.status, read_refusal(last), "retry-after" in last.headers) == (429, ("max_cost_per_session", 1.0, 1.0), False)
+    bank.find(session, ended="refused")
 
 
 def test_a_stream_is_asked_for_its_usage_and_reports_the_model_s_time(bank: Bank, session: str) -> None:

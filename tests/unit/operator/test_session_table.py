@@ -128,6 +128,21 @@ def test_a_refusal_is_no_call_and_says_which_limit() -> None:
     }  # fmt: skip
 
 
+def test_a_request_that_waits_for_others_meets_no_limit() -> None:
+    """It is among the events of the run, which goes on."""
+    table = SessionTable()
+    note(table, Standing(steps=1), 1)
+    note(table, Standing(LIMITS.index("max_cost_per_session"), 10, 10, steps=1, cost=9, reserved=1))
+
+    (row,) = list_rows(table)
+
+    assert (row.refusal, explain_end(row, 1_000), [event.limit for event in row.events]) == (
+        None,
+        None,
+        ["max_cost_per_session"],
+    )
+
+
 def test_money_is_told_in_dollars() -> None:
     """A limit of dollars is told in dollars, to the nano-dollar."""
     table = SessionTable()
@@ -447,7 +462,8 @@ def make_run() -> tuple[SessionTable, SessionTable]:
     for blocks in (1, 2):
         note(here, Standing(4, 8, 5, steps=2, blocks=blocks, model_ms=6_000, cost=8, age_ms=11_000), now=1_011)
     note(here, Standing(steps=3, model_ms=6_000, tokens=USAGE, cost=8, failures=1, blocks=2, age_ms=20_000), 4, now=1_020)
-    get_run(here).grant([grant], 1_020)
+    for table, now in ((here, 1_020.0), (there, 1_020.5)):
+        get_run(table).grant([grant], now)
     get_run(here).limits = [("max_cost_per_session", "", 5 * DOLLAR), ("max_calls_per_tool", "pay", 0)]
     return here, there
 
@@ -501,7 +517,12 @@ def test_a_run_has_ended_when_no_request_follows_an_answer(status: int, after: f
 def test_a_run_that_is_stopped_says_by_what() -> None:
     """By a limit, of steps or another one; by its breaker or an operator; by another guard; or nobody knows."""
     found = []
-    for standing in (Standing(2, 1, 1, steps=1), Standing(4, 1, 1, steps=1), Standing(1, steps=1, killed=1), Standing(1)):
+    for standing in (
+        Standing(2, 1, 1, steps=1),
+        Standing(4, 1, 1, steps=1, cost=1),
+        Standing(1, steps=1, killed=1),
+        Standing(1),
+    ):
         table = SessionTable()
         note(table, Standing(steps=1), 1, now=1_000)
         note(table, standing, now=1_001)
