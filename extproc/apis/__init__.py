@@ -72,6 +72,11 @@ MODEL_PLACES: Final = list(dict.fromkeys([place for api in APIS for place in api
 STREAMED_DOCUMENTS: Final = [part for api in APIS for part in api.streamed_documents]
 """Parts of paths whose responses are one JSON document streamed in pieces."""
 
+ERROR_MARKS: Final = [
+    spelled.encode() for api in APIS for mark in api.error_marks for spelled in (mark, mark.replace(":", ": ", 1))
+]
+"""Spellings of members that mark results as errors."""
+
 read_counts: Final = Counts(COUNT_PLACES, EVENT_OBJECTS).read
 
 _DEFAULT: Final = next(api.default for api in APIS if api.default is not None)

@@ -243,6 +243,7 @@ class Api(NamedTuple):
         answered_by: where responses name the model.
         streamed_documents: parts of paths whose responses are one JSON document streamed in pieces.
         credentials: where clients send their secret, as limit keys; the first that a request has counts.
+        error_marks: a member, as compact JSON, by which a message marks a result as an error.
         longest_answers: where bodies limit the tokens of an answer, as keys joined by dots.
     """
 
@@ -265,6 +266,7 @@ class Api(NamedTuple):
     answered_by: tuple[str, ...] = ()
     streamed_documents: tuple[str, ...] = ()
     credentials: tuple[str, ...] = ()
+    error_marks: tuple[str, ...] = ()
     longest_answers: tuple[str, ...] = ()
 
 

@@ -12,15 +12,12 @@ A client that changes the arguments of an earlier call has made another call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from contextlib import suppress
 from typing import Any, Final
 
-from msgspec import Raw
-
-from extproc.apis import find_conversation, find_longest_answer, open_conversation
-from extproc.apis.contents import read_result
-from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOLS, Conversation, Shape, look_back, read_message
+from extproc.apis import ERROR_MARKS, find_conversation, find_longest_answer, open_conversation
+from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOL, TOOLS, Conversation, Shape, look_back, read_message
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.detectors.chain import (
     CALL_DIGEST,
@@ -31,8 +28,7 @@ from extproc.detectors.chain import (
     read_transcript,
     spell,
 )
-from extproc.detectors.failures import is_error
-from extproc.request.document import Document, NotCounted, start_looking, walk
+from extproc.request.document import ABSENT, Document, NotCounted, walk
 from extproc.request.patch import Patch
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
@@ -44,8 +40,13 @@ _MOST_STEPS: Final = 255
 _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
 _MOST_RESULTS: Final = 16
-_LONGEST_RESULT: Final = 4_096
-"""Number of results, and bytes of each, in which to look for errors: these are only shown to people."""
+_LONGEST_RESULT: Final = 2**16
+"""Number of messages, and bytes of each, in which to look for errors: these are only shown to people."""
+
+_BEGINS_AS_ERROR: Final = re.compile(
+    rb"""\s*(?:\[\s*\{\s*(?:"type"\s*:\s*"text"\s*,\s*)?"text"\s*:\s*)?"\W{0,8}(?:error|traceback|exception|fail)""",
+    re.IGNORECASE,
+).match
 
 _LONGEST_MODEL: Final = 256
 _LONGEST_ANSWER: Final = 131_072
@@ -63,7 +64,7 @@ class CallHistory:
         model: the model's name in the body, cut to 256 characters; empty if missing.
         offer: whether the request offers tools, as in `Step`.
         answer: the number of tokens that the request allows for its answer; 0 if it does not say.
-        failed: number of the newest results that are errors, of those that are short.
+        failed: number of the newest results that are errors: marked as such, or a tool's text that begins like one.
     """
 
     __slots__ = ("answer", "failed", "model", "newest", "offer", "records", "tools", "total")
@@ -121,22 +122,20 @@ def read_tool_calls(document: Document) -> CallHistory:
 
 
 def _count_failed(conversation: Conversation) -> int:
-    """The number of errors among the newest results."""
-    failed = results = 0
-    with suppress(NotCounted):
-        for message in conversation.read_backwards():
-            if message.speaker == ASSISTANT or results > _MOST_RESULTS:
-                break
-            for part in message.read_parts():
-                if part.kind == RESULT:
-                    results += 1
-                    failed += part.failed or (_is_short(part.value) and is_error(read_result(part.value)))
-    start_looking()  # for those who look next, as much as before
+    """The number of errors among the newest results, found without decoding them."""
+    failed = messages = 0
+    shape = conversation.shape
+    for message in conversation.read_backwards():
+        if message.speaker == ASSISTANT or messages == _MOST_RESULTS:
+            break
+        messages += 1
+        raw = shape.find_raw(message.value)
+        if raw is ABSENT or len(raw) > _LONGEST_RESULT:
+            continue
+        data = bytes(raw)
+        marks = sum([data.count(mark) for mark in ERROR_MARKS])
+        failed += marks or (message.speaker == TOOL and _BEGINS_AS_ERROR(data) is not None)
     return failed
-
-
-def _is_short(value: Any) -> bool:  # noqa: ANN401  # of a Part
-    return not isinstance(value, (Raw, str)) or len(value) <= _LONGEST_RESULT
 
 
 def _write_records(calls: list[CountedCall]) -> list[bytes]:

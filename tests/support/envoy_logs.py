@@ -32,7 +32,7 @@ def add_entry(
     took: tuple[float, float] | None = None,
     **flags: bool,
 ) -> None:
-    """One request that is over; `told` is what the filters have read in its answer, `took` when the upstream began and ended."""
+    """One request that is over; `told` is what filters have read in its answer, `took` when the upstream began and ended."""
     entry = message.http_logs.log_entry.add()
     entry.request.request_body_bytes, entry.response.response_body_bytes = sizes
     entry.response.response_code.value = status
