@@ -25,6 +25,9 @@ KILLED_STATUS: Final = 429
 KILLED_SECONDS: Final = "3600"
 """`Retry-After`, as Fairvisor sends it: it is unknown when an operator will lift the switch."""
 
+_WAIT_STATUS = 429
+"""SDKs send the request again after `Retry-After`."""
+
 _PAYMENT_REQUIRED = 402
 _QUOTA = "insufficient_quota"
 """The money is used up: clients treat this code as final."""
@@ -53,7 +56,7 @@ def refuse_session(
     not help.
     """
     reason, final = Reason.SESSION_LIMIT_EXCEEDED, lead.retry_after is None
-    status = lead.refusal.status if final and lead.refusal.status else choose_status(request, final=final)
+    status = (lead.refusal.status or choose_status(request, final=True)) if final else _WAIT_STATUS
     code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
     message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
     used, allowed = subject.shown
