@@ -48,6 +48,9 @@ _BEGINS_AS_ERROR: Final = re.compile(
     re.IGNORECASE,
 ).match
 
+_IN_MARKS: Final = b"error"
+"""In all of `ERROR_MARKS`; most results are without it."""
+
 _LONGEST_MODEL: Final = 256
 _LONGEST_ANSWER: Final = 131_072
 """Tokens. No text answer has more, whatever a request allows."""
@@ -133,7 +136,7 @@ def _count_failed(conversation: Conversation) -> int:
         if raw is ABSENT or len(raw) > _LONGEST_RESULT:
             continue
         data = bytes(raw)
-        marks = sum([data.count(mark) for mark in ERROR_MARKS])
+        marks = sum([data.count(mark) for mark in ERROR_MARKS]) if _IN_MARKS in data else 0
         failed += marks or (message.speaker == TOOL and _BEGINS_AS_ERROR(data) is not None)
     return failed
 
