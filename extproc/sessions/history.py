@@ -40,7 +40,7 @@ _MOST_STEPS: Final = 255
 _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
 _MOST_RESULTS: Final = 16
-_LONGEST_RESULT: Final = 2**14
+_LONGEST_RESULT: Final = 2**11
 """Number of messages, and bytes of each, in which to look for errors: these are only shown to people."""
 
 _BEGINS_AS_ERROR: Final = re.compile(

@@ -223,7 +223,7 @@ class Settlement:
         cost: int,
         estimated: bool,  # noqa: FBT001  # a field
         outcome: int,
-        tokens: Tokens = NO_TOKENS,
+        tokens: Tokens = (0, 0, 0, 0),  # not a constant: compiled classes have signatures only with literals
         model_ms: int = 0,
     ) -> None:
         self.key = key
@@ -288,7 +288,7 @@ class Standing:
         shared: bool = False,  # noqa: FBT001, FBT002  # a field
         retry: bool = False,  # noqa: FBT001, FBT002  # a field
         tools: tuple[tuple[bytes, str, int], ...] = (),
-        tokens: Tokens = NO_TOKENS,
+        tokens: Tokens = (0, 0, 0, 0),  # not a constant: compiled classes have signatures only with literals
         model_ms: int = 0,
         failures: int = 0,
     ) -> None:
