@@ -9,18 +9,20 @@ because gateways mix them.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache, reduce
 from importlib import import_module
 from operator import or_
 from pkgutil import iter_modules
 from typing import Final
 
-from extproc.apis.api import ASKED, Api, Endpoint, Question, ToolList, ToolWords
+from extproc.apis.api import ASKED, Api, Changes, Endpoint, Question, ToolList, ToolWords
 from extproc.apis.contents import READERS
 from extproc.apis.conversation import Shapes
 from extproc.apis.places import LOCATORS
 from extproc.apis.tools import ToolReader
 from extproc.apis.usage import COUNTS, FINDERS, Counts
+from extproc.request.patch import Fields, Patch
 from extproc.request.secrets import ANYWHERE, OWN_PLACES, SECRET_HEADERS
 
 _FILES: Final = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
@@ -35,10 +37,12 @@ for _api in APIS:
 for _api in reversed(APIS):
     FINDERS.extend(_api.models.items())
 
-_SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes])
+_LONGEST_ANSWERS: Final = dict.fromkeys([place for api in APIS for place in api.longest_answers])
+_SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes], list(_LONGEST_ANSWERS))
 open_conversation: Final = _SHAPES.open_conversation
 find_conversation: Final = _SHAPES.find_conversation
 locate_results: Final = _SHAPES.locate_results
+find_longest_answer: Final = _SHAPES.find_longest_answer
 
 LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})
 """Paths at which a body may have a list of messages, oldest first."""
@@ -67,6 +71,11 @@ MODEL_PLACES: Final = list(dict.fromkeys([place for api in APIS for place in api
 
 STREAMED_DOCUMENTS: Final = [part for api in APIS for part in api.streamed_documents]
 """Parts of paths whose responses are one JSON document streamed in pieces."""
+
+ERROR_MARKS: Final = [
+    spelled.encode() for api in APIS for mark in api.error_marks for spelled in (mark, mark.replace(":", ": ", 1))
+]
+"""Spellings of members that mark results as errors."""
 
 read_counts: Final = Counts(COUNT_PLACES, EVENT_OBJECTS).read
 
@@ -123,6 +132,12 @@ def takes_websocket(path: str) -> bool:
 def asks_model(path: str) -> bool:
     """Whether a model may answer requests on this path; false if the API only counts tokens."""
     return not any(search(path) for search in _MODELLESS)
+
+
+@lru_cache(_MOST_PATHS)
+def find_usage_request(path: str) -> Callable[[Patch, Fields], Changes] | None:
+    """See `Endpoint.ask_usage`; of requests on this path."""
+    return next((endpoint.ask_usage for search, endpoint in _PATHS if search(path)), None)
 
 
 def list_models(model: str) -> list[str]:

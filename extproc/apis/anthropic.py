@@ -150,4 +150,6 @@ API = Api(
     events=("message.usage", "usage"),
     answered_by=("model", "message.model"),
     credentials=("header:x-api-key",),
+    error_marks=('"is_error":true',),
+    longest_answers=("max_tokens",),
 )

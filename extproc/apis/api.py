@@ -122,6 +122,10 @@ class Completion(NamedTuple):
     created: int
 
 
+Changes = dict[str, bytes | None]
+"""New values of an object's members; None removes one."""
+
+
 class Endpoint(NamedTuple):
     """One kind of request of an API.
 
@@ -132,6 +136,8 @@ class Endpoint(NamedTuple):
         needs_tool: a history with calls is refused if no tool is declared.
         websocket: calls are also accepted over a WebSocket on the same path.
         asks_model: a model answers; otherwise, tokens are counted.
+        ask_usage: asks for the usage of a stream, given the body and its members; returns changes to these. None if streams
+            report usage anyway, or never.
     """
 
     write_error: Callable[[Refusal, Question], Framed]
@@ -139,10 +145,7 @@ class Endpoint(NamedTuple):
     needs_tool: bool = True
     websocket: bool = False
     asks_model: bool = True
-
-
-Changes = dict[str, bytes | None]
-"""New values of an object's members; None removes one."""
+    ask_usage: Callable[[Patch, Fields], Changes] | None = None
 
 
 class ToolsLeft(Enum):
@@ -240,6 +243,8 @@ class Api(NamedTuple):
         answered_by: where responses name the model.
         streamed_documents: parts of paths whose responses are one JSON document streamed in pieces.
         credentials: where clients send their secret, as limit keys; the first that a request has counts.
+        error_marks: a member, as compact JSON, by which a message marks a result as an error.
+        longest_answers: where bodies limit the tokens of an answer, as keys joined by dots.
     """
 
     default: Endpoint | None = None
@@ -261,6 +266,8 @@ class Api(NamedTuple):
     answered_by: tuple[str, ...] = ()
     streamed_documents: tuple[str, ...] = ()
     credentials: tuple[str, ...] = ()
+    error_marks: tuple[str, ...] = ()
+    longest_answers: tuple[str, ...] = ()
 
 
 def make_error(refusal: Refusal) -> dict[str, Any]:

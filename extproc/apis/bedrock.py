@@ -174,4 +174,6 @@ API = Api(
         "cache_write": ("usage.cacheWriteInputTokens",),
     },
     credentials=("header:authorization",),
+    error_marks=('"status":"error"',),
+    longest_answers=("inferenceConfig.maxTokens",),
 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -67,6 +68,8 @@ _NAMING_KEYS: Final = ("conversation", "metadata", "prompt_cache_key")
 """Where bodies name a session; see `session_limits`."""
 
 _LONGEST_NOTHING: Final = 8
+_LONGEST_OPTIONS: Final = 4_096
+"""Maximum length of an object with options, in bytes; only short ones are read."""
 
 ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
@@ -514,10 +517,16 @@ class Conversation:
 class Shapes:
     """The shapes of all APIs; one pass over a body looks for all of them."""
 
-    def __init__(self, shapes: Sequence[Shape]) -> None:
-        """Order the shapes: fallbacks are tried last."""
+    def __init__(self, shapes: Sequence[Shape], longest_answers: Sequence[str] = ()) -> None:
+        """Order the shapes: fallbacks are tried last.
+
+        Args:
+            shapes: the shapes of all APIs.
+            longest_answers: see `Api`.
+        """
         self._shapes = sorted(shapes, key=lambda shape: shape.fallback)
-        self._body: Any = _make_body(self._shapes)
+        self._longest_answers = [place.split(".") for place in longest_answers]
+        self._body: Any = _make_body(self._shapes, [keys[0] for keys in self._longest_answers])
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
         self._known = [_KnownShape(shape, self._body) for shape in self._shapes if shape.mark]
@@ -540,6 +549,18 @@ class Shapes:
         if isinstance(found, NotCounted):
             raise found.renew()
         return found
+
+    def find_longest_answer(self, conversation: Conversation) -> int:
+        """The number of tokens that a request allows for its answer; 0 if it does not say."""
+        for keys in self._longest_answers:
+            found = conversation.find_field(keys[0])
+            if found is None or found is ABSENT or len(found) > _LONGEST_OPTIONS:
+                continue
+            with suppress(NotCounted):  # nested too deeply to be options
+                number = _follow(open_value(found), tuple(keys[1:]))
+                if isinstance(number, int) and number > 0:
+                    return number
+        return 0
 
     def find_conversation(self, patch: Patch) -> tuple[Shape, Value]:
         """Where an edited body has its only conversation: a list of messages, or a text instead.
@@ -698,14 +719,14 @@ def look_back(patch: Patch, shape: Shape) -> Before:
     return shape.look_back(shape.body(**raw))
 
 
-def _make_body(shapes: Sequence[Shape]) -> type[Struct]:
-    """Make a struct of the keys of all shapes, so that one pass over a body shows which ones it has."""
+def _make_body(shapes: Sequence[Shape], others: Sequence[str]) -> type[Struct]:
+    """Make a struct of the keys of all shapes, and others, so that one pass over a body shows which ones it has."""
     keys: dict[str, Any] = {"model": (str | None, None)}
     for shape in shapes:
         for field in fields(shape.body):
             optional = (Raw, ABSENT) if field.type is Raw else (field.type | None, None)
             keys.setdefault(field.name, optional)
-    for key in (*TOOL_KEYS, *_KEPT_TOOLS, *_NAMING_KEYS):
+    for key in (*TOOL_KEYS, *_KEPT_TOOLS, *_NAMING_KEYS, *others):
         keys.setdefault(key, (Raw, ABSENT))
     return defstruct("AnyBody", [(name, *optional) for name, optional in keys.items()], gc=False)
 

@@ -258,4 +258,5 @@ API = Api(
     answered_by=("modelVersion",),
     streamed_documents=(":streamGenerateContent",),
     credentials=("header:x-goog-api-key", "query:key"),
+    longest_answers=("generationConfig.maxOutputTokens", "generation_config.max_output_tokens"),
 )

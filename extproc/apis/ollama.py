@@ -46,4 +46,5 @@ API = Api(
     asked=("stream",),
     counts={"input": ("prompt_eval_count",), "output": ("eval_count",)},  # in no object, and its streams have no events
     answered_by=("model",),
+    longest_answers=("options.num_predict",),
 )

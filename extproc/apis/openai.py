@@ -236,11 +236,28 @@ def hold_calls(patch: Patch, fields: Fields, changes: Changes, path: str) -> Cha
     return {**changes, _SWITCH: b"false"}
 
 
+def ask_usage(patch: Patch, fields: Fields) -> Changes:
+    """See `Endpoint.ask_usage`."""
+    stream, options = fields.get("stream"), fields.get("stream_options")
+    if stream is None or bytes(patch.read_raw(stream)) != b"true":
+        return {}
+    if options is None or patch.is_null(options):
+        return {"stream_options": b'{"include_usage":true}'}
+    if patch.is_object(options):
+        told = patch.open_fields(options).get("include_usage")
+        if told is None or bytes(patch.read_raw(told)) != b"true":
+            patch.change(options, {"include_usage": b"true"})
+    return {}
+
+
 _CHAT: Final = Endpoint(write_error, complete_chat)
 
 API: Final = Api(
     default=Endpoint(write_error),
-    paths={r"/chat/completions\Z": _CHAT, r"/completions\Z": Endpoint(write_error, complete_text)},
+    paths={
+        r"/chat/completions\Z": _CHAT._replace(ask_usage=ask_usage),
+        r"/completions\Z": Endpoint(write_error, complete_text, ask_usage=ask_usage),
+    },
     # Of OpenAI, with and without its base path, of Azure OpenAI, and of OpenRouter.
     prefixes=(
         "/v1/chat/completions",
@@ -301,4 +318,5 @@ API: Final = Api(
     events=("usage",),
     answered_by=("model",),
     credentials=("header:authorization", "header:api-key"),
+    longest_answers=("max_completion_tokens", "max_tokens"),
 )

@@ -218,4 +218,5 @@ API = Api(
     events=("usage", "response.usage"),
     answered_by=("model", "response.model"),
     credentials=("header:authorization", "header:api-key"),
+    longest_answers=("max_output_tokens",),
 )

@@ -19,6 +19,7 @@ from extproc.detectors.chain import ChainPlace, read_place
 from extproc.engine.orders import (
     ALLOW,
     BLOCK,
+    GRANT,
     KILL,
     RELEASE,
     ActiveOverride,
@@ -67,6 +68,8 @@ _LONGEST_CALLER: Final = 512
 _TWICE: Final = 2
 _IDENTITY: Final = 8
 _KILLED: Final = LIMITS.index(KILLED)
+_ANSWER: Final = 1_000
+"""Tokens of an answer whose length the request does not limit, for the estimate of its cost."""
 _NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
 """Reasons that mean a body holds no conversation, and so no calls."""
 
@@ -653,7 +656,7 @@ class SessionCandidate(Candidate):
             self._read_calls(document)
         self.call = _CALLS.name()
         self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
-        self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, 0)
+        self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or _ANSWER)
         if place is not None:
             fresh = _CALLS.name()[:_IDENTITY]
             self._earlier_steps, self._nameless = place.depth, True
@@ -842,9 +845,13 @@ class SessionCandidate(Candidate):
         limits = self.limiter.find_limits(self.session)
         return Settlement(self.name_ledger(), limits, self.call, 0, estimated=False, outcome=outcome)
 
-    def find_last_tool(self) -> str:
-        """The tool that was called last, empty for none."""
-        return self.limiter.find_last_tool(self.calls)
+    def list_newest_tools(self) -> tuple[str, ...]:
+        """The tools that were called in the newest step."""
+        return self.limiter.list_newest_tools(self.calls)
+
+    def list_grants(self) -> list[ActiveOverride]:
+        """The grants that its session has."""
+        return [override for override in self.overrides if override.kind == GRANT]
 
     def name_ledger(self) -> str:
         """The key of the ledger that has counted the request."""

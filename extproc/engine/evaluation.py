@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from msgspec import json
 
-from extproc.apis import LIST_PATHS, asks_model, open_conversation
+from extproc.apis import LIST_PATHS, asks_model, find_usage_request, open_conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, decide
 from extproc.detectors.causes import Cause, find_cause
@@ -404,6 +404,12 @@ class Evaluation:
     def is_narrowed(self) -> bool:
         """Whether tools may have to be removed from the request, for a session that has used them up."""
         return any(session.narrowing is not None for session in self.enforcing.sessions)
+
+    @property
+    def asks_usage(self) -> bool:
+        """Whether a session's policy asks for the usage of streams, and the request's API has a switch for that."""
+        asking = any(session.limiter.asks_usage for session in self.enforcing.sessions)
+        return asking and find_usage_request(self.request.path) is not None
 
     @property
     def needs_body(self) -> bool:

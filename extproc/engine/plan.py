@@ -455,7 +455,7 @@ class Plan:
         steering = [detector.max_inspect_bytes for detector in self.detectors if detector.steers and not shadow]
         if self.limiter is not None:
             looking.append(self.limiter.max_inspect_bytes)
-            if (self.limiter.steers or self.limiter.narrows) and not shadow:
+            if (self.limiter.steers or self.limiter.narrows or self.limiter.asks_usage) and not shadow:
                 steering.append(self.limiter.max_inspect_bytes)
         self.inspects = max(looking, default=0)
         self.reads_ends = any(detector.similarity.reads_ends for detector in self.detectors)

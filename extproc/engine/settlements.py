@@ -29,6 +29,7 @@ class Entry:
         usage: its tokens.
         estimated: some token counts are estimated from the lengths of the bodies.
         refused: Loopguard refused it.
+        model_ms: time that the upstream took, in milliseconds; 0 if unknown.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class Entry:
         "estimated",
         "failed",
         "model",
+        "model_ms",
         "refused",
         "request_bytes",
         "response_bytes",
@@ -56,8 +58,10 @@ class Entry:
         estimated: bool,  # noqa: FBT001  # a field
         refused: bool,  # noqa: FBT001  # a field
         counted: Sequence[TakeBack] = (),
+        model_ms: int = 0,
     ) -> None:
         self.counted = counted
+        self.model_ms = model_ms
         self.sessions = sessions
         self.status = status
         self.failed = failed
@@ -113,7 +117,10 @@ def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | No
     _, renewed, tenant = key.rsplit(":", 2)
     session = renewed.rpartition(".")[2]
     outcome = FAILED if entry.failed else SUCCEEDED
-    settlement = Settlement(key, guard.find_limits(session), call, cost, entry.estimated, outcome)
+    usage = entry.usage
+    tokens = usage.input, usage.output, usage.cache_read, usage.cache_write
+    limits, estimated = guard.find_limits(session), entry.estimated
+    settlement = Settlement(key, limits, call, cost, estimated, outcome, tokens, entry.model_ms)
     return Settled(settlement, guard.policy, guard.mode, tenant, session, model)
 
 

@@ -47,6 +47,8 @@ _COMMON_PROPERTIES: Final = 1 << 3 | DELIMITED
 _REQUEST: Final = 3 << 3 | DELIMITED
 _RESPONSE: Final = 4 << 3 | DELIMITED
 # of its parts,
+_FIRST_SENT: Final = 7 << 3 | DELIMITED
+_LAST_RECEIVED: Final = 10 << 3 | DELIMITED
 _RESPONSE_FLAGS: Final = 16 << 3 | DELIMITED
 _METADATA: Final = 17 << 3 | DELIMITED
 _INTERMEDIATE: Final = 27 << 3 | VARINT
@@ -54,6 +56,9 @@ _REQUEST_BODY_BYTES: Final = 12 << 3 | VARINT
 _RESPONSE_CODE: Final = 1 << 3 | DELIMITED
 _RESPONSE_BODY_BYTES: Final = 3 << 3 | VARINT
 _RESPONSE_HEADERS: Final = 4 << 3 | DELIMITED
+# of a Duration,
+_SECONDS: Final = 1 << 3 | VARINT
+_NANOS: Final = 2 << 3 | VARINT
 # of a wrapped number, of a map's entry, of Metadata and Struct,
 _WRAPPED: Final = 1 << 3 | VARINT
 _KEY: Final = 1 << 3 | DELIMITED
@@ -80,6 +85,8 @@ _PAIR: Final = 2
 _decode: Final = json.Decoder(list[dict[str, Any]]).decode
 
 _MAX_TOKENS: Final = 10**9
+_MAX_SECONDS: Final = 86_400
+_MAX_NANOS: Final = 10**9 - 1
 _MAX_MODEL: Final = 256
 _INVALID_ARGUMENT: Final = 3
 _ERROR: Final = 400
@@ -109,9 +116,14 @@ class _Logged:
         request_bytes: length of the request's body.
         response_bytes: length of the response's body.
         headers: the response headers that Envoy is configured to log.
+        sent_ms: when the first byte went to the upstream, in milliseconds since the request began; 0 for never.
+        received_ms: when the last byte came from the upstream, likewise.
     """
 
-    __slots__ = ("decided", "flagged", "headers", "request_bytes", "response_bytes", "status", "told", "unfinished")
+    __slots__ = (
+        "decided", "flagged", "headers", "received_ms", "request_bytes", "response_bytes", "sent_ms", "status", "told",
+        "unfinished",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.decided: dict[bytes, object] | None = None
@@ -122,6 +134,8 @@ class _Logged:
         self.request_bytes = 0
         self.response_bytes = 0
         self.headers: dict[bytes, str] = {}
+        self.sent_ms = 0
+        self.received_ms = 0
 
 
 class AccessLog:
@@ -223,6 +237,10 @@ def _read_common(reader: Reader, logged: _Logged) -> None:
             _read_metadata(reader, logged)
         elif tag == _RESPONSE_FLAGS:
             _read_flags(reader, logged)
+        elif tag == _FIRST_SENT:
+            logged.sent_ms = _read_duration(reader)
+        elif tag == _LAST_RECEIVED:
+            logged.received_ms = _read_duration(reader)
         elif tag == _INTERMEDIATE:
             logged.unfinished = reader.value != 0
     reader.leave(outer)
@@ -285,6 +303,19 @@ def _read_value(reader: Reader) -> object:
             value = reader.value != 0
     reader.leave(outer)
     return value
+
+
+def _read_duration(reader: Reader) -> int:
+    """Read a duration, in milliseconds."""
+    seconds = nanos = 0
+    outer = reader.enter()
+    while tag := reader.read_tag():
+        if tag == _SECONDS:
+            seconds = reader.value
+        elif tag == _NANOS:
+            nanos = reader.value
+    reader.leave(outer)
+    return min(seconds, _MAX_SECONDS) * 1000 + min(nanos, _MAX_NANOS) // 1_000_000
 
 
 def _read_flags(reader: Reader, logged: _Logged) -> None:
@@ -362,6 +393,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
         estimated,
         refused,
         counted,
+        max(0, logged.received_ms - logged.sent_ms) if logged.sent_ms else 0,
     )
 
 
@@ -386,8 +418,9 @@ def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
     """The token counts of the response, as in `usage.COUNTS`, and whether some of them are estimated."""
     told = read_counts(logged.told)
     prompt, output = _take_count(told, "input"), _take_count(told, "output")
-    if logged.status >= _ERROR and prompt < 0 and output < 0:
-        return Usage(0, 0), False  # errors are not billed
+    nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
+    if nothing and prompt < 0 and output < 0:
+        return Usage(0, 0), False  # errors are not billed, nor upstreams that fail without an answer
     cached = max(0, _take_count(told, "cached"))
     estimated = prompt < 0 or output < 0
     if prompt < 0:

@@ -288,7 +288,7 @@ class Transaction:
             if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
                 decision = self._hold(decision, decision.lead)
         changed = UNCHANGED
-        if decision.steer is not None or (sessions and evaluation.is_narrowed):
+        if decision.steer is not None or (sessions and (evaluation.is_narrowed or evaluation.asks_usage)):
             decision, changed = self._change(kind, evaluation, decision)
         service.reporter.report(evaluation, decision)
         reply = None

@@ -184,9 +184,13 @@ class Reporter:
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
             name = (candidate.tenant, policy, mode, candidate.session)
-            tool = candidate.find_last_tool()
             agent = candidate.agent_name, candidate.parent_name
-            run = self.sessions.note(name, candidate.values, standing, candidate.model, tool, candidate.call, now, *agent)
+            tools, errors = candidate.list_newest_tools(), candidate.calls.failed
+            run = self.sessions.note(
+                name, candidate.values, standing, candidate.model, tools, candidate.call, now, errors, *agent
+            )
+            run.limits = candidate.limiter.list_limits(candidate.session)
+            run.grant(candidate.list_grants() if candidate.overrides else (), now)
             if standing.tree is not None and standing.tree.began:
                 metrics.session_agents.labels(policy, mode).inc()
             if candidate.nameless is not None:
@@ -234,7 +238,8 @@ class Reporter:
                 self.report_unknown_calls(1)
             else:
                 name = RunName(each.tenant, each.policy, each.mode, each.session)
-                self.sessions.settle(name, standing, each.model, each.settlement.call, entry.status, usage, now)
+                call, model_ms = each.settlement.call, entry.model_ms
+                self.sessions.settle(name, standing, each.model, call, entry.status, usage, now, model_ms=model_ms)
 
     def report_unknown_calls(self, calls: int) -> None:
         """Report calls in the access log that no session has open: already settled, too late, or made up."""
@@ -355,7 +360,7 @@ class Reporter:
         """Log a session's first refusal in a row, its second, its fourth and so on."""
         for candidate in evaluation.sessions:
             standing = candidate.standing
-            if standing is None or not standing.limit:
+            if standing is None or not standing.limit or standing.waits:
                 continue
             if (candidate.plan.id, candidate.guard.mode) != (outcome.policy, outcome.mode):
                 continue

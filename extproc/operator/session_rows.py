@@ -15,6 +15,9 @@ from extproc.operator.agents import AgentRow, merge_agents
 from extproc.operator.board import KEPT_SECONDS, fit
 
 MAX_CALLS = 64
+MAX_EVENTS = 32
+"""Calls, and refusals and grants, of a session that are shown, the newest; its counts include all."""
+
 MAX_DETAILED = 200
 """Number of sessions, the newest, that are published with their calls; more would not fit on a board."""
 
@@ -28,10 +31,13 @@ class CallRow(msgspec.Struct, array_like=True):
     Attributes:
         name: the step's; replicas tell each other the first bytes of it.
         at: when it was seen first, in seconds since 1970.
-        tools: the one that was called last; empty for none.
+        tools: that ran before it, whose results it shows.
         status: of the answer; 0 while that is not known, or where there was none.
         tokens: as in `Usage`, None where they were not said.
         refused: another guard refused it after all.
+        model_ms: time that the upstream took, in milliseconds; 0 while that is not known.
+        errors: number of results that are errors.
+        retry: it repeats a step.
     """
 
     name: bytes
@@ -42,11 +48,16 @@ class CallRow(msgspec.Struct, array_like=True):
     tokens: tuple[int, ...] | None = None
     settled: bool = False
     refused: bool = False
+    model_ms: int = 0
+    errors: int = 0
+    retry: bool = False
 
     def absorb(self, other: CallRow) -> None:
         """Add what another replica knows of the same call."""
         self.model, self.tools = self.model or other.model, self.tools or other.tools
+        self.errors, self.retry = self.errors or other.errors, self.retry or other.retry
         if other.settled:
+            self.model_ms = other.model_ms
             self.status, self.tokens, self.settled, self.refused = other.status, other.tokens, True, other.refused
 
 
@@ -62,6 +73,34 @@ class SessionRefusal(msgspec.Struct, array_like=True):
     allowed: int
     tool: str
     agent: str = ""
+
+
+Amounts = list[tuple[str, str, int]]
+"""Limits, or additions to them: the limit, the tool that it is about (empty for all), and how much."""
+
+
+class RunEvent(msgspec.Struct, array_like=True):
+    """A refusal, or a grant.
+
+    Attributes:
+        at: when it was noted first, in seconds since 1970.
+        limit: that refused a request; empty for a grant.
+        used: use of that limit, the last time.
+        allowed: the limit, including grants.
+        tool: the tool that it is about; empty for all.
+        times: in a row.
+        grant: name of a grant.
+        granted: what it grants.
+    """
+
+    at: float
+    limit: str
+    used: int = 0
+    allowed: int = 0
+    tool: str = ""
+    times: int = 1
+    grant: str = ""
+    granted: Amounts = []  # msgspec copies a default for each object
 
 
 class SessionRow(msgspec.Struct, array_like=True):
@@ -92,6 +131,12 @@ class SessionRow(msgspec.Struct, array_like=True):
     labels: list[tuple[str, str]] = []  # msgspec copies a default for each object
     credentials: list[str] = []
     unnamed: int = 0
+    tokens: tuple[int, ...] = (0, 0, 0, 0)
+    model_ms: int = 0
+    failures: int = 0
+    limits: Amounts = []
+    granted: Amounts = []
+    events: list[RunEvent] = []
     agents: list[AgentRow] = []
     agents_begun: int = 0
     agents_refused: int = 0
@@ -104,6 +149,7 @@ class SessionRow(msgspec.Struct, array_like=True):
                 setattr(self, field, getattr(other, field))
         if other.last > self.last:
             self.last, self.ordered = other.last, other.ordered
+            self.limits, self.granted = other.limits, other.granted
         if other.refusal is not None and (self.refusal is None or other.refusal.at > self.refusal.at):
             self.refusal = other.refusal
         self.caller = self.caller or other.caller
@@ -112,10 +158,12 @@ class SessionRow(msgspec.Struct, array_like=True):
         self.calls = merge_calls([*self.calls, *other.calls])
         self.agents = merge_agents([*self.agents, *other.agents])
         self.started_by = self.started_by or other.started_by
+        self.events = merge_events([*self.events, *other.events])
 
 
 COUNTED = (
     "killed", "steps", "tool_calls", "cost", "estimated", "reserved", "blocks", "consecutive_blocks", "consecutive_errors",
+    "tokens", "model_ms", "failures",
 )  # fmt: skip
 """Fields that a row copies from a `Standing`."""
 
@@ -131,7 +179,7 @@ class SessionDocument(msgspec.Struct, array_like=True):
     def pack(self) -> bytes:
         """As much as fits on a board: the oldest sessions lose their calls and agents first, then their rows."""
         rows = self.rows
-        bare = [msgspec.structs.replace(row, calls=[], agents=[]) for row in rows]
+        bare = [msgspec.structs.replace(row, calls=[], agents=[], events=[]) for row in rows]
 
         def make(kept: int) -> SessionDocument:
             detailed = max(0, kept - len(rows))
@@ -161,6 +209,7 @@ def merge_sessions(rows: Iterable[SessionRow], since: float) -> list[SessionRow]
     for row in merged.values():
         row.calls = [call for call in row.calls if call.at >= row.began - _SKEW][-MAX_CALLS:]
         row.agents = [agent for agent in row.agents if agent.last >= row.began - _SKEW]
+        row.events = [event for event in row.events if event.at >= row.began - _SKEW][-MAX_EVENTS:]
         if row.refusal is not None and row.refusal.at < row.began - _SKEW:
             row.refusal = None
     return sorted(merged.values(), key=lambda row: -row.last)
@@ -174,4 +223,12 @@ def merge_calls(calls: Iterable[CallRow]) -> list[CallRow]:
             merged[call.name] = msgspec.structs.replace(call)
         else:
             known.absorb(call)
+    return list(merged.values())
+
+
+def merge_events(events: Iterable[RunEvent]) -> list[RunEvent]:
+    """Each event once, oldest first. Every replica notes a grant when it first applies it."""
+    merged: dict[object, RunEvent] = {}
+    for event in sorted(events, key=lambda event: event.at):
+        merged.setdefault(event.grant or (event.at, event.limit, event.tool), event)
     return list(merged.values())

@@ -10,10 +10,23 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
+from extproc.engine.orders import ActiveOverride
 from extproc.operator.agents import MAX_SHOWN, AgentRow
-from extproc.operator.session_rows import COUNTED, MAX_CALLS, MAX_DETAILED, CallRow, SessionDocument, SessionRefusal, SessionRow
+from extproc.operator.session_rows import (
+    COUNTED,
+    MAX_CALLS,
+    MAX_DETAILED,
+    MAX_EVENTS,
+    Amounts,
+    CallRow,
+    RunEvent,
+    SessionDocument,
+    SessionRefusal,
+    SessionRow,
+)
 from extproc.operator.table import NAME_SHOWN, UNKNOWN, Table, cut_caller
 from extproc.request.http import cut_text
+from extproc.sessions.limits import MAX_COST, MAX_STEPS, MAX_TOOL_CALLS, PER_TOOL
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
 from extproc.store.rules.tree import TreeStanding
@@ -25,7 +38,6 @@ OPERATOR: Final = "operator"
 """What has killed a session that its breaker has not."""
 
 _KILLED_LIMIT: Final = LIMITS.index("killed")
-_MONEY: Final = "max_cost_per_session"
 _DIGITS: Final = 9
 
 _UNKNOWN: Final = Standing()
@@ -60,6 +72,9 @@ class Run:
         agents: the newest that were seen, by their names.
         tree: the newest that is known of all agents; None if these have no limits.
         started_by: the session of which it seems to be an agent, although nothing names it; empty for none.
+        limits: its limits, without grants.
+        granted: the sums of its grants.
+        events: the newest refusals and grants, oldest first.
     """
 
     def __init__(self, name: RunName, now: float) -> None:
@@ -76,7 +91,12 @@ class Run:
         self.agents: dict[str, AgentRow] = {}
         self.tree: TreeStanding | None = None
         self.started_by = ""
-        self._model = self._tool = ""
+        self.limits: Amounts = []
+        self.granted: Amounts = []
+        self.events: list[RunEvent] = []
+        self._grants: Sequence[ActiveOverride] = ()
+        self._model = ""
+        self._given: Sequence[str] = ()
         self._tools: list[str] = []
 
     @property
@@ -106,11 +126,42 @@ class Run:
         if standing.tree is not None:
             row.depth = standing.tree.depth or row.depth
 
-    def add_call(self, name: bytes, model: str, tool: str, now: float) -> CallRow:
+    def refuse(self, standing: Standing, now: float, agent: str) -> None:
+        """Note a request of an agent that a limit refuses, or that waits for others to be answered: then no limit is met."""
+        limit, tool = LIMITS[standing.limit], _find_tool(standing)
+        if not standing.waits:
+            self.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool, agent)
+        newest = self.events[-1] if self.events else None
+        if newest is not None and (newest.limit, newest.tool) == (limit, tool):
+            newest.times, newest.used, newest.allowed = newest.times + 1, standing.used, standing.allowed
+        else:
+            self._add_event(RunEvent(now, limit, standing.used, standing.allowed, tool))
+
+    def grant(self, grants: Sequence[ActiveOverride], now: float) -> None:
+        """The grants that a request has, of which new ones are noted."""
+        if grants == self._grants:
+            return
+        known = {override.name for override in self._grants}
+        self._grants = grants
+        sums: dict[tuple[str, str], int] = {}
+        for override in grants:
+            given = list_granted(override)
+            for limit, tool, amount in given:
+                sums[limit, tool] = sums.get((limit, tool), 0) + amount
+            if override.name not in known:
+                self._add_event(RunEvent(now, "", grant=override.name, granted=given))
+        self.granted = [(limit, tool, amount) for (limit, tool), amount in sums.items()]
+
+    def _add_event(self, event: RunEvent) -> None:
+        self.events.append(event)
+        if len(self.events) > MAX_EVENTS:
+            del self.events[0]
+
+    def add_call(self, name: bytes, model: str, tools: Sequence[str], now: float) -> CallRow:
         """A call that becomes known; the oldest makes room."""
-        if model != self._model or tool != self._tool or not self.calls:  # mostly those of the call before, and kept once
-            self._model, self._tool = cut_text(model, NAME_SHOWN), cut_text(tool, NAME_SHOWN)
-            self._tools = [self._tool] if tool else []
+        if model != self._model or tools != self._given or not self.calls:  # mostly those of the call before, and kept once
+            self._model, self._given = cut_text(model, NAME_SHOWN), tools
+            self._tools = [cut_text(tool, NAME_SHOWN) for tool in tools]
         call = CallRow(name, now, self._model, self._tools)
         self.calls.append(call)
         if len(self.calls) > MAX_CALLS:
@@ -134,15 +185,17 @@ class SessionTable(Table[Run, SessionDocument]):
         caller: list[tuple[str, str]],
         standing: Standing,
         model: str,
-        tool: str,
+        tools: Sequence[str],
         call: bytes,
         now: float,
+        errors: int = 0,
         agent: str = "",
         parent: str = "",
     ) -> Run:
         """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name.
 
-        `agent` and `parent` are hashes of the names of its agent and of that agent's parent.
+        `tools` are those that ran before it, and `errors` is the number of their results that are errors. `agent` and `parent`
+        are hashes of the names of its agent and of that agent's parent.
         """
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
@@ -152,10 +205,10 @@ class SessionTable(Table[Run, SessionDocument]):
         if agent:
             run.note_agent(agent, parent, standing, now)
         if standing.limit:
-            limit, tool = LIMITS[standing.limit], _find_tool(standing)
-            run.refusal = SessionRefusal(now, limit, standing.used, standing.allowed, tool, agent)
+            run.refuse(standing, now, agent)
         else:
-            run.add_call(call, model, tool, now)
+            added = run.add_call(call, model, tools, now)
+            added.errors, added.retry = errors, standing.retry
         return run
 
     def link(self, name: tuple[str, str, str, str], others: Sequence[str]) -> None:
@@ -188,14 +241,16 @@ class SessionTable(Table[Run, SessionDocument]):
         now: float,
         *,
         refused: bool = False,
+        model_ms: int = 0,
     ) -> None:
         """What became of a request, which another replica may have let through; the names are those of `note`.
 
         `standing` is what the settlement was answered, `status` the answer's, 0 where there was none, `usage` its tokens, None
-        where they are unknown; `refused` says that another guard of ours has refused it.
+        where they are unknown; `refused` says that another guard of ours has refused it; `model_ms` is the upstream's time.
         """
         run = self._get_or_begin(name, standing, now)
-        found = run.find_call(call) or run.add_call(call, model, "", now)
+        found = run.find_call(call) or run.add_call(call, model, (), now)
+        found.model_ms = model_ms
         found.status, found.tokens, found.settled, found.refused = status, usage, True, refused
 
     def make_document(self, *, shows_callers: bool) -> SessionDocument:
@@ -235,6 +290,9 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         agents_begun=run.tree.agents if run.tree is not None else 0,
         agents_refused=run.tree.refused if run.tree is not None else 0,
         started_by=run.started_by,
+        limits=run.limits,
+        granted=run.granted,
+        events=[replace(event) for event in run.events.copy()] if detailed else [],
     )
 
 
@@ -246,6 +304,14 @@ def _find_tool(standing: Standing) -> str:
     return standing.tool.hex()
 
 
+def list_granted(override: ActiveOverride) -> Amounts:
+    """What a grant adds to which limit."""
+    grant = override.grant
+    sums = ((MAX_STEPS, grant.steps), (MAX_TOOL_CALLS, grant.tool_calls), (MAX_COST, grant.cost))
+    tools = [(PER_TOOL, cut_text(tool, NAME_SHOWN), calls) for tool, calls in override.tools]
+    return [*[(limit, "", amount) for limit, amount in sums if amount], *tools]
+
+
 def name_killer(killed: int, *, ordered: bool) -> str:
     """What has killed a session: an operator, if that was ordered, else an entry of `KILLED`; empty for nothing."""
     return OPERATOR if ordered else KILLED[killed]
@@ -253,7 +319,7 @@ def name_killer(killed: int, *, ordered: bool) -> str:
 
 def convert_amount(limit: str, amount: int) -> int | float:
     """What was used of a limit, or allowed by it, in the limit's own unit."""
-    return convert_dollars(amount) if limit == _MONEY else amount
+    return convert_dollars(amount) if limit == MAX_COST else amount
 
 
 def convert_dollars(amount: int) -> float:

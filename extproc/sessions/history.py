@@ -12,11 +12,12 @@ A client that changes the arguments of an earlier call has made another call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any, Final
 
-from extproc.apis import find_conversation, open_conversation
-from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOLS, Conversation, Shape, look_back, read_message
+from extproc.apis import ERROR_MARKS, find_conversation, find_longest_answer, open_conversation
+from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOL, TOOLS, Conversation, Shape, look_back, read_message
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.detectors.chain import (
     CALL_DIGEST,
@@ -27,7 +28,7 @@ from extproc.detectors.chain import (
     read_transcript,
     spell,
 )
-from extproc.request.document import Document, NotCounted, walk
+from extproc.request.document import ABSENT, Document, NotCounted, walk
 from extproc.request.patch import Patch
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
@@ -38,7 +39,21 @@ _MOST_STEPS: Final = 255
 
 _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
+_MOST_RESULTS: Final = 16
+_LONGEST_RESULT: Final = 2**11
+"""Number of messages, and bytes of each, in which to look for errors: these are only shown to people."""
+
+_BEGINS_AS_ERROR: Final = re.compile(
+    rb"""\s*(?:\[\s*\{\s*(?:"type"\s*:\s*"text"\s*,\s*)?"text"\s*:\s*)?"\W{0,8}(?:error|traceback|exception|fail)""",
+    re.IGNORECASE,
+).match
+
+_IN_MARKS: Final = b"error"
+"""In all of `ERROR_MARKS`; most results are without it."""
+
 _LONGEST_MODEL: Final = 256
+_LONGEST_ANSWER: Final = 131_072
+"""Tokens. No text answer has more, whatever a request allows."""
 
 
 class CallHistory:
@@ -51,13 +66,25 @@ class CallHistory:
         tools: digest and name, cut to 64 characters, of each called tool, in the order of their first calls.
         model: the model's name in the body, cut to 256 characters; empty if missing.
         offer: whether the request offers tools, as in `Step`.
+        answer: the number of tokens that the request allows for its answer; 0 if it does not say.
+        failed: number of the newest results that are errors: marked as such, or a tool's text that begins like one.
     """
 
-    __slots__ = ("model", "newest", "offer", "records", "tools", "total")
+    __slots__ = ("answer", "failed", "model", "newest", "offer", "records", "tools", "total")
 
     def __init__(  # noqa: PLR0913  # a record
-        self, records: bytes, total: int, newest: int, tools: tuple[tuple[bytes, str], ...], model: str, offer: int
+        self,
+        records: bytes,
+        total: int,
+        newest: int,
+        tools: tuple[tuple[bytes, str], ...],
+        model: str,
+        offer: int,
+        answer: int = 0,
+        failed: int = 0,
     ) -> None:
+        self.answer = answer
+        self.failed = failed
         self.offer = offer
         self.newest = newest
         self.total = total
@@ -75,6 +102,7 @@ def read_tool_calls(document: Document) -> CallHistory:
     conversation = open_conversation(document)
     turns = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).turns
     offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
+    answer = min(find_longest_answer(conversation), _LONGEST_ANSWER)
     total, steps = 0, 0
     tools: dict[bytes, str] = {}
     calls: list[CountedCall] = []
@@ -89,10 +117,28 @@ def read_tool_calls(document: Document) -> CallHistory:
             since.append(steps)
             steps = 0
     if not calls:
-        return CallHistory(b"", 0, 0, (), model, offer)
+        return CallHistory(b"", 0, 0, (), model, offer, answer)
     records = _write_records(calls)
     joined = b"".join([records[at] + since[at : at + 1] for at in range(len(records))])
-    return CallHistory(joined, total, len(turns[-1].calls), tuple(tools.items()), model, offer)
+    failed = _count_failed(conversation)
+    return CallHistory(joined, total, len(turns[-1].calls), tuple(tools.items()), model, offer, answer, failed)
+
+
+def _count_failed(conversation: Conversation) -> int:
+    """The number of errors among the newest results, found without decoding them."""
+    failed = messages = 0
+    shape = conversation.shape
+    for message in conversation.read_backwards():
+        if message.speaker == ASSISTANT or messages == _MOST_RESULTS:
+            break
+        messages += 1
+        raw = shape.find_raw(message.value)
+        if raw is ABSENT or len(raw) > _LONGEST_RESULT:
+            continue
+        data = bytes(raw)
+        marks = sum([data.count(mark) for mark in ERROR_MARKS]) if _IN_MARKS in data else 0
+        failed += marks or (message.speaker == TOOL and _BEGINS_AS_ERROR(data) is not None)
+    return failed
 
 
 def _write_records(calls: list[CountedCall]) -> list[bytes]:

@@ -39,6 +39,7 @@ UNNAMED: Final = "unnamed"
 
 _MOST_SESSIONS: Final = 2**31
 _ANY_AGENTS: Final = AgentLimits()
+_MOST_SHOWN: Final = 8
 _SHARED: Final = "shared"
 _NONE: Final = -1
 # Offsets in a record.
@@ -53,6 +54,9 @@ _WORDS: Final = {
 }
 """Units of the limits."""
 
+
+RETRY_SECONDS: Final = 5
+"""`Retry-After` of a request that waits for answers to others: most models answer within some seconds."""
 
 BATCH: Final = 8
 """One answer may call a tool this many times at once. While a limit leaves fewer, answers may call one tool only."""
@@ -217,6 +221,20 @@ class UnnamedSubject(SessionSubject):
         )
 
 
+class WaitingSubject(SessionSubject):
+    """What a client is told whose session may have money left once its open requests are answered."""
+
+    __slots__ = ()
+
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        _, allowed = self.shown
+        return (
+            f"The open requests of this session may use up the rest of its {allowed:.6g} dollars. "
+            "Send this request again when one of them has been answered."
+        )
+
+
 WITHIN: Final = SessionSubject("", 0, 0)
 """The subject of a session within its limits."""
 
@@ -232,6 +250,7 @@ class SessionGuard:
         shadow: it only watches.
         names: finds the names of sessions.
         limits: the limits for the ledger.
+        asks_usage: it asks for the usage of streams.
         rates: prices of models.
         looks: it reads the calls in histories.
         max_inspect_bytes: maximum length of a body that it inspects.
@@ -253,6 +272,8 @@ class SessionGuard:
         "_chains",
         "_fewest",
         "_key",
+        "_listed",
+        "_listed_unnamed",
         "_opening",
         "_steer",
         "_tenants",
@@ -262,6 +283,7 @@ class SessionGuard:
         "_warn",
         "agent_limits",
         "agent_names",
+        "asks_usage",
         "gives_notice",
         "limits",
         "looks",
@@ -319,15 +341,18 @@ class SessionGuard:
             _read_price(limits.unknown_model) if limits.unknown_model is not None else None,
         )
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
+        self._listed = self._list_limits(self.limits)
+        self._listed_unnamed = [] if self.unnamed is None else self._list_limits(self.unnamed)
         self._begun = self._narrow_tools(Standing(), self.limits, every=False)
         self._steer = _compile_notice(limits.escalate.steer)
         self._warn = _compile_notice(limits.escalate.warn)
         self.looks = True
+        self.asks_usage = limits.usage is not None and not shadow
         self.steers = bool(self._steer)
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or self.limits.finishes or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
-        self._key = f"{namespace}session4:{policy}:"
+        self._key = f"{namespace}session5:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self._chains = Chains(policy, session.idle_seconds, namespace=namespace)
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
@@ -468,6 +493,8 @@ class SessionGuard:
         session: str,
     ) -> Outcome:
         """The verdict on a request that the store has counted."""
+        if standing.waits:
+            return self._make_waiting(fingerprint, tenant, standing)
         if standing.limit:
             limit, tool = LIMITS[standing.limit], self._find_tool_name(standing.tool, calls)
             more = standing.used - standing.allowed
@@ -486,6 +513,8 @@ class SessionGuard:
         """The verdict on a counted request that names no session."""
         if not standing.limit:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
+        if standing.waits:
+            return self._make_waiting(fingerprint, tenant, standing)
         subject = UnnamedSubject(LIMITS[standing.limit], standing.used, standing.allowed)
         return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
 
@@ -541,16 +570,46 @@ class SessionGuard:
             return self.agent_limits.agents if self.agent_limits is not None else 0
         return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
 
-    def find_last_tool(self, calls: CallHistory) -> str:
-        """The tool that a history called last; empty for none."""
-        return self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls) if calls.records else ""
+    def list_newest_tools(self, calls: CallHistory) -> tuple[str, ...]:
+        """The tools that a history called in its newest step, each once, up to `_MOST_SHOWN`."""
+        if calls.newest == 1:
+            return (self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls),)
+        records = calls.records
+        digests: list[bytes] = []
+        for at in range(max(0, len(records) - calls.newest * RECORD), len(records), RECORD):
+            digest = records[at + _TOOL : at + _ACTION]
+            if digest not in digests and len(digests) < _MOST_SHOWN:
+                digests.append(digest)
+        return tuple([self._find_tool_name(digest, calls) for digest in digests])
+
+    def list_limits(self, session: str) -> list[tuple[str, str, int]]:
+        """The limits of a session, or of requests without one: name, tool (empty for all), and amount."""
+        return self._listed_unnamed if session == UNNAMED else self._listed
+
+    def _list_limits(self, limits: Limits) -> list[tuple[str, str, int]]:
+        counted = ((MAX_STEPS, limits.steps), (MAX_TOOL_CALLS, limits.tool_calls), (MAX_COST, limits.cost))
+        tools = [(PER_TOOL, self._tool_names[digest], limit) for digest, limit in limits.tools]
+        return [*[(name, "", limit) for name, limit in counted if limit != _NONE], *tools]
 
     def _find_tool_name(self, digest: bytes, calls: CallHistory) -> str:
         if not digest:
             return ""
         return self._tool_names.get(digest) or next((name for known, name in calls.tools if known == digest), "")
 
-    def _make_outcome(self, action: Action, fingerprint: str, tenant: str, count: int, subject: SessionSubject) -> Outcome:
+    def _make_waiting(self, fingerprint: str, tenant: str, standing: Standing) -> Outcome:
+        """The verdict on a request that only reservations refuse."""
+        subject = WaitingSubject(MAX_COST, standing.used, standing.allowed)
+        return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject, RETRY_SECONDS)
+
+    def _make_outcome(  # noqa: PLR0913  # all that an outcome tells
+        self,
+        action: Action,
+        fingerprint: str,
+        tenant: str,
+        count: int,
+        subject: SessionSubject,
+        retry_after: int | None = None,
+    ) -> Outcome:
         return Outcome(
             self.policy,
             self.mode,
@@ -561,7 +620,7 @@ class SessionGuard:
             0,
             0,
             0,
-            None,
+            retry_after,
             self.refusal,
             self.name,
             subject,

@@ -107,11 +107,11 @@ class Rates:
         )
         return _divide(total, rate.per)
 
-    def estimate(self, model: str, input_bytes: int, output_bytes: int) -> int:
-        """The cost of a call of which only the sizes of its bodies are known."""
+    def estimate(self, model: str, input_bytes: int, output: int) -> int:
+        """The cost of a call of which only the length of its body and the tokens of its answer are known."""
         prompt = estimate_tokens(input_bytes)
         rate = self._choose(model, prompt)
-        return _divide(prompt * rate.input + estimate_tokens(output_bytes) * rate.output, rate.per)
+        return _divide(prompt * rate.input + output * rate.output, rate.per)
 
     def choose_name(self, answered: str, asked: str) -> str:
         """Choose the name, in response or request, with the better source of a price; the response's if both are equal."""

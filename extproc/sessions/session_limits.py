@@ -198,6 +198,8 @@ class SessionLimits(JsonObject):
         max_inspect_bytes: longest body in which tool calls are counted. Default: the largest `max_inspect_bytes` of the
             policy's detectors, at least 1 MiB.
         escalate: milder actions before a limit is reached.
+        usage: `request` makes streams report their usage, if their API does so only on request. Otherwise their cost is
+            estimated. Clients get one more event.
     """
 
     max_steps: Count | None = None
@@ -217,11 +219,14 @@ class SessionLimits(JsonObject):
     reject_status: Status = 429
     max_inspect_bytes: InspectBytes | None = None
     escalate: SessionEscalation = SessionEscalation()
+    usage: Literal["request"] | None = None
 
     def needs_answers(self) -> bool:
-        """Whether a limit depends on responses of the upstream: on their tokens, or on failures."""
-        breaker = self.circuit_breaker
-        return self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
+        """Whether a limit depends on responses of the upstream: on their tokens, or on failures; or usage is asked for."""
+        breaker, asked = self.circuit_breaker, self.usage is not None
+        return (
+            asked or self.max_cost_per_session is not None or (breaker is not None and breaker.consecutive_errors is not None)
+        )
 
     def limits_agents(self) -> bool:
         """Whether a limit is about the agents that a session starts."""

@@ -29,9 +29,10 @@ def add_entry(
     sizes: tuple[int, int] = (4_000, 800),
     headers: Mapping[str, str] | None = None,
     action: str = "",
+    took: tuple[float, float] | None = None,
     **flags: bool,
 ) -> None:
-    """One request that is over; `told` is what the filters have read in its answer."""
+    """One request that is over; `told` is what filters have read in its answer, `took` when the upstream began and ended."""
     entry = message.http_logs.log_entry.add()
     entry.request.request_body_bytes, entry.response.response_body_bytes = sizes
     entry.response.response_code.value = status
@@ -43,5 +44,11 @@ def add_entry(
     metadata["loopguard"].update(decided)
     if told:
         metadata["loopguard.usage"].update(told)
+    if took is not None:
+        common = entry.common_properties
+        for moment, seconds in zip(
+            (common.time_to_first_upstream_tx_byte, common.time_to_last_upstream_rx_byte), took, strict=True
+        ):
+            moment.seconds, moment.nanos = int(seconds), round(seconds % 1 * 10**9)
     for name, value in flags.items():
         setattr(entry.common_properties.response_flags, name, value)

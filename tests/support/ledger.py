@@ -76,7 +76,8 @@ class Account:
         self.tools: dict[bytes, list[Any]] = {}
         self.count = earlier
         self.blocks = self.row = self.errors = self.narrowed = 0
-        self.cost = self.estimated = 0
+        self.cost = self.estimated = self.paid = self.failures = self.model_ms = 0
+        self.tokens = [0, 0, 0, 0]
         self.killed = 0
 
     def close_old(self, now: int) -> None:
@@ -84,6 +85,7 @@ class Account:
         while self.open and (len(self.open) > 32 or now - self.open[0]["now"] >= 600_000):
             reserve = self.open.pop(0)["reserve"]
             self.cost += reserve
+            self.paid += reserve > 0
             self.estimated += reserve
 
     def learn(self, asked: Step) -> list[bytes]:
@@ -141,10 +143,12 @@ class Account:
         limited = [tool for tool, _ in limits.tools]
         return len([record for record in self.records if record[6:10] not in limited])
 
-    def block(self, limits: Limits) -> None:
-        """A request was refused."""
+    def block(self, limits: Limits, *, waits: bool = False) -> None:
+        """A request was refused, for now if it only waits for others to be settled."""
         self.blocks += 1
-        self.row += 1
+        self.row += not waits
+        if waits:
+            return
         if limits.blocks >= 0 and self.row >= limits.blocks and not self.killed:
             self.killed = 1
 
@@ -157,7 +161,7 @@ class Account:
         identity = identity if retry else asked.identity
         verdict = self.judge(asked, shown, retry)
         if verdict[0]:
-            self.block(asked.limits)
+            self.block(asked.limits, waits=verdict[0] == 4 and self.cost < verdict[2])
         else:
             self.count += not retry
             times = self.identities[identity] + 1 if retry else 0
@@ -171,7 +175,8 @@ class Account:
                 self.narrowed = self.count_others(limits) + 1
             elif len(self.records) < allowed:
                 self.narrowed = 0
-            kept: dict[str, Any] = {"call": asked.call, "identity": identity, "now": now, "reserve": asked.reserve}
+            reserve = self.cost // self.paid if self.paid else asked.reserve
+            kept: dict[str, Any] = {"call": asked.call, "identity": identity, "now": now, "reserve": reserve}
             kept |= {"retry": retry, "first": first}
             self.open.append(kept | {"last": self.last, "row": self.row})
             self.row, self.last = 0, now
@@ -215,6 +220,10 @@ class Account:
                 self.block(asked.limits)
             return
         self.cost += asked.cost
+        self.paid += asked.cost > 0
+        self.tokens = [total + more for total, more in zip(self.tokens, asked.tokens, strict=True)]
+        self.model_ms += asked.model_ms
+        self.failures += asked.outcome == FAILED
         self.estimated += asked.cost if asked.estimated else 0
         self.errors = self.errors + 1 if asked.outcome == FAILED else 0
         if asked.limits.errors >= 0 and self.errors >= asked.limits.errors and not self.killed:
@@ -225,7 +234,8 @@ class Account:
         reserved = sum(step["reserve"] for step in self.open)
         counts = (self.count, len(self.records), self.blocks, self.row, self.errors, self.cost, self.estimated, reserved)
         tools = tuple((tool, name, count) for tool, (name, count) in self.tools.items())
-        return Standing(*verdict, *counts, self.killed, max(0, now - self.began), shared, retry, tools)
+        age, tokens = max(0, now - self.began), (self.tokens[0], self.tokens[1], self.tokens[2], self.tokens[3])
+        return Standing(*verdict, *counts, self.killed, age, shared, retry, tools, tokens, self.model_ms, self.failures)
 
 
 class Book:
@@ -308,7 +318,8 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
             if done:
                 outcome = {"settle": SUCCEEDED, "fail": FAILED, "refuse": REFUSED, "withdraw": WITHDRAWN}[move]
                 step, key = done[-min(len(done), amount // 2 + 1)]
-                settlement = settle_step(step, outcome, amount * 3, key=key, estimated=amount == 4)
+                used = {"tokens": (amount, number, gap % 7 * amount, amount // 2), "model_ms": number * amount}
+                settlement = settle_step(step, outcome, amount * 3, key=key, estimated=amount == 4, **used)
                 answers.append(ask(settlement, now))
             continue
         if move == "compact":
@@ -554,8 +565,26 @@ CASES: dict[str, Case] = {
         (1, make_step(2, _MONEY), "max_cost_per_session 100/100"),
         (2, settle_step(make_step(1, _MONEY), cost=99), "ok"),
         (3, make_step(3, _MONEY, reserve=1), "ok"),
-        (4, make_step(4, _MONEY), "max_cost_per_session 100/100"),
-        (5, make_step(5, _MONEY, grants=(0, 0, 1)), "ok"),
+        (4, make_step(4, _MONEY), "max_cost_per_session 198/100"),
+        (5, make_step(5, _MONEY, grants=(0, 0, 99)), "ok"),
+    ],
+    "a session's answers tell what the next one reserves": [
+        (0, make_step(1, _MONEY, reserve=70), "ok"),
+        (1, make_step(2, _MONEY, reserve=70), "ok"),
+        (2, make_step(3, _MONEY), "max_cost_per_session 140/100"),
+        (3, settle_step(make_step(1, _MONEY), cost=11), "ok"),
+        (4, settle_step(make_step(2, _MONEY), FAILED), "ok"),  # costs nothing, and is no part of the average
+        *((number, make_step(number, _MONEY, reserve=70), "ok") for number in range(5, 14)),
+        (14, make_step(14, _MONEY), "max_cost_per_session 110/100"),
+    ],
+    "requests that others have to be settled before do not kill": [
+        (0, make_step(1, limit(cost=100, blocks=2), reserve=100), "ok"),
+        *((number, make_step(2, limit(cost=100, blocks=2)), "max_cost_per_session 100/100") for number in (1, 2, 3)),
+        (4, settle_step(make_step(1, limit(cost=100, blocks=2)), cost=99), "ok"),
+        (5, make_step(2, limit(cost=100, blocks=2)), "ok"),
+        (6, settle_step(make_step(2, limit(cost=100, blocks=2)), cost=1), "ok"),
+        (7, make_step(3, limit(cost=100, blocks=2)), "max_cost_per_session 100/100"),
+        (8, make_step(3, limit(cost=100, blocks=2)), "max_cost_per_session 100/100, killed by consecutive_blocks"),
     ],
     "a call is settled once": [
         (0, make_step(1, _MONEY, reserve=10), "ok"),
@@ -567,7 +596,7 @@ CASES: dict[str, Case] = {
         (0, make_step(1, limit(cost=100, idle_ms=3_600_000), reserve=99), "ok"),
         (600_000, make_step(2, limit(cost=100, idle_ms=3_600_000)), "ok"),
         (600_001, settle_step(make_step(1, limit(cost=100, idle_ms=3_600_000)), cost=1), "ok"),
-        (600_002, make_step(3, limit(cost=100, idle_ms=3_600_000), reserve=1), "ok"),
+        (600_002, settle_step(make_step(2, limit(cost=100, idle_ms=3_600_000)), cost=1), "ok"),
         (600_003, make_step(4, limit(cost=100, idle_ms=3_600_000)), "max_cost_per_session 100/100"),
     ],
     "refusals in a row kill": [

@@ -60,6 +60,7 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
         lines.append(_write_session(session))
         lines += write_tree(session)
         if "steps" in session:
+            lines += _write_run(session)
             lines += [f"  called {times} times: {tool}" for tool, times in session["tool_call_counts"].items()]
             lines += [_write_step(step) for step in session["steps"]]
     return lines
@@ -89,6 +90,8 @@ def _write_session(session: Mapping[str, Any]) -> str:
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
         said.append(f"refused: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
+    if session.get("granted"):
+        said.append(f"granted: {_write_amounts(session['granted'])}")
     return "  ".join(said)
 
 
@@ -106,8 +109,41 @@ def write_tree(session: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _write_step(step: Mapping[str, Any]) -> str:
+def _write_amounts(amounts: Mapping[str, Any]) -> str:
+    pairs = [(limit, amount if isinstance(amount, dict) else {"": amount}) for limit, amount in amounts.items()]
+    return ", ".join(f"{limit}{' of ' * bool(tool)}{tool} {amount}" for limit, each in pairs for tool, amount in each.items())
+
+
+def _write_run(session: Mapping[str, Any]) -> list[str]:
+    """Why a run ended, what it used, and its refusals and grants; empty for servers of an older version."""
+    if "usage" not in session:
+        return []
+    used = session["usage"]
+    tokens = _write_tokens(used)
+    times = f"{used['total_seconds']} s, model {used['model_seconds']} s, tools {used['tool_seconds']} s"
+    lines = [f"  {session['ended'] or 'going on'}: {times}; {tokens}; {count(used['failed_answers'], 'failed answer')}"]
+    if session["limits"]:
+        lines.append(f"  limits: {_write_amounts(session['limits'])}")
+    for event in session["events"]:
+        if "granted" in event:
+            lines.append(f"  {event['at']}  granted: {_write_amounts(event['granted'])}")
+        else:
+            about = f" of {event['tool']}" if event["tool"] else ""
+            often = f", {event['times']} times" if event["times"] > 1 else ""
+            lines.append(f"  {event['at']}  refused: {event['refused']}{about}, {event['used']} of {event['allowed']}{often}")
+    if session["earlier_steps"]:
+        lines.append(f"  {count(session['earlier_steps'], 'earlier step')} not shown")
+    return lines
+
+
+def _write_tokens(step: Mapping[str, Any]) -> str:
     known = [step[name] for name in _TOKENS]
-    tokens = "tokens unknown" if known[0] is None else "{} in, {} out, {} from cache, {} into cache".format(*known)
+    return "tokens unknown" if known[0] is None else "{} in, {} out, {} from cache, {} into cache".format(*known)
+
+
+def _write_step(step: Mapping[str, Any]) -> str:
     status = "refused" if step["refused"] else step["status"] or ("failed" if step["settled"] else "under way")
-    return f"  {step['at']}  {step['model'] or '-'}  {status}  {tokens}  {', '.join(step['tools'])}".rstrip()
+    times = [f"{who} {step[key]} s" for who, key in (("tools", "tool_seconds"), ("model", "model_seconds")) if step.get(key)]
+    failed = f" ({step['tool_errors']} failed)" if step.get("tool_errors") else ""
+    said = [step["at"], step["model"] or "-", str(status), _write_tokens(step), *times, ", ".join(step["tools"]) + failed]
+    return "  " + "  ".join(said).rstrip()

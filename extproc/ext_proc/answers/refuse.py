@@ -25,6 +25,9 @@ KILLED_STATUS: Final = 429
 KILLED_SECONDS: Final = "3600"
 """`Retry-After`, as Fairvisor sends it: it is unknown when an operator will lift the switch."""
 
+_WAIT_STATUS = 429
+"""SDKs send the request again after `Retry-After`."""
+
 _PAYMENT_REQUIRED = 402
 _QUOTA = "insufficient_quota"
 """The money is used up: clients treat this code as final."""
@@ -47,16 +50,20 @@ def refuse(lead: Outcome, metadata: dict[str, Any], evaluation: Evaluation) -> b
 def refuse_session(
     lead: Outcome, subject: SessionSubject, metadata: dict[str, Any], request: HttpRequest, content: Content
 ) -> bytes:
-    """The immediate response for a session that has used up a limit. It has no Retry-After, because waiting does not help."""
-    reason = Reason.SESSION_LIMIT_EXCEEDED
-    status = lead.refusal.status or choose_status(request, final=True)
+    """The immediate response for a session that has used up a limit.
+
+    It has a Retry-After only if the session may have money left once its open requests are answered; otherwise waiting does
+    not help.
+    """
+    reason, final = Reason.SESSION_LIMIT_EXCEEDED, lead.retry_after is None
+    status = (lead.refusal.status or choose_status(request, final=True)) if final else _WAIT_STATUS
     code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
     message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
     used, allowed = subject.shown
     detail = {"error": reason.value, "message": message, "limit": subject.limit, "used": used, "allowed": allowed}
     framed = _frame(Refusal(status, message, code, code, detail), request, content)
     headers = [
-        ("x-should-retry", "false"),
+        ("x-should-retry", "false") if final else ("Retry-After", str(lead.retry_after)),
         ("X-Fairvisor-Reason", reason.value),
         ("x-loopguard-policy", lead.policy),
         ("x-loopguard-limit", subject.limit),

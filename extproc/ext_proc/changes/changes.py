@@ -1,4 +1,4 @@
-"""Edits a request's body: removes tools that have no budget left, forbids several calls at once, and adds a note for the model.
+"""Edits a request's body: removes tools without budget left, forbids several calls at once, asks for usage, and adds a note.
 
 Impossible edits are counted, and the request continues without them, unless all of its tools had to be removed.
 """
@@ -16,6 +16,7 @@ from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.narrow import narrow
 from extproc.ext_proc.changes.steer import steer, write_note
+from extproc.ext_proc.changes.usage import request_usage
 from extproc.operator.reporting import Reporter
 from extproc.request.patch import AMBIGUOUS, Pieces
 
@@ -86,6 +87,8 @@ class Changes:
         changed = UNCHANGED
         if evaluation.is_narrowed:
             decision, changed = self._narrow(evaluation, decision, original)
+        if evaluation.asks_usage and decision.action is not Action.REJECT:
+            changed = self._request_usage(evaluation, original, changed)
         if decision.steer is not None and decision.action is not Action.REJECT:
             decision, changed = self._steer(evaluation, decision, decision.steer, original, changed)
         self._budget.spend(tenant, thread_time() - began)
@@ -113,6 +116,17 @@ class Changes:
                 return decision, UNCHANGED  # if the model calls such a tool, the next request is refused
             return decision.refuse_instead(emptied[0].refuse_unnarrowed()), UNCHANGED
         return decision, UNCHANGED if body == original.content else Changed([body], (NARROWED,))
+
+    def _request_usage(self, evaluation: Evaluation, original: Original, changed: Changed) -> Changed:
+        """Ask for the usage of a stream. If that is impossible, its cost is estimated, and reported as such."""
+        asking = [session for session in evaluation.enforcing.sessions if session.limiter.asks_usage]
+        try:
+            body = b"".join(changed.body) if changed.body is not None else original.read(asking[0].plan.steers)
+            pieces = request_usage(evaluation.request, body)
+        except Exception as error:  # noqa: BLE001  # no error may undo the decision
+            self._find_reason(error)
+            return changed
+        return changed if len(pieces) == 1 else Changed(pieces, changed.marks)
 
     def _steer(
         self, evaluation: Evaluation, decision: Decision, outcome: Outcome, original: Original, changed: Changed

@@ -1,32 +1,24 @@
 """The page at the admin port's `/`: all replicas' loops and sessions and a chart of the last hour, for browsers and phones.
 
-It is rendered here with every value escaped. It loads nothing from elsewhere, and its Content-Security-Policy allows only its
-own few lines of script, which refresh it.
+A few lines of script refresh it.
 """
 
 from __future__ import annotations
 
-import secrets
-from datetime import datetime
-from functools import cache
-from http import HTTPStatus
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.operator.admin.html import send_html
 from extproc.operator.admin.loop_report import ACTIONS, SORTS, LoopPages
 from extproc.operator.admin.reports import Selection, read_selection
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.after_notes import AFTER
 from extproc.operator.loop_rows import MINUTES
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 REFRESH_SECONDS = 3
 
@@ -36,11 +28,6 @@ _MAX_CHARTS = 12
 
 _BAR = 6
 _HEIGHT = 60
-
-_POLICY = (
-    "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; form-action 'self';"
-    " base-uri 'none'; frame-ancestors 'none'"
-)
 
 
 class CurveBar(NamedTuple):
@@ -100,8 +87,9 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Respons
     selection = read_selection(request.query_params, SORTS)
     runs = sessions.report(request, Selection(selection.policy, selection.caller))
     charts = draw_charts(report["curves"])
-    nonce = secrets.token_urlsafe(16)
-    html = _load_template().render(
+    return send_html(
+        "loops.html",
+        report["at"],
         report={**report, "loops": report["loops"][:_MAX_ROWS]},
         charts=charts[:_MAX_CHARTS],
         more_charts=max(0, len(charts) - _MAX_CHARTS),
@@ -111,43 +99,4 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Respons
         actions=dict(reversed(ACTIONS.items())),
         after=(*AFTER, "ended", "open"),
         refresh=REFRESH_SECONDS,
-        nonce=nonce,
-        now=_read_time(report["at"]),
     )
-    headers = {
-        "content-security-policy": _POLICY.format(nonce),
-        "cache-control": "no-store",
-        "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff",
-    }
-    return HTMLResponse(html, HTTPStatus.OK, headers)
-
-
-@cache
-def _load_template() -> Template:
-    """Read the page's template when the page is first requested."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # rarely needed
-
-    loader = FileSystemLoader(Path(__file__).parent / "templates")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["number"] = lambda number: f"{number:,}"
-    environment.filters["money"] = write_money
-    environment.filters["age"] = pass_context(lambda context, text: write_age(context["now"] - _read_time(text)))
-    return environment.get_template("loops.html")
-
-
-def write_money(dollars: float) -> str:
-    """An amount in dollars and cents."""
-    return "< $0.01" if 0 < dollars < 0.01 else f"${dollars:,.2f}"  # noqa: PLR2004  # a cent
-
-
-def write_age(seconds: float) -> str:
-    """The time since something, in the largest unit that fits."""
-    for unit, length in (("h", 3_600), ("m", 60)):
-        if seconds >= length:
-            return f"{seconds // length:.0f} {unit} ago"
-    return f"{max(0, seconds):.0f} s ago"
-
-
-def _read_time(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()

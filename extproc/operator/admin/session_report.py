@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.operator.admin.html import send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
     Selection,
@@ -25,9 +26,10 @@ from extproc.operator.admin.reports import (
     select,
     write_time,
 )
+from extproc.operator.admin.run_report import describe_amounts, describe_steps, describe_usage, explain_end
 from extproc.operator.agents import ACTIVE_SECONDS, order_tree
 from extproc.operator.board import View
-from extproc.operator.session_rows import CallRow, SessionDocument, SessionRefusal, SessionRow
+from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -40,6 +42,7 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 """Sort keys. The largest or latest comes first."""
 
 _DIGITS = 9
+_HTML = "text/html"
 
 
 class SessionPages(TablePages[SessionDocument]):
@@ -64,8 +67,11 @@ class SessionPages(TablePages[SessionDocument]):
             known = "it may have been idle for an hour, or too old for every replica to know it"
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
         shown = self._sees_callers(request)
-        runs = [{**describe_session(row, shows_callers=shown), "steps": list(map(_describe_call, row.calls))} for row in rows]
-        return send_page(Page(HTTPStatus.OK, {**describe_view(view, time()), "sessions": runs}))
+        runs = [{**describe_session(row, shows_callers=shown), **describe_steps(row)} for row in rows]
+        report = {**describe_view(view, time()), "sessions": runs}
+        if _HTML in request.headers.get("accept", ""):
+            return send_html("run.html", report["at"], session=session, report=report)
+        return send_page(Page(HTTPStatus.OK, report))
 
 
 def report_sessions(view: View[SessionDocument], selection: Selection, *, shows_callers: bool, now: float) -> dict[str, Any]:
@@ -101,6 +107,10 @@ def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
         "refused": row.refusal and _describe_refusal(row.refusal),
         "started_by": row.started_by or None,
         "agents": _describe_agents(row, time()),
+        "ended": explain_end(row, time()),
+        "usage": describe_usage(row),
+        "limits": describe_amounts(row.limits),
+        "granted": describe_amounts(row.granted),
     }
 
 
@@ -135,19 +145,6 @@ def _describe_refusal(refusal: SessionRefusal) -> dict[str, Any]:
         "allowed": convert_amount(refusal.limit, refusal.allowed),
         "tool": refusal.tool or None,
         "agent": refusal.agent or None,
-    }
-
-
-def _describe_call(call: CallRow) -> dict[str, Any]:
-    words = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
-    return {
-        "at": write_time(call.at),
-        "model": call.model or None,
-        "tools": call.tools,
-        **(dict.fromkeys(words) if call.tokens is None else dict(zip(words, call.tokens, strict=True))),
-        "status": call.status or None,
-        "settled": call.settled,
-        "refused": call.refused,
     }
 
 

@@ -5,7 +5,8 @@
 --          sessions; for each settlement the ledger's key. A single step may come with its first key only; then there is room
 --          for the session, and its agents have no limits
 -- ARGV     for each step or settlement, or once if they are the same for all, seven values: now_ms (-1: the server's clock);
---          the question, packed as ASKED; the tools that have limits, packed as TOOL; the names of tools in the history, each
+--          the question, packed as ASKED, in which a settlement has its tokens and model_ms in place of records, earlier,
+--          shown, newest and total; the tools that have limits, packed as TOOL; the names of tools in the history, each
 --          with its digest and length before it; the newest tool calls in the history; the tools of older calls, packed as TOOL;
 --          the place in the tree, packed as TREE_ASKED, or nothing
 -- returns  for each the session's state, packed as STANDING, its tree's as TREE_ANSWER if it has one, a number for each tool as
@@ -13,15 +14,15 @@
 --
 -- tree.lua stands before this file. Formats, rules and names are those of session.py. The value decides; the key's own expiry only collects garbage.
 
-local VERSION = 3
-local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I4I4I4I4I4I4BBBBBI2I2', 74
+local VERSION = 4
+local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I8I8I8I8I8I4I4I4I4I4I4I4I4BBBBBI2I2', 122
 local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
 local BEGUN_VERSION = 0 -- older releases store a time of eight bytes here, whose first byte is 0
 local BEGUN, BEGUN_SIZE = '>BI7I8I4', 20
 local MARK, MARK_SIZE, MARKS, NEWEST_MARKS = '>I2I6', 8, 256, 4
 local ASKED = '>BBBc16c8I8I8I8i8i8i8i8i8i8i8I4I4I4I4I8'
-local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8B'
+local STANDING = '>BBBBc4i8i8I4I4I4I4I4I8I8I8I8I8I8I8I8I8I4B'
 
 local RECORD, KNOWN, ID, NAME, NO_ID = 15, 11, 6, 10, '\0\0\0\0\0\0'
 local FEW = 16
@@ -29,7 +30,8 @@ local MAX_SHOWN, SUM = 65535, 281474976710656
 local IDENTITY, REPEATED, IDENTITIES, MAX_RETRIES_PER_STEP = 8, 9, 16, 3
 local OPEN, OPEN_MS = 32, 600000
 local TOOLS, MOST_TOOLS = 64, 255
-local MAX, MAX_MONEY = 4294967295, 4503599627370496
+local MAX, MAX_MONEY, MAX_RESERVE = 4294967295, 4503599627370496, 70368744177664
+local MONEY = 4
 local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
 local RETRY, NARROWED = 1, 2
 local ENDS, OFFERED, FINISHES = 2, 4, 16
@@ -53,17 +55,18 @@ end
 
 local function make(now, steps)
   return {
-    last = now, began = now, cost = 0, estimated = 0, reserved = 0, steps = steps, tool_calls = 0, narrowed_at = 0, blocks = 0,
-    consecutive_blocks = 0, consecutive_errors = 0, killed = 0, renewed = 0, identities = '', open = '', counts = '', names = '',
-    marks = '', records = '',
+    last = now, began = now, cost = 0, estimated = 0, reserved = 0, input = 0, output = 0, cache_read = 0, cache_write = 0,
+    model_ms = 0, steps = steps, tool_calls = 0, narrowed_at = 0, blocks = 0, consecutive_blocks = 0, consecutive_errors = 0,
+    paid = 0, failures = 0, killed = 0, renewed = 0, identities = '', open = '', counts = '', names = '', marks = '', records = '',
   }
 end
 
 local function unpack_ledger(value)
   if #value < HEAD_SIZE or string.byte(value) ~= VERSION then return nil end
   local l, _, identities, open, tools, names, marks, at = {}, nil, nil, nil, nil, nil, nil, nil
-  _, l.last, l.began, l.cost, l.estimated, l.reserved, l.steps, l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks,
-    l.consecutive_errors, l.killed, l.renewed, identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
+  _, l.last, l.began, l.cost, l.estimated, l.reserved, l.input, l.output, l.cache_read, l.cache_write, l.model_ms, l.steps,
+    l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.paid, l.failures, l.killed, l.renewed,
+    identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
   identities, open, tools, marks = identities * REPEATED, open * RESERVATION_SIZE, tools * TOOL_SIZE, marks * MARK_SIZE
   local records = #value + 1 - at - identities - open - tools - names - marks
   if records < 0 or records % KNOWN > 0 then return nil end -- not written by Loopguard either
@@ -77,9 +80,9 @@ local function unpack_ledger(value)
 end
 
 local function pack_ledger(l)
-  local head = struct.pack(HEAD, VERSION, l.last, l.began, l.cost, l.estimated, l.reserved, l.steps, l.tool_calls, l.narrowed_at,
-    l.blocks, l.consecutive_blocks, l.consecutive_errors, l.killed, l.renewed, #l.identities / REPEATED,
-    #l.open / RESERVATION_SIZE, #l.counts / TOOL_SIZE, #l.names, #l.marks / MARK_SIZE)
+  local head = struct.pack(HEAD, VERSION, l.last, l.began, l.cost, l.estimated, l.reserved, l.input, l.output, l.cache_read,
+    l.cache_write, l.model_ms, l.steps, l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks, l.consecutive_errors,
+    l.paid, l.failures, l.killed, l.renewed, #l.identities / REPEATED, #l.open / RESERVATION_SIZE, #l.counts / TOOL_SIZE, #l.names, #l.marks / MARK_SIZE)
   return table.concat({head, l.identities, l.open, l.counts, l.names, l.marks, l.records})
 end
 
@@ -110,6 +113,7 @@ end
 local function pay(l, cost, estimated)
   l.cost = math.min(l.cost + cost, MAX_MONEY)
   l.estimated = math.min(l.estimated + estimated, MAX_MONEY)
+  if cost > 0 then l.paid = math.min(l.paid + 1, MAX) end
 end
 
 local function close_old(l, now)
@@ -357,8 +361,9 @@ local function find_limit(l, asked, retry)
   return 0, 0, 0
 end
 
-local function block(l, asked)
+local function block(l, asked, waits) -- waits: only reservations refuse the request
   l.blocks = math.min(l.blocks + 1, MAX)
+  if waits then return end
   l.consecutive_blocks = math.min(l.consecutive_blocks + 1, MAX)
   if l.killed == 0 and asked.blocks >= 0 and l.consecutive_blocks >= asked.blocks then l.killed = 1 end
 end
@@ -417,9 +422,10 @@ local function let_through(l, asked, identity, retry)
     bits = bits + NARROWED
   end
   local quiet = math.min(math.max(0, asked.now - l.last), MAX)
-  l.open = l.open .. struct.pack(RESERVATION, asked.call, identity, asked.now, asked.money, quiet, l.consecutive_blocks,
-    bits)
-  l.reserved = l.reserved + asked.money
+  local reserve = asked.money
+  if l.paid > 0 then reserve = math.min((l.cost - l.cost % l.paid) / l.paid, MAX_RESERVE) end -- the average
+  l.open = l.open .. struct.pack(RESERVATION, asked.call, identity, asked.now, reserve, quiet, l.consecutive_blocks, bits)
+  l.reserved = l.reserved + reserve
   l.consecutive_blocks, l.last = 0, asked.now
 end
 
@@ -442,6 +448,10 @@ local function close(l, at, asked)
     return block(l, asked)
   end
   pay(l, asked.money, asked.estimated and asked.money or 0)
+  l.input, l.output = l.input + asked.records, l.output + asked.earlier
+  l.cache_read, l.cache_write = l.cache_read + asked.shown, l.cache_write + asked.newest
+  l.model_ms = l.model_ms + asked.total
+  if asked.kind == FAILED then l.failures = math.min(l.failures + 1, MAX) end
   l.consecutive_errors = asked.kind == FAILED and math.min(l.consecutive_errors + 1, MAX) or 0
   if l.killed == 0 and asked.errors >= 0 and l.consecutive_errors >= asked.errors then l.killed = 2 end
 end
@@ -450,7 +460,7 @@ local function describe(l, now, shared, retry, limit, used, allowed, tool, tree)
   local bits = (shared and SHARED or 0) + (tree and IN_TREE or 0)
   local standing = struct.pack(STANDING, limit, l.killed, bits, retry and 1 or 0, tool or '\0\0\0\0', used, allowed,
     l.steps, l.tool_calls, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.cost, l.estimated, l.reserved,
-    math.max(0, now - l.began), #l.counts / TOOL_SIZE)
+    math.max(0, now - l.began), l.input, l.output, l.cache_read, l.cache_write, l.model_ms, l.failures, #l.counts / TOOL_SIZE)
   return standing .. (tree or '') .. l.counts .. l.names
 end
 
@@ -466,6 +476,7 @@ local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, ask
     l = recall(key, asked)
   end
   l = l or make(asked.now, shared and 0 or asked.earlier)
+  close_old(l, asked.now)
   local known, times = find_identity(l, asked.identity)
   if not known and #asked.calls > 0 then learn(l, asked) end -- the same request shows the same calls
   local identity = asked.identity
@@ -481,7 +492,7 @@ local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, ask
     keep_tree(tree_key, tree, asked)
   end
   if limit > 0 then
-    block(l, asked)
+    block(l, asked, limit == MONEY and l.cost < allowed)
   elseif agent_limit then
     l.blocks = math.min(l.blocks + 1, MAX)
     limit, used, allowed = FIRST_OF_AGENTS + agent_limit, agents_used, agents_allowed

@@ -6,7 +6,14 @@ counted in nano-dollars, 1e-9 $.
 Every store answers as `Ledger.take_step` and `Ledger.settle` do. A ledger is stored as one packed value, the same in all stores
 except for the byte order of numbers: a head, the identities of the newest requests, reservations for calls that are not
 settled, the number of calls of each tool, the tools' names, marks of the newest histories, and the newest tool calls. A new
-ledger takes 124 bytes, and any ledger 10 KB at most, plus its tools' names.
+ledger takes 180 bytes, and any ledger 10 KB at most, plus its tools' names.
+
+The cost of a request is known when it has been answered. Until then it reserves the average cost of the session's answers or,
+before the first, the request's own estimate. So requests at the same time cannot all spend the same rest of a limit. A request
+that only reservations refuse may be let through later, so it does not count towards `Limits.blocks`.
+
+The totals of tokens, failures and the model's time stand here, and not in a table of each replica: they change when the cost
+does, in the same step, so all replicas show the same totals, and a restart loses none.
 
 To find out which calls of a history are new, the first rule that applies is used:
 
@@ -98,6 +105,11 @@ WITHDRAWN: Final = 4
 """Its client left before it was sent on, so it was neither a step nor a refusal."""
 
 
+Tokens: TypeAlias = tuple[int, int, int, int]
+NO_TOKENS: Final[Tokens] = (0, 0, 0, 0)
+"""Tokens of input, output, cache reads and cache writes."""
+
+
 class Limits:
     """What one session may use up; -1 for no limit. Never changed.
 
@@ -165,7 +177,7 @@ class Step:
         identity: a digest of the request, 8 bytes; repeating one of the session's last 16 is a retry `MAX_RETRIES_PER_STEP`
             times.
         call: a name for this request that cannot be guessed, 16 bytes, for its settlement.
-        reserve: estimated cost, in nano-dollars.
+        reserve: estimated cost, in nano-dollars, for a session without an average.
         calls: the tool calls that its history shows, oldest first and no id twice, `RECORD` bytes each.
         total: the sum of the digests of tool and arguments of each call, as numbers.
         newest: number of calls in the last step; earlier requests have shown the others.
@@ -213,9 +225,11 @@ class Settlement:
         cost: in nano-dollars, in place of the reserved amount.
         estimated: the cost is estimated.
         outcome: `SUCCEEDED`, `FAILED`, `REFUSED` or `WITHDRAWN`.
+        tokens: of input, output, cache reads and cache writes.
+        model_ms: time that the upstream took, in milliseconds.
     """
 
-    __slots__ = ("call", "cost", "estimated", "key", "limits", "outcome")
+    __slots__ = ("call", "cost", "estimated", "key", "limits", "model_ms", "outcome", "tokens")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -225,6 +239,8 @@ class Settlement:
         cost: int,
         estimated: bool,  # noqa: FBT001  # a field
         outcome: int,
+        tokens: Tokens = (0, 0, 0, 0),  # not a constant: compiled classes have signatures only with literals
+        model_ms: int = 0,
     ) -> None:
         self.key = key
         self.limits = limits
@@ -232,6 +248,8 @@ class Settlement:
         self.cost = cost
         self.estimated = estimated
         self.outcome = outcome
+        self.tokens = tokens
+        self.model_ms = model_ms
 
 
 class Standing:
@@ -258,11 +276,14 @@ class Standing:
         tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with limits of their own, and
             the others that came first. A name has up to 64 characters.
         tree: of its agents; None if they have no limits, and after a settlement.
+        tokens: of all settled calls.
+        model_ms: time that the upstream took for all settled calls, in milliseconds.
+        failures: number of failed calls.
     """
 
     __slots__ = (
-        "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "killed", "limit",
-        "reserved", "retry", "shared", "steps", "tool", "tool_calls", "tools", "tree", "used",
+        "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "failures", "killed",
+        "limit", "model_ms", "reserved", "retry", "shared", "steps", "tokens", "tool", "tool_calls", "tools", "tree", "used",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -284,9 +305,15 @@ class Standing:
         shared: bool = False,  # noqa: FBT001, FBT002  # a field
         retry: bool = False,  # noqa: FBT001, FBT002  # a field
         tools: tuple[tuple[bytes, str, int], ...] = (),
+        tokens: Tokens = (0, 0, 0, 0),  # not a constant: compiled classes have signatures only with literals
+        model_ms: int = 0,
+        failures: int = 0,
         tree: TreeStanding | None = None,
     ) -> None:
         self.tree = tree
+        self.tokens = tokens
+        self.model_ms = model_ms
+        self.failures = failures
         self.limit = limit
         self.used = used
         self.allowed = allowed
@@ -305,6 +332,11 @@ class Standing:
         self.retry = retry
         self.tools = tools
 
+    @property
+    def waits(self) -> bool:
+        """Whether only reservations refuse the request, so that it may be let through later."""
+        return self.limit == _MONEY and self.cost < self.allowed
+
     def __eq__(self, other: object) -> bool:
         """Compare all fields: stores are compared by their answers."""
         return isinstance(other, Standing) and self._list() == other._list()
@@ -320,7 +352,17 @@ class Standing:
     def _list(self) -> tuple[object, ...]:
         counted = self.steps, self.tool_calls, self.blocks, self.consecutive_blocks, self.consecutive_errors
         money = self.cost, self.estimated, self.reserved
-        rest = self.killed, self.age_ms, self.shared, self.retry, self.tools, self.tree
+        rest = (
+            self.killed,
+            self.age_ms,
+            self.shared,
+            self.retry,
+            self.tools,
+            self.tree,
+            self.tokens,
+            self.model_ms,
+            self.failures,
+        )
         return self.limit, self.used, self.allowed, self.tool, *counted, *money, *rest
 
 
@@ -328,7 +370,7 @@ _SHOWN: Final = (
     *("limit", "used", "allowed", "tool"),
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),
-    *("killed", "age_ms", "shared", "retry", "tools", "tree"),
+    *("killed", "age_ms", "shared", "retry", "tools", "tree", "tokens", "model_ms", "failures"),
 )
 
 
@@ -336,10 +378,11 @@ Question: TypeAlias = Hit | Step | Settlement | TakeBack
 """Questions that one call to a store may mix. A hit is answered with a `Count`, the others with a `Standing`."""
 
 # In the byte order of most processors, which takes a third of the time. Remote stores use network byte order.
-_VERSION: Final = 3
-_HEAD: Final = struct.Struct("<BQQQQQIIIIIIBBBBBHH")
-"""Version; last, began, cost, estimated, reserved; steps, tool_calls, narrowed_at, blocks, consecutive_blocks,
-consecutive_errors; killed, renewed; and the numbers of identities, reservations, tools, bytes of tools' names, and marks."""
+_VERSION: Final = 4
+_HEAD: Final = struct.Struct("<BQQQQQQQQQQIIIIIIIIBBBBBHH")
+"""Version; last, began, cost, estimated, reserved; tokens, of four kinds; model_ms; steps, tool_calls, narrowed_at, blocks,
+consecutive_blocks, consecutive_errors, paid, failures; killed, renewed; and the numbers of identities, reservations, tools,
+bytes of tools' names, and marks."""
 
 _HEAD_SIZE: Final = _HEAD.size
 _RESERVATION: Final = struct.Struct("<16s8sQQIIB")
@@ -388,6 +431,7 @@ _MARKS: Final = 256
 _NEWEST_MARKS: Final = 4
 """Number of histories to try first: most requests continue one of these, because a session's agents take turns."""
 
+_MONEY: Final = LIMITS.index("max_cost_per_session")
 _MAX_SHOWN: Final = 2**16 - 1
 _SUM: Final = 2**48 - 1
 _MOST_TOOLS: Final = 255
@@ -422,13 +466,15 @@ class Ledger:
         open: reservations, oldest first.
         counts: a digest and a number for each tool.
         names: the tools' names, each with its length before it.
+        paid: number of settled calls that cost something.
         marks: marks of the newest histories, newest last, `_MARK` bytes each: the number of calls, and `Step.total`.
         records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
     """
 
     __slots__ = (
-        "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "identities", "idle_ms",
-        "killed", "last", "marks", "names", "narrowed_at", "open", "records", "renewed", "reserved", "steps", "tool_calls",
+        "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "failures", "identities",
+        "idle_ms", "killed", "last", "marks", "model_ms", "names", "narrowed_at", "open", "paid", "records", "renewed",
+        "reserved", "steps", "tokens", "tool_calls",
     )  # fmt: skip
 
     def __init__(self, state: bytes | None, now: int, steps: int = 0) -> None:
@@ -436,6 +482,8 @@ class Ledger:
         self.idle_ms = 0
         self.last = self.began = now
         self.cost = self.estimated = self.reserved = 0
+        self.paid = self.failures = self.model_ms = 0
+        self.tokens = NO_TOKENS
         self.steps = steps
         self.tool_calls = self.narrowed_at = 0
         self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
@@ -453,11 +501,16 @@ class Ledger:
         names: int
         marks: int
         renewed: int
+        given: int
+        taken: int
+        read: int
+        written: int
         (
-            _, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls, self.narrowed_at,
-            self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, renewed, identities, reservations,
-            tools, names, marks,
+            _, self.last, self.began, self.cost, self.estimated, self.reserved, given, taken, read, written, self.model_ms,
+            self.steps, self.tool_calls, self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors,
+            self.paid, self.failures, self.killed, renewed, identities, reservations, tools, names, marks,
         ) = _HEAD.unpack_from(state)  # fmt: skip
+        self.tokens = given, taken, read, written
         self.renewed = renewed != 0
         start = _HEAD_SIZE
         end = start + identities * _REPEATED
@@ -475,9 +528,10 @@ class Ledger:
     def pack(self) -> bytes:
         """The ledger as it is stored."""
         head = _HEAD.pack(
-            _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, self.steps, self.tool_calls,
-            self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.killed, self.renewed,
-            len(self.identities), len(self.open), len(self.counts) // _COUNTED, len(self.names), len(self.marks) // _MARK,
+            _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, *self.tokens, self.model_ms, self.steps,
+            self.tool_calls, self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.paid,
+            self.failures, self.killed, self.renewed, len(self.identities), len(self.open), len(self.counts) // _COUNTED,
+            len(self.names), len(self.marks) // _MARK,
         )  # fmt: skip
         identities = [b"%b%c" % repeated for repeated in self.identities.items()]
         reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]
@@ -500,6 +554,7 @@ class Ledger:
     ) -> tuple[Standing, Admission | None]:
         """The same with the session's stored tree of agents; returns what to store of it, too."""
         self.idle_ms = asked.limits.idle_ms
+        self._close_old(now)
         identity = asked.identity
         times = self.identities.get(identity, -1)
         if asked.calls and times < 0:  # the same request shows the same calls
@@ -513,7 +568,7 @@ class Ledger:
         if asked.tree is not None:
             admission = admit(tree, asked.tree, self.began, now, passes=not limit)
         if limit:
-            self._block(asked.limits)
+            self._block(asked.limits, waits=limit == _MONEY and self.cost < allowed)
         elif admission is not None and admission[2] >= 0:
             self.blocks = min(self.blocks + 1, _MAX)  # an agent that did not begin kills no session
             limit, used, allowed = _FIRST_OF_AGENTS + admission[2], admission[3], admission[4]
@@ -746,8 +801,11 @@ class Ledger:
                 return equal, calls[at + _ID : at + _NAME]
         return 0, b""
 
-    def _block(self, limits: Limits) -> None:
+    def _block(self, limits: Limits, *, waits: bool = False) -> None:
+        """Count a refusal; `waits`: only reservations refuse the request."""
         self.blocks = min(self.blocks + 1, _MAX)
+        if waits:
+            return
         self.consecutive_blocks = min(self.consecutive_blocks + 1, _MAX)
         if not self.killed and 0 <= limits.blocks <= self.consecutive_blocks:
             self.killed = 1
@@ -769,7 +827,8 @@ class Ledger:
         elif allowed >= 0 and not self.narrowed_at and not retry:
             self.narrowed_at = min(self._count_others(limits) + 1, _MAX)
             bits += _NARROWED
-        reserve, quiet = min(asked.reserve, MAX_RESERVE), min(max(0, now - self.last), _MAX)
+        reserve, quiet = self.cost // self.paid if self.paid else asked.reserve, min(max(0, now - self.last), _MAX)
+        reserve = min(reserve, MAX_RESERVE)
         self.open.append((asked.call, identity, now, reserve, quiet, self.consecutive_blocks, bits))
         self.reserved += reserve
         self.consecutive_blocks = 0
@@ -793,13 +852,21 @@ class Ledger:
             return
         cost = min(asked.cost, MAX_MONEY)
         self._pay(cost, cost if asked.estimated else 0)
-        self.consecutive_errors = min(self.consecutive_errors + 1, _MAX) if asked.outcome == FAILED else 0
+        given, taken, read, written = asked.tokens
+        before = self.tokens
+        self.tokens = before[0] + given, before[1] + taken, before[2] + read, before[3] + written
+        self.model_ms += asked.model_ms
+        failed = asked.outcome == FAILED
+        self.failures = min(self.failures + failed, _MAX)
+        self.consecutive_errors = min(self.consecutive_errors + 1, _MAX) if failed else 0
         if not self.killed and 0 <= asked.limits.errors <= self.consecutive_errors:
             self.killed = 2
 
     def _pay(self, cost: int, estimated: int) -> None:
         self.cost = min(self.cost + cost, MAX_MONEY)
         self.estimated = min(self.estimated + estimated, MAX_MONEY)
+        if cost:
+            self.paid = min(self.paid + 1, _MAX)
 
     def _take_back(self, identity: bytes, begun: int, quiet: int, blocks: int, bits: int) -> None:
         """Undo a step as if it had not been let through; consecutive refusals before and after it add up."""
@@ -827,7 +894,7 @@ class Ledger:
         return Standing(
             limit, used, allowed, tool, self.steps, self.tool_calls, self.blocks, self.consecutive_blocks,
             self.consecutive_errors, self.cost, self.estimated, self.reserved, self.killed, max(0, now - self.began), shared,
-            retry, list_tools(self.counts, self.names) if self.counts else (),
+            retry, list_tools(self.counts, self.names) if self.counts else (), self.tokens, self.model_ms, self.failures,
         )  # fmt: skip
 
 
@@ -904,10 +971,10 @@ def pack_name(name: str) -> bytes:
     return bytes((len(encoded),)) + encoded
 
 
-_STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQB")
+_STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQQQQQQIB")
 """Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
-estimated, reserved, age_ms; and the number of tools that follow, packed as in a ledger. If `shared` has the bit `_IN_TREE`, the
-tree's answer stands before them."""
+estimated, reserved, age_ms; tokens, of four kinds; model_ms, failures; and the number of tools that follow, packed as in a
+ledger. If `shared` has the bit `_IN_TREE`, the tree's answer stands before them."""
 
 _SHARED: Final = 1
 _IN_TREE: Final = 2
@@ -926,11 +993,13 @@ def read_standing(answer: bytes) -> Standing:
         raise ValueError from None
     if limit >= len(LIMITS) or killed >= len(KILLED) or len(listed) != tools:
         raise ValueError
-    steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated, reserved, age = amounts
+    steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated, reserved, age = amounts[:9]
+    given, taken, read, written, model_ms, failures = amounts[9:]
     tool = tool if tool != bytes(len(tool)) else b""
     return Standing(
         limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
-        reserved, killed, age, shared & _SHARED != 0, retry != 0, listed, tree,
+        reserved, killed, age, shared & _SHARED != 0, retry != 0, listed, (given, taken, read, written), model_ms, failures,
+        tree,
     )  # fmt: skip
 
 
@@ -945,12 +1014,16 @@ _STEP: Final = 3
 
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]:
-    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, tools of older calls, tree."""
+    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, tools of older calls, tree.
+
+    A settlement has its tokens and `model_ms` where a step has its last numbers.
+    """
     limits, grants, limited, names, calls, older, tree = asked.limits, (0, 0, 0), b"", b"", b"", b"", b""
     flags = limits.narrows + _ENDS * limits.ends + _FINISHES * limits.finishes
     if isinstance(asked, Settlement):
         kind, estimated, identity, money = asked.outcome, asked.estimated, b"", min(asked.cost, MAX_MONEY)
-        records = shown = newest = total = earlier = 0
+        records, earlier, shown, newest = asked.tokens
+        total = asked.model_ms
     else:
         kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
         records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total

@@ -6,10 +6,12 @@ import http.client
 import json
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import count
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from tests.support.sdks import MODEL_SDKS
 from tests.support.servers import Server, server
 from tests.support.session_limits import TOOL
 from tests.support.turn_writers import Did, as_chat
-from tests.support.usage import DELTA, STARTED, TOLD, WORD, Model, Reply, stream, whole
+from tests.support.usage import DELTA, EVENTS, STARTED, TOLD, WORD, Model, Reply, stream, whole, write_event
 
 pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers: their costs are NOT tested")
 
@@ -74,6 +76,8 @@ POLICIES = bundle(
     limited("bill", max_cost_per_session=10.0, prices=PRICES),
     limited("named", max_cost_per_session=10_000.0, prices=BY_NAME, unknown_model={"input": 90_000, "output": 90_000}),
     limited("cap", max_cost_per_session=0.1, prices=TOKEN_COSTS_A_CENT),
+    limited("once", max_cost_per_session=1.0, prices=TOKEN_COSTS_A_CENT),
+    limited("asked", usage="request", **_FOUR_DOLLARS),
     limited("errors", max_steps=100, circuit_breaker={"consecutive_errors": 3}),
     limited("steps", max_steps=3, circuit_breaker={"consecutive_blocks": 4}),
     limited("flood", {"max_sessions_per_tenant": 3}, max_steps=2),
@@ -241,6 +245,50 @@ def test_the_call_that_passes_the_cap_has_run_and_the_next_is_refused(bank: Bank
     assert {read_refusal(answer) for answer in refused} == {("max_cost_per_session", 0.11, 0.1)}
     assert "retry-after" not in refused[0].headers
     assert bank.send(tokens(1), "/cap/x", session, "blue").status == 200
+
+
+def test_requests_at_once_do_not_all_run_on_the_last_dollar(bank: Bank, session: str) -> None:
+    """Of twelve at once, on two replicas, after an answer of 20 cents, four run: the dollar is spent, and no more."""
+    assert bank.send(tokens(20), "/once/x", session).status == 200
+    bank.find(session, actual_cost=0.2, reserved_cost=0.0)
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: bank.send(tokens(20), "/once/x", session), range(12)))
+
+    assert sorted(answer.status for answer in answers) == [200] * 4 + [429] * 8
+    run = bank.find(session, actual_cost=1.0, reserved_cost=0.0, total_step_count=5)
+    assert (run["usage"]["output_tokens"], run["limits"]) == (100, {"max_cost_per_session": 1})
+    spent = [20] * 5
+    eventually(lambda: [step["output_tokens"] for step in bank.find(session)["steps"]] == spent, "each step's tokens")
+    eventually(lambda: sum(event["times"] for event in bank.find(session)["events"]) == 8, "refusals of both replicas")
+    last = bank.send(FREE, "/once/x", session)
+    assert (last.status, read_refusal(last), "retry-after" in last.headers) == (429, ("max_cost_per_session", 1.0, 1.0), False)
+    bank.find(session, ended="refused")
+
+
+def test_a_stream_is_asked_for_its_usage_and_reports_the_model_s_time(bank: Bank, session: str) -> None:
+    """The model tells the usage of a stream only if it is asked to, so the bill is no estimate; the tools' time is the rest."""
+
+    def tell() -> bytes:
+        sleep(0.3)
+        asked = json.loads(bank.model.body).get("stream_options") == {"include_usage": True}
+        return write_event({**DELTA, "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 7}} if asked else DELTA)
+
+    reply = Reply([write_event(DELTA), tell, write_event("[DONE]")], EVENTS)
+    for turn in range(2):
+        sleep(turn * 0.4)
+        body = json.dumps({**as_chat([Did((("scan", {}),), ("Error: gone",), number=1)][:turn]), "stream": True}).encode()
+        assert bank.send(reply, "/asked/v1/chat/completions", session, body=body).status == 200
+
+    bank.find(session, actual_cost=0.14, estimated_cost=0.0, reserved_cost=0.0)
+
+    def probe() -> list[dict[str, Any]]:  # each replica knows when it let a step through
+        first, second = bank.find(session, actual_cost=0.14)["steps"]
+        return [first, second] if second["tools"] and second["tool_seconds"] >= 0.3 else []
+
+    steps = eventually(probe, "the time of the tools")
+    assert [(step["tools"], step["tool_errors"], step["output_tokens"]) for step in steps] == [([], 0, 7), (["scan"], 1, 7)]
+    assert all(0.3 <= step["model_seconds"] <= PATIENCE for step in steps)
 
 
 _WARNINGS = {"top level": "loop_warn", "tools": "loop_steer", "tool_choice": "loop_steer", "messages": "loop_warn"}

@@ -233,7 +233,7 @@ def test_both_keep_one_ring(pair: Pair) -> None:
 
 def test_each_keeps_a_session_in_a_ledger_of_its_own(pair: Pair) -> None:
     """A session has another key in each version, where it counts alone: none misreads what the other has counted."""
-    turns = [(pair.before, "session3"), (pair.now, "session4")] * 3
+    turns = [(pair.before, "session3"), (pair.now, "session5")] * 3
     told = [turn.ask("step", key=key, number=number // 2, tool="read", steps=2) for number, (turn, key) in enumerate(turns, 2)]
     settled = [turn.ask("settle", key=key, number=1, cost=7, refused=False) for turn, key in turns[:2]]
 

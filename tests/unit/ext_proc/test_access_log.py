@@ -106,6 +106,22 @@ def test_an_answer_that_broke_off_upstream_failed(flag: str) -> None:
     assert (entry.failed, entry.status, entry.estimated) == (True, 200, True)
 
 
+def test_an_upstream_that_failed_without_an_answer_costs_nothing() -> None:
+    """Nothing came, whatever was sent."""
+    entry = read(sizes=(4_000, 0), upstream_remote_reset=True)
+
+    assert (entry.failed, entry.usage, entry.estimated) == (True, Usage(0, 0), False)
+
+
+@pytest.mark.parametrize(
+    ("took", "expected"),
+    [((0.25, 2.75), 2_500), ((0.001, 90.002), 90_001), ((0, 3), 0), ((2, 1), 0), ((10**9, 10**12), 0), (None, 0)],
+)
+def test_the_upstream_s_time_is_told(took: tuple[float, float] | None, expected: int) -> None:
+    """From its first byte of the request to the last one of the answer, in milliseconds; 0 where it got none."""
+    assert read(took=took).model_ms == expected
+
+
 def test_a_client_that_hung_up_is_no_failure() -> None:
     """There is no status then, and the call is paid for."""
     entry = read(status=0, headers={}, sizes=(400, 0))

@@ -57,7 +57,7 @@ def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  
     tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
     standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
     run = RunName("a" * 16, "agents", "enforce", "5" * 16)._replace(**changes)
-    service.reporter.sessions.note(run, [("x-user-id", name)], standing, name, name, b"", time.time())
+    service.reporter.sessions.note(run, [("x-user-id", name)], standing, name, (name,), b"", time.time())
 
 
 def make_night(name: str = "storm") -> Service:

@@ -10,16 +10,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from extproc.cli.main import main
+from extproc.engine.orders import GRANT, ActiveOverride, Grant, Target
 from extproc.errors import LoopguardError
 from extproc.metrics import Metrics
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.reports import Selection
+from extproc.operator.admin.run_report import describe_steps, explain_end
 from extproc.operator.admin.server import AdminServer
-from extproc.operator.admin.session_report import SessionPages, report_sessions
+from extproc.operator.admin.session_report import SessionPages, describe_session, report_sessions
 from extproc.operator.board import Board, View, unpack_all
 from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow, merge_sessions
 from extproc.operator.session_table import OVERFLOW, Run, RunName, SessionTable
@@ -51,7 +54,7 @@ def note(table: SessionTable, standing: Standing, call: int = 0, *, now: float =
     """One request of a session."""
     fields: dict[str, Any] = {
         "policy": "p", "mode": "enforce", "tenant": TENANT, "session": SESSION, "caller": [("x-team", "red")],
-        "model": "gpt-4o", "tool": "search",
+        "model": "gpt-4o", "tools": ("search",),
     }  # fmt: skip
     table.note(**name_run(fields | changes), standing=standing, call=name_call(call), now=now)
 
@@ -123,6 +126,21 @@ def test_a_refusal_is_no_call_and_says_which_limit() -> None:
     assert session["refused"] == {
         "at": "1970-01-01T00:18:19Z", "limit": "max_calls_per_tool", "used": 5, "allowed": 4, "tool": "search", "agent": None,
     }  # fmt: skip
+
+
+def test_a_request_that_waits_for_others_meets_no_limit() -> None:
+    """It is among the events of the run, which goes on."""
+    table = SessionTable()
+    note(table, Standing(steps=1), 1)
+    note(table, Standing(LIMITS.index("max_cost_per_session"), 10, 10, steps=1, cost=9, reserved=1))
+
+    (row,) = list_rows(table)
+
+    assert (row.refusal, explain_end(row, 1_000), [event.limit for event in row.events]) == (
+        None,
+        None,
+        ["max_cost_per_session"],
+    )
 
 
 def test_money_is_told_in_dollars() -> None:
@@ -239,7 +257,7 @@ def test_what_is_kept_of_a_client_is_short() -> None:
     """Names, values, models and tools are cut, and bytes that are no text are spelled."""
     table = SessionTable()
     long = "\udcff" + "x" * 10_000
-    note(table, Standing(steps=1), caller=[(long, long)] * 20, model=long, tool=long)
+    note(table, Standing(steps=1), caller=[(long, long)] * 20, model=long, tools=(long,))
 
     (row,) = list_rows(table)
 
@@ -267,7 +285,7 @@ def test_replicas_tables_are_merged() -> None:
     """Counts are those of the last replica to hear of the session; calls are merged, even if only the answer came there."""
     here, there = SessionTable(), SessionTable()
     note(here, Standing(steps=1, age_ms=0), 1, now=1_000)
-    note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tool="")
+    note(there, Standing(steps=2, age_ms=1_000), 2, now=1_001, caller=[], model="", tools=())
     settle(there, Standing(steps=2, cost=5, age_ms=2_000), 1, now=1_002, model="gpt-4o-mini", status=200)
     settle(here, Standing(steps=2, cost=9, age_ms=3_000), 2, now=1_003, model="o3", usage=None, status=0)
 
@@ -422,7 +440,128 @@ def test_a_run_is_told_step_by_step() -> None:
         ("gpt-4o", ["search"], None, None, False),
     ]
     assert run["steps"][0].items() >= {"output_tokens": 20, "cache_read_tokens": 30, "cache_write_tokens": 40}.items()
-    assert {**listed, "steps": run["steps"]} == run
+    assert {**listed, **{key: run[key] for key in ("steps", "earlier_steps", "events")}} == run
+
+
+def make_run() -> tuple[SessionTable, SessionTable]:
+    """Two replicas that took turns with a session of three steps, which was refused twice and got a grant."""
+    here, there = SessionTable(), SessionTable()
+    grant = ActiveOverride("g1", GRANT, Target(session=SESSION), "", 1_020, 9e9, "no business of readers", "ann", Grant(cost=5))
+    note(here, Standing(steps=1, age_ms=0), 1, now=1_000, tools=())
+    settle(there, Standing(steps=1, cost=3, tokens=USAGE, model_ms=2_000, age_ms=2_500), 1, now=1_002.5, model_ms=2_000)
+    note(there, Standing(steps=2, model_ms=2_000, age_ms=5_000), 2, now=1_005, errors=1)
+    note(there, Standing(steps=2, model_ms=2_000, age_ms=5_500, retry=True), 3, now=1_005.5)
+    settle(
+        here,
+        Standing(steps=2, tokens=USAGE, model_ms=6_000, failures=1, age_ms=9_500),
+        2,
+        now=1_009.5,
+        status=503,
+        model_ms=4_000,
+    )
+    for blocks in (1, 2):
+        note(here, Standing(4, 8, 5, steps=2, blocks=blocks, model_ms=6_000, cost=8, age_ms=11_000), now=1_011)
+    note(here, Standing(steps=3, model_ms=6_000, tokens=USAGE, cost=8, failures=1, blocks=2, age_ms=20_000), 4, now=1_020)
+    for table, now in ((here, 1_020.0), (there, 1_020.5)):
+        get_run(table).grant([grant], now)
+    get_run(here).limits = [("max_cost_per_session", "", 5 * DOLLAR), ("max_calls_per_tool", "pay", 0)]
+    return here, there
+
+
+def test_a_run_says_where_its_time_and_tokens_went() -> None:
+    """Of both replicas: the gap between answer and next request is the tools' time, and totals are the ledger's."""
+    (row,) = list_rows(*make_run())
+
+    steps, used = describe_steps(row), describe_session(row, shows_callers=True)["usage"]
+
+    assert [(step["tool_seconds"], step["model_seconds"], step["tool_errors"], step["retry"]) for step in steps["steps"]] == [
+        (None, 2, 0, False), (3, 4, 1, False), (None, None, 0, True), (11, None, 0, False),
+    ]  # fmt: skip
+    assert used == {
+        "input_tokens": 100, "output_tokens": 20, "cache_read_tokens": 30, "cache_write_tokens": 40, "failed_answers": 1,
+        "total_seconds": 20, "model_seconds": 6, "tool_seconds": 14,
+    }  # fmt: skip
+
+
+def test_a_run_has_its_refusals_and_grants_in_order() -> None:
+    """Equal refusals in a row are one entry; the operator's name and reason are not shown."""
+    (row,) = list_rows(*make_run())
+
+    session, steps = describe_session(row, shows_callers=True), describe_steps(row)
+
+    assert steps["events"] == [
+        {
+            "at": "1970-01-01T00:16:51Z", "refused": "max_cost_per_session", "used": 8e-9, "allowed": 5e-9, "tool": None,
+            "times": 2,
+        },
+        {"at": "1970-01-01T00:17:00Z", "granted": {"max_cost_per_session": 5e-9}},
+    ]  # fmt: skip
+    assert session["limits"] == {"max_cost_per_session": 5, "max_calls_per_tool": {"pay": 0}}
+    assert session["granted"] == {"max_cost_per_session": 5e-9}
+    assert "business" not in str(row)
+
+
+@pytest.mark.parametrize(
+    ("status", "after", "ended"),
+    [(200, 1, None), (200, 59, None), (200, 60, "done"), (503, 1, "error"), (400, 1, "error"), (0, 1, "error")],
+)
+def test_a_run_has_ended_when_no_request_follows_an_answer(status: int, after: float, ended: str | None) -> None:
+    """For a minute it may go on, unless its last answer was an error."""
+    table = SessionTable()
+    note(table, Standing(steps=1), 1, now=1_000)
+    settle(table, Standing(steps=1), 1, now=1_000, status=status)
+
+    assert explain_end(list_rows(table)[0], 1_000 + after) == ended
+
+
+def test_a_run_that_is_stopped_says_by_what() -> None:
+    """By a limit, of steps or another one; by its breaker or an operator; by another guard; or nobody knows."""
+    found = []
+    for standing in (
+        Standing(2, 1, 1, steps=1),
+        Standing(4, 1, 1, steps=1, cost=1),
+        Standing(1, steps=1, killed=1),
+        Standing(1),
+    ):
+        table = SessionTable()
+        note(table, Standing(steps=1), 1, now=1_000)
+        note(table, standing, now=1_001)
+        found.append(explain_end(list_rows(table)[0], 1_002))
+    table = SessionTable()
+    note(table, Standing(steps=1), 1, now=1_000)
+    found += [explain_end(list_rows(table)[0], now) for now in (1_599, 1_600)]
+    settle(table, Standing(steps=1), 1, now=1_000, refused=True)
+    found.append(explain_end(list_rows(table)[0], 1_001))
+
+    assert found == ["steps", "refused", "killed", "killed", None, "unknown", "refused"]
+
+
+def test_a_long_run_is_bounded() -> None:
+    """The newest 64 calls and 32 refusals are kept, and the others are counted."""
+    table = SessionTable()
+    for number in range(1, 201):
+        note(table, Standing(steps=number, age_ms=number * 1_000), number, now=1_000.0 + number)
+        note(table, Standing(2 + number % 2, number, number, steps=number, age_ms=number * 1_000), now=1_000.0 + number)
+    (row,) = list_rows(table)
+
+    report = describe_steps(row)
+
+    assert (report["earlier_steps"], len(report["steps"]), len(report["events"])) == (136, 64, 32)
+
+
+def test_a_browser_gets_a_page() -> None:
+    """What programs get as JSON, people get as a page that loads nothing; whatever a tool is called, it is text."""
+    table = make_table()
+    note(table, Standing(steps=4, age_ms=1), 9, now=time.time(), tools=("<script>alert(1)</script>",), errors=2)
+    with admin_of(table, shows=True) as client:
+        page = httpx.get(f"http://{client.url}/sessions/{SESSION}", headers={"accept": "text/html,*/*"})
+
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "<script" not in page.text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page.text
+    assert "2 failed" in page.text
+    assert "x-team=red" in page.text
 
 
 @pytest.mark.parametrize(
@@ -473,10 +612,12 @@ def test_the_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]
     assert listed.endswith("refused: max_steps, 3 of 3\n")
     lines = run.splitlines()
     assert lines[0] == listed.strip()
-    assert lines[1] == "  called 3 times: se\\x1b[2Jarch"
-    assert lines[2].endswith("gpt-4o  200  100 in, 20 out, 30 from cache, 40 into cache  search")
-    assert lines[3].endswith("gpt-4o  failed  tokens unknown  search")
-    assert lines[4].endswith("gpt-4o  under way  tokens unknown  search")
+    assert lines[1].startswith("  steps: ")
+    assert lines[2].endswith("  refused: max_steps, 3 of 3")
+    assert lines[3] == "  called 3 times: se\\x1b[2Jarch"
+    assert lines[4].endswith("gpt-4o  200  100 in, 20 out, 30 from cache, 40 into cache  search")
+    assert lines[5].endswith("gpt-4o  failed  tokens unknown  search")
+    assert lines[6].endswith("gpt-4o  under way  tokens unknown  search")
     assert none == "none of 1 session matches\n"
 
 

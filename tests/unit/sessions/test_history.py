@@ -28,6 +28,8 @@ _WITH_IDS = ("anthropic", "bedrock", "chat", "responses")
 _CALLS = st.tuples(st.sampled_from(["read", "write", "pay"]), st.sampled_from([{}, {"a": 1}, {"a": 2, "b": [3, "x"]}]))
 _TURNS = st.lists(st.lists(_CALLS, min_size=1, max_size=3), max_size=6)
 
+ONCE = Did((("read", {}),), ("seen",))
+
 every_shape = pytest.mark.parametrize("shape", sorted(SHAPES))
 every_shape_with_ids = pytest.mark.parametrize("shape", _WITH_IDS)
 
@@ -368,3 +370,37 @@ def test_no_call_is_hidden_by_what_the_user_says_first() -> None:
 
     assert find_place(open_conversation(document), prefilled=False) is None
     assert len(read_tool_calls(document).records) == RECORD
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"max_tokens": 7}, 7),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+        ({"max_output_tokens": 7}, 7),
+        ({"inferenceConfig": {"maxTokens": 7}}, 7),
+        ({"generationConfig": {"maxOutputTokens": 7}}, 7),
+        ({"options": {"num_predict": 7}}, 7),
+        ({"options": {"num_predict": -1}}, 0),
+        ({"max_tokens": 10**12}, 131_072),
+        ({"max_tokens": "7"}, 0),
+        ({"max_tokens": None}, 0),
+        ({"max_tokens": {"max_tokens": 7}}, 0),
+        ({"inferenceConfig": 7}, 0),
+        ({"options": {"num_predict": 7, "more": "x" * 5_000}}, 0),
+        ({}, 0),
+    ],
+)
+def test_a_request_says_how_long_its_answer_may_be(more: dict[str, Any], expected: int) -> None:
+    """In tokens, wherever its API has that; what is no number of tokens says nothing, and calls are counted all the same."""
+    history = read_tool_calls(Document(json.dumps({**SHAPES["chat"]([ONCE]), **more}).encode()))
+
+    assert (history.answer, len(history.records)) == (expected, RECORD)
+
+
+def test_nesting_in_options_hides_no_calls() -> None:
+    """Options that are nested deeply are no reason not to count the calls."""
+    deep = b"[" * 900 + b"]" * 900
+    body = json.dumps(SHAPES["chat"]([ONCE])).encode()[:-1] + b',"options":' + deep + b"}"
+
+    assert len(read_tool_calls(Document(body)).records) == RECORD

@@ -14,11 +14,16 @@ import pytest
 
 from extproc.cli.main import main
 from extproc.engine.orders import Overrides
+from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
+from extproc.operator.admin.session_report import describe_session
 from extproc.operator.events import SessionEvents
 from extproc.operator.overrides import parse_order, read_override, write_override
+from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from tests.support.service import make_service, sample
+from extproc.sessions.rates import Usage
+from tests.support.messages import body, headers
+from tests.support.service import decoded, exchange, make_service, metadata_of, sample
 from tests.support.session_limits import ask, limited, status, told, turns
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
@@ -61,6 +66,19 @@ def read_changed(answer: ProcessingResponse) -> dict[str, Any]:
     """The body that goes on, if it was edited; empty if not."""
     response = answer.request_body.response
     return dict(json.loads(response.body_mutation.body)) if response.HasField("body_mutation") else {}
+
+
+def settle(service: Service, answer: ProcessingResponse, usage: Usage, status: int = 200) -> None:
+    """Tell of the answer to a request that was let through, as the access log does."""
+    named = tuple(json.loads(metadata_of(answer)["sessions"]))
+    service.settle_entry(Entry(named, status, status >= 500, 0, 0, "", usage, estimated=False, refused=False))
+
+
+def read_headers(answer: ProcessingResponse) -> dict[str, str]:
+    """Of a refusal."""
+    return {
+        option.header.key.lower(): option.header.raw_value.decode() for option in answer.immediate_response.headers.set_headers
+    }
 
 
 def list_offered(answer: ProcessingResponse) -> list[str]:
@@ -213,6 +231,133 @@ def test_a_batch_of_equal_calls_beside_others_is_a_loop() -> None:
     assert [told(answers[3])[name] for name in ("limit", "used", "allowed")] == ["loop_detection", 3, 3]
 
 
+PRICES = {"*": {"input": 10, "output": 50}}
+
+
+def test_the_call_that_passes_the_cost_has_run() -> None:
+    """5: dollars of the tokens that are reported, also of failed and repeated calls; the call behind the limit is refused."""
+    service = make_service(limited(max_cost_per_session=1.0, prices=PRICES))
+    sent = show([])
+
+    for usage, status_ in ((Usage(10_000, 0), 200), (Usage(0, 6_000), 200), (Usage(40_000, 0), 500), (Usage(90_000, 0), 200)):
+        settle(service, ask(service, sent), usage, status_)
+
+    refused = ask(service, show([[("scan", 1)]]))
+    assert [told(refused)[name] for name in ("limit", "used", "allowed")] == ["max_cost_per_session", 1.7, 1.0]
+    assert read_headers(refused)["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "passed"),
+    [
+        ({}, [], 12),  # nothing says what an answer costs: 0.05 dollars each, for 1,000 tokens
+        ({"max_tokens": 5_600}, [], 4),
+        ({"max_completion_tokens": 5_600}, [], 4),
+        ({"max_tokens": 5_600}, [Usage(0, 2_000)], 9),
+        ({}, [Usage(0, 5_600), Usage(0, 5_600)], 2),
+    ],
+    ids=["size", "max_tokens", "max_completion_tokens", "cheaper average", "dearer average"],
+)
+def test_requests_at_once_do_not_all_run_on_the_last_dollar(asked: dict[str, Any], known: list[Usage], passed: int) -> None:
+    """5, ours: each of twelve requests reserves the session's average, or else what `max_tokens` would cost, or its size."""
+    service = make_service(limited(max_cost_per_session=1.0, prices=PRICES))
+    for number, usage in enumerate(known):
+        settle(service, ask(service, show([], str(number))), usage)
+
+    answers = [ask(service, json.dumps({**json.loads(turns(number)), **asked}).encode()) for number in range(12)]
+
+    assert [status(answer) for answer in answers] == [200] * passed + [429] * (12 - passed)
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "asked"),
+    [
+        ({"stream": True}, "/v1/chat/completions", {"include_usage": True}),
+        ({"stream": True, "stream_options": None}, "/v1/completions", {"include_usage": True}),
+        ({"stream": True, "stream_options": {"a": 1}}, "/v1/chat/completions", {"a": 1, "include_usage": True}),
+        ({"stream": True, "stream_options": {"include_usage": False}}, "/v1/chat/completions", {"include_usage": True}),
+        ({"stream": True, "stream_options": {"include_usage": True}}, "/v1/chat/completions", None),
+        ({"stream": True, "stream_options": 3}, "/v1/chat/completions", None),
+        ({"stream": False}, "/v1/chat/completions", None),
+        ({"stream": True}, "/v1/messages", None),
+        ({"stream": True}, "/v1/responses", None),
+    ],
+)
+def test_a_stream_is_asked_for_its_usage(options: dict[str, Any], path: str, asked: Any) -> None:  # noqa: ANN401  # JSON
+    """5, ours: `usage: request` asks for it where the API has a switch for that; nothing else in the body changes."""
+    sent = {**json.loads(show([])), **options}
+    data = json.dumps(sent).encode()
+    given: list[tuple[Any, dict[str, Any]]] = [(asked, {"usage": "request"}), (None, {})]
+    for wanted, usage in given:
+        service = make_service(limited(max_steps=3, **usage))
+
+        answer = decoded(exchange(service, headers(path, x_team="t", x_session_id="s"), body(data))[-1])
+
+        assert read_changed(answer) == ({} if wanted is None else {**sent, "stream_options": wanted})
+        assert metadata_of(answer)["sessions"]
+
+
+def test_a_body_that_cannot_be_edited_is_not_asked_for_usage() -> None:
+    """5, ours: it goes on as it is, so that its cost stays an estimate."""
+    service = make_service(limited(max_steps=3, usage="request"))
+    twice = b'{"stream":true,"stream_options":{},"stream_options":{},"messages":[{"role":"user","content":"hi"}]}'
+
+    answer = ask(service, twice)
+
+    assert (status(answer), read_changed(answer)) == (200, {})
+
+
+def test_a_request_that_only_waits_for_others_may_be_sent_again() -> None:
+    """5, ours: while open requests may use up the rest, others are told to wait; that does not break the circuit."""
+    limits: dict[str, Any] = {"max_cost_per_session": 1.0, "prices": PRICES, "circuit_breaker": {"consecutive_blocks": 2}}
+    service = make_service(limited(**limits, reject_status=402))
+    dear = json.loads(show([])) | {"max_tokens": 30_000}
+    first = ask(service, json.dumps(dear).encode())
+
+    waiting = [ask(service, show([[("scan", at)]])) for at in (1, 2, 3)]
+    settle(service, first, Usage(0, 1_000))
+
+    assert [status(answer) for answer in waiting] == [429] * 3
+    headers = read_headers(waiting[0])
+    assert (headers["retry-after"], headers.get("x-should-retry")) == ("5", None)
+    assert "Send this request again" in told(waiting[0])["message"]
+    assert status(ask(service, show([[("scan", 1)]]))) == 200
+
+
+@pytest.mark.parametrize(("fails", "killed"), [((200, 500, 500), True), ((500, 200, 500), False)], ids=["in a row", "reset"])
+def test_errors_in_a_row_kill(fails: Sequence[int], killed: bool) -> None:
+    """7: errors in a row kill the session, each success begins the row anew, and all that follows is refused as killed."""
+    service = make_service(limited(circuit_breaker={"consecutive_errors": 2}))
+    for number, each in enumerate(fails):
+        settle(service, ask(service, turns(number)), Usage(0, 0), each)
+
+    answers = [ask(service, turns(number)) for number in (8, 9)]
+
+    assert [status(answer) for answer in answers] == [429 if killed else 200] * 2
+    assert not killed or {told(answer)["limit"] for answer in answers} == {"killed"}
+
+
+def test_refusals_in_a_row_kill() -> None:
+    """7: refusals in a row kill the session, and a request that is let through begins the row anew."""
+    service = make_service(limited(max_steps=1, circuit_breaker={"consecutive_blocks": 2}))
+
+    answers = [ask(service, turns(number)) for number in (0, 1, 0, 1, 2, 0)]  # the first one sent again is a retry
+
+    limits = [told(answer)["limit"] if status(answer) != 200 else "" for answer in answers]
+    assert limits == ["", "max_steps", "", "max_steps", "max_steps", "killed"]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_steps": 0}, {"max_tool_calls_mode": "shrink"}, {"max_stepps": 3}, {"max_cost_per_session": "x"}]
+)
+def test_limits_that_do_not_compile_are_not_ignored(limits: dict[str, Any], tmp_path: Path) -> None:
+    """10: a file with a limit that cannot be enforced does not load."""
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(limited(**{"max_tool_calls": 3, **limits})))
+
+    assert main(["validate", str(file)]) == 1
+
+
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
@@ -256,10 +401,49 @@ def test_limits_are_checked_in_their_order() -> None:
     for place, (limit, _) in enumerate(met):
         limits: dict[str, Any] = {name: value for _, more in met[place:] for name, value in more.items()}
         service = make_service(limited(circuit_breaker=breaker, **limits))
-        ask(service, b'{"messages":[]}')
+        settle(service, ask(service, b'{"messages":[]}'), Usage(1, 0))
 
         assert told(ask(service, stuck))["limit"] == limit
         assert told(ask(service, b'{"messages":[]}'))["limit"] == "killed"
+
+
+def test_the_state_of_a_session_can_be_read_while_it_runs() -> None:
+    """9: steps, tool calls, cost, calls by tool, refusals, refusals in a row, and what has killed it."""
+    service = make_service(limited(max_steps=2, prices=PRICES, circuit_breaker={"consecutive_blocks": 2}))
+    shown: dict[str, Any] = {}
+    for number, steps in enumerate([[], [[("scan", 1), ("search", 1)]], [[("scan", 2)]], [[("scan", 3)]]]):
+        answer = ask(service, show(steps))
+        if status(answer) == 200:
+            settle(service, answer, Usage(10_000, 200 * number, 30, 4))
+        (row,) = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
+        shown = describe_session(row, shows_callers=False)
+
+    expected = {
+        "total_step_count": 2, "total_tool_calls": 4, "actual_cost": 0.21068, "tool_call_counts": {"scan": 3, "search": 1},
+        "total_block_count": 2, "consecutive_block_count": 2, "killed": "consecutive_blocks", "ended": "killed",
+        "limits": {"max_steps": 2},
+    }  # fmt: skip
+    assert {name: shown[name] for name in expected} == expected
+    assert [shown["usage"][f"{kind}_tokens"] for kind in ("input", "output", "cache_read", "cache_write")] == [
+        20_000, 200, 60, 8,
+    ]  # fmt: skip
+
+
+def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
+    """Ours: a step shows the tools that ran before it, and how many of their results are errors, marked or in words."""
+    service = make_service(limited(max_steps=9))
+    did = Did((("scan", {"n": 1}), ("search", {"n": 1})), ("Error: no such host", "3 found"), number=1)
+    for sent in (as_chat([did]), as_chat([did, did._replace(number=2, results=("ok", "ok"))])):
+        ask(service, json.dumps(sent).encode())
+    flagged = as_anthropic([Did((("scan", {"n": 1}),), ("no luck",), number=1)])
+    flagged["messages"][-1]["content"][0]["is_error"] = True
+    ask(service, json.dumps(flagged).encode(), session="flagged")
+
+    rows = merge_sessions(service.reporter.sessions.make_document(shows_callers=False).rows, 0)
+
+    assert {tuple((*call.tools, call.errors) for call in row.calls) for row in rows} == {
+        (("scan", "search", 1), ("scan", "search", 0)), (("scan", 1),),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("limits", [GENERAL, HIGH_RISK], ids=["most agents", "high risk"])

@@ -120,8 +120,8 @@ def test_an_unknown_model_costs_what_the_policy_says() -> None:
 
 
 def test_what_is_not_known_is_estimated_at_four_bytes_a_token() -> None:
-    """The sizes of request and answer stand for their tokens."""
-    assert Rates({"m": price("1 2")}, None).estimate("m", 403, 40) == 100 * 1_000 + 10 * 2_000
+    """The size of a request stands for its tokens."""
+    assert Rates({"m": price("1 2")}, None).estimate("m", 403, 10) == 100 * 1_000 + 10 * 2_000
 
 
 def test_names_that_clients_make_up_are_not_kept_without_end() -> None:

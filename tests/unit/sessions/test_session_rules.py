@@ -28,6 +28,7 @@ TOOLS = ("look", "pay")
 IDENTITIES = 16
 FREE_RETRIES = 3
 BYTES_PER_TOKEN = 4
+ANSWER = 1_000
 THRESHOLD = 2
 """Equal requests of a tenant, for the detector beside the limits."""
 
@@ -107,6 +108,7 @@ class Plain:
     calls: list[Called] = field(default_factory=list)
     open: dict[int, int] = field(default_factory=dict)
     cost: int = 0
+    paid: int = 0
     estimated: int = 0
     blocks: int = 0
     blocks_in_row: int = 0
@@ -119,7 +121,7 @@ class Plain:
         self.calls += [call for call in shown if call not in self.calls]
         limit = self._find_limit(identity, shown)
         if limit:
-            self.refuse()
+            self.refuse(waits=limit == "max_cost_per_session" and self.cost < self.limits[limit])
         return limit
 
     def _find_limit(self, identity: tuple[str, bytes], shown: Sequence[Called]) -> str:
@@ -130,7 +132,7 @@ class Plain:
             return "max_steps"
         if len(self.calls) >= limits.get("max_tool_calls", 10**9) and not self._goes_on(identity):
             return "max_tool_calls"
-        if self.cost + sum(self.open.values()) >= limits.get("max_cost_per_session", 10**9):
+        if self.cost + sum(self.open.values()) / NANO_DOLLARS >= limits.get("max_cost_per_session", 10**9):
             return "max_cost_per_session"
         called = Counter(call.tool for call in self.calls)
         if any(called[tool] > most for tool, most in limits.get("max_calls_per_tool", {}).items()):
@@ -160,10 +162,10 @@ class Plain:
         recent = Counter(call[2:] for call in ordered if call.number in steps)
         return any(recent[call[2:]] >= threshold for call in shown if call.number == shown[-1].number)
 
-    def refuse(self) -> None:
-        """One more request was."""
+    def refuse(self, *, waits: bool = False) -> None:
+        """One more request was, maybe for as long as others are open."""
         self.blocks += 1
-        self.blocks_in_row += 1
+        self.blocks_in_row += not waits
         if not self.killed and self.blocks_in_row >= self._read_breaker("consecutive_blocks"):
             self.killed = 1
 
@@ -177,7 +179,7 @@ class Plain:
             self.recent.pop(identity, None)
             self.recent = dict([*self.recent.items(), (identity, 0)][-IDENTITIES:])
             self.went_on = self.went_on or self._count_others() + 1 if is_at_cap else 0
-        self.open[number] = reserve
+        self.open[number] = self.cost * NANO_DOLLARS // self.paid if self.paid else reserve * NANO_DOLLARS
         self.blocks_in_row = 0
 
     def settle(self, number: int, bill: Bill) -> None:
@@ -185,6 +187,7 @@ class Plain:
         if self.open.pop(number, None) is None:
             return
         self.cost += bill.tokens
+        self.paid += bill.tokens > 0
         self.estimated += bill.tokens if bill.estimated else 0
         self.errors_in_row = self.errors_in_row + 1 if bill.failed else 0
         if not self.killed and self.errors_in_row >= self._read_breaker("consecutive_errors"):
@@ -192,7 +195,7 @@ class Plain:
 
     def show(self) -> Numbers:
         """As people see it."""
-        money = (self.cost, self.estimated, sum(self.open.values()))
+        money = (self.cost, self.estimated, sum(self.open.values()) // NANO_DOLLARS)
         rows = (self.blocks, self.blocks_in_row, self.errors_in_row)
         return Numbers(self.steps, len(self.calls), *rows, *money, self.killed)
 
@@ -242,7 +245,7 @@ class World:
         elif detected:
             ledger.refuse()  # and it was no step
         else:
-            ledger.let_through(len(self._passed), (asked.session, body), len(body) // BYTES_PER_TOKEN)
+            ledger.let_through(len(self._passed), (asked.session, body), len(body) // BYTES_PER_TOKEN + ANSWER)
             self._passed.append((answer, name))
 
     def bill(self, bill: Bill) -> None:
@@ -306,7 +309,7 @@ LIMITS = st.fixed_dictionaries(
     {"max_steps": st.sampled_from([2, 5, 20, 20])},
     optional={
         "max_tool_calls": counts,
-        "max_cost_per_session": st.integers(100, 2_000),
+        "max_cost_per_session": st.integers(500, 6_000),
         "max_calls_per_tool": st.fixed_dictionaries({"pay": st.integers(0, 3)}),
         "loop_detection": st.sampled_from([{"window": 5, "threshold": 3}, {"window": 2, "threshold": 2}]),
         "circuit_breaker": st.fixed_dictionaries({}, optional={"consecutive_blocks": counts, "consecutive_errors": counts}),

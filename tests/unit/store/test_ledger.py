@@ -168,7 +168,7 @@ def test_a_fresh_ledger_is_small() -> None:
     ledger = Ledger(None, 0)
     ledger.take_step(make_step(1, NO_LIMITS), 0)
 
-    assert len(ledger.pack()) < 144
+    assert len(ledger.pack()) < 192
 
 
 def test_sessions_in_memory_are_bounded() -> None:

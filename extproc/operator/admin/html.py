@@ -1,0 +1,66 @@
+"""Pages of the admin port for browsers: templates, and headers that let them load nothing from elsewhere.
+
+Every value is escaped. The Content-Security-Policy allows only a page's own style and script.
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import datetime
+from functools import cache
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.responses import HTMLResponse
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+_POLICY = (
+    "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; form-action 'self';"
+    " base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+def send_html(template: str, at: str, **values: object) -> HTMLResponse:
+    """A page of a template, with these values, as of a time in the format of RFC 3339."""
+    nonce = secrets.token_urlsafe(16)
+    html = _load(template).render(nonce=nonce, now=_read_time(at), **values)
+    headers = {
+        "content-security-policy": _POLICY.format(nonce),
+        "cache-control": "no-store",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    return HTMLResponse(html, HTTPStatus.OK, headers)
+
+
+@cache
+def _load(name: str) -> Template:
+    """Read a template when its page is first requested."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context  # noqa: PLC0415  # rarely needed
+
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["number"] = lambda number: f"{number:,}"
+    environment.filters["money"] = write_money
+    environment.filters["age"] = pass_context(lambda context, text: write_age(context["now"] - _read_time(text)))
+    return environment.get_template(name)
+
+
+def write_money(dollars: float) -> str:
+    """An amount in dollars and cents."""
+    return "< $0.01" if 0 < dollars < 0.01 else f"${dollars:,.2f}"  # noqa: PLR2004  # a cent
+
+
+def write_age(seconds: float) -> str:
+    """The time since something, in the largest unit that fits."""
+    for unit, length in (("h", 3_600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit} ago"
+    return f"{max(0, seconds):.0f} s ago"
+
+
+def _read_time(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()

@@ -1,0 +1,115 @@
+"""The report of a run: why it ended, where its time went, and what happened, step by step.
+
+Totals come from the session's ledger, which all replicas share. Steps, refusals and grants are the newest ones that replicas
+have noted while they let requests through and read the access log, so no request waits for the report, and no ledger grows.
+
+An answer's contents are never read. So a run counts as done if its last request was answered and no other has followed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from extproc.operator.admin.reports import write_time
+from extproc.operator.session_rows import Amounts, CallRow, RunEvent, SessionRow
+from extproc.operator.session_table import convert_amount
+from extproc.sessions.limits import MAX_STEPS, PER_TOOL
+
+_QUIET_SECONDS = 60
+"""An agent whose last answer is this old has ended, or waits for a person or a long tool."""
+
+_OPEN_SECONDS = 600
+"""After this time without an access log entry, it is unknown what became of a request."""
+
+_ERROR = 400
+_WORDS = ("input_tokens", "output_tokens", "cache_read_tokens", "cache_write_tokens")
+
+
+def explain_end(row: SessionRow, now: float) -> str | None:  # noqa: PLR0911  # a reason each
+    """Why a run ended: killed, steps, refused, error, done or unknown; None while it goes on. `now` in seconds since 1970."""
+    last = row.calls[-1] if row.calls else None
+    if row.killed or row.ordered:
+        return "killed"
+    if row.refusal is not None and (last is None or row.refusal.at >= last.at):
+        return "steps" if row.refusal.limit == MAX_STEPS else "refused"
+    if last is None:
+        return None
+    if not last.settled:
+        return None if now - last.at < _OPEN_SECONDS else "unknown"
+    if last.refused:
+        return "refused"
+    if not last.status or last.status >= _ERROR:
+        return "error"
+    return "done" if now - _find_end(last) >= _QUIET_SECONDS else None
+
+
+def describe_usage(row: SessionRow) -> dict[str, Any]:
+    """What a run has used: tokens by kind, and time."""
+    last = row.calls[-1] if row.calls else None
+    ended = max([row.last, *[_find_end(call) for call in row.calls]])
+    until = last.at - row.began if last is not None else 0.0
+    before = row.model_ms - (last.model_ms if last is not None else 0)
+    return {
+        **dict(zip(_WORDS, row.tokens, strict=True)),
+        "failed_answers": row.failures,
+        "total_seconds": round(ended - row.began, 3),
+        "model_seconds": row.model_ms / 1000,
+        "tool_seconds": round(max(0.0, until - before / 1000), 3),
+    }
+
+
+def describe_steps(row: SessionRow) -> dict[str, Any]:
+    """The newest calls of a run, the number of older steps, and refusals and grants in order."""
+    ends = [_find_end(call) for call in row.calls]
+    gaps = [None, *[call.at - max(ends[: place + 1]) for place, call in enumerate(row.calls[1:])]]
+    steps = [_describe_call(call, gap) for call, gap in zip(row.calls, gaps, strict=False)]
+    return {
+        "earlier_steps": max(0, row.steps - len([call for call in row.calls if not (call.retry or call.refused)])),
+        "steps": steps,
+        "events": [_describe_event(event) for event in row.events],
+    }
+
+
+def describe_amounts(amounts: Amounts) -> dict[str, Any]:
+    """Limits, or additions to them, by name; those of tools by tool."""
+    found: dict[str, Any] = {}
+    for limit, tool, amount in amounts:
+        if limit == PER_TOOL:
+            found.setdefault(limit, {})[tool] = amount
+        else:
+            found[limit] = convert_amount(limit, amount)
+    return found
+
+
+def _find_end(call: CallRow) -> float:
+    return call.at + call.model_ms / 1000
+
+
+def _describe_event(event: RunEvent) -> dict[str, Any]:
+    if event.grant:
+        return {"at": write_time(event.at), "granted": describe_amounts(event.granted)}
+    return {
+        "at": write_time(event.at),
+        "refused": event.limit,
+        "used": convert_amount(event.limit, event.used),
+        "allowed": convert_amount(event.limit, event.allowed),
+        "tool": event.tool or None,
+        "times": event.times,
+    }
+
+
+def _describe_call(call: CallRow, gap: float | None) -> dict[str, Any]:
+    """A call; `gap` is the time since the last answer before it, in seconds, below zero if that came later."""
+    return {
+        "at": write_time(call.at),
+        "model": call.model or None,
+        "tools": call.tools,
+        "tool_errors": call.errors,
+        "tool_seconds": round(gap, 3) if gap is not None and gap >= 0 else None,
+        **(dict.fromkeys(_WORDS) if call.tokens is None else dict(zip(_WORDS, call.tokens, strict=True))),
+        "model_seconds": call.model_ms / 1000 if call.settled else None,
+        "status": call.status or None,
+        "settled": call.settled,
+        "refused": call.refused,
+        "retry": call.retry,
+    }
