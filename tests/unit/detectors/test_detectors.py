@@ -1148,8 +1148,12 @@ def test_a_body_is_decoded_no_more_often_than_it_has_to_be(
 
     sent(service, data)
 
-    # Where no detector asks for all of it, a body of other types is found out by decoding what is asked for first.
-    allowed = (times, times + 1) if data.startswith(b'{"messages": 5') else (times,)
+    if b'"assistant"' in data:  # what an earlier body has shown of it is left out, so it is another body that is decoded
+        allowed = {max(times - 1, 0)}
+    elif data.startswith(b'{"messages": 5') and times:  # unexpected types may be found by decoding only the needed keys first
+        allowed = {times, times + 1}
+    else:
+        allowed = {times}
     assert decodings.count(data) in allowed
 
 
