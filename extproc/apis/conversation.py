@@ -3,10 +3,9 @@
 One pass over a body splits it into messages without decoding their contents. A message is decoded only when it is read, and
 most messages of a long history never are. Each API's file describes the shape of its conversations.
 
-A client sends its history again with each request, longer by a turn. So messages that were read before are found by their
-bytes. A conversation is looked up by everything up to the first message of the assistant's. From there on, bytes are compared
-piece by piece, up to the first piece that is not as it was. Only what follows is decoded. What is kept of a message depends on
-its bytes alone, so it does not matter who sent it.
+A client sends its history again with each request, longer by a turn. So conversations are cached. The key is everything before
+the assistant's first message; the bytes after it are compared piece by piece, up to the first difference, and only the rest is
+decoded. What is cached of a message depends only on its bytes, so it does not matter which client sent it.
 
 To edit a body, the same parts are found by their offsets; see `Patch`.
 """
@@ -75,20 +74,20 @@ ASSISTANTS: Final = frozenset({ASSISTANT, "model", "ai"})
 _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 
 _MOST_BYTES: Final = 32 * 2**20
-"""In a generation of the messages that are known."""
+"""Size of each of two generations of the cache of conversations, in bytes."""
 
 _MESSAGE_BYTES: Final = 600
-"""What is kept of one beside its bytes. Half of them are the assistant's, which take twice as much with two calls."""
+"""Average memory of a cached message besides its bytes. The assistant's, half of them, take twice as much with two calls."""
 
 _PIECE: Final = 2_048
 _FINE: Final = 4
-"""Pieces have this many bytes at least, but each of the newest messages is a piece, because clients change those."""
+"""Minimum size of a piece, in bytes, except of the newest messages, which are pieces of any size: clients change them."""
 
 _NEXT: Final = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
 _END: Final = re.compile(rb"[ \t\r\n]*\]")
 
 _NEW: Final = f"new messages {os.urandom(16).hex()}"
-"""A key for messages that are not known, which nobody else can use."""
+"""A key for the messages to decode, which is secret so that no body contains it."""
 
 
 class Before(NamedTuple):
@@ -201,26 +200,26 @@ class Shape:
 
 
 _Piece: TypeAlias = tuple[int, bytes, int]
-"""Where it ends, its bytes, and the number of messages up to there."""
+"""The offset of a piece's end, its bytes, and the number of messages up to its end."""
 
 
 class KnownMessages:
-    """The messages of a body, which others may go on from, without their contents. Each list has an entry for each message.
+    """What is cached of a conversation. Lists, except `pieces`, have an entry for each message.
 
     Attributes:
-        starts: where it begins in the body.
-        ends: where the next byte is.
-        speakers: who says it.
-        shown: what it shows to `chain.py`; None if not known.
-        actions: what it does, as `turn.py` reads it; None if not known.
-        pieces: of the bytes from the first message of the assistant's to the end of the newest message.
-        transcript: what all show together, as `chain.py` reads it; None if not known.
+        starts: offset of its first byte in the body.
+        ends: offset of the byte after it.
+        speakers: its speaker.
+        shown: what `chain.py` reads in it; None if unknown.
+        actions: what `turn.py` reads in it; None if unknown.
+        pieces: the bytes from the assistant's first message to the end of the newest message.
+        transcript: what `chain.py` reads in all of them; None if unknown.
     """
 
     __slots__ = ("actions", "ends", "pieces", "shown", "speakers", "starts", "transcript")
 
     def __init__(self, earlier: KnownMessages | None, count: int) -> None:
-        """Begin with as many messages of an earlier body."""
+        """Copy this many messages of an earlier body."""
         self.starts: list[int] = earlier.starts[:count] if earlier is not None else []
         self.ends: list[int] = earlier.ends[:count] if earlier is not None else []
         self.speakers: list[str] = earlier.speakers[:count] if earlier is not None else []
@@ -230,18 +229,18 @@ class KnownMessages:
         self.transcript: Any = None
 
     def add(self, data: bytes, at: int, raws: list[Any], speakers: list[str], first: int, pieces: list[_Piece]) -> bool:  # noqa: PLR0913  # all that is known of a body
-        """Add new messages, and cut their bytes into pieces. Small ones that are no longer among the newest are joined.
+        """Add new messages, and cut their bytes into pieces. Small pieces that are no longer among the newest are merged.
 
         Args:
             data: the body.
-            at: where the first new message follows.
+            at: offset behind the cached messages.
             raws: the new messages.
-            speakers: theirs.
-            first: where pieces begin.
-            pieces: those of the known messages.
+            speakers: their speakers.
+            first: offset of the first piece.
+            pieces: the pieces of the cached messages.
 
         Returns:
-            whether the new messages, and none but these, are there.
+            whether the new messages, and no others, are in the body at that offset.
         """
         for number, raw in enumerate(raws):
             if self.ends:
@@ -279,7 +278,7 @@ def _measure(head: bytes, known: KnownMessages) -> int:
 
 
 _KNOWN: Final[Memo[bytes, KnownMessages]] = Memo(_MOST_BYTES, _measure)
-"""By everything up to the first message of the assistant's."""
+"""The cache of conversations, by everything before the assistant's first message."""
 
 
 class Message:
@@ -290,7 +289,7 @@ class Message:
         speaker: who says it.
         place: index among the messages.
         joined: calls before it that were made at once with it.
-        known: what is known of all messages from an earlier body, and for later ones; None for nothing.
+        known: the cached conversation; None if there is none.
     """
 
     __slots__ = ("_conversation", "_parts", "joined", "known", "place", "shape", "speaker")
@@ -298,7 +297,7 @@ class Message:
     def __init__(
         self, shape: Shape, speaker: str, place: int, conversation: Conversation | None, parts: list[Part] | None = None
     ) -> None:
-        """Take a message of a conversation; None for a part of one that stands for a message of its own, with these parts."""
+        """Refer to a message of a conversation; without one, `parts` are the message, which is part of another one."""
         self.shape = shape
         self.speaker = speaker
         self.place = place
@@ -309,11 +308,11 @@ class Message:
 
     @property
     def value(self) -> Any:  # noqa: ANN401  # of the shape's
-        """The message as a struct of the shape; empty for a part of one."""
+        """The message as a struct of the shape; empty for a part of another message."""
         return self.shape.message() if self._conversation is None else self._conversation.open_message(self.place)
 
     def divide(self, said: Sequence[tuple[str, str]]) -> list[Message]:
-        """Messages for parts of its text, given who says them and the text."""
+        """Make messages from parts of its text, given as speakers and texts."""
         return [Message(self.shape, speaker, self.place, None, [Part(TEXT, text)]) for speaker, text in said]
 
     def join(self, older: Message) -> None:
@@ -362,15 +361,15 @@ class Conversation:
         shape: the format of the messages.
         model: the model's name; empty if the request names none.
         before: the part of the conversation that is not in the messages.
-        known: what is known of the messages, and for later bodies; None for nothing.
-        earlier: what is known of the messages of an earlier body, which begin this one; None for nothing.
+        known: the cache entry of these messages; None if they are not cached.
+        earlier: the cache entry of an earlier body that this one continues; None if there is none.
         transcript: the result of `read_transcript`, or its exception.
     """
 
     __slots__ = ("_body", "_data", "_messages", "before", "earlier", "known", "model", "shape", "transcript")
 
     def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
-        """Store messages as structs of the shape, or as values if the whole body was decoded; None for those that are known."""
+        """Store messages as structs of the shape, as values if the whole body was decoded, or as None if they are cached."""
         self._body = body
         self._data = data
         self.known: KnownMessages | None = None
@@ -388,7 +387,7 @@ class Conversation:
 
     @property
     def shows_lists(self) -> bool:
-        """Whether all lists of tools are in the keys of the body that are read."""
+        """Whether the keys that are read include all lists of tools."""
         return len(self.shape.path) == 1
 
     def find_offer(self) -> str:
@@ -641,7 +640,7 @@ class Shapes:
 
 
 class _KnownShape:
-    """Reads bodies of one shape whose older messages may be known."""
+    """Reads bodies of one shape whose older messages may be cached."""
 
     def __init__(self, shape: Shape, body: type[Struct]) -> None:
         key = shape.path[0]
@@ -655,7 +654,7 @@ class _KnownShape:
         self._name = f'"{_NEW}"'.encode()
 
     def open_conversation(self, data: bytes) -> Conversation | None:
-        """The conversation in a body; None if it is not where it is looked for, or the body has anything unexpected."""
+        """The conversation in a body; None if the body has anything unexpected, or no message of the assistant's."""
         shape, key = self._shape, data.find(self._key)
         opens = self._opens.match(data, key) if key >= 0 else None
         first = data.find(shape.mark, opens.end()) if opens is not None else -1

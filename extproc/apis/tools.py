@@ -91,7 +91,7 @@ class ToolReader:
         return {}
 
     def may_declare(self, document: Document, tools: Collection[str]) -> bool:
-        """False if it is certain, without reading them, that a body's lists declare none of these tools by `name` or `type`."""
+        """False if a check without reading shows that a body's lists declare none of these tools by `name` or `type`."""
         conversation = document.conversation
         if not isinstance(conversation, Conversation) or not conversation.shows_lists:
             return self._may_hold(bytes(document), tools)

@@ -4,7 +4,7 @@ That place depends on the user's first message, and on text and calls of all ass
 do not count, because clients make new ids, and cut thoughts and results from older messages. Consecutive messages of the
 assistant are one.
 
-What a message showed in an earlier body is known; see `conversation.py`. Where the body is not, each message is by itself.
+What the messages of an earlier body showed is cached; see `conversation.py`. Messages of other bodies are cached one by one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ replaces it; and the calls of a message and the length of their names. A message
 
 _MOST_CALLS_KEPT: Final = 2
 _LONGEST_NAMES_KEPT: Final = 64
-"""What is kept with a message of a known conversation has no more."""
+"""Maximum number of calls, and length of their names, of a message whose content is cached with its conversation."""
 
 _NO_CALL: Final = bytes(CALL_DIGEST)
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
@@ -134,19 +134,19 @@ class Transcript:
     """What a conversation shows.
 
     Attributes:
-        first: index of the message with what the user said first; -1 for none.
-        turns: of the assistant, the oldest first; messages of its own that stand side by side are one turn.
+        first: index of the user's first message; -1 if there is none.
+        turns: the assistant's turns, oldest first; consecutive messages are one turn.
         goes_on: the newest message is the assistant's.
-        steps: as of a message.
-        fractions: as of a message.
-        before: the place without the newest turn; None where it is not known.
-        places: what `find_place` has found: for all turns, and for all but a newest one that is prefilled.
+        steps: as in `ShownMessage`.
+        fractions: as in `ShownMessage`.
+        before: the place without the newest turn; None if unknown.
+        places: results of `find_place`, by whether the newest turn is a prefill and does not count.
     """
 
     __slots__ = ("before", "first", "fractions", "goes_on", "places", "steps", "turns")
 
     def __init__(self, earlier: Transcript | None) -> None:
-        """Begin with nothing, or go on from an earlier one."""
+        """Start empty, or with the turns of an earlier transcript."""
         self.first: int = -1 if earlier is None else earlier.first
         self.turns: list[ShownMessage] = [] if earlier is None else earlier.turns.copy()
         self.goes_on = False
@@ -196,7 +196,7 @@ def digest_tool(name: str) -> bytes:
 
 
 def _read(conversation: Conversation) -> Transcript:
-    """What a conversation shows. What an earlier request has shown is known, and takes as much of the bounds."""
+    """Read a conversation. Turns of earlier requests may be cached, but use up as much of the bounds."""
     known, earlier = conversation.known, conversation.earlier
     if known is not None and known.transcript is not None:
         again: Transcript = known.transcript
@@ -218,13 +218,13 @@ def _read(conversation: Conversation) -> Transcript:
     made.steps, made.fractions = steps - steps_left, fractions - fractions_left
     if known is not None:
         spoken = zip(known.speakers[begins:], known.shown[begins:], strict=True)
-        if all(shown is not None for speaker, shown in spoken if speaker == ASSISTANT):  # what they show is small
+        if all(shown is not None for speaker, shown in spoken if speaker == ASSISTANT):  # all are small enough
             known.transcript = made
     return made
 
 
 def _list_groups(conversation: Conversation, begins: int, made: Transcript) -> list[list[ShownMessage]]:
-    """The assistant's messages from a place on, those together that stand side by side; notes how they begin and end."""
+    """Group consecutive assistant messages from an index on; sets `first` and `goes_on` of the transcript."""
     groups: list[list[ShownMessage]] = []
     conversation.check_count()
     for place in range(begins, len(conversation)):
@@ -248,7 +248,7 @@ def _join(messages: list[ShownMessage]) -> ShownMessage:
 
 
 def _look_at(conversation: Conversation, place: int) -> ShownMessage:
-    """What the message at a place shows. It is kept with the message if it is small."""
+    """Read the message at an index. The result is cached with the conversation if it is small."""
     known = conversation.known
     kept: ShownMessage | None = known.shown[place] if known is not None else None
     if kept is not None:

@@ -49,7 +49,7 @@ MAX_ENTRY: Final = 64
 _FREE: Final = 4
 _MOST_NAMES_KEPT: Final = 2
 _LONGEST_NAMES_KEPT: Final = 64
-"""An action that takes more of the bounds, or has more or longer names, is not kept with a known message."""
+"""Maximum bounds that a cached action uses up, and number and length of its names."""
 
 _KNOWN: Final = 1
 _RETURNED: Final = 2
@@ -159,13 +159,13 @@ class Reading:
 
 
 class KnownAction(NamedTuple):
-    """What one message of the assistant's does, for later requests that show it as well.
+    """The action in an assistant's message, cached for later requests that contain the message.
 
     Attributes:
-        ignored: names of arguments that were taken for thoughts.
-        names: as of a Turn.
-        id: 16 bytes that tell what was done from all else.
-        hash: the same in 8 bytes, as of a Turn.
+        ignored: names of the arguments that were treated as thoughts.
+        names: as in `Turn`.
+        id: digest of the action, 16 bytes.
+        hash: digest of the action, 8 bytes, as in `Turn`.
     """
 
     ignored: frozenset[str]
