@@ -702,7 +702,7 @@ def test_every_packed_value_begins_with_its_version(driver: Driver, one: Server)
     for kind, key in keys.items():
         one.client().setrange(key, 0, bytes([versions[kind] + 1]))
 
-    assert versions == {"sliding_ttl": 0, "fixed": 0, "ring": 0, "session": 3, "tenant": 0}
+    assert versions == {"sliding_ttl": 0, "fixed": 0, "ring": 0, "session": 4, "tenant": 0}
     assert [use_every_kind(driver, request) for request in (3, 4)] == [[1] * 4, [2] * 4]
     assert {kind: one.client().get(key)[0] for kind, key in keys.items()} == versions
     assert driver.store.health() == "ok"
