@@ -13,8 +13,8 @@ export PIP_COMPILE := 0
 # A module stays with one worker, because its tests share servers. Modules run in their order, doors first: those of many short
 # tests are at the end, so that no worker is left with a long one.
 WORKERS := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
-# What goes through a door waits most of the time: eight workers keep two processors busy.
-WAITING := -n 8 --dist loadscope --no-loadscope-reorder
+# What goes through a door waits most of the time: six workers keep two processors busy.
+WAITING := -n 6 --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # uv takes a tenth of pip's time, from pip's index. Where it fails, pip installs: only pip reads all of its own settings.
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
