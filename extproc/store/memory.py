@@ -53,8 +53,7 @@ _LATELY_MS: Final = 60_000
 """A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits it. Every entry but a log
-# begins with the time of its last use, and the time until which it is kept regardless of its lifetime. For a session, the
-# latter is the time at which it began.
+# begins with the time of its last use, and the time until which it is kept regardless of its lifetime.
 _TIMES: Final = struct.Struct("<qq")
 _TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
@@ -188,8 +187,9 @@ class MemoryStore:
         key = place.shared if shared else place.key
         entries = self._shards[hash(key) % len(self._shards)].get(lifetime)
         entry = entries.pop(key, None) if entries is not None else None
-        standing, admission = ledger.take_step_in_tree(asked, entry if isinstance(entry, bytes) else None, now, shared=shared)
-        state = admission[0] if admission is not None else b""
+        tree = bytes(entry[_TIMES.size :]) if entry is not None else None
+        standing, admission = ledger.take_step_in_tree(asked, tree, now, shared=shared)
+        state = _TIMES.pack(now, 0) + admission[0] if admission is not None and admission[0] else b""
         if entries is not None and entry is not None and state:  # as `_take` and `_put` do, in half the time
             entries[key] = state
             self._bytes += len(state) - len(entry)
@@ -213,8 +213,8 @@ class MemoryStore:
         """Whether the tenant may begin another session."""
         lifetime = asked.limits.idle_ms
         entry = self._take(asked.tenant, lifetime)
-        begun, room = enter(entry if isinstance(entry, bytes) else None, asked.limits, now)
-        self._put(asked.tenant, lifetime, begun, now)
+        begun, room = enter(bytes(entry[_TIMES.size :]) if entry is not None else None, asked.limits, now)
+        self._put(asked.tenant, lifetime, _TIMES.pack(now, 0) + begun, now)
         return room
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
@@ -222,9 +222,9 @@ class MemoryStore:
         ledger = self._at_hand.use(key)
         if ledger is None:
             entry = self._take(key, limits.idle_ms)
-            if not isinstance(entry, bytes):
+            if entry is None:
                 return None
-            ledger = Ledger(entry, now)
+            ledger = Ledger(bytes(entry[_TIMES.size :]), now)
         if not ledger.is_over(limits, now):
             return ledger
         self._drop_at_hand(key)
@@ -260,7 +260,7 @@ class MemoryStore:
         return True
 
     def _put_away(self, key: str, ledger: Ledger, now: int) -> None:
-        self._put(key, ledger.idle_ms, ledger.pack(), now)
+        self._put(key, ledger.idle_ms, _TIMES.pack(ledger.last, 0) + ledger.pack(), now)
 
     def _push(self, pushed: Push, now: int) -> list[bytes]:
         entry = self._take(pushed.key, pushed.ttl_ms)

@@ -183,3 +183,21 @@ def test_sessions_in_memory_are_bounded() -> None:
 
     assert len(store) <= 2_000
     assert store._bytes <= 2_000 * 256
+
+
+def test_packed_sessions_are_kept_until_they_are_over_and_no_longer() -> None:
+    """Whatever the time of day: their values begin with a version, which is no time."""
+    store = MemoryStore(Metrics(), max_entries=31)  # too few for ledgers at hand
+    start = 1_764_000_000_000
+
+    def ask_each(number: int, since: int, group: str) -> list[int]:
+        names = [(f"session:p::{group}{each}:7f", f"sessions:p::{group}{each}:7f") for each in range(10)]
+        steps = [make_step(number, NO_LIMITS, key=key, tenant=tenant) for key, tenant in names]
+        return [store.hit([step], start + since + 137 * each)[0].steps for each, step in enumerate(steps)]
+
+    assert ask_each(1, 0, "a") == [1] * 10
+    assert ask_each(2, 50_000, "a") == [2] * 10
+    for number in range(8):
+        assert ask_each(number, 200_000 + 2_000 * number, "b") == [number + 1] * 10
+
+    assert len(store) == 20
