@@ -534,6 +534,7 @@ def test_turns_are_shown_as_explain_shows_them() -> None:
     (sample,) = samples_of(service)
     lines = sample["compared"].splitlines()
     assert lines[-3:] == ['run | {"cmd":"pytest"} | 3 failed\\n2 passed'] * 3
+    assert sample["strength"] == "strong"  # the last result is an error
     assert len(lines) > 6
     assert all(line.startswith('read | {"path":"xxx') and line.endswith("yyy\u2026") for line in lines[:-3])
     assert len(sample["compared"]) <= 2_000
