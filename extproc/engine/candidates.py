@@ -680,9 +680,8 @@ class SessionCandidate(Candidate):
                 if not answer.whole or len(answer.entries) != min(self._earlier_steps, MAX_ENTRIES):
                     self._place = None
                 self._ask(self._body)
-        if (
-            self.waits and not self.limiter.shadow and self.find_stop() is not None
-        ):  # by this name, which no order was looked up by before
+        # Only now is the name known, so only now can an order about it be found.
+        if self.waits and not self.limiter.shadow and self.find_stop() is not None:
             self.hit, self._stopped = None, True
 
     def _find_kin(self) -> str:
@@ -742,7 +741,7 @@ class SessionCandidate(Candidate):
         self._name_session(root)
 
     def _place_below(self, root: str, parent: str) -> None:
-        """Take the agent's parent, which is nobody for an agent right below the root; in a circle, the root is no agent."""
+        """Set the agent's parent, which is empty directly below the root; in a circle, the root is no agent."""
         self.parent_name = "" if parent == root else parent
         if self.agent_name == root:
             self.agent_name = self.parent_name = ""

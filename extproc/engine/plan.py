@@ -96,7 +96,7 @@ class Parts:
 
     def find_agent_names(self, session: Session) -> AgentNames:
         """Where a policy looks for the names of agents."""
-        keys = f"{session.has_own_keys}{session.model_dump_json(include=_NAMING)}"
+        keys = _spell_names(session)
         made = self._agent_names.get(keys)
         if made is None:
             made = self._agent_names[keys] = AgentNames(session)
@@ -105,7 +105,7 @@ class Parts:
     def find_root_names(self, session: Session | None) -> SessionNames:
         """Where a policy without session_limits looks for the session at the root of agents."""
         session = session or _ANY_SESSION
-        keys = f"{session.has_own_keys}{session.model_dump_json(include=_NAMING)}"
+        keys = _spell_names(session)
         made = self._root_names.get(keys)
         if made is None:
             made = self._root_names[keys] = _make_names(session, None, self.find_agent_names(session))
@@ -118,6 +118,11 @@ def _compile_descriptors(limit_keys: Sequence[str | FirstOf]) -> _Descriptors:
         tuple(item for item in read if item.source != BODY),
         tuple((item, split_pointer(item.argument)) for item in read if item.source == BODY),
     )
+
+
+def _spell_names(session: Session) -> str:
+    """Equal texts for sessions that are named alike."""
+    return f"{session.has_own_keys}{session.model_dump_json(include=_NAMING)}"
 
 
 def _list_secrets(descriptor: Descriptor) -> list[tuple[str, str, str]]:

@@ -21,7 +21,7 @@ from extproc.sessions.session_limits import Notice, Price, Session, SessionLimit
 from extproc.sessions.trees import AgentNames, Roots
 from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
-from extproc.store.rules.tree import AGENT_LIMITS, AgentLimits, TreeStep
+from extproc.store.rules.tree import AGENT_LIMITS, NO_LIMITS, AgentLimits, TreeStep
 
 DETECTOR: Final = "session"
 """The detector's name in outcomes."""
@@ -38,7 +38,6 @@ UNNAMED: Final = "unnamed"
 """The name of a session for all requests of a caller without one."""
 
 _MOST_SESSIONS: Final = 2**31
-_ANY_AGENTS: Final = AgentLimits()
 _MOST_SHOWN: Final = 8
 _SHARED: Final = "shared"
 _NONE: Final = -1
@@ -474,7 +473,7 @@ class SessionGuard:
         limits = self.agent_limits
         if limits is None:
             return None
-        return TreeStep(keys.tree, keys.shared_tree, _ANY_AGENTS if allowed else limits, agent, parent)
+        return TreeStep(keys.tree, keys.shared_tree, NO_LIMITS if allowed else limits, agent, parent)
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
         """JSON that an access log entry has to repeat, so that the call it is about is known.

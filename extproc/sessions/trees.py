@@ -15,7 +15,7 @@ from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import HEADER
 from extproc.sessions.session_limits import Session
 from extproc.store.rules.root import RootSearch
-from extproc.store.rules.tree import NOBODY
+from extproc.store.rules.tree import ROOT
 
 _ROOTS: Final = 4_096
 _DAY_MS: Final = 86_400_000
@@ -140,5 +140,5 @@ class Roots:
 
 
 def digest_agent(name: str) -> bytes:
-    """The digest of an agent, given the hash of its name; `NOBODY` for an empty one."""
-    return bytes.fromhex(name) if name else NOBODY
+    """The digest of an agent, given the hash of its name; `ROOT` for an empty one."""
+    return bytes.fromhex(name) if name else ROOT

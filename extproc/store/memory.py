@@ -53,7 +53,8 @@ _LATELY_MS: Final = 60_000
 """A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits it. Every entry but a log
-# begins with the time of its last use, and the time until which it is kept regardless of its lifetime.
+# begins with the time of its last use, and the time until which it is kept regardless of its lifetime. For a tree of agents, the
+# latter is the time at which its session began.
 _TIMES: Final = struct.Struct("<qq")
 _TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
@@ -187,9 +188,8 @@ class MemoryStore:
         key = place.shared if shared else place.key
         entries = self._shards[hash(key) % len(self._shards)].get(lifetime)
         entry = entries.pop(key, None) if entries is not None else None
-        tree = bytes(entry[_TIMES.size :]) if entry is not None else None
-        standing, admission = ledger.take_step_in_tree(asked, tree, now, shared=shared)
-        state = _TIMES.pack(now, 0) + admission[0] if admission is not None and admission[0] else b""
+        standing, admission = ledger.take_step_in_tree(asked, entry if isinstance(entry, bytes) else None, now, shared=shared)
+        state = admission[0] if admission is not None else b""
         if entries is not None and entry is not None and state:  # as `_take` and `_put` do, in half the time
             entries[key] = state
             self._bytes += len(state) - len(entry)

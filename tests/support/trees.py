@@ -138,7 +138,7 @@ TREE_MOVES = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 10), st.sampled_from(["step", "step", "step", "retry"]), _GAPS), max_size=60
 )
 """Which agent asks, or the root, who its parent is, what it does, and after how many milliseconds. Ten agents claim anything:
-that they are their own parents, or have one that nobody knows."""
+that they are their own parents, or name an unknown one."""
 
 
 def play_tree(

@@ -12,7 +12,8 @@
 -- returns  for each the session's state, packed as STANDING, its tree's as TREE_ANSWER if it has one, a number for each tool as
 --          TOOL, and the tools' names
 --
--- tree.lua stands before this file. Formats, rules and names are those of session.py. The value decides; the key's own expiry only collects garbage.
+-- tree.lua is loaded before this file. Formats, rules and names are those of session.py. The value decides; the key's own expiry
+-- only collects garbage.
 
 local VERSION = 4
 local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I8I8I8I8I8I4I4I4I4I4I4I4I4BBBBBI2I2', 122

@@ -7,7 +7,7 @@ local TREE_VERSION = 1
 local TREE_HEAD, TREE_HEAD_SIZE = '>BI8I8I4I4', 25
 local AGENT, AGENT_SIZE = '>c8I2I8I8', 26
 local TREE_ASKED, TREE_ANSWER = '>c8c8i4i4i4i4I8', '>I4I4I2B'
-local NOBODY = string.rep('\0', 8)
+local ROOT = string.rep('\0', 8)
 local MAX_AGENTS, MINUTE_MS, MOST, MAX_DEPTH, UNKNOWN_DEPTH = 1024, 60000, 4294967295, 65535, 2
 
 local function find_agent(nodes, agent)
@@ -17,7 +17,7 @@ local function find_agent(nodes, agent)
 end
 
 local function find_depth(nodes, parent)
-  if parent == NOBODY then return 1 end
+  if parent == ROOT then return 1 end
   local at = find_agent(nodes, parent)
   return at and math.min(struct.unpack('>I2', nodes, at + 8) + 1, MAX_DEPTH) or UNKNOWN_DEPTH
 end
@@ -55,7 +55,7 @@ local function admit(value, asked, began, now, passes)
     if stamp == began then nodes = string.sub(value, TREE_HEAD_SIZE + 1) else agents, refused = 0, 0 end
   end
   local limit, used, allowed, depth, begins = nil, 0, 0, 0, false
-  if asked.agent ~= NOBODY then
+  if asked.agent ~= ROOT then
     local at = find_agent(nodes, asked.agent)
     if at then
       local _, known, first = struct.unpack(AGENT, nodes, at)

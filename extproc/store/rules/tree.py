@@ -23,7 +23,7 @@ MAX_AGENTS: Final = 1_024
 """More than any limit allows, so limits are exact."""
 
 MINUTE_MS: Final = 60_000
-NOBODY: Final = b""
+ROOT: Final = b""
 """In place of an agent or a parent: the root itself."""
 
 _MAX: Final = 2**32 - 1
@@ -64,8 +64,8 @@ class TreeStep:
         key: the key of the tree; it ends in the same two digits as that of the ledger.
         shared: the key of the tree of excess sessions, likewise.
         limits: what the agents may be.
-        agent: digest of the agent's name, 8 bytes, or `NOBODY`.
-        parent: digest of the name of the agent that started it, or `NOBODY`.
+        agent: digest of the agent's name, 8 bytes, or `ROOT`.
+        parent: digest of the name of the agent that started it, or `ROOT`.
     """
 
     __slots__ = ("agent", "key", "limits", "parent", "shared")

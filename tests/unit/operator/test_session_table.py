@@ -515,7 +515,7 @@ def test_a_run_has_ended_when_no_request_follows_an_answer(status: int, after: f
 
 
 def test_a_run_that_is_stopped_says_by_what() -> None:
-    """By a limit, of steps or another one; by its breaker or an operator; by another guard; or nobody knows."""
+    """By a limit, of steps or another one; by its breaker or an operator; by another guard; or unknown."""
     found = []
     for standing in (
         Standing(2, 1, 1, steps=1),

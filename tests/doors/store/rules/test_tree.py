@@ -23,7 +23,7 @@ CASES = {
     ),
     "none": (AgentLimits(agents=0), [(0, 0, 0, ""), (1, 1, 0, "max_agents 0/0"), (2, 0, 0, "")]),
     "depth": (AgentLimits(depth=2), [(0, 1, 0, ""), (1, 2, 1, ""), (2, 3, 2, "max_depth 3/2"), (3, 4, 1, "")]),
-    "a parent that nobody knows": (
+    "an unknown parent": (
         AgentLimits(depth=1),
         [(0, 1, 9, "max_depth 2/1"), (1, 1, 1, "max_depth 2/1"), (2, 1, 0, "")],
     ),
