@@ -53,8 +53,8 @@ _LATELY_MS: Final = 60_000
 """A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits it. Every entry but a log
-# begins with the time of its last use, and the time until which it is kept regardless of its lifetime. For a tree of agents, the
-# latter is the time at which its session began.
+# begins with the time of its last use, and the time until which it is kept regardless of its lifetime. For a tree of agents,
+# the latter is the time at which its session began.
 _TIMES: Final = struct.Struct("<qq")
 _TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
