@@ -153,7 +153,7 @@ def _main(folder: Path, modules: Sequence[str]) -> None:
     options = ["--config-file=", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
     chosen, target = [*options, *modules], str(folder / "c")
     # A file of C for each module takes half the time of one for all, and processors share them.
-    extensions = mypycify(chosen, opt_level="2", debug_level="0", group_name="extproc", multi_file=True, target_dir=target)
+    extensions = mypycify(chosen, opt_level="1", debug_level="0", group_name="extproc", multi_file=True, target_dir=target)
     for extension in extensions:
         extension.extra_compile_args += _FLAGS
     _build(extensions, folder)

@@ -43,9 +43,16 @@ def rendered(values: Values, *, release: str = RELEASE, namespace: str = NAMESPA
 
 def objects(values: Values, *, release: str = RELEASE, namespace: str = NAMESPACE) -> list[Object]:
     """Every object of a release, its `helm test` pod among them."""
-    texts = [text for name, text in rendered(values, release=release, namespace=namespace).items() if name.endswith(".yaml")]
-    documents = [part for text in texts for part in f"\n{text}".split("\n---\n")]
-    return [made for made in map(helm_python.values_from_yaml, documents) if made]
+    made: list[Object] = json.loads(render_objects(json.dumps(values), release, namespace))
+    return made
+
+
+@cache
+def render_objects(values: str, release: str, namespace: str) -> str:
+    """`objects`, from and to JSON: many tests look at the same values, and some change what they get."""
+    texts = rendered(json.loads(values), release=release, namespace=namespace)
+    documents = [part for name, text in texts.items() if name.endswith(".yaml") for part in f"\n{text}".split("\n---\n")]
+    return json.dumps([made for made in map(helm_python.values_from_yaml, documents) if made])
 
 
 def of_kind(made: list[Object], kind: str) -> list[Object]:
