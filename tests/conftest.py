@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 import extproc
 from extproc.cli.main import describe_version
@@ -30,11 +32,29 @@ limit_integers()  # as the command does
 sys.path.append(str(ROOT / "envoy"))  # scripts, and what agents and their models share
 
 TESTS = ROOT / "tests"
+DRIVING = "tests/doors/agents"
+AGENTS = {path.name: f"agents {place % 2}" for place, path in enumerate(sorted((ROOT / DRIVING).glob("test_*.py")))}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--build`, by which `make test` divides the tests."""
     parser.addoption("--build", choices=["sources", "compiled"], help="only what `make test` runs on this build")
+
+
+class Modules(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+    """A module stays with one worker, because its tests share servers.
+
+    Two workers have all modules that drive agents: each of their SDKs takes a second to import.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        scope: str = super()._split_scope(nodeid)
+        return AGENTS[Path(scope).name] if scope.startswith(f"{DRIVING}/") else scope
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Modules:
+    """How `-n` divides the tests."""
+    return Modules(config, log)
 
 
 def pytest_report_header() -> str:

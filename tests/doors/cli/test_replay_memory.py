@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.access_logs import USER, make_record, write_lines
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
 
 
+@pytest.mark.deep
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     """Ten times the log, of ten times as many callers, paths and loops, takes next to nothing more."""
     (tmp_path / "policies.json").write_text(json.dumps(bundle(policy("p", ANY, window_seconds=1, **USER))))
