@@ -11,6 +11,7 @@ import asyncio
 import http.client
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -204,6 +205,16 @@ def _name(flag: str) -> str:
     return flag.replace("-", "_")
 
 
+def _bind(claim: socket.socket, port: int) -> None:
+    """Take a port; for 0, one that the system gives to no outgoing connection before a server can listen on it."""
+    chosen = [port] if port else random.sample(range(20_000, 32_000), 20)
+    for number in chosen[:-1]:
+        with suppress(OSError):
+            claim.bind((HERE, number))
+            return
+    claim.bind((HERE, chosen[-1]))
+
+
 def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
     """Choose a port where 0 is wanted; raises DemoError if ports are taken, with all of them."""
     found, taken, flags = {}, [], []
@@ -212,7 +223,7 @@ def free_ports(wanted: Mapping[str, int]) -> dict[str, int]:
             claim = claims.enter_context(socket.socket())
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                claim.bind((HERE, port))
+                _bind(claim, port)
             except OSError as error:
                 what = f"port {port}, for {PORTS[flag][1]}: {os.strerror(error.errno or 0)}"
                 taken.append(f"{what}; choose another with --{flag} PORT, or 0 for any free port")
