@@ -336,6 +336,7 @@ _MOMENT = "within a second"
 """Stands in a refusal; on a machine that is busy it may read otherwise."""
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(
     shutil.which("curl") is None, reason="curl is not installed: the commands of README and docs are NOT tested"
 )

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.support import ROOT
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Process
@@ -40,6 +42,7 @@ def write(path: Path, **loop: object) -> str:
     return str(path)
 
 
+@pytest.mark.deep
 def test_every_scene_goes_as_told(tmp_path: Path) -> None:
     """Four loops and a cycle are refused with the reason, progress is not; the exit code is 0 and nothing stays behind."""
     demo = run(tmp_path / "log")
@@ -72,6 +75,7 @@ def test_every_scene_goes_as_told(tmp_path: Path) -> None:
     assert left(output) == []
 
 
+@pytest.mark.deep
 def test_an_agent_that_is_not_stopped_is_reported(tmp_path: Path) -> None:
     """With a policy in shadow mode the looping agent is given up some turns later: exit code 1, in red on a terminal."""
     shadow = write(tmp_path / "policy.json", mode="shadow", similarity="tool_calls")
@@ -102,6 +106,7 @@ def _read(terminal: int) -> str:
     return b"".join(parts).decode()
 
 
+@pytest.mark.deep
 def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     """Ctrl-C in the middle of a scene ends the demo with 130, and nothing stays behind."""
     slow = write(tmp_path / "policy.json", action="throttle", body="ignore", threshold_identical_requests=2)

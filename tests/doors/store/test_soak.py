@@ -20,6 +20,8 @@ from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, eventually, stack
 from tests.support.servers import Server, cluster, replicated, sentinels, server
 
+pytestmark = pytest.mark.deep
+
 POLICIES = bundle(
     policy("load", {"pathPrefix": "/load"}, window_seconds=600, threshold_identical_requests=5),
     policy("p", {"pathPrefix": "/p"}, window_seconds=600),

@@ -122,6 +122,7 @@ def test_what_only_others_have_seen_is_held_against_no_run(
         assert not send_all(make_service(agents(session=None)), runs, ORDERS[seed % 3], random).wrong
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("length", range(1, 6))
 @pytest.mark.parametrize("opening", [True, False])
 @pytest.mark.parametrize("messages", range(2, 9))

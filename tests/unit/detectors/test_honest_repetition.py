@@ -69,6 +69,7 @@ def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family
     assert refused(variants) == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
 def test_no_further_rule_refuses_honest_repetition(family: Family) -> None:
     """With all of `extra_rules` it gets notes at most, too."""
@@ -140,6 +141,7 @@ def test_a_similar_error_gets_a_note_at_most(action: str, escalate: dict[str, in
     assert act(turns, "chat", detector) == ["allow"] * 5 + [expected] * 19
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("result", [LONG, FATAL], ids=["long", "fatal"])
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
 def test_the_same_made_a_loop_is_refused_at_its_threshold(family: Family, result: str) -> None:

@@ -35,6 +35,7 @@ def list_wrong(runs: list[Run], order: str, random: Random, limit: str) -> list[
     return wrong
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("limit", ["max_steps", "max_tool_calls"])
 @pytest.mark.parametrize("habit", ["whole", "whole, retries", "newest 2 results kept", "last 5 turns, no opening, retries"])
 def test_limits_are_exact(habit: str, limit: str) -> None:
