@@ -129,6 +129,9 @@ _may_be_marked = look_for(_MARKED)
 """For `_FIELDS`, `_CODES` and `_USAGE`."""
 
 _RECORDS = ("{", "[", '"{', "'{")
+_holds_records = look_for(r"""(?:^|\n)(?:["']?\{|\[)""")
+"""Whether a line begins like one of `_RECORDS`."""
+
 _WELL = _compile(rf"""success(?<=["']success){_IS}true | ok(?<=["']ok){_IS}true""")
 _MESSAGE = re.compile(
     rf"""
@@ -141,11 +144,12 @@ _MESSAGE = re.compile(
     re.VERBOSE,
 )
 
-_KEY = rf"""
-    ["'](?:(?:message|msg|details?|output|stderr|stdout|content|result)["']{_SPACE}*[:=]|type["']:{_SPACE}?["']text["'],
-        {_SPACE}?["']text["']:){_SPACE}*["']
-  | text=["']
-"""
+_may_hold_messages = look_for(
+    rf"""
+      ["'](?:message|msg|details?|output|stderr|stdout|content|result)["']{_SPACE}*[:=]
+    | type["']:{_SPACE}?["']text["'],|text=["']
+    """
+)
 
 # What may precede the words of a line: a time, tags, brackets, bullets; but no signs of a diff, a table or a heading.
 _LABEL = r"(?:(?:observation|output|result|response|std(?:out|err))s?:\ {1,8})?+"
@@ -183,7 +187,7 @@ _BEGINS = re.compile(
 )
 _may_begin = look_for(
     rf"""
-    (?:^|[\n\x1e]|{_KEY})(?:
+    (?:^|\n)(?:
         (?:(?:observation|output|result|response|std(?:out|err))s?:\ +)?
         (?:{_NO_WORD}?[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}[t\ ][0-9:.,]+z?{_NO_WORD})?
         (?:<[^<>\n]+>|[^0-9a-z_<+|\#`\n-])*(?:
@@ -197,14 +201,14 @@ _may_begin = look_for(
           | {_WORD}+\ err!
           | err_ | {_WORD}+(?:error|exception)\)
           | traceback\ \(most
-          | fail
+          | fail(?:ed|ure)?(?:{_SPACE}|[:!.]|$)
           | (?:http\ |status\ )?[45][0-9]{{2}}\ (?:[a-z]+\ )?(?:
                 not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
             )
           | http/[0-9.]+\ [45]
           | build\ fail
           | (?:{_WORD}|:)+\ +error\ \ 
-          | segmentation\ fault|killed|aborted
+          | segmentation\ fault|(?:killed|aborted)(?:\n|$)
           | [^\t-\r\x1c-\x20:]+:[0-9]+:(?:[0-9]+:\ |\ (?:fatal\ )?error)
           | [^\t-\r\x1c-\x20:(]+\([0-9,]+\):\ (?:fatal\ )?error
           | [0-9]+:[0-9]+\ +error
@@ -214,7 +218,7 @@ _may_begin = look_for(
     )
     """
 )
-"""For a line or message that `_BEGINS` matches, alone or anywhere in a text."""
+"""Whether `_BEGINS` may match a line."""
 
 _BEGINNINGS = rf"""
     fatal|panic|traceback|fail|http/|segmentation\ fault|killed|aborted|err[!_]|(?:error|exception)[\[\]:)!\ ]|\ (?:error|exception)
@@ -268,18 +272,26 @@ _COMPLAINTS = rf"""
         not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported|respond|installed|implemented)
       | no\ (?:such|space|rule|matching|replacement)
       | (?:does|do|did|was|were|is|are|has|have|would)(?:n't|\ not)\ | (?:cannot|could\ not|couldn't|can't)
-      | (?:unable|failed)\ to|fail(?:ed|ure)|timed\ out|timeout|denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable
-      | overloaded|exceeded|rate[\ -]limit|too\ many\ requests|invalid|unknown\ |unrecogni[sz]ed|unterminated|unmatched
-      | unexpected|undefined|incorrect|missing|required|must\ (?:be|contain|not|have)|is\ (?:locked|busy)
-      | already\ (?:exists|in\ use|allocated|taken|booked)|syntax\ error|try\ again|error|problem:
+      | (?:unable|failed)\ to|timed\ out|denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable|overloaded|exceeded
+      | rate[\ -]limit|too\ many\ requests|invalid|unknown\ |unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined
+      | incorrect|missing|required|must\ (?:be|contain|not|have)|is\ (?:locked|busy)
+      | already\ (?:exists|in\ use|allocated|taken|booked)|syntax\ error|try\ again|(?:error|problem):
       | net::err_|errno|econn|enoent|eacces|eperm|eaddrinuse
     )
 """
-_may_complain = look_for(_COMPLAINTS)
-"""For a line or message that is complete or cut, alone or anywhere in a text: it may end after any of its words."""
+_may_complain = look_for(
+    rf"""
+    {_COMPLAINTS}
+  | timeout(?:\ (?:of|exceeded|expired|after|error|while|waiting)|\n|$)|fail(?:ed|ure)(?:[:;.!]|{_NO_WORD}*(?:\n|$))
+  | error[.!]?(?:\n|$)
+    """
+)
+"""Whether `_COMPLAINS` may find something in a line."""
 
-_may_fail = look_for("|".join((_DENIES, _MARKED, _BEGINNINGS, _WITHIN_TEXT, _COMPLAINTS)))
-"""For texts that contain anything of the above."""
+_may_fail = look_for(
+    f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)"
+)
+"""Whether a text contains anything of the above, or would if its lines were cut."""
 
 # The program that complains, at the start of a line. `name:12:` is the position of a match instead.
 _PROGRAM = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
@@ -318,6 +330,19 @@ _MISSING = _compile(
     | cannot (?:locate|find)\b | could not resolve to
     """
 )
+_may_pass = look_for(
+    r"""
+      connect|econn|was\ refused|fetch\ failed|not\ respond|timed[\ -]?out|deadline|timeout|429|50[234]|too\ many\ requests
+    | rate[\ _-]?limit|rate\ exceeded|throttl|throughput|unavailable|temporar|overloaded|try\ again|is\ locked
+    """
+)
+"""Whether one of `_TRANSIENT` may be in a line."""
+_may_miss = look_for(
+    r"""
+      found|nosuch|no\ |enoent|(?:does|did)(?:n't|\ not)\ (?:exist|match)|404|\ locate|\ find|resolve\ to
+    """
+)
+"""Whether one of `_MISSING` may be in a line."""
 _TOOL = r"(?:tool|command|method|function|module|script)"
 _NO_TOOL = re.compile(
     rf"""
@@ -370,18 +395,26 @@ def _leave_out_denials(said: str) -> str:
 def _find_line(said: str) -> str:
     """The line or message that reports a failure; empty if there is none."""
     lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n") if line and not line.isspace()]
-    messages: list[str] = []
-    if ("text=" in said or any([line.startswith(_RECORDS) for line in lines])) and not finds_any(said, _WELL):
-        messages = [one or other for one, other in _MESSAGE.findall(said)]
-    if _may_begin(said):
-        for line in messages + lines:
-            if _may_begin(line) and _BEGINS.match(line):
-                return line
+    text = "\n".join(lines)
+    messages = _list_messages(said, text)
+    for line in messages + lines if messages or _may_begin(text) else ():
+        if _may_begin(line) and _BEGINS.match(line):
+            return line
     found = _WITHIN.search(said) if _may_be_within(said) else None
     if found is not None:
         return said[found.start() : found.start() + _LONGEST_LINE]
-    if not _may_complain(said):
-        return ""
+    return _find_complaint(messages, lines) if messages or _may_complain(text) else ""
+
+
+def _list_messages(said: str, lines: str) -> list[str]:
+    """What the fields for messages of a record contain; nothing if its other fields report a success."""
+    if not (_may_hold_messages(said) and ("text=" in said or _holds_records(lines))) or finds_any(said, _WELL):
+        return []
+    return [one or other for one, other in _MESSAGE.findall(said)]
+
+
+def _find_complaint(messages: list[str], lines: list[str]) -> str:
+    """The message, first or last line, or line after a program's name that complains; empty if there is none."""
     ends = [line for line in lines[:1] + lines[1:][-1:] if not line.startswith(_RECORDS)]
     for line in messages + ends:
         if _may_complain(line) and _COMPLAINS.search("\n" + line) and not _QUOTES.match(line):
@@ -401,8 +434,8 @@ def _is_marked(said: str) -> bool:
 
 
 def _tell_kind(line: str) -> Failure:
-    if finds_any(line, _TRANSIENT):
+    if _may_pass(line) and finds_any(line, _TRANSIENT):
         return TRANSIENT
-    if finds_any(line, _MISSING) and not _NO_TOOL.search(line):
+    if _may_miss(line) and finds_any(line, _MISSING) and not _NO_TOOL.search(line):
         return MISSING
     return FATAL
