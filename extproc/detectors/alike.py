@@ -35,17 +35,18 @@ _BEHIND_WORD: Final = "".join(
 _WORDS: Final = "(?:error|fail|pass|problem|issue|warning|violation)"
 
 # Takes linear time: a match starts with the first digit of a number, and gives none back. Lookbehinds come after that digit,
-# because the engine finds digits fast, but would be slow to look back at every character.
+# because the engine finds digits fast, but would be slow to look back at every character. Before these, they look at the one
+# character that all of them need.
 _NUMBERS: Final = re.compile(
     rf"""
     [0-9](?<![0-9].)(?:
-      {_BEHIND_WORD}[0-9]*+(?:\.[0-9]++)?+
+      (?:(?<![:=].)(?<!:\ .)|(?i:{_BEHIND_WORD}))[0-9]*+(?:\.[0-9]++)?+
       (?!\ ?%)
-      (?!(?:\ ?/\ ?[0-9]{{1,9}}+|\ (?:out\ )?of\ [0-9]{{1,9}}+)?\ (?:[a-z]{{1,16}}\ )?{_WORDS})
-    | (?:{_BEHIND_LABEL}|(?<=\#.))[0-9]*+
+      (?!(?=[\ /])(?i:(?:\ ?/\ ?[0-9]{{1,9}}+|\ (?:out\ )?of\ [0-9]{{1,9}}+)?\ (?:[a-z]{{1,16}}\ )?{_WORDS}))
+    | (?:(?<=\#.)|(?i:(?<=[a-z]\ .)(?:{_BEHIND_LABEL})))[0-9]*+
     )
     """,
-    re.VERBOSE | re.IGNORECASE,
+    re.VERBOSE,
 )
 
 
