@@ -8,13 +8,13 @@ from pydantic_core import SchemaValidator, core_schema
 
 
 def look_for(pattern: str) -> Callable[[str], bool]:
-    """A function that returns whether a pattern occurs in a text.
+    r"""A function that returns whether a pattern occurs in a text.
 
     pydantic searches with Rust's `regex`, which reads each character once, however many alternatives there are, and takes
     linear time for any text. `re` tries one alternative after the other.
 
     Args:
-        pattern: in the syntax of Rust's `regex`, verbose: spaces count only as `\\ `, in classes, too. It has no lookarounds.
+        pattern: in the syntax of Rust's `regex`, verbose: spaces count only as `\ `, in classes, too. It has no lookarounds.
             Repeat with `*` and `+`, because each bounded repetition costs memory and time. A text with lone surrogates, which
             no JSON contains, matches nothing.
     """

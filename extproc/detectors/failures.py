@@ -49,9 +49,9 @@ def _compile(patterns: str) -> list[re.Pattern[str]]:
 
 _has_stem = look_for(
     r"""
-      err|fail|excep|fatal|panic|fault|killed|abort|traceback|not\ |n't|cannot|no\ |invalid|unable|unknown|unre|unexp|incor|unter
-    | unmat|undef|unav|unauth|timed\ o|timeo|denied|refused|rejected|forbid|limit|too\ many|overl|exceeded|missing|must[\ ]
-    | already\ |required|problem|locked|busy|try\ again|gateway|\*\*\*|exit|return|status|usage:|false|non
+      err|fail|excep|fatal|panic|fault|killed|abort|traceback|not\ |n't|cannot|no\ |invalid|unable|unknown|unre|unexp|incor
+    | unter|unmat|undef|unav|unauth|timed\ o|timeo|denied|refused|rejected|forbid|limit|too\ many|overl|exceeded|missing
+    | must\ |already\ |required|problem|locked|busy|try\ again|gateway|\*\*\*|exit|return|status|usage:|false|non
     """
 )
 """Every failure contains one of these."""
@@ -155,23 +155,25 @@ _may_hold_messages = look_for(
 _LABEL = r"(?:(?:observation|output|result|response|std(?:out|err))s?:\ {1,8})?+"
 _TIME = r"(?:\W?[0-9]{4}-[0-9]{2}-[0-9]{2}[t\ ][0-9:.,]{5,18}z?\W)?+"
 _BEFORE = rf"{_LABEL}{_TIME}(?:<[^<>\n]{{1,64}}>|[^\w<+|\#`\n-]){{0,16}}+"
+_KIND = "(?:parse|syntax|runtime|internal|fatal|validation|unhandled|uncaught)"
+_WHEN = r"(?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response|(?:execut|process|runn|call|pars|load)ing)"
+_SAYS_HTTP = r"""
+    (?:http\ |status\ )?[45][0-9]{2}\ (?:[a-z]+\ )?(?:
+        not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
+    )
+"""
 _BEGINS = re.compile(
     rf"""
     {_BEFORE}(?:
         (?:[a-z0-9.$]{{0,64}}(?:error|exception)|fatal|panic|e)(?:\[\w{{1,16}}\])?:(?!\s*[0-9.]+\s*%?$)
-      | (?:[\w.-]{{1,32}}\ ){{0,3}}(?:parse|syntax|runtime|internal|fatal|validation|unhandled|uncaught)\ (?:error|exception)
-      | (?:[\w.-]{{1,32}}\ )?(?:error|exception)(?:
-            [\])!]
-          | \ (?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response|(?:execut|process|runn|call|pars|load)ing)
-        )
+      | (?:[\w.-]{{1,32}}\ ){{0,3}}{_KIND}\ (?:error|exception)
+      | (?:[\w.-]{{1,32}}\ )?(?:error|exception)(?:[\])!]|\ {_WHEN})
       | an?\ (?:\w{{1,32}}\ )?(?:error|exception)\ (?:occurred|has)
       | \w{{1,16}}\ err!
       | err_\w{{1,64}}\ | \w{{1,64}}(?:error|exception)\)
       | traceback\ \(most
       | fail(?:ed|ure)?(?=[\s:!.]|$)
-      | (?:http\ |status\ )?[45][0-9]{{2}}\ (?:[a-z]+\ )?(?:
-            not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
-        )
+      | {_SAYS_HTTP}
       | http/[0-9.]{{1,3}}\ [45]
       | build\ fail
       | [\w:]{{1,64}}\ {{1,2}}error\ [ ]
@@ -192,25 +194,20 @@ _may_begin = look_for(
         (?:{_NO_WORD}?[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}[t\ ][0-9:.,]+z?{_NO_WORD})?
         (?:<[^<>\n]+>|[^0-9a-z_<+|\#`\n-])*(?:
             (?:[a-z0-9.$]*(?:error|exception)|fatal|panic|e)(?:\[{_WORD}+\])?:
-          | (?:[{_BEYOND}0-9a-z_.-]+\ )*(?:parse|syntax|runtime|internal|fatal|validation|unhandled|uncaught)\ (?:error|exception)
-          | (?:[{_BEYOND}0-9a-z_.-]+\ )?(?:error|exception)(?:
-                [\])!]
-              | \ (?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response|(?:execut|process|runn|call|pars|load)ing)
-            )
+          | (?:[.{_BEYOND}0-9a-z_-]+\ )*{_KIND}\ (?:error|exception)
+          | (?:[.{_BEYOND}0-9a-z_-]+\ )?(?:error|exception)(?:[\])!]|\ {_WHEN})
           | an?\ (?:{_WORD}+\ )?(?:error|exception)\ (?:occurred|has)
           | {_WORD}+\ err!
           | err_ | {_WORD}+(?:error|exception)\)
           | traceback\ \(most
           | fail(?:ed|ure)?(?:{_SPACE}|[:!.]|$)
-          | (?:http\ |status\ )?[45][0-9]{{2}}\ (?:[a-z]+\ )?(?:
-                not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
-            )
+          | {_SAYS_HTTP}
           | http/[0-9.]+\ [45]
           | build\ fail
-          | (?:{_WORD}|:)+\ +error\ \ 
+          | (?:{_WORD}|:)+\ +error\ [\ ]
           | segmentation\ fault|(?:killed|aborted)(?:\n|$)
-          | [^\t-\r\x1c-\x20:]+:[0-9]+:(?:[0-9]+:\ |\ (?:fatal\ )?error)
-          | [^\t-\r\x1c-\x20:(]+\([0-9,]+\):\ (?:fatal\ )?error
+          | [^:\t-\r\x1c-\x20]+:[0-9]+:(?:[0-9]+:\ |\ (?:fatal\ )?error)
+          | [^:(\t-\r\x1c-\x20]+\([0-9,]+\):\ (?:fatal\ )?error
           | [0-9]+:[0-9]+\ +error
         )
       | ---\ fail
@@ -221,8 +218,8 @@ _may_begin = look_for(
 """Whether `_BEGINS` may match a line."""
 
 _BEGINNINGS = rf"""
-    fatal|panic|traceback|fail|http/|segmentation\ fault|killed|aborted|err[!_]|(?:error|exception)[\[\]:)!\ ]|\ (?:error|exception)
-  | [45][0-9]{{2}}\ |:[0-9]+:[0-9]+:\ |\]:|(?:^|{_NO_WORD})e:
+    fatal|panic|traceback|fail|http/|segmentation\ fault|killed|aborted|err[!_]|(?:error|exception)[\[\]:)!\ ]
+  | \ (?:error|exception)|[45][0-9]{{2}}\ |:[0-9]+:[0-9]+:\ |\]:|(?:^|{_NO_WORD})e:
 """
 """The same in brief: a part of each alternative."""
 
@@ -288,9 +285,7 @@ _may_complain = look_for(
 )
 """Whether `_COMPLAINS` may find something in a line."""
 
-_may_fail = look_for(
-    f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)"
-)
+_may_fail = look_for(f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)")
 """Whether a text contains anything of the above, or would if its lines were cut."""
 
 # The program that complains, at the start of a line. `name:12:` is the position of a match instead.
