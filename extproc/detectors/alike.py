@@ -25,7 +25,7 @@ _NUMBERS_WITHIN: Final = 3_000
 _OPENING: Final = 96
 """First characters of results, which must be equal without digits: a fast check that tells most apart."""
 
-_NO_DIGITS: Final = str.maketrans("", "", "0123456789")
+_DIGITS: Final = b"0123456789"
 
 _LABELS: Final = ("attempt", "iteration", "job", "line", "request", "retry", "round", "run", "step", "task", "test", "try")
 _BEHIND_LABEL: Final = "|".join([rf"(?<={label}\ .)" for label in _LABELS])
@@ -69,7 +69,7 @@ def fold(text: str) -> bytes:
 
 def open_result(text: str) -> str:
     """The start of a result without digits, of the same length even if its numbers have grown."""
-    return text[: 2 * _OPENING].translate(_NO_DIGITS)[:_OPENING]
+    return text[: 2 * _OPENING].encode().translate(None, _DIGITS).decode()[:_OPENING]
 
 
 def leave_out_numbers(text: str) -> str:
