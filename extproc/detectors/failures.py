@@ -126,7 +126,7 @@ _MARKED = rf"""
   | usage:
 """
 _may_be_marked = look_for(_MARKED)
-"""For `_FIELDS`, `_CODES` and `_USAGE`."""
+"""Whether a text may contain what `_FIELDS`, `_CODES` or `_USAGE` find."""
 
 _RECORDS = ("{", "[", '"{', "'{")
 _holds_records = look_for(r"""(?:^|\n)(?:["']?\{|\[)""")
