@@ -25,7 +25,7 @@ _NUMBERS_WITHIN: Final = 3_000
 _OPENING: Final = 96
 """First characters of results, which must be equal without digits: a fast check that tells most apart."""
 
-_NO_DIGITS: Final = str.maketrans("", "", "0123456789")
+_DIGITS: Final = b"0123456789"
 
 _LABELS: Final = ("attempt", "iteration", "job", "line", "request", "retry", "round", "run", "step", "task", "test", "try")
 _BEHIND_LABEL: Final = "|".join([rf"(?<={label}\ .)" for label in _LABELS])
@@ -35,17 +35,18 @@ _BEHIND_WORD: Final = "".join(
 _WORDS: Final = "(?:error|fail|pass|problem|issue|warning|violation)"
 
 # Takes linear time: a match starts with the first digit of a number, and gives none back. Lookbehinds come after that digit,
-# because the engine finds digits fast, but would be slow to look back at every character.
+# because the engine finds digits fast, but would be slow to look back at every character. Before these, they look at the one
+# character that all of them need.
 _NUMBERS: Final = re.compile(
     rf"""
     [0-9](?<![0-9].)(?:
-      {_BEHIND_WORD}[0-9]*+(?:\.[0-9]++)?+
+      (?>(?<![:=].)(?<!:\ .)|(?i:{_BEHIND_WORD}))[0-9]*+(?:\.[0-9]++)?+
       (?!\ ?%)
-      (?!(?:\ ?/\ ?[0-9]{{1,9}}+|\ (?:out\ )?of\ [0-9]{{1,9}}+)?\ (?:[a-z]{{1,16}}\ )?{_WORDS})
-    | (?:{_BEHIND_LABEL}|(?<=\#.))[0-9]*+
+      (?!(?=[\ /])(?i:(?:\ ?/\ ?[0-9]{{1,9}}+|\ (?:out\ )?of\ [0-9]{{1,9}}+)?\ (?:[a-z]{{1,16}}\ )?{_WORDS}))
+    | (?:(?<=\#.)|(?i:(?<=[a-z]\ .)(?:{_BEHIND_LABEL})))[0-9]*+
     )
     """,
-    re.VERBOSE | re.IGNORECASE,
+    re.VERBOSE,
 )
 
 
@@ -68,7 +69,7 @@ def fold(text: str) -> bytes:
 
 def open_result(text: str) -> str:
     """The start of a result without digits, of the same length even if its numbers have grown."""
-    return text[: 2 * _OPENING].translate(_NO_DIGITS)[:_OPENING]
+    return text[: 2 * _OPENING].encode().translate(None, _DIGITS).decode()[:_OPENING]
 
 
 def leave_out_numbers(text: str) -> str:

@@ -17,6 +17,7 @@ import re
 from typing import Final, Literal, TypeAlias
 
 from extproc.detectors.results import finds_any
+from extproc.looks import look_for
 
 Failure: TypeAlias = Literal["", "fatal", "transient", "missing"]
 
@@ -33,17 +34,12 @@ SAID_WITHIN = 3_000
 _LONGEST_LINE = 400
 """Characters of a line or message that are read."""
 
-_RARE = "*qxjkvbpygfwm'"
-"""Characters that are rare in results, the rarest first."""
-
-
-def _look_for(*words: str) -> list[re.Pattern[str]]:
-    """Patterns for words, each starting with a rare letter: the engine finds single characters fastest."""
-    parts: dict[str, list[str]] = {}
-    for word in words:
-        letter = ([rare for rare in _RARE if rare in word] or [word[0]])[0]
-        parts.setdefault(letter, []).append(rf"{re.escape(word.partition(letter)[2])}(?<={re.escape(word)})")
-    return [re.compile(f"{re.escape(letter)}(?:{'|'.join(behind)})") for letter, behind in parts.items()]
+# Patterns for fast looks find whatever the exact patterns below find, and more. Instead of telling letters beyond ASCII apart,
+# they take each for any kind of character, which keeps them small.
+_BEYOND = r"\x{80}-\x{10ffff}"
+_WORD = rf"[0-9a-z_{_BEYOND}]"
+_NO_WORD = "[^0-9a-z_]"
+_SPACE = rf"[\t-\r\x1c-\x20{_BEYOND}]"
 
 
 def _compile(patterns: str) -> list[re.Pattern[str]]:
@@ -51,22 +47,16 @@ def _compile(patterns: str) -> list[re.Pattern[str]]:
     return [re.compile(re.sub(r"^\\b(\w+)", r"\1(?<!\\w\1)", pattern)) for pattern in re.split(r"\s+\|\s+", patterns.strip())]
 
 
-# Every failure contains one of these, so most results need no further search.
-_STEMS = _look_for(
-    "err", "fail", "excep", "fatal", "panic", "fault", "killed", "abort", "traceback", "not ", "n't", "cannot", "no ",
-    "invalid", "unable", "unknown", "unre", "unexp", "incor", "unter", "unmat", "undef", "unav", "unauth", "timed o",
-    "timeo", "denied", "refused", "rejected", "forbid", "limit", "too many", "overl", "exceeded", "missing", "must ",
-    "already ", "required", "problem", "locked", "busy", "try again", "gateway", "***", "exit", "return", "status",
-    "usage:", "false", "non",
-)  # fmt: skip  # one list
+_has_stem = look_for(
+    r"""
+      err|fail|excep|fatal|panic|fault|killed|abort|traceback|not\ |n't|cannot|no\ |invalid|unable|unknown|unre|unexp|incor
+    | unter|unmat|undef|unav|unauth|timed\ o|timeo|denied|refused|rejected|forbid|limit|too\ many|overl|exceeded|missing
+    | must\ |already\ |required|problem|locked|busy|try\ again|gateway|\*\*\*|exit|return|status|usage:|false|non
+    """
+)
+"""Every failure contains one of these."""
 
-_WORDS: Final = _look_for("error", "fail", "exception", "invalid", "problem", "***")
-"""All matches of `_NO_FAILURE` and `_WITHIN` contain one of these."""
-
-_WELL_WORDS: Final = _look_for("succe", 'ok"', "ok'")
-"""All matches of `_FIELDS` contain one of these or of `_WORDS`."""
-
-# Denials of failures, and empty fields for failures. One by one, these patterns search fast, but would cut in another order.
+# Denials of failures, and empty fields for failures.
 _NOTHING = [
     rf"{word}(?<!\w{word})\s+(?:of\ [0-9]+\s+)?(?:\w+\s+)?(?:errors?|exceptions?|failed|failures?)\b"
     for word in ("no", "0", "zero", "without any", "without")
@@ -85,8 +75,16 @@ _EMPTY = [
     """
     for word in ("error", "exception", "fail(?:ed|ure)", "invalid")
 ]
-_NO_FAILURES = [re.compile(part, re.VERBOSE) for part in (*_NOTHING, *_EMPTY)]
 _NO_FAILURE = re.compile("|".join((*_NOTHING, *_EMPTY)), re.VERBOSE)
+_DENIES = rf"""
+    (?:no|0|zero|without|any){_SPACE}+(?:of\ [0-9]+{_SPACE}+)?(?:{_WORD}+{_SPACE}+)?(?:error|exception|fail(?:ed|ure))
+  | (?:error|exception|failed|failure|invalid){_WORD}*(?:
+        ["']?{_SPACE}*[:=]{_SPACE}*(?:0|null|none|nil|undefined|false|\[{_SPACE}*\]|\{{{_SPACE}*\}}|""|'')
+      | {_SPACE}?/>
+      | >{_SPACE}*</
+    )
+"""
+_denies = look_for(_DENIES)
 
 _SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?!\w)"
 _GAP = r"[^\w(]{1,4}"
@@ -114,7 +112,26 @@ _FIELDS = _compile(
     | <\w{{0,32}}error>(?!\s{{0,8}}+</)
     """
 )
+_MARKED = rf"""
+    is_?error["']?{_SPACE}*[:=]{_SPACE}*true
+  | ["'](?:success|succeeded|ok)["']{_SPACE}*:{_SPACE}*false
+  | ["'](?:status|type)["']{_SPACE}*:{_SPACE}*["'](?:error|fail)
+  | ["'](?:error(?:s|_?(?:message|code|type))?|exceptions?)["']{_SPACE}*:{_SPACE}*["'{{\[td1-9-]
+  | ["']fail(?:ed|ures?)["']{_SPACE}*:{_SPACE}*[1-9]
+  | error>
+  | exit(?:[\ _-]?(?:code|status|value)[^0-9a-z_(]+|(?:ed)?(?:\ with(?:\ (?:exit\ )?(?:code|status))?\ |[:=]\ ?))-?[1-9]
+  | (?:return[\ _-]?(?:code|value)|status(?:[\ _-]?(?:code|value))?)[^0-9a-z_(]+-?[1-9]
+  | returned\ (?:with\ )?(?:code\ )?-?[1-9]
+  | non-?zero\ (?:exit|return|status|code)
+  | usage:
+"""
+_may_be_marked = look_for(_MARKED)
+"""Whether a text may contain what `_FIELDS`, `_CODES` or `_USAGE` find."""
+
 _RECORDS = ("{", "[", '"{', "'{")
+_holds_records = look_for(r"""(?:^|\n)(?:["']?\{|\[)""")
+"""Whether a line begins like one of `_RECORDS`."""
+
 _WELL = _compile(rf"""success(?<=["']success){_IS}true | ok(?<=["']ok){_IS}true""")
 _MESSAGE = re.compile(
     rf"""
@@ -127,27 +144,36 @@ _MESSAGE = re.compile(
     re.VERBOSE,
 )
 
+_may_hold_messages = look_for(
+    rf"""
+      ["'](?:message|msg|details?|output|stderr|stdout|content|result)["']{_SPACE}*[:=]
+    | type["']:{_SPACE}?["']text["'],|text=["']
+    """
+)
+
 # What may precede the words of a line: a time, tags, brackets, bullets; but no signs of a diff, a table or a heading.
 _LABEL = r"(?:(?:observation|output|result|response|std(?:out|err))s?:\ {1,8})?+"
 _TIME = r"(?:\W?[0-9]{4}-[0-9]{2}-[0-9]{2}[t\ ][0-9:.,]{5,18}z?\W)?+"
 _BEFORE = rf"{_LABEL}{_TIME}(?:<[^<>\n]{{1,64}}>|[^\w<+|\#`\n-]){{0,16}}+"
+_KIND = "(?:parse|syntax|runtime|internal|fatal|validation|unhandled|uncaught)"
+_WHEN = r"(?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response|(?:execut|process|runn|call|pars|load)ing)"
+_SAYS_HTTP = r"""
+    (?:http\ |status\ )?[45][0-9]{2}\ (?:[a-z]+\ )?(?:
+        not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
+    )
+"""
 _BEGINS = re.compile(
     rf"""
     {_BEFORE}(?:
         (?:[a-z0-9.$]{{0,64}}(?:error|exception)|fatal|panic|e)(?:\[\w{{1,16}}\])?:(?!\s*[0-9.]+\s*%?$)
-      | (?:[\w.-]{{1,32}}\ ){{0,3}}(?:parse|syntax|runtime|internal|fatal|validation|unhandled|uncaught)\ (?:error|exception)
-      | (?:[\w.-]{{1,32}}\ )?(?:error|exception)(?:
-            [\])!]
-          | \ (?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response|(?:execut|process|runn|call|pars|load)ing)
-        )
+      | (?:[\w.-]{{1,32}}\ ){{0,3}}{_KIND}\ (?:error|exception)
+      | (?:[\w.-]{{1,32}}\ )?(?:error|exception)(?:[\])!]|\ {_WHEN})
       | an?\ (?:\w{{1,32}}\ )?(?:error|exception)\ (?:occurred|has)
       | \w{{1,16}}\ err!
       | err_\w{{1,64}}\ | \w{{1,64}}(?:error|exception)\)
       | traceback\ \(most
       | fail(?:ed|ure)?(?=[\s:!.]|$)
-      | (?:http\ |status\ )?[45][0-9]{{2}}\ (?:[a-z]+\ )?(?:
-            not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
-        )
+      | {_SAYS_HTTP}
       | http/[0-9.]{{1,3}}\ [45]
       | build\ fail
       | [\w:]{{1,64}}\ {{1,2}}error\ [ ]
@@ -161,25 +187,44 @@ _BEGINS = re.compile(
     """,
     re.VERBOSE,
 )
-_MAY_BEGIN = [
-    *_look_for("fatal", "panic", "traceback", "fail", "http/", "segmentation fault", "killed", "aborted"),
-    *_compile(
-        r"""
-          err(?:[!_]|or(?:[\[\]:)! ]|(?<= error)))
-        | exception(?:[\[\]:)! ]|(?<= exception))
-        | 4[0-9]{2}[ ] | 5[0-9]{2}[ ] | :(?:[0-9]{1,7}:[0-9]{1,7}:[ ]|(?<=]:)|(?<=\We:))
-        """
-    ),
-]
-"""Every line that matches `_BEGINS` contains one of these."""
-
-_MAY_BE_WITHIN = _compile(
-    r"""
-      error(?:(?<=[0-9] error)|s?[:=] ?[1-9]|\)) | fail(?:(?<=[0-9] fail)|(?:ed|ures?)[:=] ?[1-9])
-    | problem(?<=[0-9] problem) | \*\*\*
+_may_begin = look_for(
+    rf"""
+    (?:^|\n)(?:
+        (?:(?:observation|output|result|response|std(?:out|err))s?:\ +)?
+        (?:{_NO_WORD}?[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}[t\ ][0-9:.,]+z?{_NO_WORD})?
+        (?:<[^<>\n]+>|[^0-9a-z_<+|\#`\n-])*(?:
+            (?:[a-z0-9.$]*(?:error|exception)|fatal|panic|e)(?:\[{_WORD}+\])?:
+          | (?:[.{_BEYOND}0-9a-z_-]+\ )*{_KIND}\ (?:error|exception)
+          | (?:[.{_BEYOND}0-9a-z_-]+\ )?(?:error|exception)(?:[\])!]|\ {_WHEN})
+          | an?\ (?:{_WORD}+\ )?(?:error|exception)\ (?:occurred|has)
+          | {_WORD}+\ err!
+          | err_ | {_WORD}+(?:error|exception)\)
+          | traceback\ \(most
+          | fail(?:ed|ure)?(?:{_SPACE}|[:!.]|$)
+          | {_SAYS_HTTP}
+          | http/[0-9.]+\ [45]
+          | build\ fail
+          | (?:{_WORD}|:)+\ +error\ [\ ]
+          | segmentation\ fault|(?:killed|aborted)(?:\n|$)
+          | [^:\t-\r\x1c-\x20]+:[0-9]+:(?:[0-9]+:\ |\ (?:fatal\ )?error)
+          | [^:(\t-\r\x1c-\x20]+\([0-9,]+\):\ (?:fatal\ )?error
+          | [0-9]+:[0-9]+\ +error
+        )
+      | ---\ fail
+      | \#\ fail\ [1-9]
+    )
     """
 )
-"""All matches of `_WITHIN` contain one of these."""
+"""Whether `_BEGINS` may match a line."""
+
+_BEGINNINGS = rf"""
+    fatal|panic|traceback|fail|http/|segmentation\ fault|killed|aborted|err[!_]|(?:error|exception)[\[\]:)!\ ]
+  | \ (?:error|exception)|[45][0-9]{{2}}\ |:[0-9]+:[0-9]+:\ |\]:|(?:^|{_NO_WORD})e:
+"""
+"""The same in brief: a part of each alternative."""
+
+_WITHIN_TEXT = r"[0-9]\ (?:error|fail|problem)|(?:failed|failures?|errors?)[:=]\ ?[1-9]|error\)|\*\*\*"
+_may_be_within = look_for(_WITHIN_TEXT)
 
 # Each alternative starts with a character of a small set.
 _WITHIN = re.compile(
@@ -219,6 +264,30 @@ _COMPLAINS = re.compile(
 )
 """Searched for in a line with a newline before it, or in the rest of a line with a space before it."""
 
+_COMPLAINTS = rf"""
+    (?:^|{_NO_WORD})(?:
+        not\ (?:found|available|permitted|allowed|authori[sz]ed|recogni[sz]ed|supported|respond|installed|implemented)
+      | no\ (?:such|space|rule|matching|replacement)
+      | (?:does|do|did|was|were|is|are|has|have|would)(?:n't|\ not)\ | (?:cannot|could\ not|couldn't|can't)
+      | (?:unable|failed)\ to|timed\ out|denied|refused|rejected|forbidden|unauthori[sz]ed|unavailable|overloaded|exceeded
+      | rate[\ -]limit|too\ many\ requests|invalid|unknown\ |unrecogni[sz]ed|unterminated|unmatched|unexpected|undefined
+      | incorrect|missing|required|must\ (?:be|contain|not|have)|is\ (?:locked|busy)
+      | already\ (?:exists|in\ use|allocated|taken|booked)|syntax\ error|try\ again|(?:error|problem):
+      | net::err_|errno|econn|enoent|eacces|eperm|eaddrinuse
+    )
+"""
+_may_complain = look_for(
+    rf"""
+    {_COMPLAINTS}
+  | timeout(?:\ (?:of|exceeded|expired|after|error|while|waiting)|\n|$)|fail(?:ed|ure)(?:[:;.!]|{_NO_WORD}*(?:\n|$))
+  | error[.!]?(?:\n|$)
+    """
+)
+"""Whether `_COMPLAINS` may find something in a line."""
+
+_may_fail = look_for(f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)")
+"""Whether a text contains anything of the above, or would if its lines were cut."""
+
 # The program that complains, at the start of a line. `name:12:` is the position of a match instead.
 _PROGRAM = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
 _USAGE = re.compile(r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)", re.MULTILINE)
@@ -256,6 +325,19 @@ _MISSING = _compile(
     | cannot (?:locate|find)\b | could not resolve to
     """
 )
+_may_pass = look_for(
+    r"""
+      connect|econn|was\ refused|fetch\ failed|not\ respond|timed[\ -]?out|deadline|timeout|429|50[234]|too\ many\ requests
+    | rate[\ _-]?limit|rate\ exceeded|throttl|throughput|unavailable|temporar|overloaded|try\ again|is\ locked
+    """
+)
+"""Whether one of `_TRANSIENT` may be in a line."""
+_may_miss = look_for(
+    r"""
+      found|nosuch|no\ |enoent|(?:does|did)(?:n't|\ not)\ (?:exist|match)|404|\ locate|\ find|resolve\ to
+    """
+)
+"""Whether one of `_MISSING` may be in a line."""
 _TOOL = r"(?:tool|command|method|function|module|script)"
 _NO_TOOL = re.compile(
     rf"""
@@ -277,72 +359,78 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
     >>> read_failure("cat: a.txt: No such file or directory"), read_failure("3 passed, 0 failed")
     ('missing', '')
     """
-    said = text[:SAID_WITHIN].lower()
-    if not failed and not finds_any(said, _STEMS):
+    beginning = text[:SAID_WITHIN].lower()
+    said = _unescape(beginning)
+    may_fail = _may_fail(said)
+    if not failed and not (may_fail and _has_stem(beginning)):
         return NO_FAILURE
-    said, worded = _prepare(said)
-    line = _find_line(said, worded=worded)
-    if line:
-        return _tell_kind(line)
-    return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said, worded=worded) else NO_FAILURE
+    if may_fail:
+        said = _leave_out_denials(said)
+        line = _find_line(said)
+        if line:
+            return _tell_kind(line)
+    return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said) else NO_FAILURE
 
 
 def find_complaint(text: str) -> str:
     """The line or message of a result that reports a failure, in lower case; empty if there is none."""
-    said, worded = _prepare(text[:SAID_WITHIN].lower())
-    return _find_line(said, worded=worded)
+    said = _unescape(text[:SAID_WITHIN].lower())
+    return _find_line(_leave_out_denials(said)) if _may_fail(said) else ""
 
 
-def _prepare(said: str) -> tuple[str, bool]:
-    """A text to search, without denials of failures, and whether it contains one of `_WORDS`."""
-    if "\\" in said:  # JSON in a string, or a string as Python writes it
-        said = said.replace("\\n", "\n").replace('\\"', '"')
-    worded = finds_any(said, _WORDS)
-    if worded and finds_any(said, _NO_FAILURES):
-        said = _NO_FAILURE.sub("", said)
-    return said, worded
+def _unescape(said: str) -> str:
+    """A text without the escapes of JSON in a string, or of a string as Python writes it."""
+    return said.replace("\\n", "\n").replace('\\"', '"') if "\\" in said else said
 
 
-def _find_line(said: str, *, worded: bool) -> str:
-    """The line or message that reports a failure; empty if there is none. `worded`: the text contains one of `_WORDS`."""
+def _leave_out_denials(said: str) -> str:
+    return _NO_FAILURE.sub("", said) if _denies(said) else said
+
+
+def _find_line(said: str) -> str:
+    """The line or message that reports a failure; empty if there is none."""
     lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n") if line and not line.isspace()]
-    ends = [line for line in lines[:1] + lines[1:][-1:] if not line.startswith(_RECORDS)]
-    messages: list[str] = []
-    if "text=" in said or any(line.startswith(_RECORDS) for line in lines):
-        messages = [] if finds_any(said, _WELL) else [one or other for one, other in _MESSAGE.findall(said)]
-    text = "\n" + "\n".join(lines)
-    places = [text.rfind("\n", 0, found.start()) for pattern in _MAY_BEGIN for found in pattern.finditer(text)]
-    for line in messages + [_read_line(text, place) for place in sorted(set(places))]:
-        if _BEGINS.match(line):
+    text = "\n".join(lines)
+    messages = _list_messages(said, text)
+    for line in messages + lines if messages or _may_begin(text) else ():
+        if _may_begin(line) and _BEGINS.match(line):
             return line
-    found = _WITHIN.search(said) if worded and finds_any(said, _MAY_BE_WITHIN) else None
+    found = _WITHIN.search(said) if _may_be_within(said) else None
     if found is not None:
         return said[found.start() : found.start() + _LONGEST_LINE]
+    return _find_complaint(messages, lines) if messages or _may_complain(text) else ""
+
+
+def _list_messages(said: str, lines: str) -> list[str]:
+    """What the fields for messages of a record contain; nothing if its other fields report a success."""
+    if not (_may_hold_messages(said) and ("text=" in said or _holds_records(lines))) or finds_any(said, _WELL):
+        return []
+    return [one or other for one, other in _MESSAGE.findall(said)]
+
+
+def _find_complaint(messages: list[str], lines: list[str]) -> str:
+    """The message, first or last line, or line after a program's name that complains; empty if there is none."""
+    ends = [line for line in lines[:1] + lines[1:][-1:] if not line.startswith(_RECORDS)]
     for line in messages + ends:
-        if _COMPLAINS.search("\n" + line) and not _QUOTES.match(line):
+        if _may_complain(line) and _COMPLAINS.search("\n" + line) and not _QUOTES.match(line):
             return line
     for line in lines:
-        program = _PROGRAM.match(line) if ":" in line else None
+        program = _PROGRAM.match(line) if ":" in line and _may_complain(line) else None
         if program is not None and not _QUOTES.match(line) and _COMPLAINS.search(" " + line[program.end() :]):
             return line
     return ""
 
 
-def _read_line(text: str, end: int) -> str:
-    """The line after the end of another."""
-    return text[end + 1 : end + 1 + _LONGEST_LINE].partition("\n")[0]
-
-
-def _is_marked(said: str, *, worded: bool) -> bool:
-    """Whether a field or a code reports a failure; `worded`: see `_find_line`."""
-    if (worded or finds_any(said, _WELL_WORDS)) and finds_any(said, _FIELDS):
-        return True
-    return finds_any(said, _CODES) or ("usage:" in said and _USAGE.search(said) is not None)
+def _is_marked(said: str) -> bool:
+    """Whether a field or a code reports a failure."""
+    if not _may_be_marked(said):
+        return False
+    return finds_any(said, _FIELDS) or finds_any(said, _CODES) or ("usage:" in said and _USAGE.search(said) is not None)
 
 
 def _tell_kind(line: str) -> Failure:
-    if finds_any(line, _TRANSIENT):
+    if _may_pass(line) and finds_any(line, _TRANSIENT):
         return TRANSIENT
-    if finds_any(line, _MISSING) and not _NO_TOOL.search(line):
+    if _may_miss(line) and finds_any(line, _MISSING) and not _NO_TOOL.search(line):
         return MISSING
     return FATAL

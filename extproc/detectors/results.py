@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Final, TypeAlias
 
 from extproc.bounded import Memo
+from extproc.looks import look_for
 
 MAX_NORMALIZED = 16_384
 """Length of the start of a result that is normalized, in characters; the rest is compared unchanged."""
@@ -90,22 +91,21 @@ _VOLATILE = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
-# Except in Unix times, all digits are alike, so lines with the same shape (each digit replaced by 0) have volatile parts in the
-# same places. Most lines have none, which a search for a few characters in two views of a result shows in a tenth of the time.
-# The patterns for that begin with one character, which the engine finds faster than `in` does.
-_DIGITS = bytes.maketrans(b"123456789", b"000000000")
-_UNITS = bytes.maketrans(b"dhmnsu\xb5Bt", b"uuuuuuubb")
-_WORDS = bytes.maketrans(b"abcdefABCDEFILNOPRST\t\"':=#([", b"000000000000ilnoprst        ")
-_TIMES = (re.compile(":0"), re.compile("/u(?<=b/u)"))
-"""In the view with `_UNITS`: a time of day, with or without a date, or a position; a rate."""
-_DURATION = re.compile("0 ?u")
-_NUMBERED = (re.compile("p(?:i0 |ort |(?<=st0p) )"), re.compile("lin0 "), re.compile("t000000"))
-"""In the view with `_WORDS`: words before a number, and a compact time."""
-_HEX = "00000000"
-_HEX_LETTERS = bytes.maketrans(b"bcdefABCDEF", b"aaaaaaaaaaa")
-_WITHOUT_DIGITS = (re.compile("tmp/"), re.compile("hunk[ _][iI][dD]"))
-"""Besides hex that has only letters, these begin the only volatile parts without a digit."""
+_WITHOUT_DIGITS = r"/tmp/|hunk[\ _][iI][dD]|[a-fA-F]{8}"  # noqa: S108  # no file
+_may_be_volatile_without_digits = look_for(_WITHOUT_DIGITS)
+_may_be_volatile = look_for(
+    rf"""
+      {_WITHOUT_DIGITS}|[0-9a-fA-F]{{8}}
+    | [0-9]\ ?(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)(?:[^A-Za-z]|$)
+    | [bBt]/s|[0-9]:[0-9][0-9]|(?:\.[A-Za-z]{{1,5}}|akefile|ocalhost):[0-9]|[0-9]T[0-9]{{6}}
+    | (?:[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]|[pP][iI][dD])[\ \t"':=\#(\[]+[0-9]
+    """
+)
+"""Whether a text or a line may have volatile parts. `_VOLATILE` takes ten times as long."""
 
+# Except in Unix times, all digits are alike, so lines with the same shape (each digit replaced by 0) have volatile parts in the
+# same places.
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _UNIX_TIME = "0000000000"
 """The shape of a number that may be a Unix time, in seconds or smaller units."""
 
@@ -126,16 +126,19 @@ _NAMED = re.compile(
     """,
     re.VERBOSE,
 )
-_SMALL = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ=", b"abcdefghijklmnopqrstuvwxyz:")
-_NAMES = re.compile(":(?<=[de]:)(?:(?<=uestid:)|(?<=raceid:)|(?<=ionid:)|(?<=nonce:))")
-"""In lower case and without separators, all matches of `_NAMED` contain one of these; `_NAMED` takes ten times as long."""
-
 _OVERWRITTEN = re.compile(r"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)
 """Text that a terminal no longer shows, such as earlier states of a progress bar."""
 
 _SET_OPENS: Final = "{'"
 _SET = re.compile(r"\{'[^'{}\n]*+'(?:,\ '[^'{}\n]*+')++\}")
 """A set of strings as Python writes it, in a different order each time."""
+
+_may_name_ids = look_for(
+    r"""
+      (?:req|request|trace|call|toolu)_[A-Za-z0-9]{8}|(?:[rR]equest|[tT]race|[cC]orrelation)[\ _-]?[iI][dD]|[nN]once|\{'
+    """
+)
+"""Whether a text may contain what `_PREFIXED`, `_NAMED` or `_SET` find."""
 
 _Take: TypeAlias = Callable[[str], Iterable[str]] | bool
 """Takes the parts between volatile ones from a line. False if nothing is volatile, True if the shape does not tell."""
@@ -169,23 +172,23 @@ def normalize(text: str) -> str:
 def _normalize(text: str) -> str:
     if "\r" in text:
         text = _OVERWRITTEN.sub("", text)
-    if ("equest" in text or "race" in text or "orrelation" in text or "once" in text) and _may_name_id(text):
+    if _may_name_ids(text):
         text = _NAMED.sub(rf"\1{_GONE}", text)
-    text = _PREFIXED.sub(f"_{_GONE}", text)
-    text = _SET.sub(_sort_set, text)
+        text = _PREFIXED.sub(f"_{_GONE}", text)
+        text = _SET.sub(_sort_set, text)
     if "\\" in text:  # JSON in a string: the letter of an escape must not join the next word
         text = text.replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
-    shapes = text.encode("latin-1", "replace").translate(_DIGITS).decode("latin-1")
-    mark = _find_mark(shapes)
-    if mark is None:
+    if not _may_be_volatile(text):
         return text
+    shapes = text.encode("latin-1", "replace").translate(_DIGITS).decode("latin-1")
+    mark = "" if _may_be_volatile_without_digits(text) else "0"
     ascii_alone = text.isascii()
     lines = []
     for line, shape in zip(text.split("\n"), shapes.split("\n"), strict=True):
         if mark not in shape:
             lines.append(line)
         elif len(line) > _LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # its shape is unique, or does not show all
-            lines.append(line if _find_mark(shape) is None else _VOLATILE.sub(_GONE, line))
+            lines.append(_VOLATILE.sub(_GONE, line) if _may_be_volatile(line) else line)
         else:
             take = _KNOWN.get(shape)
             if take is None:
@@ -197,29 +200,8 @@ def _normalize(text: str) -> str:
     return "\n".join(lines)
 
 
-def _may_name_id(text: str) -> bool:
-    return _NAMES.search(text.encode("latin-1", "replace").translate(_SMALL, b" _-'\"").decode("latin-1")) is not None
-
-
 def _sort_set(found: re.Match[str]) -> str:
     return "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}"
-
-
-def _find_mark(shapes: str) -> str | None:
-    """What is in the shape of each line that may have volatile parts: "0", or "" for any line; None if no line has any."""
-    seen = shapes.encode("latin-1")
-    words = seen.translate(_WORDS).decode("latin-1")
-    has_hex = _HEX in words
-    if finds_any(shapes, _WITHOUT_DIGITS) or (has_hex and seen.translate(_HEX_LETTERS).find(b"aaaaaaaa") >= 0):
-        return ""
-    if has_hex:
-        return "0"
-    if "0" not in shapes:
-        return None
-    units = seen.translate(_UNITS).decode("latin-1")
-    if finds_any(units, _TIMES) or ("u" in units and _DURATION.search(units)) or finds_any(words, _NUMBERED):
-        return "0"
-    return None
 
 
 def _find_what_stays(shape: str) -> _Take:

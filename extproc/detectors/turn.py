@@ -22,11 +22,12 @@ from extproc.decision import STRONG, WEAK
 from extproc.detectors.actions import AssistantAction, find_mark, may_hold, number_id, read_action, read_failed_call
 from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains
-from extproc.detectors.failures import FATAL, NO_FAILURE, SAID_WITHIN, TRANSIENT, Failure, read_failure
+from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.failures import MISSING as NOT_FOUND
 from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
+from extproc.looks import look_for
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
 from extproc.request.document import ABSENT, Document, count_left, walk, write_canonical
 
@@ -36,6 +37,7 @@ _DIGEST: Final = 8
 _ID: Final = 16
 
 _MARKS: Final = [(f"<{tag}>", f"</{tag}>") for tag in sorted(INJECTED_TAGS)]
+_may_be_injected: Final = look_for("|".join([start for start, _ in _MARKS]))
 
 _MAX_NORMALIZED_IN_ALL: Final = 6 * MAX_NORMALIZED
 """Maximum length of all results of a request to normalize, in characters; others are compared unchanged."""
@@ -91,12 +93,6 @@ _NORMAL: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
 
 _FAILURES: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
 """A cache of ids of failures, by digests of the results."""
-
-_KINDS: Final[Memo[bytes, Failure]] = Memo(_MOST_KNOWN)
-"""A cache of how longer results failed, by their digests, because stuck agents send these repeatedly."""
-
-_WORTH_KEEPING: Final = 512
-"""Minimum length of results in it, in characters: reading a shorter one takes no longer than its digest."""
 
 
 class Reading:
@@ -199,8 +195,10 @@ class Turn:
         "_normal",
         "_normal_id",
         "_normalizes",
+        "_opening",
         "_reading",
         "_result",
+        "_result_id",
         "_returned",
         "_words",
         "answered",
@@ -234,6 +232,8 @@ class Turn:
         self._words: bytes | None = None
         self._mark: str | None = None
         self._result: str | None = None
+        self._result_id: bytes | None = None
+        self._opening: str | None = None
         self._head: str | None = None
         self._normalizes: bool | None = None
         self._normal: str | None = None
@@ -318,6 +318,20 @@ class Turn:
         return self._head
 
     @property
+    def opening(self) -> str:
+        """The start of the result without digits; see `open_result`."""
+        if self._opening is None:
+            self._opening = open_result(self.result)
+        return self._opening
+
+    @property
+    def result_id(self) -> bytes:
+        """A digest of `result`, 16 bytes."""
+        if self._result_id is None:
+            self._result_id = digest(self.result.encode(), _ID)
+        return self._result_id
+
+    @property
     def normal(self) -> str:
         """The result without volatile parts, or unchanged if `may_normalize` is False."""
         if self._normal is None:
@@ -328,11 +342,10 @@ class Turn:
     def normal_id(self) -> bytes:
         """A digest of `normal`, 16 bytes; those of recently compared results are cached."""
         if self._normal_id is None:
-            text_id = digest(self.result.encode(), _ID)
-            found = _NORMAL.get(text_id) if self.may_normalize() else text_id
+            found = _NORMAL.get(self.result_id) if self.may_normalize() else self.result_id
             if found is None:
                 found = digest(self.normal.encode(), _ID)
-                _NORMAL.put(text_id, found)
+                _NORMAL.put(self.result_id, found)
             self._normal_id = found
         return self._normal_id
 
@@ -359,13 +372,7 @@ class Turn:
         """How it failed, if it did."""
         if self._failure is None:
             text = self.result  # which sets `_failed`: the API says so
-            long = not self._failed and len(text) >= _WORTH_KEEPING
-            key = digest(text[:SAID_WITHIN].encode(), _ID) if long else b""
-            kind = _KINDS.get(key) if long else None
-            if kind is None:
-                kind = read_failure(text, failed=self._failed)
-                if long:
-                    _KINDS.put(key, kind)
+            kind = read_failure(text, failed=self._failed)
             if kind == NO_FAILURE and self.known and not self._returned and not self.names and complains(text):
                 kind = FATAL
             self._failure = kind
@@ -380,12 +387,11 @@ class Turn:
         return self._failure_id
 
     def _identify_failure(self) -> bytes:
-        text_id = digest(self.result.encode(), _ID)
-        found = _FAILURES.get(text_id) if self.may_normalize() else None
+        found = _FAILURES.get(self.result_id) if self.may_normalize() else None
         if found is None:
-            found = digest((open_result(self.result) + _NEXT + leave_out_numbers(self.normal)).encode(), _FAILURE)
+            found = digest((self.opening + _NEXT + leave_out_numbers(self.normal)).encode(), _FAILURE)
             if self.may_normalize():
-                _FAILURES.put(text_id, found)
+                _FAILURES.put(self.result_id, found)
         return found
 
     @property
@@ -637,7 +643,7 @@ def same_turn(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
 def may_fail_alike(one: AnyTurn, other: AnyTurn) -> bool:
     """False if a fast check shows that two results are not similar failures."""
     if isinstance(one, Turn) and isinstance(other, Turn):
-        return open_result(one.result) == open_result(other.result)
+        return one.opening == other.opening
     return other.failed
 
 
@@ -673,7 +679,7 @@ def _write_said(message: Message, part: Part, document: Document) -> str:
 def strike_injected(text: str) -> str:
     """A text without what a harness has injected; unchanged if there is nothing else."""
     struck = text.partition("\n")[2].strip() if text.startswith(CALL_ID_LINE) else text
-    for start, end in _MARKS:
+    for start, end in _MARKS if _may_be_injected(struck) else ():
         if struck.find(start) >= 0:
             struck = _strike(struck, start, end).strip()
     return struck or text

@@ -8,19 +8,34 @@ from hypothesis import strategies as st
 
 from extproc.detectors.failures import (
     _BEGINS,
-    _MAY_BE_WITHIN,
-    _MAY_BEGIN,
+    _CODES,
+    _COMPLAINS,
+    _FIELDS,
+    _LONGEST_LINE,
+    _MESSAGE,
+    _MISSING,
     _NO_FAILURE,
-    _NO_FAILURES,
-    _STEMS,
+    _TRANSIENT,
+    _USAGE,
     _WITHIN,
-    _WORDS,
     FATAL,
     MISSING,
     NO_FAILURE,
+    SAID_WITHIN,
     TRANSIENT,
+    _denies,
     _find_line,
+    _has_stem,
+    _holds_records,
     _is_marked,
+    _may_be_marked,
+    _may_be_within,
+    _may_begin,
+    _may_complain,
+    _may_fail,
+    _may_hold_messages,
+    _may_miss,
+    _may_pass,
     is_error,
     read_failure,
 )
@@ -174,37 +189,58 @@ _BEGINNINGS = [
 ]
 
 
+_COMPLAINTS = [
+    *("cat: ", "no such ", "unable to ", "timeout", "refused", "rate limit", "unknown x", "missing", "is locked", "try again"),
+    *("connection ", "503", "temporarily", "404", "no row found", "problem:", "error", "failed", ".", '{"message":"', "text='"),
+]
+_ODD = ["\u0307", "\u0130", "\u017f", "\u212a", "\xa0", "\u2028", "\x1c", "\u65e5", "\r", "\t", "a" * 390, "- " * 190]
+
+
+@given(st.lists(st.sampled_from(_PIECES + _BEGINNINGS + _COMPLAINTS + _ODD), max_size=20).map("".join))
+def test_a_quick_look_misses_nothing(text: str) -> None:
+    """Whatever an exact pattern finds, the quick look before it does, too, in any letters and in lines that are cut."""
+    assert_quick_looks_are_right(text[:SAID_WITHIN].lower())
+
+
 @given(st.lists(st.sampled_from(_PIECES), max_size=30).map("".join))
-def test_a_quick_look_misses_no_failure(text: str) -> None:
-    """Looking for parts of words first spares the patterns their search, and changes nothing."""
-    assert_quick_looks_are_right(text.lower())
-
-
-@given(st.lists(st.sampled_from(_PIECES + _BEGINNINGS), max_size=12).map("".join))
-def test_a_quick_look_misses_no_line(text: str) -> None:
-    """The same for each of the patterns that read lines."""
+def test_every_failure_has_a_stem(text: str) -> None:
+    """A text without one of the stems needs no further look."""
     said = text.lower()
 
-    assert finds_any(said, _NO_FAILURES) is (_NO_FAILURE.search(said) is not None)
-    assert finds_any(said, _MAY_BE_WITHIN) or _WITHIN.search(said) is None
-    for line in said.split("\n"):
-        assert finds_any("\n" + line, _MAY_BEGIN) or _BEGINS.match(line) is None
+    assert _has_stem(said) or not (_find_line(said) or _is_marked(said))
 
 
 @pytest.mark.parametrize("kind_and_text", TOOL_RESULTS)
 def test_a_quick_look_misses_none_of_the_results(kind_and_text: tuple[str, str]) -> None:
     """The same for what tools write."""
-    assert_quick_looks_are_right(kind_and_text[1].lower())
+    said = kind_and_text[1].lower()
+
+    assert_quick_looks_are_right(said)
+    assert _has_stem(said) or not (_find_line(said) or _is_marked(said))
 
 
 def assert_quick_looks_are_right(said: str) -> None:
-    """Nothing is found that a look for parts of words rules out."""
-    worded = finds_any(said, _WORDS)
-    line, marked = _find_line(said, worded=True), _is_marked(said, worded=True)
+    """Nothing is found that a quick look rules out."""
+    lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n")]
+    begins = any(_BEGINS.match(line) for line in lines)
+    complains = any(_COMPLAINS.search("\n" + line) for line in lines)
+    within = _WITHIN.search(said) is not None
+    marked = finds_any(said, _FIELDS) or finds_any(said, _CODES) or _USAGE.search(said) is not None
+    denied = _NO_FAILURE.search(said) is not None
 
-    assert finds_any(said, _STEMS) or not (line or marked)
-    assert worded or _NO_FAILURE.search(said) is None
-    assert (_find_line(said, worded=worded), _is_marked(said, worded=worded)) == (line, marked)
+    assert _may_fail(said) or not (begins or complains or within or marked or denied)
+    assert _denies(said) or not denied
+    assert _may_be_marked(said) or not marked
+    assert _may_be_within(said) or not within
+    assert _may_begin("\n".join(lines)) or not begins
+    assert _may_complain("\n".join(lines)) or not complains
+    assert _may_hold_messages(said) or not _MESSAGE.search(said)
+    assert _holds_records(said) is any(line.startswith(("{", "[", '"{', "'{")) for line in said.split("\n"))
+    for line in lines:
+        assert _may_begin(line) or not _BEGINS.match(line)
+        assert _may_complain(line) or not _COMPLAINS.search("\n" + line)
+        assert _may_pass(line) or not finds_any(line, _TRANSIENT)
+        assert _may_miss(line) or not finds_any(line, _MISSING)
 
 
 _HOSTILE = [

@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from extproc.detectors.results import (
     _NAMED,
+    _PREFIXED,
+    _SET,
     _VOLATILE,
     MAX_NORMALIZED,
-    _may_name_id,
+    _may_be_volatile,
+    _may_name_ids,
     differ_in_lines,
     may_be_equal,
     normalize,
@@ -192,6 +195,7 @@ def test_a_look_at_each_line_finds_what_the_pattern_finds(text: str, times: int)
     repeated = "\n".join([text, text.translate(digits)] * times)
 
     assert normalize(repeated) == _VOLATILE.sub("#", repeated)
+    assert _may_be_volatile(text) or not _VOLATILE.search(text)
 
 
 def test_a_line_that_is_not_ascii_is_read_for_itself() -> None:
@@ -259,14 +263,15 @@ _NAMES = [
     "id",
     "ID",
     "a1B2c3D4",
+    *("{'", "', '", "'}", "Ab1"),
     *"_- :=\"'x",
 ]
 
 
 @given(st.lists(st.sampled_from(_NAMES), max_size=12).map("".join))
 def test_a_quick_look_misses_no_id_of_a_call(text: str) -> None:
-    """Looking for the ends of the names first spares the pattern its search, and changes nothing."""
-    assert _NAMED.search(text) is None or _may_name_id(text)
+    """Looking for the names first spares the patterns their search, and changes nothing; sets are looked for with them."""
+    assert _may_name_ids(text) or not (_NAMED.search(text) or _PREFIXED.search(text) or _SET.search(text))
 
 
 def test_ids_of_a_call_are_left_out() -> None:
