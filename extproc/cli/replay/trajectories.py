@@ -34,10 +34,10 @@ class TrajectoryStep(msgspec.Struct):
     message: Any = ""
     tool_calls: list[_ToolCall] | None = None
     observation: _Observation | None = None
-    timestamp: str | None = None
-    model_name: str | None = None
-    metrics: Any = None
-    is_copied_context: bool | None = None
+    timestamp: Any = None
+    model_name: Any = None
+    metrics: msgspec.Raw = msgspec.Raw()
+    is_copied_context: Any = None
 
 
 def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:

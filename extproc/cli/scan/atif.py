@@ -24,6 +24,7 @@ from extproc.sessions.rates import Usage
 _NAME: Final = "ATIF"
 _AGENT: Final = "agent"
 _MOST_NESTED = 8
+_MOST_DOLLARS = 1_000_000  # of one call; more is no price
 
 
 class _Agent(msgspec.Struct):
@@ -40,7 +41,16 @@ class _Trajectory(msgspec.Struct):
     subagent_trajectories: list[msgspec.Raw] | None = None
 
 
+class _Metrics(msgspec.Struct):
+    prompt_tokens: Any = 0
+    completion_tokens: Any = 0
+    cached_tokens: Any = 0
+    cost_usd: Any = None
+    extra: Any = None
+
+
 _decode = msgspec.json.Decoder(_Trajectory).decode
+_decode_metrics = msgspec.json.Decoder(_Metrics).decode
 _decode_agent = msgspec.json.Decoder(_Agent).decode
 _decode_steps = msgspec.json.Decoder(list[TrajectoryStep]).decode
 _encode = msgspec.json.Encoder().encode
@@ -99,11 +109,14 @@ class Atif:
 
 
 def _make_call(step: TrajectoryStep, agent: _Agent, place: ScannedPlace) -> ModelCall:
-    metrics: dict[str, Any] = step.metrics if isinstance(step.metrics, dict) else {}
-    extra = metrics.get("extra") if isinstance(metrics.get("extra"), dict) else {}
-    read, written = count_tokens(metrics.get("cached_tokens")), count_tokens(extra.get("cache_creation_input_tokens"))
-    fresh = max(0, count_tokens(metrics.get("prompt_tokens")) - read - written)
-    usage = Usage(fresh, count_tokens(metrics.get("completion_tokens")), read, written)
-    cost = metrics.get("cost_usd")
-    dollars = float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < 1e6 else None  # noqa: PLR2004
+    try:
+        metrics = _decode_metrics(step.metrics) if bytes(step.metrics).startswith(b"{") else _Metrics()
+    except BAD_JSON:
+        metrics = _Metrics()
+    extra = metrics.extra if isinstance(metrics.extra, dict) else {}
+    read, written = count_tokens(metrics.cached_tokens), count_tokens(extra.get("cache_creation_input_tokens"))
+    fresh = max(0, count_tokens(metrics.prompt_tokens) - read - written)
+    usage = Usage(fresh, count_tokens(metrics.completion_tokens), read, written)
+    cost = metrics.cost_usd
+    dollars = float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < _MOST_DOLLARS else None
     return ModelCall(place, read_time(step.timestamp), cut_name(step.model_name or agent.model_name), usage, dollars=dollars)
