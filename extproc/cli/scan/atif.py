@@ -118,5 +118,7 @@ def _make_call(step: TrajectoryStep, agent: _Agent, place: ScannedPlace) -> Mode
     fresh = max(0, count_tokens(metrics.prompt_tokens) - read - written)
     usage = Usage(fresh, count_tokens(metrics.completion_tokens), read, written)
     cost = metrics.cost_usd
-    dollars = float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < _MOST_DOLLARS else None
+    dollars = (
+        float(cost) if isinstance(cost, int | float) and not isinstance(cost, bool) and 0 <= cost < _MOST_DOLLARS else None
+    )
     return ModelCall(place, read_time(step.timestamp), cut_name(step.model_name or agent.model_name), usage, dollars=dollars)

@@ -152,7 +152,7 @@ class Codex:
         fresh = max(0, count_tokens(usage.input_tokens) - read - written)
         self._usage = Usage(fresh, count_tokens(usage.output_tokens), read, written)
 
-    def _take_item(  # noqa: PLR0913, PLR0917  # all that is known of an item
+    def _take_item(  # noqa: PLR0913  # all that is known of an item
         self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: ScannedPlace, identity: str | None = None
     ) -> None:
         ours = role == "assistant" if kind == "message" else kind == _REASONING or kind.endswith("_call")

@@ -67,5 +67,3 @@ class ScannedFile:
         except BAD_JSON:
             name = ""
         self._unread.add("unknown", place, f"an object with {name}" if name else "an empty object")
-
-

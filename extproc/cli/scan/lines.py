@@ -86,7 +86,9 @@ class UnreadLines:
             found.places = [*found.places, *other.places][:_PLACES]
 
 
-def read_values(file: str, unread: UnreadLines, advance: Callable[[int], object], longest: int = LONGEST) -> Iterator[tuple[ScannedPlace, bytes]]:
+def read_values(
+    file: str, unread: UnreadLines, advance: Callable[[int], object], longest: int = LONGEST
+) -> Iterator[tuple[ScannedPlace, bytes]]:
     """The JSON values of a file, each with its place: its lines, or one document, or the values of a list.
 
     Args:
@@ -108,7 +110,7 @@ def read_values(file: str, unread: UnreadLines, advance: Callable[[int], object]
 
 
 class _Values:
-    def __init__(  # noqa: PLR0913, PLR0917  # all that is known of a file
+    def __init__(  # noqa: PLR0913  # all that is known of a file
         self,
         file: str,
         raw: BufferedReader,

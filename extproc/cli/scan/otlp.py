@@ -134,7 +134,7 @@ class Otlp:
         """See `TranscriptReader`."""
         self._followed.close()
 
-    def _take(  # noqa: PLR0913, PLR0917  # all that is known of a span
+    def _take(  # noqa: PLR0913  # all that is known of a span
         self,
         time: int,
         attributes: Mapping[str, Any],
@@ -273,7 +273,9 @@ def _write_plain(message: Mapping[str, Any], role: str) -> dict[str, Any]:
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict):
-            written.setdefault("tool_calls", []).append(_write_call(call.get("id"), function.get("name"), function.get("arguments")))
+            written.setdefault("tool_calls", []).append(
+                _write_call(call.get("id"), function.get("name"), function.get("arguments"))
+            )
     if role == "tool":
         written["tool_call_id"] = str(message.get("tool_call_id") or message.get("id") or "")
     return written

@@ -214,7 +214,11 @@ def _find_body(data: bytes, values: Values, deeper: int) -> tuple[bytes, Values,
 
 def _holds_messages(first: bytes, values: Values) -> bool:
     """Whether a body's conversation begins with this byte: a list, or a text where a model is named as well."""
-    return first == b"[" or (first == b'"' and "model" in values) or (first == b"{" and "contents" in bytes(values.get("request", b"")).decode("utf-8", "replace"))
+    return (
+        first == b"["
+        or (first == b'"' and "model" in values)
+        or (first == b"{" and "contents" in bytes(values.get("request", b"")).decode("utf-8", "replace"))
+    )
 
 
 def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
@@ -266,7 +270,9 @@ def _read_usage(response: msgspec.Raw | None, values: Values, body: bytes) -> tu
     if isinstance(answer, str) and answer.startswith("{"):
         answer = _open(msgspec.Raw(answer.encode("utf-8", "surrogatepass")))
     beside = {name: _open(values.get(name)) for name in ("usage", "usageMetadata")}
-    told = {name: count for name, places in COUNT_PLACES.items() if (count := _find_count((answer, beside), places)) is not None}
+    told = {
+        name: count for name, places in COUNT_PLACES.items() if (count := _find_count((answer, beside), places)) is not None
+    }
     prompt, output = told.get("input"), told.get("output")
     cached = told.get("cached", 0)
     fresh = max(0, prompt - cached) if prompt is not None else estimate_tokens(len(body))

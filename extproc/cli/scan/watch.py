@@ -219,14 +219,16 @@ class Watch:
             report.unread += 1
             return None, history
 
-    def _note(self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent) -> None:  # noqa: PLR0913, PLR0917  # what is known of a request
+    def _note(
+        self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent
+    ) -> None:  # what is known of a request
         number = before.calls + 1
         back = min(_count_back(found, history), history.count_since_person() - 1, len(self._asked) - 1)
         begins = number - 1 - back
         loop = report.loops[-1] if report.loops else None
         if loop is None or begins > loop.ends:
             first = self._asked[back]
-            loop = FoundLoop(found.rule, (), "", False, begins, first.time, first.place, call.identity)  # noqa: FBT003
+            loop = FoundLoop(found.rule, (), "", False, begins, first.time, first.place, call.identity)
             report.loops.append(loop)
             self._before = [before, before]
         action = self._judging.detector.find_action(found)
