@@ -48,7 +48,7 @@ def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:
     """
     if step.source not in SOURCES:
         raise ValueError(f"the source of a step must be one of {', '.join(SOURCES)}")
-    message: dict[str, Any] = {"role": SOURCES[step.source], "content": _read_text(step.message)}
+    message: dict[str, Any] = {"role": SOURCES[step.source], "content": read_text(step.message)}
     if step.tool_calls:
         message["tool_calls"] = [
             {
@@ -60,17 +60,17 @@ def write_step(step: TrajectoryStep) -> Iterator[dict[str, Any]]:
         ]
     yield message
     for result in step.observation.results if step.observation is not None else ():
-        content = _read_text(result.content)
+        content = read_text(result.content)
         if result.source_call_id and step.tool_calls:
             yield {"role": "tool", "tool_call_id": result.source_call_id, "content": content}
         else:
             yield {"role": "user", "content": content}
 
 
-def _read_text(content: Any) -> str:  # noqa: ANN401  # JSON
+def read_text(content: Any) -> str:  # noqa: ANN401  # JSON
     """The text of a message: the texts of its parts, and anything else as JSON."""
     if isinstance(content, list):
-        return "\n".join([_read_text(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content])
+        return "\n".join([read_text(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content])
     if content is None or isinstance(content, str):
         return content or ""
     return msgspec.json.encode(content).decode()

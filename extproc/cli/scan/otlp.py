@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from extproc.cli.replay.trajectories import read_text
 from extproc.cli.scan.requests import FollowedRequests
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
@@ -257,9 +258,9 @@ def _write_message(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             calls.append(_write_call(identity, part.get("name"), part.get("arguments")))
         elif kind == "tool_call_response":
             result = part.get("response", part.get("result"))
-            results.append({"role": "tool", "tool_call_id": str(identity or ""), "content": _write_text(result)})
+            results.append({"role": "tool", "tool_call_id": str(identity or ""), "content": read_text(result)})
         elif kind != "reasoning":
-            texts.append(_write_text(part.get("content")))
+            texts.append(read_text(part.get("content")))
     if not (texts or calls):
         return results
     said: dict[str, Any] = {"role": "assistant" if calls else role, "content": "\n".join(texts)}
@@ -268,7 +269,7 @@ def _write_message(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _write_plain(message: Mapping[str, Any], role: str) -> dict[str, Any]:
     """A message with `content` and `tool_calls`, as in chat completions."""
-    written: dict[str, Any] = {"role": role, "content": _write_text(message.get("content"))}
+    written: dict[str, Any] = {"role": role, "content": read_text(message.get("content"))}
     calls = _parse(message.get("tool_calls"))
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function") if isinstance(call, dict) else None
@@ -284,9 +285,3 @@ def _write_plain(message: Mapping[str, Any], role: str) -> dict[str, Any]:
 def _write_call(identity: Any, name: Any, arguments: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
     given = arguments if isinstance(arguments, str) else _encode(arguments if arguments is not None else {}).decode()
     return {"id": str(identity or ""), "type": "function", "function": {"name": str(name or ""), "arguments": given}}
-
-
-def _write_text(value: Any) -> str:  # noqa: ANN401  # JSON
-    if value is None or isinstance(value, str):
-        return value or ""
-    return _encode(value).decode()
