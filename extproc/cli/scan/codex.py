@@ -96,18 +96,8 @@ class Codex:
             line = _decode(data)
         except BAD_JSON:
             return False
-        if line.record_type is not None:
-            return True
-        if line.type is None:
-            if not (line.id and line.timestamp and bytes(line.instructions)):
-                return False
-            self._session, self._project = cut_name(line.id), name_folder(place.file)  # a session's head, in 2025
-            return True
-        if not bytes(line.payload):
-            bare = line.type.endswith(_OURS) or line.type == _REASONING or (line.type == "message" and line.role is not None)
-            if bare and self._session:
-                self._take_item(data, line.type, line.role, line.timestamp, place)
-            return bare and self._session != ""
+        if line.type is None or not bytes(line.payload):
+            return self._take_bare(data, line, place)
         if line.type != "response_item" and line.type not in _ABOUT:
             if self._session:
                 raise UnknownLineError(line.type)
@@ -121,6 +111,20 @@ class Codex:
         else:
             self._take_fact(line.type, payload, place)
         return True
+
+    def _take_bare(self, data: bytes, line: _Line, place: ScannedPlace) -> bool:
+        """A line of 2025, without a payload."""
+        if line.record_type is not None:
+            return self._session != ""
+        if line.type is None:
+            head = bool(line.id and line.timestamp and bytes(line.instructions))
+            if head:
+                self._session, self._project = cut_name(line.id), name_folder(place.file)
+            return head
+        item = line.type.endswith(_OURS) or line.type == _REASONING or (line.type == "message" and line.role is not None)
+        if item and self._session:
+            self._take_item(data, line.type, line.role, line.timestamp, place)
+        return item and self._session != ""
 
     def close(self) -> None:
         """See `TranscriptReader`."""

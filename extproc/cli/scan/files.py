@@ -49,12 +49,12 @@ def _walk(path: str, seen: set[tuple[int, int]], unread: UnreadLines, since: flo
     while waiting:
         path = waiting.pop()
         try:
-            found = os.stat(path)
+            found = Path(path).stat()
             if (found.st_dev, found.st_ino) in seen:
                 continue
             seen.add((found.st_dev, found.st_ino))
             if S_ISDIR(found.st_mode):
-                waiting += sorted((entry.path for entry in os.scandir(path)), reverse=True)
+                waiting += sorted(map(str, Path(path).iterdir()), reverse=True)
             elif S_ISREG(found.st_mode) and found.st_size and found.st_mtime >= since:
                 yield FoundFile(path, found.st_size)
         except OSError as error:

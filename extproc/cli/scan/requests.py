@@ -1,7 +1,7 @@
 """Logs of requests to models, one JSON value each, in the form of any API that Loopguard reads.
 
-The body is the value itself, or in it: under `request`, `body` and the like, as an object or as text. A response beside it tells
-the tokens. Each request shows its history; those that continue one conversation are found by the chain, as live.
+The body is the value itself, or in it: under `request`, `body` and the like, as an object or as text. A response beside it
+tells the tokens. Each request shows its history; those that continue one conversation are found by the chain, as live.
 """
 
 from __future__ import annotations
@@ -29,10 +29,15 @@ from extproc.cli.scan.transcripts import (
     read_time,
 )
 from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.scratchpad import unfold
+from extproc.detectors.turn import digest
 from extproc.request.document import Document, NotCounted
 from extproc.sessions.rates import Usage, estimate_tokens
 
 _MOST_OPEN = 2_000
+_OPENING = 512
+"""Texts that begin with the same bytes, this many, are of one conversation."""
+
 _BODIES: Final = ("request", "body", "request_body", "requestBody", "payload", "input", "kwargs", "loop_record")
 _RESPONSES: Final = ("response", "response_body", "responseBody", "output", "completion")
 _TIMES: Final = ("time", "timestamp", "ts", "created_at", "createdAt", "startTime", "start_time", "date", "created")
@@ -74,6 +79,7 @@ class FollowedRequests:
         self._number = 0
         self._nodes: dict[bytes, int] = {}
         self._suffixes: dict[bytes, int | None] = {}  # None: several conversations end so
+        self._texts: dict[bytes, int] = {}
 
     def take(self, body: bytes, call: ModelCall, about: About) -> None:
         """Take the next request.
@@ -86,9 +92,11 @@ class FollowedRequests:
             conversation = open_conversation(document)
             speakers = conversation.list_speakers()
             place = find_place(conversation, prefilled=False)
+            messages = _list_messages(body, conversation.shape.path)
+            if ASSISTANT not in speakers and self._take_text(body, messages, conversation, call, about):
+                return
         except NotCounted as why:
             raise UnknownLineError(f"a request that cannot be read ({why.reason})") from None
-        messages = _list_messages(body, conversation.shape.path)
         if place is None or len(messages) != len(speakers):
             raise UnknownLineError("a request whose messages cannot be told apart")
         turns = _split(messages, speakers)
@@ -103,6 +111,22 @@ class FollowedRequests:
             followed.run.ask(call)
         self._keep(followed, place)
 
+    def _take_text(
+        self, body: bytes, messages: Sequence[bytes], conversation: Conversation, call: ModelCall, about: About
+    ) -> bool:
+        """Take a request whose history is a text, such as a scratchpad; returns False if there is none in it."""
+        newest = next(conversation.read_backwards(), None)
+        if newest is None or len(unfold(newest)) == 1:
+            return False
+        opening = digest(b"".join(messages[:2])[:_OPENING])
+        followed = self._open.get(self._texts.get(opening, -1))
+        if followed is None:
+            followed = self._begin(about, conversation)
+            self._texts[opening] = self._number
+        followed.run.replace(body)
+        followed.run.ask(call)
+        return True
+
     def close(self) -> None:
         """There are no more requests."""
         for followed in self._open.values():
@@ -110,6 +134,7 @@ class FollowedRequests:
         self._open.clear()
         self._nodes.clear()
         self._suffixes.clear()
+        self._texts.clear()
 
     def _find(self, place: ChainPlace) -> _Followed | None:
         """The conversation that stands where a request continues it, or repeats it."""
@@ -151,6 +176,7 @@ class FollowedRequests:
         if len(self._nodes) >= 100 * _MOST_OPEN:
             self._nodes.clear()
             self._suffixes.clear()
+            self._texts.clear()
         followed.node, followed.own = place.node, place.own
         self._nodes[place.node] = number
         if place.own:

@@ -17,6 +17,8 @@ from extproc.logs import escape_controls
 
 _ROWS = 10
 _WIDTH = 44
+_WHOLE = 100  # dollars from which on cents are left out
+_HALF_A_CENT = 0.005
 _TITLES = {"day": "By day (UTC)", "project": "By project", "agent": "By agent", "tool": "By tool"}
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -106,15 +108,9 @@ def write_dollars(dollars: float | None) -> str:
     """An amount of money; empty if it is unknown."""
     if dollars is None:
         return ""
-    return (
-        f"${dollars:,.0f}"
-        if dollars >= 100
-        else f"${dollars:,.2f}"
-        if dollars >= 0.005
-        else "less than $0.01"
-        if dollars
-        else "$0"
-    )  # cents
+    if dollars >= _WHOLE:
+        return f"${dollars:,.0f}"
+    return f"${dollars:,.2f}" if dollars >= _HALF_A_CENT or not dollars else "less than $0.01"
 
 
 def write_path(path: str) -> str:

@@ -16,6 +16,7 @@ BAD_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for a line that is not JSON, or not as expected."""
 
 _LONGEST_NAME = 200
+_MOST_TOKENS = 10**12  # of one call; more is no count
 _SECONDS_UNTIL = 253_402_300_800  # the year 10,000
 _MILLISECONDS_FROM = 100_000_000_000
 """Larger numbers are no seconds; neither are they milliseconds from this many times a thousand on."""
@@ -79,6 +80,10 @@ class WatchedRun(Protocol):
 
     def add(self, messages: Sequence[bytes]) -> None:
         """Add the model's answer and what came after it, as messages in the form of an API."""
+        ...
+
+    def replace(self, body: bytes) -> None:
+        """Take the turns that a whole request shows, in place of all that were added."""
         ...
 
     def restart(self) -> None:
@@ -164,4 +169,4 @@ def read_time(value: Any) -> int:  # noqa: ANN401  # JSON
 
 def count_tokens(value: object) -> int:
     """A number of tokens; 0 if it is none."""
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e12 else 0
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_TOKENS else 0

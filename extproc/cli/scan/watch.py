@@ -174,9 +174,17 @@ class Watch:
         """See `WatchedRun`."""
         self._turns.clear()
 
+    def replace(self, body: bytes) -> None:
+        """See `WatchedRun`."""
+        self._turns.clear()
+        self._take(body)
+
     def add(self, messages: Sequence[bytes]) -> None:
         """See `WatchedRun`."""
-        data = self._opening + b",".join(messages) + self._ending
+        self._take(self._opening + b",".join(messages) + self._ending)
+
+    def _take(self, data: bytes) -> None:
+        """Add the turns in a body."""
         try:
             read: list[AnyTurn] = list(self._judging.turns.rule.read(Document(data)).newest(MAX_TURNS))
         except NotCounted:
@@ -219,9 +227,7 @@ class Watch:
             report.unread += 1
             return None, history
 
-    def _note(
-        self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent
-    ) -> None:  # what is known of a request
+    def _note(self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent) -> None:
         number = before.calls + 1
         back = min(_count_back(found, history), history.count_since_person() - 1, len(self._asked) - 1)
         begins = number - 1 - back
