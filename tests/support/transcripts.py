@@ -1,12 +1,8 @@
-"""Transcripts and logs of agents in every format that `loopguard scan` reads, written from what the agents did.
-
-`python -m tests.support.transcripts FOLDER` writes the example set of the README, always the same.
-"""
+"""Transcripts and logs of agents in every format that `loopguard scan` reads, written from what the agents did."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,7 +26,8 @@ class AgentSession(NamedTuple):
         project: the folder that it works in.
         agent: its name, where a format has it.
         model: that it calls.
-        side: it is a sub-agent.
+        side: the id of a sub-agent; empty for the main one.
+        prompt: tokens of its first prompt.
     """
 
     turns: Sequence[Did]
@@ -41,6 +38,7 @@ class AgentSession(NamedTuple):
     agent: str = "agent"
     model: str = "claude-sonnet-4-5"
     side: str = ""
+    prompt: int = 9_000
 
     def tell_time(self, number: int) -> datetime:
         """When the call with this number, from 1 on, was answered."""
@@ -48,7 +46,7 @@ class AgentSession(NamedTuple):
 
     def count_tokens(self, number: int) -> tuple[int, int, int, int]:
         """Tokens of a call: fresh, output, read from a cache, and written to it."""
-        return 300, 90, 9_000 + 400 * number, 400
+        return 300, 90, self.prompt + 400 * number, 400
 
     def add_tokens(self, first: int, last: int) -> int:
         """All tokens of the calls from one number to another."""
@@ -56,7 +54,7 @@ class AgentSession(NamedTuple):
 
     @property
     def calls(self) -> int:
-        """The number of model calls: one more than turns, unless the last turn has no result."""
+        """The number of model calls, whose answers the turns are."""
         return len(self.turns)
 
 
@@ -74,7 +72,8 @@ def write_claude_code(session: AgentSession) -> Lines:
     for message in as_anthropic(session.turns)["messages"]:
         answers = message["role"] == "assistant"
         number += answers
-        blocks = message["content"] if isinstance(message["content"], list) else [message["content"]]
+        content = message["content"] if isinstance(message["content"], list) else [message["content"]]
+        blocks = [block for block in content if isinstance(block, str) or block.get("thinking") != ""]
         for block in blocks:
             uuid = str(UUID(int=hash_name(session.name, len(lines))))
             said: Json = {"role": message["role"], "content": [block] if isinstance(block, dict) else block}

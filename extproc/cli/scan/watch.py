@@ -246,10 +246,10 @@ class Watch:
         loop.after_note = report.spent.minus(self._before[0])
         if loop.stopped:
             loop.after_stop = report.spent.minus(self._before[1])
-        loop.rule, loop.what = found.rule, self._judging.turns.explain(found)[0]
+        known, loop.rule, loop.what = loop.rule, found.rule, self._judging.turns.explain(found)[0]
         loop.tools = tuple(dict.fromkeys([*loop.tools, *[tool for tool in found.tools if tool]]))[:_MOST_SHOWN]
-        if not loop.strong or not loop.turns:
-            loop.strong = loop.strong or found.strength == STRONG
+        loop.strong = loop.strong or found.strength == STRONG
+        if not loop.turns or loop.rule != known:
             loop.turns = self._show(found)
 
     def _show(self, found: Repeat) -> list[ShownTurn]:
