@@ -62,7 +62,7 @@ def _list_claude() -> list[AgentSession]:
     return [
         AgentSession([*_work(6), *[edit] * 31], main, _DAY, prompt=48_000),
         AgentSession([*_work(3), *[read] * 19], main, _DAY, side="a41f09c2", prompt=21_000),
-        AgentSession(_work(10), "9b1d3c60-0c49-4f0e-8d8b-6f1e8d0b7a02", _DAY + timedelta(days=1), prompt=30_000),
+        AgentSession(_work(8), "9b1d3c60-0c49-4f0e-8d8b-6f1e8d0b7a02", _DAY + timedelta(days=1), prompt=30_000),
         AgentSession(_work(7), "c2a8f4e7-53a1-47f3-b1c9-0d9a7e6c5b03", _DAY + timedelta(days=2), prompt=30_000),
     ]
 

@@ -70,6 +70,13 @@ class ShownTurn(NamedTuple):
     text: str
 
 
+class _Origin(NamedTuple):
+    """The call that a turn answers, and its number."""
+
+    number: int
+    call: ModelCall
+
+
 class FoundLoop(msgspec.Struct):
     """A loop in a conversation. Calls are numbered from 1 on.
 
@@ -165,7 +172,8 @@ class Watch:
         self._opening = b'{"%b":[' % key.encode()
         self._ending = b"]%b}" % (_ANY_TOOL if tools else b"")
         self._turns: deque[AnyTurn] = deque(maxlen=MAX_TURNS)  # newest first
-        self._asked: deque[ModelCall] = deque(maxlen=MAX_TURNS + 1)  # newest first
+        self._origins: deque[_Origin | None] = deque(maxlen=MAX_TURNS)  # of these turns; None for copies of others
+        self._newest: _Origin | None = None
         self._before: list[Spent] = [Spent(), Spent()]
         self._report: RunReport | None = None
         self._about = about
@@ -173,11 +181,14 @@ class Watch:
     def restart(self) -> None:
         """See `WatchedRun`."""
         self._turns.clear()
+        self._origins.clear()
 
     def replace(self, body: bytes) -> None:
         """See `WatchedRun`."""
-        self._turns.clear()
+        origins = [self._newest, *self._origins]
+        self.restart()
         self._take(body)
+        self._origins = deque((origins + [None] * MAX_TURNS)[: len(self._turns)], MAX_TURNS)
 
     def add(self, messages: Sequence[bytes]) -> None:
         """See `WatchedRun`."""
@@ -195,6 +206,7 @@ class Watch:
                 with suppress(NotCounted):
                     kept = turn.reduce()
             self._turns.appendleft(kept)
+            self._origins.appendleft(self._newest)
 
     def ask(self, call: ModelCall) -> None:
         """See `WatchedRun`."""
@@ -209,7 +221,7 @@ class Watch:
         found, history = self._judge(report)
         if found is not None:
             self._note(report, call, found, history, before)
-        self._asked.appendleft(call)
+        self._newest = _Origin(report.spent.calls, call)
 
     def close(self) -> None:
         """See `WatchedRun`."""
@@ -229,11 +241,11 @@ class Watch:
 
     def _note(self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent) -> None:
         number = before.calls + 1
-        back = min(_count_back(found, history), history.count_since_person() - 1, len(self._asked) - 1)
-        begins = number - 1 - back
+        back = min(_count_back(found, history), history.count_since_person() - 1)
+        own = [origin for origin in list(self._origins)[: back + 1] if origin is not None]
+        begins, first = own[-1] if own else _Origin(number, call)
         loop = report.loops[-1] if report.loops else None
         if loop is None or begins > loop.ends:
-            first = self._asked[back]
             loop = FoundLoop(found.rule, (), "", False, begins, first.time, first.place, call.identity)
             report.loops.append(loop)
             self._before = [before, before]
