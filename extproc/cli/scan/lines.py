@@ -138,7 +138,8 @@ class _Values:
         else:
             document = self._read_document(first)
             if document is not None:
-                yield from self._open(document)
+                if document:
+                    yield from self._open(document)
                 return
             yield ScannedPlace(self._file, self._line), first
         while (line := self._read_line()) is not None:
@@ -156,20 +157,23 @@ class _Values:
             yield place, bytes(raw)
 
     def _read_document(self, first: bytes) -> bytes | None:
-        """The whole file, if it is a JSON document; else None, and the source is behind the first line."""
+        """The whole file, if it is one JSON document; empty for one that is too long.
+
+        None if it has lines; the source is then behind the first one.
+        """
         behind = self._source.tell()
         pieces, size = [first], len(first)
         while size <= self._longest and (piece := self._source.read(_CHUNK)):
             pieces.append(piece)
             size += len(piece)
+        if size > self._longest and first.strip() in (b"{", b"["):
+            self._unread.add("too_long", ScannedPlace(self._file, 1))
+            return b""
         whole = b"".join(pieces)
         if size <= self._longest and is_json(whole):
             self._tell()
             return whole
         self._source.seek(behind)
-        if size > self._longest and first.strip() in (b"{", b"["):
-            self._unread.add("too_long", ScannedPlace(self._file, 1))
-            self._source.seek(0, 2) if self._source is self._raw else None
         return None
 
     def _read_line(self) -> bytes | None:

@@ -174,6 +174,8 @@ class Watch:
         self._turns: deque[AnyTurn] = deque(maxlen=MAX_TURNS)  # newest first
         self._origins: deque[_Origin | None] = deque(maxlen=MAX_TURNS)  # of these turns; None for copies of others
         self._newest: _Origin | None = None
+        self._unanswered: list[bytes] = []
+        self._added = self._unread_again = 0
         self._before: list[Spent] = [Spent(), Spent()]
         self._report: RunReport | None = None
         self._about = about
@@ -182,6 +184,7 @@ class Watch:
         """See `WatchedRun`."""
         self._turns.clear()
         self._origins.clear()
+        self._unanswered, self._unread_again = [], 0
 
     def replace(self, body: bytes) -> None:
         """See `WatchedRun`."""
@@ -191,22 +194,33 @@ class Watch:
         self._origins = deque((origins + [None] * MAX_TURNS)[: len(self._turns)], MAX_TURNS)
 
     def add(self, messages: Sequence[bytes]) -> None:
-        """See `WatchedRun`."""
-        self._take(self._opening + b",".join(messages) + self._ending)
+        """See `WatchedRun`. Answers with nothing behind them may be thoughts of the next one, so these are read again."""
+        again = [*self._unanswered, *messages]
+        del again[:-MAX_TURNS]
+        while self._unread_again and self._turns:
+            self._unread_again -= 1
+            self._turns.popleft()
+            self._origins.popleft()
+        newest = self._take(self._opening + b",".join(again) + self._ending)
+        kept = newest is not None and not newest.answered and sum(map(len, again)) <= _LARGE
+        self._unanswered = again if kept else []
+        self._unread_again = self._added if kept else 0
 
-    def _take(self, data: bytes) -> None:
-        """Add the turns in a body."""
+    def _take(self, data: bytes) -> Turn | None:
+        """Add the turns in a body; returns the newest."""
         try:
-            read: list[AnyTurn] = list(self._judging.turns.rule.read(Document(data)).newest(MAX_TURNS))
+            read = self._judging.turns.rule.read(Document(data)).newest(MAX_TURNS)
         except NotCounted:
             read = []
         for turn in reversed(read):
-            kept = turn
+            kept: AnyTurn = turn
             if len(data) > _LARGE and isinstance(turn, Turn):
                 with suppress(NotCounted):
                     kept = turn.reduce()
             self._turns.appendleft(kept)
             self._origins.appendleft(self._newest)
+        self._added = len(read)
+        return read[0] if read and isinstance(read[0], Turn) else None
 
     def ask(self, call: ModelCall) -> None:
         """See `WatchedRun`."""
