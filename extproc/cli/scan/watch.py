@@ -88,7 +88,7 @@ class FoundLoop(msgspec.Struct):
         begins: the number of the first call that repeats.
         time: when that was, in milliseconds since 1970; 0 if unknown.
         place: where that is.
-        identity: of the call that was judged first; see `ModelCall`.
+        identity: of the call that was judged first, with its time; see `ModelCall`.
         ends: the number of the last call in the loop.
         noted: the number of the first call with a note; 0 for none.
         stopped: the number of the first refused call; 0 for none.
@@ -260,7 +260,8 @@ class Watch:
         begins, first = own[-1] if own else _Origin(number, call)
         loop = report.loops[-1] if report.loops else None
         if loop is None or begins > loop.ends:
-            loop = FoundLoop(found.rule, (), "", False, begins, first.time, first.place, call.identity)
+            identity = f"{call.identity} {call.time}" if call.identity else ""
+            loop = FoundLoop(found.rule, (), "", False, begins, first.time, first.place, identity)
             report.loops.append(loop)
             self._before = [before, before]
         action = self._judging.detector.find_action(found)

@@ -28,7 +28,12 @@ RESULTS = (
     "connection refused",
     "",
 )
-CALLS: tuple[tuple[str, dict[str, Any]], ...] = (("read", {"path": "a"}), ("read", {"path": "b"}), ("edit", {"path": "a", "text": "x" * 80}), ("status", {}))
+CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("read", {"path": "a"}),
+    ("read", {"path": "b"}),
+    ("edit", {"path": "a", "text": "x" * 80}),
+    ("status", {}),
+)
 TURNS = st.builds(
     Did,
     st.lists(st.sampled_from(CALLS), max_size=2).map(tuple),
