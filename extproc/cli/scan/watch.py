@@ -30,6 +30,9 @@ from extproc.sessions.rates import Rates
 _LARGE = 2**18
 """Turns of more bytes are kept as hashes."""
 
+_MOST_AGAIN = 4 * MAX_TURNS
+"""Maximum number of messages that are read again with the next answer."""
+
 _STOPS = frozenset({Action.REJECT})
 _SHOWN = 400
 _MOST_SHOWN = 10
@@ -196,13 +199,13 @@ class Watch:
     def add(self, messages: Sequence[bytes]) -> None:
         """See `WatchedRun`. Answers with nothing behind them may be thoughts of the next one, so these are read again."""
         again = [*self._unanswered, *messages]
-        del again[:-MAX_TURNS]
         while self._unread_again and self._turns:
             self._unread_again -= 1
             self._turns.popleft()
             self._origins.popleft()
         newest = self._take(self._opening + b",".join(again) + self._ending)
-        kept = newest is not None and not newest.answered and sum(map(len, again)) <= _LARGE
+        few = len(again) <= _MOST_AGAIN and sum(map(len, again)) <= _LARGE
+        kept = newest is not None and not newest.answered and few
         self._unanswered = again if kept else []
         self._unread_again = self._added if kept else 0
 
