@@ -177,8 +177,9 @@ class Watch:
         self._turns: deque[AnyTurn] = deque(maxlen=MAX_TURNS)  # newest first
         self._origins: deque[_Origin | None] = deque(maxlen=MAX_TURNS)  # of these turns; None for copies of others
         self._newest: _Origin | None = None
-        self._unanswered: list[bytes] = []
-        self._added = self._unread_again = 0
+        self._recent: list[bytes] = []  # the messages that were added last
+        self._added = 0  # number of turns in them
+        self._unanswered = False
         self._before: list[Spent] = [Spent(), Spent()]
         self._report: RunReport | None = None
         self._about = about
@@ -187,7 +188,7 @@ class Watch:
         """See `WatchedRun`."""
         self._turns.clear()
         self._origins.clear()
-        self._unanswered, self._unread_again = [], 0
+        self._recent, self._added, self._unanswered = [], 0, False
 
     def replace(self, body: bytes) -> None:
         """See `WatchedRun`."""
@@ -197,17 +198,35 @@ class Watch:
         self._origins = deque((origins + [None] * MAX_TURNS)[: len(self._turns)], MAX_TURNS)
 
     def add(self, messages: Sequence[bytes]) -> None:
-        """See `WatchedRun`. Answers with nothing behind them may be thoughts of the next one, so these are read again."""
-        again = [*self._unanswered, *messages]
-        while self._unread_again and self._turns:
-            self._unread_again -= 1
+        """See `WatchedRun`.
+
+        Some messages have to be read together with those before them: an answer with nothing behind it may be a thought of the
+        next one, and what comes behind an empty answer belongs to the one before it.
+        """
+        if self._unanswered:
+            self._add_again(messages)
+        elif self._add(messages) or not self._recent:
+            return
+        else:
+            self._add_again(messages)
+
+    def _add(self, messages: Sequence[bytes]) -> bool:
+        """Add the turns in these messages; returns whether there are any."""
+        newest = self._take(self._opening + b",".join(messages) + self._ending)
+        if newest is None:
+            return False
+        few = len(messages) <= _MOST_AGAIN and sum(map(len, messages)) <= _LARGE
+        self._recent = list(messages) if few else []
+        self._unanswered = few and not newest.answered
+        return True
+
+    def _add_again(self, messages: Sequence[bytes]) -> None:
+        """Add these messages to those before them."""
+        for _ in range(min(self._added, len(self._turns))):
             self._turns.popleft()
             self._origins.popleft()
-        newest = self._take(self._opening + b",".join(again) + self._ending)
-        few = len(again) <= _MOST_AGAIN and sum(map(len, again)) <= _LARGE
-        kept = newest is not None and not newest.answered and few
-        self._unanswered = again if kept else []
-        self._unread_again = self._added if kept else 0
+        self._unanswered = False
+        self._add([*self._recent, *messages])
 
     def _take(self, data: bytes) -> Turn | None:
         """Add the turns in a body; returns the newest."""
@@ -222,7 +241,7 @@ class Watch:
                     kept = turn.reduce()
             self._turns.appendleft(kept)
             self._origins.appendleft(self._newest)
-        self._added = len(read)
+        self._added = len(read) or self._added
         return read[0] if read and isinstance(read[0], Turn) else None
 
     def ask(self, call: ModelCall) -> None:
