@@ -222,11 +222,12 @@ class Watch:
 
     def _add_again(self, messages: Sequence[bytes]) -> None:
         """Add these messages to those before them."""
-        for _ in range(min(self._added, len(self._turns))):
-            self._turns.popleft()
-            self._origins.popleft()
+        count = min(self._added, len(self._turns))
+        before = [(self._turns.popleft(), self._origins.popleft()) for _ in range(count)]
         self._unanswered = False
-        self._add([*self._recent, *messages])
+        if not self._add([*self._recent, *messages]):  # too large to be read
+            self._turns.extendleft([turn for turn, _ in reversed(before)])
+            self._origins.extendleft([origin for _, origin in reversed(before)])
 
     def _take(self, data: bytes) -> Turn | None:
         """Add the turns in a body; returns the newest."""

@@ -106,3 +106,14 @@ def test_only_the_newest_turns_are_kept() -> None:
 
     assert len(watch._turns) == 32
     assert done[0].spent.calls == 100
+
+
+def test_what_cannot_be_read_leaves_the_rest_as_it_is() -> None:
+    """An answer of too many parts is no turn, and those before it stay."""
+    watch = Watch(JUDGING, About("k", "s", "p", "a"), "messages", lambda _: None, tools=True)
+    text = {"type": "text", "text": "x"}
+    for content in ([text], [text], [text] * 200_000):
+        watch.ask(ModelCall(PLACE))
+        watch.add([json.dumps({"role": "assistant", "content": content}).encode(), b'{"role":"user","content":"no"}'])
+
+    assert len(watch._turns) == 2
