@@ -39,7 +39,7 @@ def run(*, quick: bool) -> list[Row]:
     found = run_module("tests.bench.scan", str(size))
     note = f"{found['mb']:.0f} MB, {found['calls']:,.0f} model calls"
     return [
-        Row("scan: seconds for 1 GB, two processes", found["seconds"], "s", _LIMIT_SECONDS, note=note),
+        Row("scan: seconds for 1 GB, two processes", found["seconds"], "s", None if quick else _LIMIT_SECONDS, note=note),
         Row("scan: rate of one process, by CPU time", found["rate"], "MB/s"),
         Row("scan: memory of all processes", found["memory"], "MB", _LIMIT_MB),
     ]

@@ -39,22 +39,22 @@ _NOT_MESSAGES: Final = frozenset({
 _NO_MODEL = "<synthetic>"
 
 
-class _Usage(msgspec.Struct):
+class _ClaudeUsage(msgspec.Struct):
     input_tokens: Any = 0
     output_tokens: Any = 0
     cache_read_input_tokens: Any = 0
     cache_creation_input_tokens: Any = 0
 
 
-class _Message(msgspec.Struct):
+class _ClaudeMessage(msgspec.Struct):
     id: str | None = None
     role: str | None = None
     model: str | None = None
     content: msgspec.Raw = msgspec.Raw()
-    usage: _Usage | None = None
+    usage: _ClaudeUsage | None = None
 
 
-class _Line(msgspec.Struct):
+class _ClaudeLine(msgspec.Struct):
     type: str | None = None
     subtype: str | None = None
     message: msgspec.Raw = msgspec.Raw()
@@ -71,14 +71,14 @@ class _Line(msgspec.Struct):
     called_by: str | None = msgspec.field(default=None, name="parent_tool_use_id")
 
 
-_decode = msgspec.json.Decoder(_Line).decode
-_decode_message = msgspec.json.Decoder(_Message).decode
+_decode = msgspec.json.Decoder(_ClaudeLine).decode
+_decode_message = msgspec.json.Decoder(_ClaudeMessage).decode
 
 
 class _Answer:
     """The newest answer of a conversation, as far as it was read."""
 
-    def __init__(self, identity: str, line: _Line, message: _Message, place: ScannedPlace) -> None:
+    def __init__(self, identity: str, line: _ClaudeLine, message: _ClaudeMessage, place: ScannedPlace) -> None:
         self.identity = identity
         self.time = read_time(line.timestamp)
         self.model = cut_name(message.model)
@@ -144,7 +144,7 @@ class ClaudeCode:
         self._open.clear()
         self._sides.clear()
 
-    def _find(self, line: _Line, session: str, place: ScannedPlace) -> _Open:
+    def _find(self, line: _ClaudeLine, session: str, place: ScannedPlace) -> _Open:
         agent = line.agent or line.called_by or (self._find_side(line) if line.side else "")
         found = self._open.get((session, agent))
         if found is None:
@@ -156,7 +156,7 @@ class ClaudeCode:
             found = self._open[session, agent] = _Open(about)
         return found
 
-    def _find_side(self, line: _Line) -> str:
+    def _find_side(self, line: _ClaudeLine) -> str:
         """The name of a side chain: the first message of it."""
         uuid = line.uuid or ""
         first = self._sides.get(line.parent or "", uuid)
@@ -164,7 +164,7 @@ class ClaudeCode:
             self._sides[uuid] = first
         return first
 
-    def _take_answer(self, found: _Open, line: _Line, message: _Message, place: ScannedPlace) -> None:
+    def _take_answer(self, found: _Open, line: _ClaudeLine, message: _ClaudeMessage, place: ScannedPlace) -> None:
         if line.error or message.model == _NO_MODEL:
             return
         answer = found.answer
@@ -197,7 +197,7 @@ class ClaudeCode:
         said = b'{"role":"assistant","content":[%b]}' % b",".join(answer.blocks)
         found.run.add([said, *answer.behind])
 
-    def _restart(self, line: _Line, session: str, place: ScannedPlace) -> None:
+    def _restart(self, line: _ClaudeLine, session: str, place: ScannedPlace) -> None:
         found = self._find(line, session, place)
         self._flush(found)
         if found.run is not None:

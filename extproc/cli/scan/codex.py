@@ -1,6 +1,6 @@
 """Rollouts of Codex: `~/.codex/sessions/<year>/<month>/<day>/rollout-<time>-<thread>.jsonl`.
 
-A line has a payload: an item of OpenAI's Responses API, or something about the session. All items that the model makes before
+A line has a payload: an item of the Responses API, or something about the session. All items that the model makes before
 the first result or message of somebody else are one answer. Rollouts of 2025 have items without anything around them.
 """
 
@@ -32,7 +32,7 @@ _OURS: Final = ("_call", "_output")
 _REASONING: Final = "reasoning"
 
 
-class _Usage(msgspec.Struct):
+class _RolloutUsage(msgspec.Struct):
     input_tokens: Any = 0
     cached_input_tokens: Any = 0
     cache_write_input_tokens: Any = 0
@@ -41,7 +41,7 @@ class _Usage(msgspec.Struct):
 
 class _Info(msgspec.Struct):
     total_token_usage: msgspec.Raw = msgspec.Raw()
-    last_token_usage: _Usage | None = None
+    last_token_usage: _RolloutUsage | None = None
 
 
 class _Payload(msgspec.Struct):
@@ -51,11 +51,11 @@ class _Payload(msgspec.Struct):
     cwd: str | None = None
     model: str | None = None
     parent_thread_id: str | None = None
-    usage: _Usage | None = None
+    usage: _RolloutUsage | None = None
     info: _Info | None = None
 
 
-class _Line(msgspec.Struct):
+class _RolloutLine(msgspec.Struct):
     type: str | None = None
     timestamp: str | None = None
     payload: msgspec.Raw = msgspec.Raw()
@@ -65,7 +65,7 @@ class _Line(msgspec.Struct):
     role: str | None = None
 
 
-_decode = msgspec.json.Decoder(_Line).decode
+_decode = msgspec.json.Decoder(_RolloutLine).decode
 _decode_payload = msgspec.json.Decoder(_Payload).decode
 
 
@@ -112,7 +112,7 @@ class Codex:
             self._take_fact(line.type, payload, place)
         return True
 
-    def _take_bare(self, data: bytes, line: _Line, place: ScannedPlace) -> bool:
+    def _take_bare(self, data: bytes, line: _RolloutLine, place: ScannedPlace) -> bool:
         """A line of 2025, without a payload."""
         if line.record_type is not None:
             return self._session != ""
@@ -150,7 +150,7 @@ class Codex:
         elif payload.type == "token_count" and payload.info is not None and payload.info.last_token_usage is not None:
             self._take_usage(payload.info.last_token_usage)
 
-    def _take_usage(self, usage: _Usage) -> None:
+    def _take_usage(self, usage: _RolloutUsage) -> None:
         """Counts of the newest answer. Both kinds of lines have them, and they are told again after each limit of rates."""
         read, written = count_tokens(usage.cached_input_tokens), count_tokens(usage.cache_write_input_tokens)
         fresh = max(0, count_tokens(usage.input_tokens) - read - written)

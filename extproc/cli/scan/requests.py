@@ -46,7 +46,11 @@ _AGENTS: Final = ("agent", "agent_name", "service", "app", "application")
 _HEADS: Final = frozenset(shape.path[0] for api in APIS for shape in api.shapes)
 """Keys of bodies under which conversations begin."""
 
-_TOOLS: Final = ("tools", "functions", "toolConfig")
+_COUNTED: Final = sorted(
+    {place.split(".")[0] for places in COUNT_PLACES.values() for place in places} - {"message", "response"}
+)
+"""Keys of responses that have counts, which may also stand beside a request."""
+
 _DEEPEST = 3
 _values = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list = msgspec.json.Decoder(list[msgspec.Raw])
@@ -295,7 +299,7 @@ def _read_usage(response: msgspec.Raw | None, values: Values, body: bytes) -> tu
     answer = _open(response)
     if isinstance(answer, str) and answer.startswith("{"):
         answer = _open(msgspec.Raw(answer.encode("utf-8", "surrogatepass")))
-    beside = {name: _open(values.get(name)) for name in ("usage", "usageMetadata")}
+    beside = {name: _open(values.get(name)) for name in _COUNTED}
     told = {
         name: count for name, places in COUNT_PLACES.items() if (count := _find_count((answer, beside), places)) is not None
     }
