@@ -35,6 +35,7 @@ PROBLEMS: Final = {
     "unknown": "JSON, but of no format that is known: Claude Code, Codex, ATIF, OTLP, or requests to a model",
     "unknown_kind": "of a kind that is not known: ignored",
     "no_conversation": "a request without a conversation: ignored",
+    "failed": "cannot be read because of a mistake in Loopguard: please report it",
     "unread": "calls whose history cannot be read: judged as no loop",
 }
 """What may be wrong with a line or a file, after `N lines: `."""

@@ -16,10 +16,15 @@ from extproc.cli.scan.report import GROUPS
 from extproc.logs import escape_controls
 
 _ROWS = 10
-_WIDTH = 44
+_WIDTH = 30
 _WHOLE = 100  # dollars from which on cents are left out
 _HALF_A_CENT = 0.005
-_TITLES = {"day": "By day (UTC)", "project": "By project", "agent": "By agent", "tool": "By tool"}
+_TITLES = {
+    "day": "By day (UTC): calls that went on after a note, and after a stop",
+    "project": "By project",
+    "agent": "By agent",
+    "tool": "By tool",
+}
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -110,7 +115,7 @@ def write_dollars(dollars: float | None) -> str:
         return ""
     if dollars >= _WHOLE:
         return f"${dollars:,.0f}"
-    return f"${dollars:,.2f}" if dollars >= _HALF_A_CENT or not dollars else "less than $0.01"
+    return f"${dollars:,.2f}" if dollars >= _HALF_A_CENT or not dollars else "< $0.01"
 
 
 def write_path(path: str) -> str:
@@ -144,13 +149,19 @@ def _title_worst(document: Mapping[str, Any]) -> str:
 
 
 def _print_group(group: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    head = ("#loops",) if group == "tool" else ("#conversations", "#looped", "#loops")
-    table = make_table(group, *head, "#calls after note", "#tokens", "#dollars", "#after stop", "#dollars")
+    head = "#loops" if group == "tool" else "#looped"
+    table = make_table(group, head, "#after note", "#cost", "#after stop", "#cost")
     for row in rows:
-        name = row["name"] if len(row["name"]) <= _WIDTH else f"…{row['name'][1 - _WIDTH :]}"
-        counts = (row["loops"],) if group == "tool" else (row["conversations"], row["looped"], row["loops"])
-        noted, stopped = row["after_note"], row["after_stop"]
-        money = [write_dollars(each["dollars"]) if each["tokens"] else "" for each in (noted, stopped)]
-        tokens = _write_number(noted["tokens"])
-        add_row(table, escape_controls(write_path(name)), *counts, noted["calls"], tokens, money[0], stopped["calls"], money[1])
+        name = write_path(row["name"])
+        name = name if len(name) <= _WIDTH else f"…{name[1 - _WIDTH :]}"
+        looped = row["loops"] if group == "tool" else f"{row['looped']:,} of {row['conversations']:,}"
+        costs = [cell for after in ("after_note", "after_stop") for cell in (row[after]["calls"], _write_cost(row[after]))]
+        add_row(table, escape_controls(name), looped, *costs)
     print_table(make_console(), _TITLES[group], table)
+
+
+def _write_cost(spent: Mapping[str, Any]) -> str:
+    """Dollars, or tokens without a price; empty if there is nothing."""
+    if not spent["tokens"]:
+        return ""
+    return write_dollars(spent["dollars"]) or f"{_write_number(spent['tokens'])} tokens"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.sharedctypes import Synchronized
 from typing import Any, Final, NamedTuple
 
 from extproc.cli.scan.files import FoundFile
 from extproc.cli.scan.formats import ScannedFile
 from extproc.cli.scan.lines import LONGEST, Unread, UnreadLines
+from extproc.cli.scan.transcripts import ScannedPlace
 from extproc.cli.scan.watch import Judging, RunReport
+from extproc.errors import LoopguardError
 from extproc.request.document import limit_integers
 
 MOST_PROCESSES: Final = 64
@@ -74,6 +78,8 @@ def scan_files(
                     advance(now - told)
                     told = now
                 yield each.result()
+        except BrokenProcessPool:
+            raise LoopguardError("a process has ended by itself, perhaps for lack of memory: try --jobs 1") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -99,7 +105,10 @@ def _scan(batch: Sequence[str], task: ScanTask, judging: Judging, advance: Calla
             runs.append(report)
 
     for file in batch:
-        ScannedFile(judging, unread, take).scan(file, advance, task.longest)
+        try:
+            ScannedFile(judging, unread, take).scan(file, advance, task.longest)
+        except Exception as error:  # noqa: BLE001  # one file must not cost the report about all others
+            unread.add("failed", ScannedPlace(file, 1), type(error).__name__)
     return BatchReport(runs, unread.by_kind)
 
 
@@ -108,6 +117,7 @@ _HERE: dict[str, Any] = {}
 
 
 def _start(task: ScanTask, read: Synchronized[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a word
     limit_integers()
     _HERE.update(task=task, read=read, judging=Judging(show=task.show))
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from extproc.cli.scan.atif import Atif
+from extproc.cli.scan.transcripts import ScannedPlace
 from tests.support import ROOT
 from tests.support.command import Run
 from tests.support.example_transcripts import list_examples
@@ -197,3 +199,22 @@ def test_nothing_looped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert run.code == 0
     assert run.out.splitlines()[0] == "0 of 1 conversation looped."
     assert len(run.out.splitlines()) < 5
+
+
+def test_a_mistake_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """If reading a file fails as nothing should, the others are reported, and the file is named."""
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"{name}.jsonl", [write_atif(AgentSession([FAILING] * 8, name=name))])
+    read = Atif.read
+
+    def fail(self: Atif, data: bytes, place: ScannedPlace) -> bool:
+        if place.file.endswith("a.jsonl"):
+            raise AssertionError("oh")
+        return read(self, data, place)
+
+    monkeypatch.setattr(Atif, "read", fail)
+
+    run = Run(capsys, "scan", str(tmp_path))
+
+    assert "1 of 1 conversation looped." in run.out
+    assert f"please report it: AssertionError (1) ({tmp_path}/a.jsonl:1)" in run.err
