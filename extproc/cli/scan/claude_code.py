@@ -36,6 +36,7 @@ _NOT_MESSAGES: Final = frozenset({
     "queue-operation", "rate_limit_event", "result", "saved_hook_context", "started", "stream_event", "summary", "system",
     "tag", "task-summary", "tools-used", "worktree-state",
 })  # fmt: skip
+_OF_NO_SESSION: Final = frozenset({"summary", "file-history-snapshot"})
 _NO_MODEL = "<synthetic>"
 
 
@@ -118,7 +119,7 @@ class ClaudeCode:
         except BAD_JSON:
             return False
         session = line.session or line.session_id
-        if line.type is None or not (session or line.type in _NOT_MESSAGES):
+        if line.type is None or not (session or line.type in _OF_NO_SESSION):
             return False
         if line.type not in {"user", "assistant"}:
             if line.type not in _NOT_MESSAGES:

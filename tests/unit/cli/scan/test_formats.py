@@ -439,3 +439,10 @@ def test_messages_of_anthropic_are_not_taken_for_a_transcript(tmp_path: Path) ->
     lines = [{"type": "request", "body": as_anthropic(turns[:count])} for count in range(9)]
 
     assert [loop[0] for loop in scan_values(tmp_path, lines).loops] == ["repeat"]
+
+
+def test_lines_of_other_programs_are_not_taken_for_claude_codes(tmp_path: Path) -> None:
+    """Without a session, a word in `type` says little."""
+    lines = [{"type": "system", **line} for line in write_requests(AgentSession([FAILING] * 8), "chat")]
+
+    assert scan_values(tmp_path, lines).loops == [TRUTH[0]]
