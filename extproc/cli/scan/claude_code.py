@@ -67,6 +67,7 @@ class _ClaudeLine(msgspec.Struct):
     session_id: str | None = None
     agent: str | None = msgspec.field(default=None, name="agentId")
     agent_kind: str | None = msgspec.field(default=None, name="attributionAgent")
+    about_agent: str | None = msgspec.field(default=None, name="agentType")
     side: bool | None = msgspec.field(default=None, name="isSidechain")
     error: bool | None = msgspec.field(default=None, name="isApiErrorMessage")
     called_by: str | None = msgspec.field(default=None, name="parent_tool_use_id")
@@ -119,6 +120,8 @@ class ClaudeCode:
         except BAD_JSON:
             return False
         session = line.session or line.session_id
+        if line.type is None and line.about_agent:
+            return True  # a file beside that of a sub-agent
         if line.type is None or not (session or line.type in _OF_NO_SESSION):
             return False
         if line.type not in {"user", "assistant"}:

@@ -197,6 +197,12 @@ class TestClaudeCode:
 
         assert scan_values(tmp_path, [{"type": "system", "subtype": "init", "session_id": "s"}, *lines]).loops == [TRUTH[0]]
 
+    def test_files_about_sub_agents(self, tmp_path: Path) -> None:
+        """Beside the transcript of each stands a file that is no transcript."""
+        scanned = scan_values(tmp_path, [{"agentType": "general-purpose", "toolUseId": "t", "spawnDepth": 1}])
+
+        assert (scanned.runs, scanned.problems) == ([], {})
+
     def test_unknown_lines_are_counted_and_named(self, tmp_path: Path) -> None:
         """A newer version may write other lines: these are told, and the others read."""
         lines = [*write_claude_code(AgentSession([FAILING] * 8)), *[{"type": "hologram", "sessionId": "s1"}] * 3]
