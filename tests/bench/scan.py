@@ -26,7 +26,7 @@ from tests.support.turn_writers import Did
 TITLE = "scan: transcripts of Claude Code and Codex, and logged requests, one agent in ten in a loop"
 
 _MEGABYTES = 400
-_LIMIT_SECONDS = 60
+_LIMIT_CPU = 120
 _LIMIT_MB = 600
 _GIGABYTE = 1e9
 _PROCESSES = 2
@@ -39,8 +39,9 @@ def run(*, quick: bool) -> list[Row]:
     found = run_module("tests.bench.scan", str(size))
     note = f"{found['mb']:.0f} MB, {found['calls']:,.0f} model calls"
     return [
-        Row("scan: seconds for 1 GB, two processes", found["seconds"], "s", None if quick else _LIMIT_SECONDS, note=note),
-        Row("scan: rate of one process, by CPU time", found["rate"], "MB/s"),
+        Row("scan: CPU for 1 GB", found["cpu"], "s", _LIMIT_CPU, note="two processors have 120 s in a minute"),
+        Row("scan: rate of one process", 1_000 / found["cpu"], "MB/s", note=note),
+        Row("scan: time for 1 GB, two processes", found["seconds"], "s", note="on a machine that may be busy"),
         Row("scan: memory of all processes", found["memory"], "MB", _LIMIT_MB),
     ]
 
@@ -89,7 +90,7 @@ def scan(folder: Path) -> dict[str, float]:
     size = document["bytes"]
     return {
         "seconds": seconds / size * _GIGABYTE,
-        "rate": size / 1e6 / (children.ru_utime + children.ru_stime),
+        "cpu": (children.ru_utime + children.ru_stime) / size * _GIGABYTE,
         "memory": (_PROCESSES * children.ru_maxrss + own.ru_maxrss) / 1024,
         "calls": document["spent"]["calls"],
         "mb": size / 1e6,
