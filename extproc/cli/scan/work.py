@@ -80,6 +80,10 @@ def scan_files(
                 yield each.result()
         except BrokenProcessPool:
             raise LoopguardError("a process has ended by itself, perhaps for lack of memory: try --jobs 1") from None
+        except BaseException:  # also for Ctrl-C: the rest is not needed
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
