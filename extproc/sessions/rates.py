@@ -107,6 +107,10 @@ class Rates:
         )
         return _divide(total, rate.per)
 
+    def find_known_cost(self, model: str, usage: Usage) -> int | None:
+        """The cost of a call in nano-dollars; None if there is no price for this model in particular."""
+        return self.find_cost(model, usage) if self._find_teller(model) != _VAGUE else None
+
     def estimate(self, model: str, input_bytes: int, output: int) -> int:
         """The cost of a call of which only the length of its body and the tokens of its answer are known."""
         prompt = estimate_tokens(input_bytes)

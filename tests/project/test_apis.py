@@ -29,6 +29,11 @@ ALLOWED = {
     ("cli/commands/explain.py", "/completions"): "a path in an example",
     ("request/fingerprint.py", "/chat/completions"): "a path in an example",
     ("request/fingerprint.py", "/completions"): "a path in an example",
+    ("cli/scan/atif.py", "prompt_tokens"): "ATIF's own",
+    ("cli/scan/atif.py", "completion_tokens"): "ATIF's own",
+    ("cli/scan/claude_code.py", "tool_use"): "in a key of its printed streams",
+    ("cli/scan/otlp.py", "prompt_tokens"): "of older semantic conventions",
+    ("cli/scan/otlp.py", "completion_tokens"): "of older semantic conventions",
     ("cli/envoy_config/templates/bootstrap.yaml", "/responses"): "a comment that says which WebSockets are refused",
 }
 """Where such a word means something else, and what."""

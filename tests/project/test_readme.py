@@ -127,9 +127,11 @@ def _has_canary_flags(command: str) -> None:
 
 
 def _has_a_project(command: str) -> None:
-    """There is something to install."""
-    assert shlex.split(command, comments=True)[-1] == "."
-    assert (ROOT / "pyproject.toml").is_file()
+    """There is something to install, with the extras that it names."""
+    extras = re.fullmatch(r"\.(?:\[(\w+)\])?", shlex.split(command, comments=True)[-1])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras is not None
+    assert extras[1] is None or extras[1] in project["optional-dependencies"]
 
 
 def _has_an_image(command: str) -> None:
@@ -247,7 +249,7 @@ class Reader:
         (programs / "envoy").chmod(0o755)
         path = [str(programs), str(Path(sys.executable).parent), os.environ["PATH"]]
         self._environment = {"PATH": os.pathsep.join(path), "LOOPGUARD_ADMIN": "127.0.0.1:0", "LOOPGUARD_DRAIN_DELAY": "0"}
-        for name in ("envoy", "helm"):
+        for name in ("envoy", "examples", "helm"):
             (folder / name).symlink_to(ROOT / name)
         self._save_examples(page)
 

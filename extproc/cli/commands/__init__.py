@@ -21,6 +21,7 @@ COMMANDS = (
     "init",
     "validate",
     "explain",
+    "scan",
     "replay",
     "tune",
     "precision",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from extproc.cli.commands import add_key_flag, add_policy_flag
 from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
@@ -88,7 +88,30 @@ def _watch(entries: Iterator[Watched], advance: Callable[[], object], step: int)
 
 @contextmanager
 def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
-    """Show a progress bar on stderr if that is a terminal; yields the function that updates it."""
+    """Show how much of the logs is read; yields the function that updates it."""
+    told = 0
+    with show_bar(logs.size) as advance:
+
+        def update() -> None:
+            nonlocal told
+            read = logs.tell() if logs.size is not None else 0
+            advance(read - told, f"{logs.lines:,} lines")
+            told = read
+
+        yield update
+
+
+class Advance(Protocol):
+    """Moves a progress bar."""
+
+    def __call__(self, count: int, told: str = ...) -> object:
+        """Move it by this many bytes, and change its text."""
+        ...
+
+
+@contextmanager
+def show_bar(size: int | None) -> Iterator[Advance]:
+    """Show a progress bar for this many bytes on stderr if that is a terminal; yields the function that moves it."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415  # 0.1 s
 
     from extproc.cli.replay.table import make_console  # noqa: PLC0415  # same
@@ -96,11 +119,10 @@ def _show_bar(logs: Logs) -> Iterator[Callable[[], object]]:
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=logs.size)
+        task = bar.add_task("reading", total=size)
 
-        def advance() -> None:
-            read = logs.tell() if logs.size is not None else None
-            bar.update(task, completed=read, description=f"{logs.lines:,} lines")
+        def advance(count: int, told: str = "reading") -> None:
+            bar.update(task, advance=count, description=told)
 
         yield advance
 

@@ -16,6 +16,7 @@ import msgspec
 from extproc.apis import open_conversation
 from extproc.apis.conversation import ASSISTANT
 from extproc.cli.replay.records import UnusableError
+from extproc.cli.replay.trajectories import TrajectoryStep, write_step
 from extproc.request.document import Document, NotCounted
 
 LABEL = '{"loop": true, "begins": 4, "success": false, "kind": "a broken tool"}'
@@ -26,7 +27,6 @@ _OWN = frozenset({"id", "label", "file", "path", "headers", "requests"})
 """Keys of a line that do not belong to a body."""
 
 _STEPS = "steps"
-_SOURCES = {"user": "user", "system": "system", "agent": "assistant"}
 
 
 class Label(NamedTuple):
@@ -55,33 +55,9 @@ class Labelled(NamedTuple):
     bodies: list[bytes]
 
 
-class _ToolCall(msgspec.Struct):
-    function_name: str
-    arguments: Any = msgspec.field(default_factory=dict)
-    tool_call_id: str = ""
-
-
-class _Result(msgspec.Struct):
-    source_call_id: str | None = None
-    content: Any = None
-
-
-class _Observation(msgspec.Struct):
-    results: list[_Result] = msgspec.field(default_factory=list)
-
-
-class _Step(msgspec.Struct):
-    """A step of a trajectory (ATIF)."""
-
-    source: str
-    message: Any = ""
-    tool_calls: list[_ToolCall] | None = None
-    observation: _Observation | None = None
-
-
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-_TRAJECTORY = msgspec.json.Decoder(list[_Step])
+_TRAJECTORY = msgspec.json.Decoder(list[TrajectoryStep])
 _TEXTS = msgspec.json.Decoder(dict[str, str])
 _TEXT = msgspec.json.Decoder(str)
 _BAD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -200,28 +176,13 @@ def _write_bodies(
         yield head + b",".join(texts[:end]) + b"]}"
 
 
-def _write_steps(steps: Sequence[_Step]) -> Iterator[dict[str, Any]]:
+def _write_steps(steps: Sequence[TrajectoryStep]) -> Iterator[dict[str, Any]]:
     """A trajectory (ATIF) as messages of chat completions; a result without a call becomes a user's message."""
-    for step in steps:
-        if step.source not in _SOURCES:
-            raise _reject(f"the source of a step must be one of {', '.join(_SOURCES)}")
-        message: dict[str, Any] = {"role": _SOURCES[step.source], "content": _read_text(step.message)}
-        if step.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.tool_call_id,
-                    "type": "function",
-                    "function": {"name": call.function_name, "arguments": msgspec.json.encode(call.arguments).decode()},
-                }
-                for call in step.tool_calls
-            ]
-        yield message
-        for result in step.observation.results if step.observation is not None else ():
-            content = _read_text(result.content)
-            if result.source_call_id and step.tool_calls:
-                yield {"role": "tool", "tool_call_id": result.source_call_id, "content": content}
-            else:
-                yield {"role": "user", "content": content}
+    try:
+        for step in steps:
+            yield from write_step(step)
+    except ValueError as error:
+        raise _reject(str(error)) from None
 
 
 def _list_tools(agent: msgspec.Raw) -> list[Any]:
@@ -229,12 +190,3 @@ def _list_tools(agent: msgspec.Raw) -> list[Any]:
     found = msgspec.json.decode(agent)
     tools = found.get("tool_definitions") if isinstance(found, dict) else None
     return tools if isinstance(tools, list) else []
-
-
-def _read_text(content: Any) -> str:  # noqa: ANN401  # JSON
-    """The text of a message: the texts of its parts, and anything else as JSON."""
-    if isinstance(content, list):
-        return "\n".join([_read_text(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content])
-    if content is None or isinstance(content, str):
-        return content or ""
-    return msgspec.json.encode(content).decode()

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
 
 from extproc.cli.replay.report import SERIES
 
@@ -54,9 +55,7 @@ class Chart(NamedTuple):
 
 def render_page(document: dict[str, Any]) -> str:
     """Write a report as a page."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["number"] = "{:,}".format
-    template = environment.from_string(files("extproc.cli.replay").joinpath("page.html").read_text(encoding="utf-8"))
+    template = load_template("extproc.cli.replay")
     log = document["log"]
     span = _read_time(log["first"]), _read_time(log["last"])
     return template.render(
@@ -70,6 +69,15 @@ def render_page(document: dict[str, Any]) -> str:
         failures=document["failures"],
         kinds=[SERIES[column - 1] for column in _ORDER],
     )
+
+
+def load_template(package: str) -> Template:
+    """The template `page.html` of a package, with the style of all reports; it escapes all values."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = "{:,}".format
+    style = files("extproc.cli.replay").joinpath("page.css").read_text(encoding="utf-8")
+    environment.globals["style"] = Markup(style)  # noqa: S704  # our own file
+    return environment.from_string(files(package).joinpath("page.html").read_text(encoding="utf-8"))
 
 
 def draw_chart(timeline: dict[str, Any], span: tuple[float, float], width: int, height: int, columns: Sequence[int]) -> Chart:

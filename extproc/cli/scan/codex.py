@@ -1,0 +1,182 @@
+"""Rollouts of Codex: `~/.codex/sessions/<year>/<month>/<day>/rollout-<time>-<thread>.jsonl`.
+
+A line has a payload: an item of the Responses API, or something about the session. All items that the model makes before
+the first result or message of somebody else are one answer. Rollouts of 2025 have items without anything around them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from extproc.cli.scan.transcripts import (
+    BAD_JSON,
+    NO_USAGE,
+    About,
+    ModelCall,
+    Runs,
+    ScannedPlace,
+    UnknownLineError,
+    WatchedRun,
+    count_tokens,
+    cut_name,
+    name_folder,
+    read_time,
+)
+from extproc.sessions.rates import Usage
+
+_ABOUT: Final = frozenset({"session_meta", "turn_context", "event_msg", "compacted", "world_state", "token_usage_record"})
+_ITEMS: Final = frozenset({"message", "reasoning"})
+_OURS: Final = ("_call", "_output")
+_REASONING: Final = "reasoning"
+
+
+class _RolloutUsage(msgspec.Struct):
+    input_tokens: Any = 0
+    cached_input_tokens: Any = 0
+    cache_write_input_tokens: Any = 0
+    output_tokens: Any = 0
+
+
+class _Info(msgspec.Struct):
+    total_token_usage: msgspec.Raw = msgspec.Raw()
+    last_token_usage: _RolloutUsage | None = None
+
+
+class _Payload(msgspec.Struct):
+    type: str | None = None
+    role: str | None = None
+    id: str | None = None
+    cwd: str | None = None
+    model: str | None = None
+    parent_thread_id: str | None = None
+    usage: _RolloutUsage | None = None
+    info: _Info | None = None
+
+
+class _RolloutLine(msgspec.Struct):
+    type: str | None = None
+    timestamp: str | None = None
+    payload: msgspec.Raw = msgspec.Raw()
+    record_type: str | None = None
+    id: str | None = None
+    instructions: msgspec.Raw = msgspec.Raw()
+    role: str | None = None
+
+
+_decode = msgspec.json.Decoder(_RolloutLine).decode
+_decode_payload = msgspec.json.Decoder(_Payload).decode
+
+
+class Codex:
+    """Reads the lines of a file; see `TranscriptReader`."""
+
+    kind = "Codex"
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._run: WatchedRun | None = None
+        self._session = self._project = self._model = ""
+        self._agent = "codex"
+        self._begin()
+
+    def _begin(self) -> None:
+        """Wait for the next answer."""
+        self._said: list[bytes] = []
+        self._behind: list[bytes] = []
+        self._usage = NO_USAGE
+        self._time = 0
+        self._identity = ""
+        self._place: ScannedPlace | None = None
+
+    def read(self, data: bytes, place: ScannedPlace) -> bool:
+        """See `TranscriptReader`."""
+        try:
+            line = _decode(data)
+        except BAD_JSON:
+            return False
+        if line.type is None or not bytes(line.payload):
+            return self._take_bare(data, line, place)
+        if line.type != "response_item" and line.type not in _ABOUT:
+            if self._session:
+                raise UnknownLineError(line.type)
+            return False
+        try:
+            payload = _decode_payload(line.payload)
+        except BAD_JSON:
+            raise UnknownLineError(f"{line.type} with an unusual payload") from None
+        if line.type == "response_item":
+            self._take_item(bytes(line.payload), payload.type or "", payload.role, line.timestamp, place, payload.id)
+        else:
+            self._take_fact(line.type, payload, place)
+        return True
+
+    def _take_bare(self, data: bytes, line: _RolloutLine, place: ScannedPlace) -> bool:
+        """A line of 2025, without a payload."""
+        if line.record_type is not None:
+            return self._session != ""
+        if line.type is None:
+            head = bool(line.id and line.timestamp and bytes(line.instructions))
+            if head:
+                self._session, self._project = cut_name(line.id), name_folder(place.file)
+            return head
+        item = line.type.endswith(_OURS) or line.type == _REASONING or (line.type == "message" and line.role is not None)
+        if item and self._session:
+            self._take_item(data, line.type, line.role, line.timestamp, place)
+        return item and self._session != ""
+
+    def close(self) -> None:
+        """See `TranscriptReader`."""
+        self._flush()
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+        self._session = ""
+
+    def _take_fact(self, kind: str, payload: _Payload, place: ScannedPlace) -> None:
+        if kind == "session_meta" and not self._session:  # a fork has its parent's behind its own
+            self._session = cut_name(payload.id) or "?"
+            self._project = cut_name(payload.cwd) or name_folder(place.file)
+            self._agent = "codex sub-agent" if payload.parent_thread_id else "codex"
+        elif kind == "turn_context":
+            self._model = cut_name(payload.model) or self._model
+        elif kind == "compacted":
+            self._flush()
+            if self._run is not None:
+                self._run.restart()
+        elif kind == "token_usage_record" and payload.usage is not None:
+            self._take_usage(payload.usage)
+        elif payload.type == "token_count" and payload.info is not None and payload.info.last_token_usage is not None:
+            self._take_usage(payload.info.last_token_usage)
+
+    def _take_usage(self, usage: _RolloutUsage) -> None:
+        """Counts of the newest answer. Both kinds of lines have them, and they are told again after each limit of rates."""
+        read, written = count_tokens(usage.cached_input_tokens), count_tokens(usage.cache_write_input_tokens)
+        fresh = max(0, count_tokens(usage.input_tokens) - read - written)
+        self._usage = Usage(fresh, count_tokens(usage.output_tokens), read, written)
+
+    def _take_item(  # noqa: PLR0913  # all that is known of an item
+        self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: ScannedPlace, identity: str | None = None
+    ) -> None:
+        ours = role == "assistant" if kind == "message" else kind == _REASONING or kind.endswith("_call")
+        if not ours:
+            if self._said:
+                self._behind.append(item)
+            return
+        if self._behind:
+            self._flush()
+        self._place = self._place or place
+        self._time = self._time or read_time(timestamp)
+        self._identity = self._identity or identity or ""
+        self._said.append(item)
+
+    def _flush(self) -> None:
+        """The newest answer is complete, and so is what came after it."""
+        if self._place is not None:
+            if self._run is None:
+                self._run = self._runs.open(About(self.kind, self._session, self._project, self._agent), "input")
+            call = ModelCall(self._place, self._time, self._model, self._usage, identity=self._identity)
+            self._run.ask(call)
+            self._run.add([*self._said, *self._behind])
+        self._begin()

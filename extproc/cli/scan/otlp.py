@@ -1,0 +1,287 @@
+"""Exports of OpenTelemetry in OTLP's JSON: spans of model calls, by the GenAI semantic conventions.
+
+A span has the request's messages and tokens. Messages stand in `gen_ai.input.messages`, as attributes or in an event
+(`gen_ai.client.inference.operation.details`), in one event for each message (`gen_ai.user.message`), or in numbered attributes
+(`gen_ai.prompt.0.role`, OpenLLMetry; `llm.input_messages.0.message.role`, OpenInference). They become a body of chat
+completions, which is read as a logged request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from extproc.cli.replay.trajectories import read_text
+from extproc.cli.scan.requests import FollowedRequests
+from extproc.cli.scan.transcripts import (
+    BAD_JSON,
+    About,
+    ModelCall,
+    Runs,
+    ScannedPlace,
+    UnknownLineError,
+    count_tokens,
+    cut_name,
+    name_folder,
+    read_time,
+)
+from extproc.sessions.rates import Usage, estimate_tokens
+
+_INPUT: Final = "gen_ai.input.messages"
+_MESSAGE_EVENT: Final = re.compile(r"gen_ai\.(system|user|assistant|tool)\.message")
+_NUMBERED: Final = re.compile(r"(?:gen_ai\.prompt|llm\.input_messages)\.(\d{1,5})\.(?:message\.)?(.+)")
+_NUMBERED_CALL: Final = re.compile(r"tool_calls\.(\d{1,4})\.(?:tool_call\.)?(?:function\.)?(id|name|arguments)")
+_MODELS: Final = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
+_AGENTS: Final = ("gen_ai.agent.name", "agent.name")
+_SESSIONS: Final = ("gen_ai.conversation.id", "session.id")
+_COUNTS: Final = {
+    "input": ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt"),
+    "output": ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion"),
+    "read": ("gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cache_read_input_tokens"),
+    "written": ("gen_ai.usage.cache_creation.input_tokens", "gen_ai.usage.cache_creation_input_tokens"),
+}
+_DEEPEST = 32
+
+
+class _Attributed(msgspec.Struct):
+    key: str = ""
+    value: Any = None
+
+
+class _Event(msgspec.Struct):
+    name: str | None = None
+    event_name: str | None = msgspec.field(default=None, name="eventName")
+    time: Any = msgspec.field(default=None, name="timeUnixNano")
+    trace: str | None = msgspec.field(default=None, name="traceId")
+    attributes: list[_Attributed] | None = None
+    body: Any = None
+
+
+class _Span(msgspec.Struct):
+    trace: str | None = msgspec.field(default=None, name="traceId")
+    start: Any = msgspec.field(default=None, name="startTimeUnixNano")
+    attributes: list[_Attributed] | None = None
+    events: list[_Event] | None = None
+
+
+class _Scope(msgspec.Struct):
+    spans: list[_Span] | None = None
+    records: list[_Event] | None = msgspec.field(default=None, name="logRecords")
+
+
+class _Resource(msgspec.Struct):
+    attributes: list[_Attributed] | None = None
+
+
+class _Scopes(msgspec.Struct):
+    resource: _Resource | None = None
+    spans: list[_Scope] | None = msgspec.field(default=None, name="scopeSpans")
+    logs: list[_Scope] | None = msgspec.field(default=None, name="scopeLogs")
+
+
+class _Export(msgspec.Struct):
+    spans: list[_Scopes] | None = msgspec.field(default=None, name="resourceSpans")
+    logs: list[_Scopes] | None = msgspec.field(default=None, name="resourceLogs")
+    metrics: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="resourceMetrics")
+
+
+_decode = msgspec.json.Decoder(_Export).decode
+_any = msgspec.json.Decoder()
+_encode = msgspec.json.Encoder().encode
+
+
+class Otlp:
+    """Reads exports; see `TranscriptReader`."""
+
+    kind = "OTLP"
+
+    def __init__(self, runs: Runs) -> None:
+        self._followed = FollowedRequests(runs)
+
+    def read(self, data: bytes, place: ScannedPlace) -> bool:
+        """See `TranscriptReader`."""
+        if not any(key in data[:4096] or key in data for key in (b'"resourceSpans"', b'"resourceLogs"', b'"resourceMetrics"')):
+            return False
+        try:
+            export = _decode(data)
+        except msgspec.ValidationError as error:
+            raise UnknownLineError(f"an unusual export: {error}") from None
+        except BAD_JSON:
+            return False
+        if export.spans is None and export.logs is None:
+            return bool(bytes(export.metrics))
+        found = [
+            (read_time(span.start), _open_all(span.attributes), span.events or (), span.trace or "", service)
+            for scopes in export.spans or ()
+            for service in [_open_all(scopes.resource.attributes if scopes.resource else None)]
+            for scope in scopes.spans or ()
+            for span in scope.spans or ()
+        ]
+        found += [
+            (read_time(record.time), _open_all(record.attributes), (), record.trace or "", service)
+            for scopes in export.logs or ()
+            for service in [_open_all(scopes.resource.attributes if scopes.resource else None)]
+            for scope in scopes.logs or ()
+            for record in scope.records or ()
+        ]
+        for time, attributes, events, trace, service in sorted(found, key=lambda each: each[0]):
+            self._take(time, attributes, events, trace, service, place)
+        return True
+
+    def close(self) -> None:
+        """See `TranscriptReader`."""
+        self._followed.close()
+
+    def _take(  # noqa: PLR0913  # all that is known of a span
+        self,
+        time: int,
+        attributes: Mapping[str, Any],
+        events: Iterable[_Event],
+        trace: str,
+        service: Mapping[str, Any],
+        place: ScannedPlace,
+    ) -> None:
+        messages = _list_messages(attributes, events)
+        if not messages:
+            return  # another span, or one without contents
+        body = _encode({"messages": messages, **({"tools": [{"name": "any"}]} if _mention_tools(attributes, messages) else {})})
+        counts = {name: _find(attributes, keys) for name, keys in _COUNTS.items()}
+        prompt, output = counts["input"], counts["output"]
+        read, written = count_tokens(_number(counts["read"])), count_tokens(_number(counts["written"]))
+        fresh = estimate_tokens(len(body)) if prompt is None else max(0, count_tokens(_number(prompt)) - read - written)
+        usage = Usage(fresh, count_tokens(_number(output)), read, written)
+        call = ModelCall(place, time, cut_name(_find(attributes, _MODELS)), usage, prompt is None or output is None)
+        project = cut_name(service.get("service.name")) or name_folder(place.file)
+        agent = cut_name(_find(attributes, _AGENTS))
+        session = cut_name(_find(attributes, _SESSIONS)) or cut_name(trace)
+        self._followed.take(body, call, About(self.kind, session, project, agent))
+
+
+def _find(attributes: Mapping[str, Any], names: Iterable[str]) -> Any:  # noqa: ANN401  # JSON
+    return next((attributes[name] for name in names if attributes.get(name) is not None), None)
+
+
+def _number(value: Any) -> Any:  # noqa: ANN401  # JSON
+    """OTLP writes integers as text."""
+    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value  # noqa: PLR2004  # digits of 64 bits
+
+
+def _open_all(attributes: Iterable[_Attributed] | None) -> dict[str, Any]:
+    return {each.key: _open_value(each.value, _DEEPEST) for each in attributes or ()}
+
+
+def _open_value(value: Any, deeper: int) -> Any:  # noqa: ANN401  # JSON
+    """A value of OTLP (AnyValue) as plain JSON."""
+    if not isinstance(value, dict) or not deeper:
+        return value
+    for kind, inner in value.items():
+        if kind == "arrayValue" and isinstance(inner, dict):
+            listed = inner.get("values")
+            return [_open_value(each, deeper - 1) for each in listed] if isinstance(listed, list) else []
+        if kind == "kvlistValue" and isinstance(inner, dict):
+            pairs = inner.get("values")
+            named = [pair for pair in pairs if isinstance(pair, dict)] if isinstance(pairs, list) else []
+            return {str(pair.get("key")): _open_value(pair.get("value"), deeper - 1) for pair in named}
+        if kind.endswith("Value"):
+            return inner
+    return None
+
+
+def _parse(value: Any) -> Any:  # noqa: ANN401  # JSON
+    """A value that may be JSON in a text."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        try:
+            return _any.decode(value.encode("utf-8", "surrogatepass"))
+        except BAD_JSON:
+            return value
+    return value
+
+
+def _mention_tools(attributes: Mapping[str, Any], messages: Iterable[Mapping[str, Any]]) -> bool:
+    return "gen_ai.tool.definitions" in attributes or any("tool_calls" in message for message in messages)
+
+
+def _list_messages(attributes: Mapping[str, Any], events: Iterable[_Event]) -> list[dict[str, Any]]:
+    """The messages of a request, in the form of chat completions."""
+    given = _parse(attributes.get(_INPUT))
+    if isinstance(given, list):
+        return [message for each in given if isinstance(each, dict) for message in _write_message(each)]
+    numbered: dict[int, dict[str, Any]] = {}
+    for key, value in attributes.items():
+        match = _NUMBERED.fullmatch(key)
+        if match is not None:
+            numbered.setdefault(int(match[1]), {})[match[2]] = value
+    if numbered:
+        return [message for _, fields in sorted(numbered.items()) for message in _write_message(_join_numbered(fields))]
+    messages = []
+    for event in events:
+        named = _open_all(event.attributes)
+        if _INPUT in named:
+            return _list_messages(named, ())
+        match = _MESSAGE_EVENT.fullmatch(event.name or event.event_name or "")
+        if match is not None:
+            messages += _write_message({"role": match[1], **named})
+    return messages
+
+
+def _join_numbered(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls are numbered attributes."""
+    calls: dict[int, dict[str, Any]] = {}
+    for key, value in fields.items():
+        match = _NUMBERED_CALL.fullmatch(key)
+        if match is not None:
+            calls.setdefault(int(match[1]), {})[match[2]] = value
+    whole = {key: value for key, value in fields.items() if not key.startswith("tool_calls.")}
+    if calls:
+        whole["tool_calls"] = [{"id": call.get("id"), "function": call} for _, call in sorted(calls.items())]
+    return whole
+
+
+def _write_message(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A message of a span; one with several results becomes several."""
+    role = message.get("role")
+    role = role if isinstance(role, str) else "user"
+    parts = _parse(message.get("parts"))
+    if not isinstance(parts, list):
+        return [_write_plain(message, role)]
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for part in parts:
+        if not isinstance(part, dict):
+            continue
+        kind, identity = part.get("type"), part.get("id")
+        if kind == "tool_call":
+            calls.append(_write_call(identity, part.get("name"), part.get("arguments")))
+        elif kind == "tool_call_response":
+            result = part.get("response", part.get("result"))
+            results.append({"role": "tool", "tool_call_id": str(identity or ""), "content": read_text(result)})
+        elif kind != "reasoning":
+            texts.append(read_text(part.get("content")))
+    if not (texts or calls):
+        return results
+    said: dict[str, Any] = {"role": "assistant" if calls else role, "content": "\n".join(texts)}
+    return [{**said, "tool_calls": calls} if calls else said, *results]
+
+
+def _write_plain(message: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """A message with `content` and `tool_calls`, as in chat completions."""
+    written: dict[str, Any] = {"role": role, "content": read_text(message.get("content"))}
+    calls = _parse(message.get("tool_calls"))
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            written.setdefault("tool_calls", []).append(
+                _write_call(call.get("id"), function.get("name"), function.get("arguments"))
+            )
+    if role == "tool":
+        written["tool_call_id"] = str(message.get("tool_call_id") or message.get("id") or "")
+    return written
+
+
+def _write_call(identity: Any, name: Any, arguments: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
+    given = arguments if isinstance(arguments, str) else _encode(arguments if arguments is not None else {}).decode()
+    return {"id": str(identity or ""), "type": "function", "function": {"name": str(name or ""), "arguments": given}}

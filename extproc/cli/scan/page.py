@@ -1,0 +1,33 @@
+"""A report as one HTML page: no scripts, no external resources. Everything in transcripts is text on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from extproc.cli.replay.page import load_template
+from extproc.cli.scan.report import GROUPS
+from extproc.cli.scan.show import list_problems, summarize, write_dollars, write_path, write_spent
+
+_ROWS = 50
+
+
+def render_scan(document: Mapping[str, Any]) -> str:
+    """Write a report as a page."""
+    groups = [(group, _find_rows(group, document)) for group in GROUPS]
+    highest = {group: max((row["after_note"]["tokens"] for row in rows), default=0) or 1 for group, rows in groups}
+    return load_template("extproc.cli.scan").render(
+        document=document,
+        summary=summarize(document),
+        groups=groups,
+        highest=highest,
+        problems=list_problems(document["problems"]),
+        write_dollars=write_dollars,
+        write_path=write_path,
+        write_spent=write_spent,
+    )
+
+
+def _find_rows(group: str, document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rows: list[Mapping[str, Any]] = document["by"][group]
+    return rows[-_ROWS:] if group == "day" else [row for row in rows if row["looped"]][:_ROWS]

@@ -1,0 +1,223 @@
+"""Adds up what was found in all files, in bounded memory, and reports it as one document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from heapq import heappush, heapreplace
+from typing import Any, Final
+
+from extproc.cli.scan.lines import HARMLESS, LONGEST, PROBLEMS, UnreadLines
+from extproc.cli.scan.watch import FoundLoop, RunReport, Spent
+from extproc.cli.scan.work import BatchReport
+
+NONE: Final = "unknown"
+OTHERS: Final = "others"
+GROUPS: Final = ("day", "project", "agent", "tool")
+_MOST_GROUPS = 10_000
+_MOST_KEPT = 2_000
+_MOST_KNOWN = 1_000_000
+
+WORDS: Final = {
+    "repeat": "the same input, the same result",
+    "result": "the same result",
+    "cycle": "the same steps in turn, the same results",
+    "error": "the same error, whatever was tried",
+    "similar_error": "the same error but for numbers, whatever was tried",
+    "nested_prompt": "a prompt that contains itself",
+}
+"""What a loop is, by the detector's rule."""
+
+
+class _Sum:
+    """Conversations and loops of one group."""
+
+    __slots__ = ("after_note", "after_stop", "looped", "loops", "runs", "spent", "weak")
+
+    def __init__(self) -> None:
+        self.runs = self.looped = self.weak = self.loops = 0
+        self.spent = self.after_note = self.after_stop = Spent()
+
+    def add_run(self, run: RunReport, loops: list[FoundLoop]) -> None:
+        self.runs += 1
+        self.looped += any(is_loop(loop) for loop in loops)
+        self.weak += bool(loops) and not any(is_loop(loop) for loop in loops)
+        self.spent = self.spent.plus(run.spent)
+        for loop in loops:
+            self.add_loop(loop)
+
+    def add_loop(self, loop: FoundLoop) -> None:
+        if is_loop(loop):
+            self.loops += 1
+            self.after_note = self.after_note.plus(loop.after_note)
+            self.after_stop = self.after_stop.plus(loop.after_stop)
+
+    def write(self) -> dict[str, Any]:
+        return {
+            "conversations": self.runs,
+            "looped": self.looped,
+            "only_noted": self.weak,
+            "loops": self.loops,
+            "spent": _write_spent(self.spent),
+            "after_note": _write_spent(self.after_note),
+            "after_stop": _write_spent(self.after_stop),
+        }
+
+
+def is_loop(loop: FoundLoop) -> bool:
+    """Whether a loop is strong, or went on so long that it would have been stopped; others only get a note."""
+    return loop.strong or loop.stopped > 0
+
+
+class ScanReport:
+    """Counts conversations and loops.
+
+    Attributes:
+        unread: problems with lines and files.
+        bytes: number of bytes in all files.
+        files: number of files.
+    """
+
+    def __init__(self, files: int, size: int, unread: UnreadLines, top: int) -> None:
+        """Start empty; keep the `top` worst loops."""
+        self.unread = unread
+        self.files = files
+        self.bytes = size
+        self._top = top
+        self._all = _Sum()
+        self._kinds: dict[str, int] = {}
+        self._groups: dict[str, dict[str, _Sum]] = {group: {} for group in GROUPS}
+        self._worst: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = []  # as a heap
+        self._kept: list[dict[str, Any]] = []
+        self._known: set[str] = set()
+        self._copies = 0
+        self._first = self._last = self._number = 0
+        self._estimated = False
+
+    def add(self, batch: BatchReport) -> None:
+        """Add what some files contained."""
+        self.unread.merge(batch.unread)
+        for run in batch.runs:
+            self._add(run)
+
+    def _add(self, run: RunReport) -> None:
+        loops = [loop for loop in run.loops if self._is_new(loop)]
+        about, day = run.about, _write_day(run.first)
+        self._kinds[about.kind] = self._kinds.get(about.kind, 0) + 1
+        self._all.add_run(run, loops)
+        for group, name in (("day", day), ("project", about.project or NONE), ("agent", about.agent or NONE)):
+            self._group(group, name).add_run(run, loops)
+        for loop in loops:
+            for tool in loop.tools[:1] or ("no tool",):
+                sums = self._group("tool", tool)
+                sums.add_loop(loop)
+                sums.runs += 1
+                sums.looped += is_loop(loop)
+            self._keep(run, loop)
+        if run.first:
+            self._first, self._last = min(self._first or run.first, run.first), max(self._last, run.last)
+        self._estimated = self._estimated or run.estimated
+
+    def _is_new(self, loop: FoundLoop) -> bool:
+        """Whether a loop was in no other file: clients copy a history into the file of a session that continues it."""
+        if not loop.identity:
+            return True
+        if loop.identity in self._known:
+            self._copies += 1
+            return False
+        if len(self._known) < _MOST_KNOWN:
+            self._known.add(loop.identity)
+        return True
+
+    def _group(self, group: str, name: str) -> _Sum:
+        sums = self._groups[group]
+        if name not in sums and len(sums) >= _MOST_GROUPS:
+            name = OTHERS
+        return sums.setdefault(name, _Sum())
+
+    def _keep(self, run: RunReport, loop: FoundLoop) -> None:
+        self._number += 1
+        written = _write_loop(run, loop)
+        if len(self._kept) < _MOST_KEPT:
+            self._kept.append(written)
+        rank = (int(is_loop(loop)), loop.after_note.nanos, loop.after_note.tokens or loop.after_note.calls)
+        item = (rank, -self._number, written)
+        if len(self._worst) < self._top:
+            heappush(self._worst, item)
+        elif self._worst and item[:2] > self._worst[0][:2]:
+            heapreplace(self._worst, item)
+
+    def make_document(self) -> dict[str, Any]:
+        """The report, as JSON."""
+        return {
+            "scan": 1,
+            "files": self.files,
+            "bytes": self.bytes,
+            "first": _write_moment(self._first),
+            "last": _write_moment(self._last),
+            "formats": dict(sorted(self._kinds.items())),
+            "estimated": self._estimated,
+            "copies": self._copies,
+            **self._all.write(),
+            "by": {group: _write_groups(group, sums) for group, sums in self._groups.items()},
+            "worst": [written for _, _, written in sorted(self._worst, key=lambda item: item[:2], reverse=True)],
+            "found": sorted(self._kept, key=lambda loop: (loop["began"] or "", loop["place"])),
+            "problems": {kind: _write_problem(kind, self.unread) for kind in self.unread.by_kind},
+        }
+
+
+def _write_groups(group: str, sums: Mapping[str, _Sum]) -> list[dict[str, Any]]:
+    key: Callable[[tuple[str, _Sum]], Any] = (
+        (lambda item: item[0]) if group == "day" else (lambda item: (-item[1].after_note.tokens, -item[1].looped, item[0]))
+    )
+    return [{"name": name, **each.write()} for name, each in sorted(sums.items(), key=key)]
+
+
+def _write_loop(run: RunReport, loop: FoundLoop) -> dict[str, Any]:
+    return {
+        "kind": run.about.kind,
+        "session": run.about.session,
+        "project": run.about.project,
+        "agent": run.about.agent or NONE,
+        "place": str(loop.place),
+        "began": _write_moment(loop.time),
+        "begins": loop.begins,
+        "ends": loop.ends,
+        "turns": loop.ends - loop.begins,
+        "calls": run.spent.calls,
+        "rule": loop.rule,
+        "words": WORDS.get(loop.rule, loop.rule.replace("_", " ")),
+        "what": loop.what,
+        "tools": list(loop.tools),
+        "strength": "strong" if loop.strong else "weak",
+        "loop": is_loop(loop),
+        "noted": loop.noted or None,
+        "stopped": loop.stopped or None,
+        "after_note": _write_spent(loop.after_note),
+        "after_stop": _write_spent(loop.after_stop),
+        "repeated": [turn._asdict() for turn in loop.turns],
+    }
+
+
+def _write_spent(spent: Spent) -> dict[str, Any]:
+    dollars = None if spent.unpriced and not spent.nanos else round(spent.nanos / 1e9, 6)
+    return {"calls": spent.calls, "tokens": spent.tokens, "dollars": dollars, "unpriced_tokens": spent.unpriced}
+
+
+def _write_problem(kind: str, unread: UnreadLines) -> dict[str, Any]:
+    found = unread.by_kind[kind]
+    return {
+        "count": found.count,
+        "what": PROBLEMS[kind].format(longest=f"{LONGEST // 2**20} MiB"),
+        "harmless": kind in HARMLESS,
+        "names": dict(sorted(found.names.items(), key=lambda item: (-item[1], item[0]))),
+        "first": [str(place) for place in found.places],
+    }
+
+
+def _write_day(milliseconds: int) -> str:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%d") if milliseconds else NONE
+
+
+def _write_moment(milliseconds: int) -> str | None:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if milliseconds else None

@@ -1,0 +1,326 @@
+"""Logs of requests to models, one JSON value each, in the form of any API that Loopguard reads.
+
+The body is the value itself, or in it: under `request`, `body` and the like, as an object or as text. A response beside it
+tells the tokens. Each request shows its history; those that continue one conversation are found by the chain, as live.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from extproc.apis import APIS, COUNT_PLACES, open_conversation
+from extproc.apis.conversation import ASSISTANT, Conversation
+from extproc.apis.usage import find_model
+from extproc.cli.scan.transcripts import (
+    BAD_JSON,
+    About,
+    ModelCall,
+    Runs,
+    ScannedPlace,
+    UnknownLineError,
+    WatchedRun,
+    count_tokens,
+    cut_name,
+    name_folder,
+    read_time,
+)
+from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.scratchpad import unfold
+from extproc.detectors.turn import digest
+from extproc.request.document import Document, NotCounted
+from extproc.sessions.rates import Usage, estimate_tokens
+
+_MOST_OPEN = 2_000
+_OPENING = 512
+"""Texts that begin with the same bytes, this many, are of one conversation."""
+
+_BODIES: Final = ("request", "body", "request_body", "requestBody", "payload", "input", "kwargs", "loop_record")
+_RESPONSES: Final = ("response", "response_body", "responseBody", "output", "completion")
+_TIMES: Final = ("time", "timestamp", "ts", "created_at", "createdAt", "startTime", "start_time", "date", "created")
+_PATHS: Final = ("path", "url", "uri", "endpoint")
+_AGENTS: Final = ("agent", "agent_name", "service", "app", "application")
+_HEADS: Final = frozenset(shape.path[0] for api in APIS for shape in api.shapes)
+"""Keys of bodies under which conversations begin."""
+
+_COUNTED: Final = sorted(
+    {place.split(".")[0] for places in COUNT_PLACES.values() for place in places} - {"message", "response"}
+)
+"""Keys of responses that have counts, which may also stand beside a request."""
+
+_DEEPEST = 3
+_values = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_list = msgspec.json.Decoder(list[msgspec.Raw])
+_any = msgspec.json.Decoder()
+
+Values = dict[str, msgspec.Raw]
+
+
+class _Followed:
+    """An open conversation.
+
+    Attributes:
+        node: the place of its newest request.
+        call: that request, which is judged when the next one shows its answer.
+    """
+
+    def __init__(self, run: WatchedRun) -> None:
+        self.run = run
+        self.node = b""
+        self.own = b""
+        self.call: ModelCall | None = None
+
+
+class FollowedRequests:
+    """Finds the conversation that a request continues, and gives it what is new."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._open: OrderedDict[int, _Followed] = OrderedDict()
+        self._number = 0
+        self._nodes: dict[bytes, int] = {}
+        self._suffixes: dict[bytes, int | None] = {}  # None: several conversations end so
+        self._texts: dict[bytes, int] = {}
+
+    def take(self, body: bytes, call: ModelCall, about: About) -> None:
+        """Take the next request.
+
+        Raises:
+            UnknownLineError: there is no conversation in it.
+        """
+        document = Document(body)
+        try:
+            conversation = open_conversation(document)
+            speakers = conversation.list_speakers()
+            place = find_place(conversation, prefilled=False)
+            messages = _list_messages(body, conversation.shape.path)
+            if ASSISTANT not in speakers and self._take_text(body, messages, conversation, call, about):
+                return
+        except NotCounted as why:
+            raise UnknownLineError(f"a request that cannot be read ({why.reason})") from None
+        if place is None or len(messages) != len(speakers):
+            raise UnknownLineError("a request whose messages cannot be told apart")
+        turns = _split(messages, speakers)
+        whole = bool(speakers) and _find_last(speakers) == ASSISTANT  # a whole conversation, not a request
+        followed = self._find(place)
+        if followed is None:
+            followed = self._begin(about, conversation)
+            self._replay(followed, turns, call, known=place.parent in self._nodes or place.node in self._nodes)
+        elif place.node != followed.node:
+            followed.run.add(turns[-1] if turns else ())
+        if not whole:
+            followed.run.ask(call)
+        self._keep(followed, place)
+
+    def _take_text(
+        self, body: bytes, messages: Sequence[bytes], conversation: Conversation, call: ModelCall, about: About
+    ) -> bool:
+        """Take a request whose history is a text, such as a scratchpad; returns False if there is none in it."""
+        newest = next(conversation.read_backwards(), None)
+        if newest is None or len(unfold(newest)) == 1:
+            return False
+        opening = digest(b"".join(messages[:2])[:_OPENING])
+        followed = self._open.get(self._texts.get(opening, -1))
+        if followed is None:
+            followed = self._begin(about, conversation)
+            self._texts[opening] = self._number
+        followed.run.replace(body)
+        followed.run.ask(call)
+        return True
+
+    def close(self) -> None:
+        """There are no more requests."""
+        for followed in self._open.values():
+            followed.run.close()
+        self._open.clear()
+        self._nodes.clear()
+        self._suffixes.clear()
+        self._texts.clear()
+
+    def _find(self, place: ChainPlace) -> _Followed | None:
+        """The conversation that stands where a request continues it, or repeats it."""
+        for node in (place.parent, place.node):
+            found = self._open.get(self._nodes.get(node, -1)) if node else None
+            if found is not None and found.node == node:
+                return found
+        if place.parent in self._nodes or not place.before:
+            return None
+        number = self._suffixes.get(place.before)
+        found = None if number is None else self._open.get(number)
+        return found if found is not None and found.own == place.before else None
+
+    def _begin(self, about: About, conversation: Conversation) -> _Followed:
+        if len(self._open) >= _MOST_OPEN:
+            _, oldest = self._open.popitem(last=False)
+            oldest.run.close()
+        self._number += 1
+        named = about if about.session else about._replace(session=f"conversation {self._number}")
+        key = conversation.shape.path[-1]
+        followed = _Followed(self._runs.open(named, key, tools=conversation.find_offer() != "no tools"))
+        self._open[self._number] = followed
+        return followed
+
+    def _replay(self, followed: _Followed, turns: Sequence[Sequence[bytes]], call: ModelCall, *, known: bool) -> None:
+        """Take the turns that the first request of a conversation shows. Its calls count unless they are `known`."""
+        size = 0
+        for turn in turns:
+            if not known:
+                answered = sum(map(len, turn[:1]))
+                usage = Usage(estimate_tokens(size), estimate_tokens(answered))
+                followed.run.ask(ModelCall(call.place, 0, call.model, usage, estimated=True))
+            followed.run.add(turn)
+            size += sum(map(len, turn))
+
+    def _keep(self, followed: _Followed, place: ChainPlace) -> None:
+        number = next(number for number, other in reversed(self._open.items()) if other is followed)
+        self._open.move_to_end(number)
+        if len(self._nodes) >= 100 * _MOST_OPEN:
+            self._nodes.clear()
+            self._suffixes.clear()
+            self._texts.clear()
+        followed.node, followed.own = place.node, place.own
+        self._nodes[place.node] = number
+        if place.own:
+            self._suffixes[place.own] = number if self._suffixes.get(place.own, number) == number else None
+
+
+class Requests:
+    """Reads requests; see `TranscriptReader`."""
+
+    kind = "requests"
+
+    def __init__(self, runs: Runs) -> None:
+        self._followed = FollowedRequests(runs)
+
+    def read(self, data: bytes, place: ScannedPlace) -> bool:
+        """See `TranscriptReader`."""
+        try:
+            values = _values.decode(data)
+        except BAD_JSON:
+            return False
+        found = _find_body(data, values, _DEEPEST)
+        if found is None:
+            return False
+        body, inside, around = found
+        everything = [values, around]
+        model = find_model(_read_text(everything, _PATHS), cut_name(_open(inside.get("model"))))
+        response = next((raw for outer in everything for name in _RESPONSES if (raw := outer.get(name)) is not None), None)
+        usage, estimated = _read_usage(response, values, body)
+        time = next((time for outer in everything for name in _TIMES if (time := read_time(_open(outer.get(name))))), 0)
+        agent = _read_text(everything, _AGENTS)
+        about = About(self.kind, "", name_folder(place.file), cut_name(agent))
+        self._followed.take(body, ModelCall(place, time, cut_name(model), usage, estimated), about)
+        return True
+
+    def close(self) -> None:
+        """See `TranscriptReader`."""
+        self._followed.close()
+
+
+def _find_body(data: bytes, values: Values, deeper: int) -> tuple[bytes, Values, Values] | None:
+    """A body, its values, and those of the object that contains it; None if there is none."""
+    head = next((values[key] for key in _HEADS if key in values), None)
+    if head is not None and _holds_messages(bytes(head).lstrip()[:1], values):
+        return data, values, values
+    for key in _BODIES if deeper else ():
+        inner = values.get(key)
+        text = bytes(inner).strip() if inner is not None else b""
+        if text.startswith(b'"{'):
+            text = str(_open(inner)).encode("utf-8", "surrogatepass")
+        if not text.startswith(b"{"):
+            continue
+        try:
+            inside = _values.decode(text)
+        except BAD_JSON:
+            continue
+        found = _find_body(text, inside, deeper - 1)
+        if found is not None:
+            return found[0], found[1], inside if found[2] is not found[1] else values
+    return None
+
+
+def _holds_messages(first: bytes, values: Values) -> bool:
+    """Whether a body's conversation begins with this byte: a list, or a text where a model is named as well."""
+    return (
+        first == b"["
+        or (first == b'"' and "model" in values)
+        or (first == b"{" and "contents" in bytes(values.get("request", b"")).decode("utf-8", "replace"))
+    )
+
+
+def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
+    """The messages at the end of a path; a text stands for one."""
+    raw = msgspec.Raw(body)
+    try:
+        for key in path:
+            raw = _values.decode(raw)[key]
+        return [bytes(message) for message in _list.decode(raw)]
+    except (*BAD_JSON, KeyError):
+        return [b""]
+
+
+def _find_last(speakers: Sequence[str]) -> str:
+    return next((speaker for speaker in reversed(speakers) if speaker), "")
+
+
+def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[list[bytes]]:
+    """The turns of a history, each with the messages behind the assistant's; thoughts begin an answer."""
+    turns: list[list[bytes]] = []
+    answering = False
+    for message, speaker in zip(messages, speakers, strict=True):
+        answers = speaker in (ASSISTANT, "")
+        if answers and not answering:
+            turns.append([])
+        answering = answers
+        if turns:
+            turns[-1].append(message)
+    return turns
+
+
+def _open(raw: msgspec.Raw | None) -> Any:  # noqa: ANN401  # JSON
+    if raw is None or len(raw) > 2**25:
+        return None
+    try:
+        return _any.decode(raw)
+    except BAD_JSON:
+        return None
+
+
+def _read_text(outers: Sequence[Values], names: Sequence[str]) -> str:
+    found = (_open(outer.get(name)) for outer in outers for name in names)
+    return next((text for text in found if isinstance(text, str)), "")
+
+
+def _read_usage(response: msgspec.Raw | None, values: Values, body: bytes) -> tuple[Usage, bool]:
+    """The tokens that the response told, or that stand beside the request; else an estimate from the request's bytes."""
+    answer = _open(response)
+    if isinstance(answer, str) and answer.startswith("{"):
+        answer = _open(msgspec.Raw(answer.encode("utf-8", "surrogatepass")))
+    beside = {name: _open(values.get(name)) for name in _COUNTED}
+    told = {
+        name: count for name, places in COUNT_PLACES.items() if (count := _find_count((answer, beside), places)) is not None
+    }
+    prompt, output = told.get("input"), told.get("output")
+    cached = told.get("cached", 0)
+    fresh = max(0, prompt - cached) if prompt is not None else estimate_tokens(len(body))
+    usage = Usage(
+        fresh + told.get("tool_input", 0),
+        (output or 0) + told.get("thoughts", 0),
+        cached + told.get("cache_read", 0),
+        told.get("cache_write", 0),
+    )
+    return usage, prompt is None or output is None
+
+
+def _find_count(sources: Sequence[Any], places: Sequence[str]) -> int | None:
+    for source in sources:
+        for place in places:
+            value = source
+            for key in place.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return count_tokens(value)
+    return None

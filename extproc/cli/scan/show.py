@@ -1,0 +1,167 @@
+"""A report for people, in a terminal: what looped and what it cost, then where, then the worst loops."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from extproc.cli.commands import count
+from extproc.cli.replay.table import add_row, make_console, make_table, print_table
+from extproc.cli.scan.report import GROUPS
+from extproc.logs import escape_controls
+
+_ROWS = 10
+_WIDTH = 30
+_WHOLE = 100  # dollars from which on cents are left out
+_HALF_A_CENT = 0.005
+_TITLES = {
+    "day": "By day (UTC): calls that went on after a note, and after a stop",
+    "project": "By project",
+    "agent": "By agent",
+    "tool": "By tool",
+}
+_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def print_scan(document: Mapping[str, Any]) -> None:
+    """Print a report to standard output."""
+    console = make_console()
+    for line in summarize(document):
+        console.print(Text(escape_controls(line)), soft_wrap=True)
+    if not document["loops"]:
+        return
+    for group in GROUPS:
+        rows = [row for row in document["by"][group] if row["looped"]] if group != "day" else document["by"][group]
+        if len(rows) > 1 or group in {"agent", "tool"}:
+            _print_group(group, rows[-_ROWS:] if group == "day" else rows[:_ROWS])
+    print()
+    console.print(Text(_title_worst(document), style="bold"))
+    for number, loop in enumerate(document["worst"], 1):
+        print()
+        for line in describe_loop(loop, number):
+            print(escape_controls(line))
+
+
+def summarize(document: Mapping[str, Any]) -> list[str]:
+    """What was found, in a few sentences."""
+    calls, size = document["spent"]["calls"], write_size(document["bytes"])
+    told = count_many(document["conversations"], "conversation")
+    lines = [f"{document['looped']:,} of {told} looped."]
+    if document["loops"]:
+        for after, when in (("after_note", "a note at the third identical turn"), ("after_stop", "a stop at the seventh")):
+            lines.append(f"After {when}, they went on for {write_spent(document[after])}{_write_share(document, after)}.")
+    if document["only_noted"]:
+        noted = count_many(document["only_noted"], "conversation")
+        lines.append(f"In {noted}, short results without an error were repeated: these would get a note, and no stop.")
+    read = f"Read {size} in {count_many(document['files'], 'file')}: {count_many(calls, 'model call')}"
+    formats = ", ".join(f"{name} {number:,}" for name, number in document["formats"].items())
+    span = f", {document['first'][:10]} to {document['last'][:10]}" if document["first"] else ""
+    lines.append(f"{read}{f' ({formats})' if formats else ''}{span}.")
+    if document["estimated"]:
+        lines.append("Some tokens are estimated from bytes, because a log does not tell them.")
+    unpriced = document["spent"]["unpriced_tokens"]
+    if unpriced:
+        hint = "" if find_spec("genai_prices") else ": `pip install genai-prices` knows most"
+        lines.append(f"No price is known for {_write_number(unpriced)} tokens{hint}.")
+    return lines
+
+
+def describe_loop(loop: Mapping[str, Any], number: int) -> list[str]:
+    """One of the worst loops."""
+    tools = ", ".join(loop["tools"]) or "no tool"
+    began = f"{loop['began'].replace('T', ' ').removesuffix('Z')} UTC, " if loop["began"] else ""
+    lines = [
+        f"{number:>2}. {tools}: {loop['words']}, {loop['turns']} turns{'' if loop['loop'] else ' (a note at most)'}",
+        f"    {loop['agent']} in {write_path(loop['project'])}, {loop['kind']} {loop['session']}".rstrip(),
+        f"    began {began}call {loop['begins']} of {loop['calls']}: {write_path(loop['place'])}",
+    ]
+    for after, mark, word in (("after_note", "noted", "note"), ("after_stop", "stopped", "stop")):
+        if loop[mark]:
+            lines.append(f"    {word} at call {loop[mark]}; it went on for {write_spent(loop[after])}")
+    for turn in loop["repeated"]:
+        if turn["text"]:
+            lines.append(f"    > {turn['text']}")
+        elif turn["action_bytes"] or turn["result_bytes"]:
+            sizes = f"{turn['action_bytes']:,} bytes, result {turn['result']} of {turn['result_bytes']:,} bytes"
+            lines.append(f"    > action {turn['action']} of {sizes}")
+    return lines
+
+
+def list_problems(problems: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What could not be read, as warnings and notes."""
+    lines = []
+    for found in problems.values():
+        severity = "note" if found["harmless"] else "warning"
+        names = ", ".join(f"{name} ({number:,})" for name, number in list(found["names"].items())[:_ROWS])
+        told = f"{severity}: {count_many(found['count'], 'item')}: {found['what']}{f': {names}' if names else ''}"
+        lines.append(f"{told} ({', '.join(found['first'])})")
+    return lines
+
+
+def write_spent(spent: Mapping[str, Any]) -> str:
+    """Calls, tokens and dollars."""
+    dollars = "" if not spent["dollars"] else f", {write_dollars(spent['dollars'])}"
+    return f"{count_many(spent['calls'], 'call')}, {_write_number(spent['tokens'])} tokens{dollars}"
+
+
+def write_dollars(dollars: float | None) -> str:
+    """An amount of money; empty if it is unknown."""
+    if dollars is None:
+        return ""
+    if dollars >= _WHOLE:
+        return f"${dollars:,.0f}"
+    return f"${dollars:,.2f}" if dollars >= _HALF_A_CENT or not dollars else "< $0.01"
+
+
+def write_path(path: str) -> str:
+    """A path, with the home folder as `~`."""
+    home = str(Path.home())
+    return f"~{path[len(home) :]}" if home != os.sep and path.startswith(home + os.sep) else path
+
+
+def write_size(size: int) -> str:
+    """A number of bytes in a unit."""
+    return next((f"{size / unit:.1f} {letter.upper()}B" for unit, letter in _UNITS if size >= unit), f"{size} bytes")
+
+
+def count_many(number: int, noun: str) -> str:
+    """A number of things, with thousands apart."""
+    return f"{number:,} {count(number, noun).partition(' ')[2]}"
+
+
+def _write_number(number: int) -> str:
+    return next((f"{number / unit:.3g}{letter}" for unit, letter in _UNITS if number >= unit), str(number))
+
+
+def _write_share(document: Mapping[str, Any], after: str) -> str:
+    part, whole = document[after]["tokens"], document["spent"]["tokens"]
+    return f" ({part / whole:.0%} of all tokens)" if part and whole else ""
+
+
+def _title_worst(document: Mapping[str, Any]) -> str:
+    shown = len(document["worst"])
+    return "The worst loop" if shown == 1 else f"The {shown} worst loops"
+
+
+def _print_group(group: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    head = "#loops" if group == "tool" else "#looped"
+    table = make_table(group, head, "#after note", "#cost", "#after stop", "#cost")
+    for row in rows:
+        name = write_path(row["name"])
+        name = name if len(name) <= _WIDTH else f"…{name[1 - _WIDTH :]}"
+        looped = row["loops"] if group == "tool" else f"{row['looped']:,} of {row['conversations']:,}"
+        costs = [cell for after in ("after_note", "after_stop") for cell in (row[after]["calls"], _write_cost(row[after]))]
+        add_row(table, escape_controls(name), looped, *costs)
+    print_table(make_console(), _TITLES[group], table)
+
+
+def _write_cost(spent: Mapping[str, Any]) -> str:
+    """Dollars, or tokens without a price; empty if there is nothing."""
+    if not spent["tokens"]:
+        return ""
+    return write_dollars(spent["dollars"]) or f"{_write_number(spent['tokens'])} tokens"

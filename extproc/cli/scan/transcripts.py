@@ -1,0 +1,172 @@
+"""What readers of all formats have in common: model calls, whose they are, and what was wrong with lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from extproc.sessions.rates import Usage
+
+NO_USAGE = Usage(0, 0)
+BAD_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for a line that is not JSON, or not as expected."""
+
+_LONGEST_NAME = 200
+_MOST_TOKENS = 10**12  # of one call; more is no count
+_SECONDS_UNTIL = 253_402_300_800  # the year 10,000
+_MILLISECONDS_FROM = 100_000_000_000
+"""Larger numbers are no seconds; neither are they milliseconds from this many times a thousand on."""
+
+
+class ScannedPlace(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        """The place in the format of compilers."""
+        return f"{self.file}:{self.line}"
+
+
+class ModelCall(NamedTuple):
+    """One call of a model.
+
+    Attributes:
+        place: where it stands.
+        time: in milliseconds since 1970; 0 if unknown.
+        model: empty if unknown.
+        usage: its tokens.
+        estimated: they are estimated from the number of bytes.
+        dollars: what it cost, if the transcript says so.
+        identity: the same in every file that contains this call; empty if the format has none.
+    """
+
+    place: ScannedPlace
+    time: int = 0
+    model: str = ""
+    usage: Usage = NO_USAGE
+    estimated: bool = False
+    dollars: float | None = None
+    identity: str = ""
+
+
+class About(NamedTuple):
+    """Whose calls they are.
+
+    Attributes:
+        kind: the format's name.
+        session: the conversation's name in its file.
+        project: the folder that the agent works in, or else that of the file.
+        agent: the agent's name.
+    """
+
+    kind: str
+    session: str
+    project: str
+    agent: str
+
+
+class WatchedRun(Protocol):
+    """A conversation that is being judged; see `watch.Watch`."""
+
+    def ask(self, call: ModelCall) -> None:
+        """The model is called with all that was added so far."""
+        ...
+
+    def add(self, messages: Sequence[bytes]) -> None:
+        """Add the model's answer and what came after it, as messages in the form of an API."""
+        ...
+
+    def replace(self, body: bytes) -> None:
+        """Take the turns that a whole request shows, in place of all that were added."""
+        ...
+
+    def restart(self) -> None:
+        """The history was replaced by a summary."""
+        ...
+
+    def close(self) -> None:
+        """There are no more calls."""
+        ...
+
+
+class Runs(Protocol):
+    """Where readers find the conversations of a file."""
+
+    def open(self, about: About, key: str, *, tools: bool = True) -> WatchedRun:
+        """Begin a conversation.
+
+        Args:
+            about: whose it is.
+            key: the key of messages in a request's body.
+            tools: the agent has tools.
+        """
+        ...
+
+
+class UnknownLineError(Exception):
+    """A line that is no part of a conversation as far as its reader knows; `name` says what it is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name[:_LONGEST_NAME]
+
+
+class TranscriptReader(Protocol):
+    """Reads one format.
+
+    Attributes:
+        kind: its name.
+    """
+
+    kind: str
+
+    def read(self, data: bytes, place: ScannedPlace) -> bool:
+        """Read a JSON value; returns False if it is of another format.
+
+        Raises:
+            UnknownLineError: it is of this format, and of an unknown kind.
+        """
+        ...
+
+    def close(self) -> None:
+        """The file ends."""
+        ...
+
+
+def cut_name(name: object) -> str:
+    """A name for a report: a text of bounded length."""
+    return name[:_LONGEST_NAME] if isinstance(name, str) else ""
+
+
+def name_folder(file: str) -> str:
+    """The project of a file that names none: its folder."""
+    return cut_name(str(Path(file).parent))
+
+
+def read_time(value: Any) -> int:  # noqa: ANN401  # JSON
+    """A time in milliseconds since 1970, from ISO 8601 or a number of seconds, milliseconds or finer; 0 if it is none."""
+    if isinstance(value, str):
+        if value.isdecimal() and len(value) <= 20:  # noqa: PLR2004  # digits of 64 bits
+            return read_time(int(value))
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            return 0
+        return round((moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        return 0
+    while value >= _MILLISECONDS_FROM * 1000:
+        value /= 1000
+    milliseconds = value * 1000 if value < _MILLISECONDS_FROM else value
+    return round(milliseconds) if milliseconds < _SECONDS_UNTIL * 1000 else 0
+
+
+def count_tokens(value: object) -> int:
+    """A number of tokens; 0 if it is none."""
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST_TOKENS else 0

@@ -1,0 +1,322 @@
+"""Judges the calls of a conversation one by one, by the detector `turns` of the preset `agents`.
+
+A request shows the agent's turns up to now. The detector reads the newest 32 of these, so only the newest turn is made into a
+body, with the messages that a client would have sent, and read as live requests are. Loops are found in all turns together, by
+the same code as for a request. `tests/unit/cli/scan` compares both.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import msgspec
+
+from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace
+from extproc.decision import STRONG, Action, Repeat
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History
+from extproc.detectors.turn import AnyTurn, Turn
+from extproc.detectors.turns import Turns
+from extproc.engine.engine import Engine
+from extproc.engine.plan import Detector
+from extproc.policy.loader import load
+from extproc.policy.presets import DEFAULT_PRESET, find_preset
+from extproc.request.document import Document, NotCounted, start_looking
+from extproc.sessions.rates import Rates
+
+_LARGE = 2**18
+"""Turns of more bytes are kept as hashes."""
+
+_MOST_AGAIN = 4 * MAX_TURNS
+"""Maximum number of messages that are read again with the next answer."""
+
+_STOPS = frozenset({Action.REJECT})
+_SHOWN = 400
+_MOST_SHOWN = 10
+_ANY_TOOL = b',"tools":[{"name":"any"}]'
+
+
+class Spent(NamedTuple):
+    """Calls, and what they cost.
+
+    Attributes:
+        calls: number of calls.
+        tokens: their tokens, of all kinds.
+        nanos: their price in nano-dollars, as far as it is known.
+        unpriced: tokens of calls whose price is unknown.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    nanos: int = 0
+    unpriced: int = 0
+
+    def plus(self, other: Spent) -> Spent:
+        """The sum."""
+        return Spent(*[one + another for one, another in zip(self, other, strict=True)])
+
+    def minus(self, other: Spent) -> Spent:
+        """The difference."""
+        return Spent(*[one - another for one, another in zip(self, other, strict=True)])
+
+
+class ShownTurn(NamedTuple):
+    """A turn that repeats: hash and length of its action and its result, and its content if that is to be shown."""
+
+    action: str
+    action_bytes: int
+    result: str
+    result_bytes: int
+    text: str
+
+
+class _Origin(NamedTuple):
+    """The call that a turn answers, and its number."""
+
+    number: int
+    call: ModelCall
+
+
+class FoundLoop(msgspec.Struct):
+    """A loop in a conversation. Calls are numbered from 1 on.
+
+    Attributes:
+        rule: the detector's rule.
+        tools: what repeats.
+        what: the same in words.
+        strong: the evidence is an error or a long result.
+        begins: the number of the first call that repeats.
+        time: when that was, in milliseconds since 1970; 0 if unknown.
+        place: where that is.
+        identity: of the call that was judged first, with its time; see `ModelCall`.
+        ends: the number of the last call in the loop.
+        noted: the number of the first call with a note; 0 for none.
+        stopped: the number of the first refused call; 0 for none.
+        after_note: calls in the loop from `noted` on.
+        after_stop: calls in the loop from `stopped` on.
+        turns: what repeats, at most 10 turns.
+    """
+
+    rule: str
+    tools: tuple[str, ...]
+    what: str
+    strong: bool
+    begins: int
+    time: int
+    place: ScannedPlace
+    identity: str
+    ends: int = 0
+    noted: int = 0
+    stopped: int = 0
+    after_note: Spent = Spent()
+    after_stop: Spent = Spent()
+    turns: list[ShownTurn] = []
+
+
+class RunReport(msgspec.Struct):
+    """What one conversation was.
+
+    Attributes:
+        about: whose it is.
+        place: its first call.
+        first: time of the first call, in milliseconds since 1970; 0 if unknown.
+        last: time of the last call.
+        spent: all calls.
+        estimated: some tokens are estimated.
+        loops: its loops.
+        unread: number of calls whose history could not be read.
+    """
+
+    about: About
+    place: ScannedPlace
+    first: int = 0
+    last: int = 0
+    spent: Spent = Spent()
+    estimated: bool = False
+    loops: list[FoundLoop] = []
+    unread: int = 0
+
+
+class Judging:
+    """The detector, prices, and whether contents are shown: all that conversations share."""
+
+    def __init__(self, *, show: bool) -> None:
+        """Load the preset, and the prices, which takes a while."""
+        engine = Engine(load([find_preset(DEFAULT_PRESET)], datetime.now(UTC)), datetime.now(UTC))
+        self.detector, self.turns = _find_turns(engine)
+        self.rates = Rates({}, None)
+        self.show = show
+
+    def price(self, call: ModelCall) -> Spent:
+        """What a call cost."""
+        tokens = sum(call.usage)
+        if call.dollars is not None:
+            return Spent(1, tokens, round(call.dollars * 1e9), 0)
+        nanos = self.rates.find_known_cost(call.model, call.usage)
+        return Spent(1, tokens, nanos or 0, tokens if nanos is None else 0)
+
+
+def _find_turns(engine: Engine) -> tuple[Detector, Turns]:
+    for detector in engine.plans[0].detectors:
+        if isinstance(detector.similarity, Turns):
+            return detector, detector.similarity
+    raise LookupError("the preset has no detector `turns`")
+
+
+class Watch:
+    """Judges one conversation; see `transcripts.WatchedRun`."""
+
+    def __init__(self, judging: Judging, about: About, key: str, done: Callable[[RunReport], None], *, tools: bool) -> None:
+        self._judging = judging
+        self._done = done
+        self._opening = b'{"%b":[' % key.encode()
+        self._ending = b"]%b}" % (_ANY_TOOL if tools else b"")
+        self._turns: deque[AnyTurn] = deque(maxlen=MAX_TURNS)  # newest first
+        self._origins: deque[_Origin | None] = deque(maxlen=MAX_TURNS)  # of these turns; None for copies of others
+        self._newest: _Origin | None = None
+        self._recent: list[bytes] = []  # the messages that were added last
+        self._added = 0  # number of turns in them
+        self._unanswered = False
+        self._before: list[Spent] = [Spent(), Spent()]
+        self._report: RunReport | None = None
+        self._about = about
+
+    def restart(self) -> None:
+        """See `WatchedRun`."""
+        self._turns.clear()
+        self._origins.clear()
+        self._recent, self._added, self._unanswered = [], 0, False
+
+    def replace(self, body: bytes) -> None:
+        """See `WatchedRun`."""
+        origins = [self._newest, *self._origins]
+        self.restart()
+        self._take(body)
+        self._origins = deque((origins + [None] * MAX_TURNS)[: len(self._turns)], MAX_TURNS)
+
+    def add(self, messages: Sequence[bytes]) -> None:
+        """See `WatchedRun`.
+
+        Some messages have to be read together with those before them: an answer with nothing behind it may be a thought of the
+        next one, and what comes behind an empty answer belongs to the one before it.
+        """
+        if self._unanswered:
+            self._add_again(messages)
+        elif self._add(messages) or not self._recent:
+            return
+        else:
+            self._add_again(messages)
+
+    def _add(self, messages: Sequence[bytes]) -> bool:
+        """Add the turns in these messages; returns whether there are any."""
+        newest = self._take(self._opening + b",".join(messages) + self._ending)
+        if newest is None:
+            return False
+        few = len(messages) <= _MOST_AGAIN and sum(map(len, messages)) <= _LARGE
+        self._recent = list(messages) if few else []
+        self._unanswered = few and not newest.answered
+        return True
+
+    def _add_again(self, messages: Sequence[bytes]) -> None:
+        """Add these messages to those before them."""
+        count = min(self._added, len(self._turns))
+        before = [(self._turns.popleft(), self._origins.popleft()) for _ in range(count)]
+        self._unanswered = False
+        if not self._add([*self._recent, *messages]):  # too large to be read
+            self._turns.extendleft([turn for turn, _ in reversed(before)])
+            self._origins.extendleft([origin for _, origin in reversed(before)])
+
+    def _take(self, data: bytes) -> Turn | None:
+        """Add the turns in a body; returns the newest."""
+        try:
+            read = self._judging.turns.rule.read(Document(data)).newest(MAX_TURNS)
+        except NotCounted:
+            read = []
+        for turn in reversed(read):
+            kept: AnyTurn = turn
+            if len(data) > _LARGE and isinstance(turn, Turn):
+                with suppress(NotCounted):
+                    kept = turn.reduce()
+            self._turns.appendleft(kept)
+            self._origins.appendleft(self._newest)
+        self._added = len(read) or self._added
+        return read[0] if read and isinstance(read[0], Turn) else None
+
+    def ask(self, call: ModelCall) -> None:
+        """See `WatchedRun`."""
+        report = self._report
+        if report is None:
+            report = self._report = RunReport(self._about, call.place, call.time)
+        before = report.spent
+        report.spent = before.plus(self._judging.price(call))
+        report.estimated = report.estimated or call.estimated
+        if call.time:
+            report.first, report.last = min(report.first or call.time, call.time), max(report.last, call.time)
+        found, history = self._judge(report)
+        if found is not None:
+            self._note(report, call, found, history, before)
+        self._newest = _Origin(report.spent.calls, call)
+
+    def close(self) -> None:
+        """See `WatchedRun`."""
+        if self._report is not None:
+            self._done(self._report)
+            self._report = None
+
+    def _judge(self, report: RunReport) -> tuple[Repeat | None, History]:
+        """The loop that the next request shows."""
+        history = History(iter(self._turns))
+        start_looking()
+        try:
+            return self._judging.turns.find_loop(history), history
+        except NotCounted:
+            report.unread += 1
+            return None, history
+
+    def _note(self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent) -> None:
+        number = before.calls + 1
+        back = min(_count_back(found, history), history.count_since_person() - 1)
+        own = [origin for origin in list(self._origins)[: back + 1] if origin is not None]
+        begins, first = own[-1] if own else _Origin(number, call)
+        loop = report.loops[-1] if report.loops else None
+        if loop is None or begins > loop.ends:
+            identity = f"{call.identity} {call.time}" if call.identity else ""
+            loop = FoundLoop(found.rule, (), "", False, begins, first.time, first.place, identity)
+            report.loops.append(loop)
+            self._before = [before, before]
+        action = self._judging.detector.find_action(found)
+        if not loop.noted:
+            loop.noted, self._before[0] = number, before
+        if not loop.stopped and action in _STOPS:
+            loop.stopped, self._before[1] = number, before
+        loop.ends = number
+        loop.after_note = report.spent.minus(self._before[0])
+        if loop.stopped:
+            loop.after_stop = report.spent.minus(self._before[1])
+        known, loop.rule, loop.what = loop.rule, found.rule, self._judging.turns.explain(found)[0]
+        loop.tools = tuple(dict.fromkeys([*loop.tools, *[tool for tool in found.tools if tool]]))[:_MOST_SHOWN]
+        loop.strong = loop.strong or found.strength == STRONG
+        if not loop.turns or loop.rule != known:
+            loop.turns = self._show(found)
+
+    def _show(self, found: Repeat) -> list[ShownTurn]:
+        """What repeats: the newest turn, or the turns of a cycle, oldest first."""
+        count = found.calls // found.count if found.rule == CYCLE and found.count else 1
+        shown = []
+        for turn in list(self._turns)[: min(count, _MOST_SHOWN)][::-1]:
+            kept, text, sizes = turn.reduce(), "", (0, 0)
+            if isinstance(turn, Turn):
+                sizes = turn.action_size, len(turn.result.encode("utf-8", "surrogatepass"))
+                text = turn.show(_SHOWN) if self._judging.show else ""
+            shown.append(ShownTurn(kept.action_hash.hex()[:8], sizes[0], kept.normalized.hex()[:8], sizes[1], text))
+        return shown
+
+
+def _count_back(found: Repeat, history: History) -> int:
+    """How many turns before the newest one a loop begins."""
+    if found.rule in {REPEAT, RESULT}:
+        return history.again[-1] if history.again else found.count - 1
+    return (found.count if found.rule == ERROR else found.calls) - 1

@@ -1,0 +1,136 @@
+"""Shares files between processes, the largest first, and hands on what they find."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.sharedctypes import Synchronized
+from typing import Any, Final, NamedTuple
+
+from extproc.cli.scan.files import FoundFile
+from extproc.cli.scan.formats import ScannedFile
+from extproc.cli.scan.lines import LONGEST, Unread, UnreadLines
+from extproc.cli.scan.transcripts import ScannedPlace
+from extproc.cli.scan.watch import Judging, RunReport
+from extproc.errors import LoopguardError
+from extproc.request.document import limit_integers
+
+MOST_PROCESSES: Final = 64
+_WORTH_SHARING = 2**24
+"""Starting processes takes longer than reading this many bytes."""
+
+_BATCH_BYTES = 2**22
+_BATCH_FILES = 256
+_SECONDS = 0.2
+
+
+class ScanTask(NamedTuple):
+    """What all processes need to know.
+
+    Attributes:
+        show: contents are shown.
+        since: conversations that ended before this time are left out, in milliseconds since 1970.
+        longest: maximum length of a line, in bytes.
+    """
+
+    show: bool
+    since: int = 0
+    longest: int = LONGEST
+
+
+class BatchReport(NamedTuple):
+    """What some files contained: conversations, and problems."""
+
+    runs: list[RunReport]
+    unread: dict[str, Unread]
+
+
+def count_processors() -> int:
+    """The number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def scan_files(
+    files: Sequence[FoundFile], task: ScanTask, processes: int, advance: Callable[[int], object]
+) -> Iterator[BatchReport]:
+    """Scan files; `advance` is told how many bytes were read since the last time."""
+    batches = _divide(files)
+    processes = min(processes, len(batches))
+    if processes < 2 or sum(file.size for file in files) < _WORTH_SHARING:  # noqa: PLR2004  # one is this one
+        judging = Judging(show=task.show)
+        for batch in batches:
+            yield _scan(batch, task, judging, advance)
+        return
+    context = multiprocessing.get_context("spawn")
+    read = context.Value("Q", 0)
+    told = 0
+    with ProcessPoolExecutor(processes, context, _start, (task, read)) as pool:
+        waiting: list[Future[BatchReport]] = [pool.submit(_scan_here, batch) for batch in batches]
+        try:
+            for each in waiting:  # in order, so that a report is the same whichever process was faster
+                while not each.done():
+                    wait([each], _SECONDS)
+                    now = read.value
+                    advance(now - told)
+                    told = now
+                yield each.result()
+        except BrokenProcessPool:
+            raise LoopguardError("a process has ended by itself, perhaps for lack of memory: try --jobs 1") from None
+        except BaseException:  # also for Ctrl-C: the rest is not needed
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _divide(files: Sequence[FoundFile]) -> list[list[str]]:
+    """Batches of files, the largest files first."""
+    batches: list[list[str]] = []
+    size = _BATCH_BYTES
+    for file in sorted(files, key=lambda each: (-each.size, each.path)):
+        if size + file.size > _BATCH_BYTES or len(batches[-1]) >= _BATCH_FILES:
+            batches.append([])
+            size = 0
+        batches[-1].append(file.path)
+        size += file.size
+    return batches
+
+
+def _scan(batch: Sequence[str], task: ScanTask, judging: Judging, advance: Callable[[int], object]) -> BatchReport:
+    unread, runs = UnreadLines(), []
+
+    def take(report: RunReport) -> None:
+        if not task.since or not report.last or report.last >= task.since:
+            runs.append(report)
+
+    for file in batch:
+        try:
+            ScannedFile(judging, unread, take).scan(file, advance, task.longest)
+        except Exception as error:  # noqa: BLE001  # one file must not cost the report about all others
+            unread.add("failed", ScannedPlace(file, 1), type(error).__name__)
+    return BatchReport(runs, unread.by_kind)
+
+
+_HERE: dict[str, Any] = {}
+"""What a process keeps between its batches."""
+
+
+def _start(task: ScanTask, read: Synchronized[int]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends this process without a word
+    limit_integers()
+    _HERE.update(task=task, read=read, judging=Judging(show=task.show))
+
+
+def _scan_here(batch: Sequence[str]) -> BatchReport:
+    return _scan(batch, _HERE["task"], _HERE["judging"], _advance)
+
+
+def _advance(count: int) -> None:
+    read = _HERE["read"]
+    with read.get_lock():
+        read.value += count

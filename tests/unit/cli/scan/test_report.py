@@ -1,0 +1,220 @@
+"""What `loopguard scan` says: for people, for programs, and by exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli.scan.atif import Atif
+from extproc.cli.scan.transcripts import ScannedPlace
+from tests.support import ROOT
+from tests.support.command import Run
+from tests.support.example_transcripts import list_examples
+from tests.support.transcripts import AgentSession, write_atif, write_claude_code, write_lines, write_requests
+from tests.support.turn_writers import Did
+
+EXAMPLES = ROOT / "examples" / "transcripts"
+FAILING = Did((("check", {"part": "secret-part"}),), ("Error: secret-part is broken. " + "It is. " * 30,))
+
+
+def scan(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    """The report about these paths."""
+    run = Run(capsys, "scan", "--json", *map(str, arguments))
+    assert run.code == 0
+    document: dict[str, Any] = json.loads(run.out)
+    return document
+
+
+def test_the_example_set_is_generated() -> None:
+    """It is what its program writes, and small."""
+    found = {str(file.relative_to(EXAMPLES)): file.read_text() for file in EXAMPLES.rglob("*") if file.is_file()}
+
+    assert found == list_examples()
+    assert sum(map(len, found.values())) < 200_000
+
+
+def test_the_example_set_holds_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Five agents loop, one waits, the others work; each format, project, agent and tool has its share."""
+    report = scan(capsys, EXAMPLES)
+
+    assert (report["conversations"], report["looped"], report["only_noted"], report["loops"]) == (12, 5, 1, 5)
+    assert report["formats"] == {"ATIF": 1, "Claude Code": 4, "Codex": 3, "OTLP": 2, "requests": 2}
+    assert report["problems"] == {}
+    assert [loop["rule"] for loop in report["worst"]] == ["repeat", "repeat", "cycle", "repeat", "error", "repeat"]
+    assert [(row["name"], row["loops"]) for row in report["by"]["tool"] if row["loops"]] == [
+        ("Edit", 1), ("Read", 1), ("exec_command", 1), ("search_orders", 1), ("bash", 1),
+    ]  # fmt: skip
+    assert {row["name"] for row in report["by"]["agent"] if row["looped"]} == {
+        "claude-code", "claude-code general-purpose", "codex", "support", "terminus-2",
+    }  # fmt: skip
+    for group in ("day", "project", "agent", "tool"):
+        assert sum(row["loops"] for row in report["by"][group]) == 5
+        for after in ("after_note", "after_stop"):
+            assert sum(row[after]["tokens"] for row in report["by"][group]) == report[after]["tokens"]
+    assert report["after_note"]["dollars"] > report["after_stop"]["dollars"] > 0
+
+
+def test_people_read_a_summary_then_where_then_the_worst(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line says how many looped; the worst loops follow, one block each."""
+    run = Run(capsys, "scan", "--top", "2", str(EXAMPLES))
+
+    assert run.code == 0
+    assert run.out.splitlines()[0] == "5 of 12 conversations looped."
+    assert "By project" in run.out
+    assert "The 2 worst loops" in run.out
+    assert " 1. Edit: the same input, the same result, 30 turns" in run.out
+    assert "note at call 13; it went on for 28 calls" in run.out
+    assert "stop at call 17; it went on for 24 calls" in run.out
+    assert " 3. " not in run.out
+
+
+def test_contents_are_shown_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --show, a turn is a hash and a size, in every output."""
+    write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
+    page = tmp_path / "page.html"
+
+    outputs = [Run(capsys, "scan", *flags, "--html", str(page), str(tmp_path / "f.jsonl")).out for flags in ([], ["--json"])]
+    hidden = [*outputs, page.read_text()]
+    shown = Run(capsys, "scan", "--show", "--html", str(page), str(tmp_path / "f.jsonl")).out
+
+    assert not any("secret-part" in output for output in hidden)
+    assert 'check | {"part":"secret-part"} | Error: secret-part is broken.' in shown
+    assert "secret-part" in page.read_text()
+
+
+def test_copies_of_a_loop_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A session that is continued in another file begins there with the same messages."""
+    lines = write_claude_code(AgentSession([FAILING] * 8))
+    write_lines(tmp_path / "a.jsonl", lines)
+    write_lines(tmp_path / "b.jsonl", [{**line, "sessionId": "s2"} for line in lines])
+
+    report = scan(capsys, tmp_path)
+
+    assert (report["loops"], report["copies"], len(report["found"])) == (1, 1, 1)
+
+
+def test_models_without_a_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their tokens are told, and no dollars are made up."""
+    write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8, model="nobody-knows")))
+
+    report = scan(capsys, tmp_path)
+    run = Run(capsys, "scan", str(tmp_path))
+
+    assert report["after_note"]["dollars"] is None
+    assert report["spent"]["unpriced_tokens"] == report["spent"]["tokens"]
+    assert "No price is known for" in run.out
+    assert "$" not in run.out
+
+
+def test_estimates_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A log without responses has no tokens."""
+    lines = [{**line, "response": None} for line in write_requests(AgentSession([FAILING] * 8), "chat")]
+    write_lines(tmp_path / "f.jsonl", lines)
+
+    assert "Some tokens are estimated" in Run(capsys, "scan", str(tmp_path)).out
+
+
+def test_only_the_last_days(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--since leaves out files that were not changed, and conversations that ended before."""
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    write_lines(old, write_claude_code(AgentSession([FAILING] * 8, name="old")))
+    now = AgentSession([FAILING] * 8, name="new")._replace(
+        begins=AgentSession([]).begins.fromtimestamp(time.time() - 600, tz=None).astimezone()
+    )
+    write_lines(new, [*write_claude_code(now), *write_claude_code(AgentSession([FAILING] * 8, name="old"))])
+    os.utime(old, (1_000_000, 1_000_000))
+
+    report = scan(capsys, "--since", "2", tmp_path)
+
+    assert (report["files"], [loop["session"] for loop in report["found"]]) == (1, ["new"])
+    assert len(scan(capsys, tmp_path)["found"]) == 2
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Problems are on stderr and in the report, each with what it is, how often, and where first."""
+    file = write_lines(tmp_path / "f.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
+    file.write_bytes(file.read_bytes() + b"{cut off\n" + b'{"type":"hologram","sessionId":"s1"}\n')
+    (tmp_path / "picture").write_bytes(b"\x89PNG")
+
+    run = Run(capsys, "scan", str(tmp_path))
+
+    assert run.code == 0
+    assert f"warning: 1 item: not JSON: damaged, or cut off ({file}:" in run.err
+    assert "note: 1 item: of a kind that is not known: ignored: Claude Code: hologram (1)" in run.err
+    assert "note: 1 item: no JSON: another kind of file" in run.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (["{empty}"], 1, "loopguard: nothing to scan in {empty}: no file has a conversation"),
+        (["{empty}/gone"], 2, "loopguard: {empty}/gone does not exist: name a file or a folder of transcripts"),
+        (
+            ["{empty}", "--html", "{empty}"],
+            2,
+            "loopguard: --html cannot be written to {empty}: give a file in a folder that exists",
+        ),
+        (
+            ["{empty}", "--top", "0"],
+            2,
+            "loopguard: argument --top: must be a positive integer, not '0'; see 'loopguard scan --help'",
+        ),
+    ],
+)
+def test_errors_say_what_would_be_right(
+    arguments: list[str], code: int, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line each."""
+    run = Run(capsys, "scan", *[argument.format(empty=tmp_path) for argument in arguments])
+
+    assert run.code == code
+    assert run.err.splitlines()[-1] == complaint.format(empty=tmp_path)
+
+
+def test_the_usual_places_are_said_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a path, what is read is told."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_lines(tmp_path / ".claude/projects/p/s.jsonl", write_claude_code(AgentSession([FAILING] * 8)))
+
+    run = Run(capsys, "scan")
+
+    assert run.err.splitlines() == [f"scanning {tmp_path}/.claude/projects"]
+    assert "1 of 1 conversation looped." in run.out
+    assert "~/.claude/projects/p/s.jsonl:" in run.out
+
+
+def test_nothing_looped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then a few lines are all."""
+    write_lines(tmp_path / "f.jsonl", [write_atif(AgentSession([FAILING]))])
+
+    run = Run(capsys, "scan", str(tmp_path))
+
+    assert run.code == 0
+    assert run.out.splitlines()[0] == "0 of 1 conversation looped."
+    assert len(run.out.splitlines()) < 5
+
+
+def test_a_mistake_costs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """If reading a file fails as nothing should, the others are reported, and the file is named."""
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"{name}.jsonl", [write_atif(AgentSession([FAILING] * 8, name=name))])
+    read = Atif.read
+
+    def fail(self: Atif, data: bytes, place: ScannedPlace) -> bool:
+        if place.file.endswith("a.jsonl"):
+            raise AssertionError("oh")
+        return read(self, data, place)
+
+    monkeypatch.setattr(Atif, "read", fail)
+
+    run = Run(capsys, "scan", str(tmp_path))
+
+    assert "1 of 1 conversation looped." in run.out
+    assert f"please report it: AssertionError (1) ({tmp_path}/a.jsonl:1)" in run.err

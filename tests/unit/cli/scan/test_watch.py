@@ -1,0 +1,119 @@
+"""A transcript is judged as its requests would have been."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace
+from extproc.cli.scan.watch import RunReport, Watch
+from extproc.request.document import Document, NotCounted
+from tests.support.scanning import JUDGING
+from tests.support.turn_writers import SHAPES, Did
+
+PLACE = ScannedPlace("f", 1)
+RESULTS = (
+    "ok",
+    "running",
+    "Error: no such file",
+    "Error: line 7: " + "it is broken. " * 20,
+    "Took 3.2 s, all is well. " * 12,
+    "Took 4.7 s, all is well. " * 12,
+    "Traceback (most recent call last): KeyError: 5",
+    "connection refused",
+    "",
+)
+CALLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("read", {"path": "a"}),
+    ("read", {"path": "b"}),
+    ("edit", {"path": "a", "text": "x" * 80}),
+    ("status", {}),
+)
+TURNS = st.builds(
+    Did,
+    st.lists(st.sampled_from(CALLS), max_size=2).map(tuple),
+    st.lists(st.sampled_from(RESULTS), min_size=2, max_size=2).map(tuple),
+    st.sampled_from(["", "", "", "", "Go on.", "Do 5 more."]),
+    st.sampled_from(["", "I think.", "So it is."]),
+)
+
+
+def find_live(shape: str, turns: list[Did]) -> str:
+    """What the detector makes of a whole request."""
+    try:
+        found = JUDGING.turns.find_loop(JUDGING.turns.rule.read(Document(json.dumps(SHAPES[shape](turns)).encode())))
+    except NotCounted:
+        return ""
+    return "" if found is None else f"{found.rule} {found.count} {found.strength} {found.step} {found.held}"
+
+
+def find_scanned(shape: str, turns: list[Did]) -> list[str]:
+    """What it makes of each request if only new turns are read."""
+    done: list[RunReport] = []
+    watch = Watch(
+        JUDGING,
+        About("k", "s", "p", "a"),
+        "contents" if shape == "gemini" else "input" if shape == "responses" else "messages",
+        done.append,
+        tools=False,
+    )
+    key = "contents" if shape == "gemini" else "input" if shape == "responses" else "messages"
+    found = []
+    shown = len(SHAPES[shape]([])[key])
+    report = RunReport(About("k", "s", "p", "a"), PLACE)
+    for count in range(1, len(turns) + 1):
+        messages = SHAPES[shape](turns[:count])[key]
+        watch.ask(ModelCall(PLACE))
+        watch.add([json.dumps(message).encode() for message in messages[shown:]])
+        shown = len(messages)
+        loop, _ = watch._judge(report)
+        found.append("" if loop is None else f"{loop.rule} {loop.count} {loop.strength} {loop.step} {loop.held}")
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(turns=st.lists(TURNS, min_size=1, max_size=6), order=st.lists(st.integers(0, 5), max_size=40))
+def test_each_call_is_judged_as_its_request_would_be(shape: str, turns: list[Did], order: list[int]) -> None:
+    """Whatever an agent does in whatever order, reading only new turns finds what reading whole requests does."""
+    done = [turns[number % len(turns)]._replace(number=place) for place, number in enumerate(order, 1)]
+    done = [turn._replace(calls=turn.calls, results=turn.results[: len(turn.calls)]) for turn in done]
+
+    assert find_scanned(shape, done) == [find_live(shape, done[:count]) for count in range(1, len(done) + 1)]
+
+
+def test_large_turns_are_compared_as_hashes() -> None:
+    """A turn of megabytes is not kept, and a loop of such turns is found all the same."""
+    large = Did((("read", {"path": "a"}),), ("Error: " + "x" * 400_000,))
+
+    assert find_scanned("chat", [large] * 4)[2:] == ["repeat 3 strong 0 False", "repeat 4 strong 0 False"]
+
+
+def test_only_the_newest_turns_are_kept() -> None:
+    """Memory does not grow with a conversation."""
+    done: list[RunReport] = []
+    watch = Watch(JUDGING, About("k", "s", "p", "a"), "messages", done.append, tools=True)
+    random = Random(1)
+    for _ in range(100):
+        watch.ask(ModelCall(PLACE))
+        watch.add([json.dumps({"role": "assistant", "content": f"step {random.random()}"}).encode()])
+
+    watch.close()
+
+    assert len(watch._turns) == 32
+    assert done[0].spent.calls == 100
+
+
+def test_what_cannot_be_read_leaves_the_rest_as_it_is() -> None:
+    """An answer of too many parts is no turn, and those before it stay."""
+    watch = Watch(JUDGING, About("k", "s", "p", "a"), "messages", lambda _: None, tools=True)
+    text = {"type": "text", "text": "x"}
+    for content in ([text], [text], [text] * 200_000):
+        watch.ask(ModelCall(PLACE))
+        watch.add([json.dumps({"role": "assistant", "content": content}).encode(), b'{"role":"user","content":"no"}'])
+
+    assert len(watch._turns) == 2
