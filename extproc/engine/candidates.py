@@ -468,6 +468,13 @@ class LoopCandidate(Candidate):
         """See `Candidate`."""
         return self._root
 
+    def find_stop(self) -> ActiveOverride | None:
+        """See `Candidate`; without session limits, a kill of a session holds as well."""
+        stop = super().find_stop()
+        if stop is not None or not self.overrides or self.plan.limiter is not None:
+            return stop
+        return find_kill([order for order in self.overrides if order.target.session or order.kind == RELEASE])
+
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
         detector, sums = self.detector, body.sums

@@ -430,11 +430,13 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
     meant = [plan for plan in plans if override.policy in ("", plan.id)]
     if not meant:
         return [f"no policy {override.policy} is loaded"] if override.policy else ["no policy is loaded"]
-    limits_alone = override.kind in (KILL, GRANT)
+    ends_sessions = override.kind == KILL and target.session != ""
+    limits_alone = override.kind in (KILL, GRANT) and not ends_sessions
     acting = [plan for plan in meant if plan.limiter is not None] if limits_alone else meant
     if not acting:
         which = f"policy {override.policy} has no" if override.policy else "no policy has"
-        return [f"this {override.kind} does nothing: {which} session limits"]
+        instead = "; name a session, or use block" if override.kind == KILL else ""
+        return [f"this {override.kind} does nothing: {which} session limits{instead}"]
     said = []
     known = {name for plan in acting for name in plan.list_names()}
     lacking = [name for name, _ in target.descriptors if name not in known]
@@ -442,7 +444,7 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
         there = ", ".join(sorted(known)) or "none"
         said.append(f"no policy identifies callers by {' or '.join(lacking)}; known descriptors: {there}")
     if target.session:
-        said += _remark_on_session(session_key, acting, limited=limits_alone)
+        said += _remark_on_session(session_key, acting, limited=limits_alone or ends_sessions)
     if target.tool and not any(map(_looks_at_tools, acting)):
         said.append(f"this {override.kind} does nothing: no policy looks at tools (tool_calls, turns and mcp do)")
     if override.kind in (BLOCK, KILL) and all(plan.shadow for plan in acting):

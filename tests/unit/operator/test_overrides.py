@@ -45,6 +45,7 @@ from extproc.operator.overrides import (
 )
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
+from extproc.sessions.session_limits import BUDGET_KEYS
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import ORDERS
 from tests.support.documents import policy
@@ -879,7 +880,7 @@ def test_an_order_comes_with_notes_about_what_it_will_not_do() -> None:
 
 
 def test_an_order_for_a_session_that_no_policy_finds_has_a_note() -> None:
-    """By a key that no policy looks for; for a kill or a grant one that has limits."""
+    """By a key that no policy looks for; for a grant one that has limits."""
     looking = agents(session={"keys": ["header:x-run"]}) | {"id": "looking"}
     counting = Replicas(1, limited(session={"keys": ["header:x-session-id"]}, max_steps=3), looking)
 
@@ -892,27 +893,31 @@ def test_an_order_for_a_session_that_no_policy_finds_has_a_note() -> None:
         "no policy finds sessions by header:x-sesion; known keys: header:x-session-id, header:x-run"
     ]
     unlimited = "no policy finds sessions by header:x-run; known keys: header:x-session-id"
-    assert remarks(counting, "kill", "header:x-run") == remarks(counting, "grant", "header:x-run", steps=1) == [unlimited]
+    assert remarks(counting, "grant", "header:x-run", steps=1) == [unlimited]
+    assert remarks(counting, "kill", "header:x-run") == []
+    assert remarks(counting, "kill", "header:x-run", policy="agents") == [unlimited]
     assert remarks(counting, "kill", "jwt:run", policy="gone") == []
 
 
-NO_LIMITS = "this kill does nothing: no policy has session limits"
+NO_LIMITS = "this kill does nothing: no policy has session limits; name a session, or use block"
+HEAD_KEYS = [key for key in BUDGET_KEYS if not key.startswith("body:")]
+NAMELESS = policy("p", ANY, **USER)
+NAMELESS["spec"]["session"] = {"keys": ["body:/conversation"]}
 NO_TOOLS = "this allow does nothing: no policy looks at tools (tool_calls, turns and mcp do)"
 NOTHING_DONE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a kill without limits": ({"kind": "kill", "caller": {"x-user-id": "ann"}}, [NO_LIMITS]),
-    "of a session": ({"kind": "kill", "session": {"header:x-session-id": "s"}}, [NO_LIMITS]),
-    "by its hash": ({"kind": "kill", "session": "a" * 16}, [NO_LIMITS]),
-    "in one policy": (
-        {"kind": "kill", "session": "a" * 16, "policy": "p"},
-        ["this kill does nothing: policy p has no session limits"],
+    "of all its sessions in one policy": (
+        {"kind": "kill", "caller": {"x-user-id": "ann"}, "policy": "p"},
+        ["this kill does nothing: policy p has no session limits; name a session, or use block"],
+    ),
+    "a kill of a session": ({"kind": "kill", "session": {"header:x-session-id": "s"}}, []),
+    "a kill of a session by a key that no policy has": (
+        {"kind": "kill", "session": {"header:x-run": "s"}},
+        [f"no policy finds sessions by header:x-run; known keys: {', '.join(HEAD_KEYS)}"],
     ),
     "a grant": (
         {"kind": "grant", "session": "a" * 16, "steps": 1},
         ["this grant does nothing: no policy has session limits"],
-    ),
-    "a session that no policy looks for": (
-        {"kind": "block", "session": "a" * 16},
-        ["this does nothing: no policy looks for sessions"],
     ),
     "a tool that no policy looks at": ({"kind": "allow", "tool": "t"}, [NO_TOOLS]),
     "no such policy": ({"kind": "kill", "session": "a" * 16, "policy": "gone"}, ["no policy gone is loaded"]),
@@ -924,6 +929,13 @@ NOTHING_DONE: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_an_order_without_effect_has_a_note(given: dict[str, Any], notes: list[str]) -> None:
     """Where no policy has what the order is about."""
     assert Replicas(1).give(**given)[1] == notes
+
+
+def test_an_order_for_a_session_has_a_note_where_no_policy_knows_sessions_by_then() -> None:
+    """Detectors that compare requests alone do not read sessions' names in bodies."""
+    one = Replicas(1, NAMELESS)
+
+    assert one.give(kind="block", session="a" * 16)[1] == ["this does nothing: no policy looks for sessions"]
 
 
 def test_kills_and_grants_are_measured_by_the_policies_that_have_limits() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from extproc.engine.orders import BLOCK, KILL, ActiveOverride, Overrides, Target
+from extproc.engine.orders import ALLOW, BLOCK, KILL, RELEASE, ActiveOverride, Overrides, Target, hash_descriptor
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.session_report import describe_session
 from extproc.operator.events import SessionEvents
@@ -42,6 +42,13 @@ def opencode(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, s
 
 
 CLIENTS = [claude, codex, opencode]
+
+
+def loops(similarity: str) -> dict[str, Any]:
+    """A policy that only detects loops."""
+    loop = {"enabled": True, "similarity": similarity, "threshold_identical_requests": 3, "action": "reject"}
+    loop |= {"window_seconds": 60} if similarity == "exact" else {}
+    return {"id": "loops", "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-team"], "loop_detection": loop}}
 
 
 def send(service: Service, number: int, **names: str) -> ProcessingResponse:
@@ -151,15 +158,34 @@ def test_an_agent_is_stopped_without_its_session() -> None:
     assert agent == hash_session("header:x-claude-code-agent-id", "b")
 
 
-def test_an_order_about_a_root_concerns_agents_where_only_loops_are_detected() -> None:
+@pytest.mark.parametrize("similarity", ["turns", "exact"])
+@pytest.mark.parametrize("kind", [KILL, BLOCK])
+def test_an_order_about_a_root_concerns_agents_where_only_loops_are_detected(kind: str, similarity: str) -> None:
     """A policy without session_limits knows the root that a request names."""
-    loop = {"enabled": True, "similarity": "turns", "threshold_identical_requests": 3, "action": "reject"}
-    spec = {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-team"], "loop_detection": loop, "session": {}}
-    service, now = make_service({"id": "loops", "spec": spec}), time()
+    service, now = make_service(loops(similarity)), time()
     root = hash_session("header:x-claude-code-session-id", ROOT)
-    service.overrides = Overrides([ActiveOverride("o", BLOCK, Target(session=root), "", now, now + 60, "", "")])
+    service.overrides = Overrides([ActiveOverride("o", kind, Target(session=root), "", now, now + 60, "", "")])
 
     assert [status(send(service, 1, **names)) for names in (claude(), claude("a"), claude(root="other"))] == [429, 429, 200]
+
+
+def test_a_kill_without_session_limits_ends_with_a_release_and_needs_a_session() -> None:
+    """Of all sessions of a caller, it holds only where these are limited: other requests of the caller are not theirs."""
+    service, now = make_service(loops("turns")), time()
+    root = hash_session("header:x-claude-code-session-id", ROOT)
+
+    def ask_after(*orders: tuple[str, Target, float]) -> int:
+        given = [ActiveOverride(f"o{at}", kind, target, "", now + at, now + 60, "", "") for kind, target, at in orders]
+        service.overrides = Overrides(given)
+        return status(send(service, 1, **claude("a")))
+
+    caller = Target(caller=hash_descriptor("x-team", "t"))
+    assert ask_after((KILL, Target(session=root), 0)) == 429
+    assert ask_after((KILL, Target(session=root), 0), (RELEASE, Target(session=root), 1)) == 200
+    assert ask_after((KILL, Target(session=root), 0), (RELEASE, caller, 1)) == 200
+    assert ask_after((KILL, Target(session=root), 0), (KILL, caller, 1)) == 429
+    assert ask_after((KILL, caller, 0)) == 200
+    assert ask_after((KILL, Target(session=root), 0), (ALLOW, caller, 1)) == 429
 
 
 def test_a_session_near_its_limit_of_agents_is_told() -> None:
