@@ -29,6 +29,7 @@ from extproc.engine.orders import (
     find_kill,
     find_kind,
     select,
+    sum_agent_grants,
     sum_grants,
     sum_tool_grants,
 )
@@ -44,7 +45,7 @@ from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY
-from extproc.store.rules.tree import TreeStep
+from extproc.store.rules.tree import NO_LIMITS, TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 Guard: TypeAlias = Detector | SessionGuard
@@ -587,6 +588,7 @@ class SessionCandidate(Candidate):
     """
 
     __slots__ = (
+        "_agent_limits",
         "_body",
         "_earlier_steps",
         "_grants",
@@ -624,6 +626,7 @@ class SessionCandidate(Candidate):
         self.agent_name = self.parent_name = ""
         self._grants = NO_GRANTS
         self._limits = limiter.limits
+        self._agent_limits = NO_LIMITS
         self._body: RequestBody | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
@@ -775,10 +778,13 @@ class SessionCandidate(Candidate):
 
     def _place_in_tree(self, keys: SessionKeys) -> TreeStep | None:
         """The request's place in the tree of its session's agents; None if these have no limits."""
-        if self.limiter.agent_limits is None:
+        limits = self.limiter.agent_limits
+        if limits is None:
             return None
-        agent = digest_agent(self.agent_name)
-        return self.limiter.make_tree_step(keys, agent, digest_agent(self.parent_name), allowed=self.is_allowed)
+        if self.overrides:
+            limits = NO_LIMITS if self.is_allowed else self.limiter.extend_agents(sum_agent_grants(self.overrides))
+        self._agent_limits = limits
+        return self.limiter.make_tree_step(keys, digest_agent(self.agent_name), digest_agent(self.parent_name), limits)
 
     def _identify(self, body: RequestBody, keys: SessionKeys) -> bytes:
         """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""
@@ -810,7 +816,7 @@ class SessionCandidate(Candidate):
         if not count.limit and not self.is_allowed:
             self.narrowing = self._find_narrowing(count)
         told = self.fingerprint, self.tenant, count
-        return self._know(self.limiter.judge(*told, self.calls, self._grants, self.session))
+        return self._know(self.limiter.judge(*told, self.calls, self._grants, self.session, self._agent_limits))
 
     def _find_narrowing(self, standing: Standing) -> Narrowing | None:
         """See `SessionGuard.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""

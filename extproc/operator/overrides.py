@@ -72,7 +72,7 @@ _MAX_DESCRIPTORS = 16
 _MAX_KEY = 64
 
 _AMOUNTS = Grant._fields
-_GRANTED = {"steps": "max_steps", "tool_calls": "max_tool_calls", "cost": "max_cost_per_session"}
+_GRANTED = {amount: f"max_{amount}" for amount in _AMOUNTS} | {"cost": "max_cost_per_session"}
 _EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
 """The event of an order, by its kind, if it has one of its own."""
 
@@ -220,7 +220,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
 
     An order is an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
     value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
-    `tool_calls`, `cost` (in dollars) and `tools` (calls by name), and may have a `key`: orders with the same key are one grant.
+    `tool_calls`, `cost` (in dollars), `depth`, `agents`, `concurrent_agents`, `spawns_per_minute` and `tools` (calls by name),
+    and may have a `key`: orders with the same key are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -407,8 +408,7 @@ _READERS: dict[str, Callable[[object], object]] = {
     "policy": partial(_read_pattern, _POLICY, "the id of a policy"),
     "seconds": partial(_read_number, " of seconds", MAX_SECONDS),
     "reason": partial(_read_text, _MAX_REASON),
-    "steps": partial(_read_number, "", MAX_GRANT.steps),
-    "tool_calls": partial(_read_number, "", MAX_GRANT.tool_calls),
+    **{amount: partial(_read_number, "", most) for amount, most in MAX_GRANT._asdict().items()},
     "cost": _read_cost,
     "tools": _read_tools,
     "key": partial(_read_text, _MAX_KEY),
@@ -477,8 +477,9 @@ def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Ite
 def _remark_on_grant(override: ActiveOverride, plans: Sequence[Plan]) -> Iterator[str]:
     """The remark if an order grants something that no policy limits."""
     limiters = [plan.limiter for plan in plans if plan.limiter is not None]
+    limited = {name for limiter in limiters for name, _, _ in limiter.list_limits("")}
     for amount, limit in _GRANTED.items():
-        if getattr(override.grant, amount) and max([getattr(limiter.limits, amount) for limiter in limiters]) < 0:
+        if getattr(override.grant, amount) and limit not in limited:
             yield f"granting {amount} does nothing: no policy has {limit}"
     for tool, _ in override.tools:
         if not any(limiter.limits_tool(tool) for limiter in limiters):
@@ -565,8 +566,7 @@ def describe_override(override: ActiveOverride) -> dict[str, Any]:
         "session": target.session,
         "fingerprint": target.fingerprint,
         "tool": target.tool,
-        "steps": override.grant.steps,
-        "tool_calls": override.grant.tool_calls,
+        **override.grant._asdict(),
         "cost": override.grant.cost / NANO_DOLLARS,
         "tools": dict(override.tools),
         "reason": override.reason,

@@ -26,7 +26,16 @@ from extproc.operator.session_rows import (
 )
 from extproc.operator.table import NAME_SHOWN, UNKNOWN, Table, cut_caller
 from extproc.request.http import cut_text
-from extproc.sessions.limits import MAX_COST, MAX_STEPS, MAX_TOOL_CALLS, PER_TOOL
+from extproc.sessions.limits import (
+    MAX_AGENTS,
+    MAX_CONCURRENT,
+    MAX_COST,
+    MAX_DEPTH,
+    MAX_SPAWNS,
+    MAX_STEPS,
+    MAX_TOOL_CALLS,
+    PER_TOOL,
+)
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
 from extproc.store.rules.tree import TreeStanding
@@ -307,7 +316,15 @@ def _find_tool(standing: Standing) -> str:
 def list_granted(override: ActiveOverride) -> Amounts:
     """What a grant adds to which limit."""
     grant = override.grant
-    sums = ((MAX_STEPS, grant.steps), (MAX_TOOL_CALLS, grant.tool_calls), (MAX_COST, grant.cost))
+    sums = (
+        (MAX_STEPS, grant.steps),
+        (MAX_TOOL_CALLS, grant.tool_calls),
+        (MAX_COST, grant.cost),
+        (MAX_DEPTH, grant.depth),
+        (MAX_AGENTS, grant.agents),
+        (MAX_CONCURRENT, grant.concurrent_agents),
+        (MAX_SPAWNS, grant.spawns_per_minute),
+    )
     tools = [(PER_TOOL, cut_text(tool, NAME_SHOWN), calls) for tool, calls in override.tools]
     return [*[(limit, "", amount) for limit, amount in sums if amount], *tools]
 

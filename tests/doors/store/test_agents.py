@@ -106,25 +106,59 @@ def test_a_chain_of_agents_has_one_root_on_all_replicas(valkey: Server) -> None:
     assert sorted(steps) == [2 * last + 1, 2 * last + 2]
 
 
+async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401  # of an order
+    """Give an order about the one session at the first replica, and wait until the other has learned of it by itself."""
+    orders = [OverrideService(service.counting.store, service, service.metrics) for service in services]
+    poll = asyncio.ensure_future(orders[1].follow())
+    (run, *_) = services[0].reporter.sessions.copy()
+    await orders[0].give({"session": run.name.session, **order}, "")
+    async with asyncio.timeout(PATIENCE):
+        while services[1].overrides is None:  # noqa: ASYNC110  # that is what is tested
+            await asyncio.sleep(0.01)
+    poll.cancel()
+
+
+@pytest.mark.parametrize(
+    ("limit", "amount"),
+    [
+        ("max_agents", "agents"),
+        ("max_depth", "depth"),
+        ("max_concurrent_agents", "concurrent_agents"),
+        ("max_spawns_per_minute", "spawns_per_minute"),
+    ],
+)
+def test_granted_agents_begin_on_all_replicas(valkey: Server, limit: str, amount: str) -> None:
+    """As many as were granted, wherever they begin. The order is given at one replica."""
+
+    async def main() -> tuple[list[bool], list[bool]]:
+        async with replicas(valkey, **{limit: 2}) as services:
+
+            async def start(agents: range) -> list[bool]:
+                asked = [
+                    judge(services[agent % 2], turns(1, number=str(agent)), x_team="t", **opencode(agent)) for agent in agents
+                ]
+                return [await one for one in asked]
+
+            before = await start(range(5))
+            await order_at_one(services, kind="grant", **{amount: 2})
+            return before, await start(range(3, 7))
+
+    before, after = asyncio.run(main())
+
+    assert before == [False, False, False, True, True]
+    assert after == [False, False, True, True]
+
+
 def test_killing_a_root_ends_its_tree_on_all_replicas(valkey: Server) -> None:
     """Agents of any depth, and those that would begin; the order is given at one replica, and the other looks once a second."""
 
     async def main() -> list[bool]:
         async with replicas(valkey, max_agents=9) as services:
-            orders = [OverrideService(service.counting.store, service, service.metrics) for service in services]
-            polls = [asyncio.ensure_future(each.follow()) for each in orders]
             for agent in range(4):
                 for service in services:
                     assert not await judge(service, turns(1, number=str(agent)), x_team="t", **opencode(agent))
-            (run, *_) = services[0].reporter.sessions.copy()
-            await orders[0].give({"kind": "kill", "session": run.name.session}, "")
-            async with asyncio.timeout(PATIENCE):
-                while services[1].overrides is None:  # noqa: ASYNC110  # that is what is tested
-                    await asyncio.sleep(0.01)
+            await order_at_one(services, kind="kill")
             asked = [judge(service, turns(3), x_team="t", **opencode(agent)) for agent in range(5) for service in services]
-            refused = [await one for one in asked]
-            for poll in polls:
-                poll.cancel()
-            return refused
+            return [await one for one in asked]
 
     assert asyncio.run(main()) == [True] * 10
