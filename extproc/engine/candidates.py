@@ -35,12 +35,12 @@ from extproc.engine.orders import (
 )
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
-from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors, sum_up
+from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames, hash_session
-from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, digest_agent
+from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
@@ -588,6 +588,7 @@ class SessionCandidate(Candidate):
     """
 
     __slots__ = (
+        "_agent_id",
         "_agent_limits",
         "_body",
         "_earlier_steps",
@@ -627,6 +628,7 @@ class SessionCandidate(Candidate):
         self._grants = NO_GRANTS
         self._limits = limiter.limits
         self._agent_limits = NO_LIMITS
+        self._agent_id = ROOT_ID
         self._body: RequestBody | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
@@ -726,7 +728,8 @@ class SessionCandidate(Candidate):
             if not roots.find(tenant, name):
                 roots.keep(tenant, name, name)
             return name
-        self.agent_name = hash_session(agent.key, agent.name)
+        self._agent_id = identify_agent(agent.key, agent.name)
+        self.agent_name = self._agent_id.name
         if not agent.hangs:
             self.parent_name = hash_session(agent.key, agent.parent) if agent.parent else ""
             return name
@@ -755,6 +758,7 @@ class SessionCandidate(Candidate):
         self.parent_name = "" if parent == root else parent
         if self.agent_name == root:
             self.agent_name = self.parent_name = ""
+            self._agent_id = ROOT_ID
 
     def _ask(self, body: RequestBody) -> None:
         """Make what the store is asked to count."""
@@ -784,7 +788,7 @@ class SessionCandidate(Candidate):
         if self.overrides:
             limits = NO_LIMITS if self.is_allowed else self.limiter.extend_agents(sum_agent_grants(self.overrides))
         self._agent_limits = limits
-        return self.limiter.make_tree_step(keys, digest_agent(self.agent_name), digest_agent(self.parent_name), limits)
+        return self.limiter.make_tree_step(keys, self._agent_id.digest, digest_agent(self.parent_name), limits)
 
     def _identify(self, body: RequestBody, keys: SessionKeys) -> bytes:
         """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""
@@ -793,7 +797,7 @@ class SessionCandidate(Candidate):
         place = self._place
         if place is not None:
             return place.identify(self.calls.offer)
-        own = sum_up(self.agent_name) if self.agent_name else 0  # two agents with the same task do not repeat each other
+        own = self._agent_id.checksum  # two agents with the same task do not repeat each other
         return identify(body.head, body.sums, keys.checksum ^ own)
 
     def name_request(self) -> None:

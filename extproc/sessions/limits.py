@@ -546,7 +546,8 @@ class SessionGuard:
             return Narrowing(every=True)
         if not limits.tools or (standing.tool_calls <= self._fewest and not every):
             return None
-        if limits is self.limits and not (every or standing.tools):
+        called = [digest for digest, _, _ in standing.tools]
+        if limits is self.limits and not every and self._tool_names.keys().isdisjoint(called):
             return self._begun
         return self._narrow_tools(standing, limits, every=every)
 
