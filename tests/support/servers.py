@@ -368,11 +368,12 @@ class Driver:
 
         return bytes(self._runner.run(settled())[0][0])
 
-    def push(self, pushes: Sequence[Push], now: int | None = None) -> list[list[bytes]]:
-        """Push, whether the store answers at once or later."""
+    def push(self, pushes: Sequence[Push | RootSearch], now: int | None = None) -> list[list[bytes]]:
+        """Push, whether the store answers at once or later; searches for roots have keys of this driver's already."""
+        asked = [pushed if isinstance(pushed, RootSearch) else replace(pushed, key=self.key(pushed)) for pushed in pushes]
 
         async def settled() -> Sequence[Any]:
-            answer = self.store.push([replace(pushed, key=self.key(pushed)) for pushed in pushes], now)
+            answer = self.store.push(asked, now)
             return await answer if inspect.isawaitable(answer) else answer
 
         return [list(entries) for entries in self._runner.run(settled())]

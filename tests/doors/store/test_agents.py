@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from extproc.settings import Settings
 from extproc.store import open_store
 from tests.support.conversations import judge
 from tests.support.harness import PATIENCE
-from tests.support.servers import Server, server
+from tests.support.servers import Driver, Server, server
 from tests.support.service import make_service, sample
 from tests.support.session_limits import limited, turns
 
@@ -101,9 +101,38 @@ def test_a_chain_of_agents_has_one_root_on_all_replicas(valkey: Server) -> None:
 
     refused, asked, steps = asyncio.run(main())
 
+    with valkey.client() as client:
+        kept = list(client.scan_iter(match="loopguard:*"))
+        assert {kind for kind in ("root:", "tree:", "session5:", "sessions2:") for key in kept if kind in key.decode()} == {
+            "root:",
+            "tree:",
+            "session5:",
+            "sessions2:",
+        }
+        assert min(client.pttl(key) for key in kept) > 0
     assert refused == [False] * (last + 1) + [True]
     assert asked == [1] * (last + 1)
     assert sorted(steps) == [2 * last + 1, 2 * last + 2]
+
+
+ODD: dict[str, Callable[[Any, str], object]] = {
+    "a list": lambda client, key: client.rpush(key, b"x"),
+    "a short text": lambda client, key: client.set(key, b"\x01root"),
+    "another version": lambda client, key: client.set(key, b"\x02" + bytes(8)),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_no_root_counts_as_nothing(valkey: Server, odd: str) -> None:
+    """What another program or version has written under an agent's key, or its parent's, is no root."""
+    agent, parent = "a" * 16, "b" * 16
+    for place in (agent, parent):
+        with Driver(f"redis://{valkey.address}") as store, valkey.client() as client:
+            key = f"loopguard:{store.name(f'root:{place}:7f')}"
+            ODD[odd](client, key)
+
+            assert store.find_root(agent, parent).hex() == parent
+            assert client.type(key) != b"list"
 
 
 async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401  # of an order
