@@ -14,11 +14,13 @@ from extproc.metrics import Metrics
 from extproc.operator.overrides import OverrideService
 from extproc.settings import Settings
 from extproc.store import open_store
+from extproc.store.rules.tree import AgentLimits
 from tests.support.conversations import judge
 from tests.support.harness import PATIENCE
 from tests.support.servers import Driver, Server, server
 from tests.support.service import make_service, sample
 from tests.support.session_limits import limited, turns
+from tests.support.trees import ask_in_tree, tell_tree
 
 AGENTS = 1_000
 
@@ -133,6 +135,21 @@ def test_what_is_no_root_counts_as_nothing(valkey: Server, odd: str) -> None:
 
             assert store.find_root(agent, parent).hex() == parent
             assert client.type(key) != b"list"
+
+
+@pytest.mark.parametrize("change", ["a list", "another version", "half an agent"])
+def test_what_is_no_tree_counts_as_nothing(valkey: Server, change: str) -> None:
+    """The agents of a session begin anew where another program or version has written under its tree's key."""
+    with Driver(f"redis://{valkey.address}") as store, valkey.client() as client:
+        key = f"loopguard:{store.name('tree:p::s1:7f')}"
+        first = store.account([ask_in_tree(1, 1, AgentLimits())], 1)[0]
+        kept = client.get(key)
+        client.delete(key)
+        written = {"another version": b"\x07" + kept[1:], "half an agent": kept[:-13]}
+        client.set(key, written[change]) if change in written else client.rpush(key, b"x")
+        again = store.account([ask_in_tree(2, 1, AgentLimits())], 2)[0]
+
+    assert tell_tree(first).tree == tell_tree(again).tree == (1, 0, 1, True)
 
 
 async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401  # of an order
