@@ -771,7 +771,7 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or
                 "steps belongs to a grant, not to a kill",
             ],
         ),
-        ({"kind": "grant", "session": "a" * 16}, ["at least one of these is required: {", ".join(KEYS[8:-1])}"]),
+        ({"kind": "grant", "session": "a" * 16}, [f"at least one of these is required: {', '.join(KEYS[8:-1])}"]),
         *(
             ({"kind": "grant", "session": "a" * 16, "tools": tools}, [f"tools must {problem}"])
             for tools, problem in (
