@@ -95,7 +95,11 @@ class ToolReader:
         conversation = document.conversation
         if not isinstance(conversation, Conversation) or not conversation.shows_lists:
             return self._may_hold(bytes(document), tools)
-        return any(self._may_hold(bytes(conversation.find_field(key) or b""), tools) for key in TOOL_KEYS)
+        for key in TOOL_KEYS:
+            raw = conversation.find_field(key)
+            if raw and self._may_hold(bytes(raw), tools):  # most requests have one of these lists
+                return True
+        return False
 
     def _may_hold(self, raw: bytes, tools: Collection[str]) -> bool:
         if raw.find(b"\\") >= 0 and (raw.find(b"\\u") >= 0 or raw.find(b"\\/") >= 0):

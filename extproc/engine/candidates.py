@@ -29,22 +29,23 @@ from extproc.engine.orders import (
     find_kill,
     find_kind,
     select,
+    sum_agent_grants,
     sum_grants,
     sum_tool_grants,
 )
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
-from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors, sum_up
+from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames, hash_session
-from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, digest_agent
+from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY
-from extproc.store.rules.tree import TreeStep
+from extproc.store.rules.tree import NO_LIMITS, TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
 Guard: TypeAlias = Detector | SessionGuard
@@ -468,6 +469,13 @@ class LoopCandidate(Candidate):
         """See `Candidate`."""
         return self._root
 
+    def find_stop(self) -> ActiveOverride | None:
+        """See `Candidate`; without session limits, a kill of a session holds as well."""
+        stop = super().find_stop()
+        if stop is not None or not self.overrides or self.plan.limiter is not None:
+            return stop
+        return find_kill([order for order in self.overrides if order.target.session or order.kind == RELEASE])
+
     def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
         """See `Candidate`."""
         detector, sums = self.detector, body.sums
@@ -580,6 +588,8 @@ class SessionCandidate(Candidate):
     """
 
     __slots__ = (
+        "_agent_id",
+        "_agent_limits",
         "_body",
         "_earlier_steps",
         "_grants",
@@ -617,6 +627,8 @@ class SessionCandidate(Candidate):
         self.agent_name = self.parent_name = ""
         self._grants = NO_GRANTS
         self._limits = limiter.limits
+        self._agent_limits = NO_LIMITS
+        self._agent_id = ROOT_ID
         self._body: RequestBody | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
@@ -716,7 +728,8 @@ class SessionCandidate(Candidate):
             if not roots.find(tenant, name):
                 roots.keep(tenant, name, name)
             return name
-        self.agent_name = hash_session(agent.key, agent.name)
+        self._agent_id = identify_agent(agent.key, agent.name)
+        self.agent_name = self._agent_id.name
         if not agent.hangs:
             self.parent_name = hash_session(agent.key, agent.parent) if agent.parent else ""
             return name
@@ -745,6 +758,7 @@ class SessionCandidate(Candidate):
         self.parent_name = "" if parent == root else parent
         if self.agent_name == root:
             self.agent_name = self.parent_name = ""
+            self._agent_id = ROOT_ID
 
     def _ask(self, body: RequestBody) -> None:
         """Make what the store is asked to count."""
@@ -768,10 +782,13 @@ class SessionCandidate(Candidate):
 
     def _place_in_tree(self, keys: SessionKeys) -> TreeStep | None:
         """The request's place in the tree of its session's agents; None if these have no limits."""
-        if self.limiter.agent_limits is None:
+        limits = self.limiter.agent_limits
+        if limits is None:
             return None
-        agent = digest_agent(self.agent_name)
-        return self.limiter.make_tree_step(keys, agent, digest_agent(self.parent_name), allowed=self.is_allowed)
+        if self.overrides:
+            limits = NO_LIMITS if self.is_allowed else self.limiter.extend_agents(sum_agent_grants(self.overrides))
+        self._agent_limits = limits
+        return self.limiter.make_tree_step(keys, self._agent_id.digest, digest_agent(self.parent_name), limits)
 
     def _identify(self, body: RequestBody, keys: SessionKeys) -> bytes:
         """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""
@@ -780,7 +797,7 @@ class SessionCandidate(Candidate):
         place = self._place
         if place is not None:
             return place.identify(self.calls.offer)
-        own = sum_up(self.agent_name) if self.agent_name else 0  # two agents with the same task do not repeat each other
+        own = self._agent_id.checksum  # two agents with the same task do not repeat each other
         return identify(body.head, body.sums, keys.checksum ^ own)
 
     def name_request(self) -> None:
@@ -803,7 +820,7 @@ class SessionCandidate(Candidate):
         if not count.limit and not self.is_allowed:
             self.narrowing = self._find_narrowing(count)
         told = self.fingerprint, self.tenant, count
-        return self._know(self.limiter.judge(*told, self.calls, self._grants, self.session))
+        return self._know(self.limiter.judge(*told, self.calls, self._grants, self.session, self._agent_limits))
 
     def _find_narrowing(self, standing: Standing) -> Narrowing | None:
         """See `SessionGuard.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""

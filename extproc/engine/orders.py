@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from extproc.bounded import Memo
 from extproc.request.fingerprint import hash_tenant, join_descriptors
-from extproc.sessions.session_limits import MAX_COST, MAX_COUNT, MAX_TOOL_CALLS
+from extproc.sessions.session_limits import MAX_AGENTS, MAX_COST, MAX_COUNT, MAX_TOOL_CALLS
 from extproc.store.rules.session import NANO_DOLLARS
 
 RELEASE: Final = "release"
@@ -52,14 +52,22 @@ class Grant(NamedTuple):
         steps: requests that are let through.
         tool_calls: calls in its histories.
         cost: in nano-dollars.
+        depth: levels of agents.
+        agents: agents that may start.
+        concurrent_agents: agents that may be active at a time.
+        spawns_per_minute: agents that may start within a minute.
     """
 
     steps: int = 0
     tool_calls: int = 0
     cost: int = 0
+    depth: int = 0
+    agents: int = 0
+    concurrent_agents: int = 0
+    spawns_per_minute: int = 0
 
 
-MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANO_DOLLARS)
+MAX_GRANT: Final = Grant(MAX_COUNT, MAX_TOOL_CALLS, int(MAX_COST) * NANO_DOLLARS, *[MAX_AGENTS] * 4)
 """Largest grant, and largest sum of a session's grants: added to its limits, these still fit every counter."""
 
 
@@ -282,7 +290,7 @@ def find_kill(overrides: Sequence[ActiveOverride]) -> ActiveOverride | None:
 
 
 def sum_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int]:
-    """The sum of all grants, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
+    """The sum of all grants of what is used up, at most `MAX_GRANT`: steps, tool calls and nano-dollars."""
     steps = tool_calls = cost = 0
     for override in overrides:
         if override.kind == GRANT:
@@ -290,6 +298,18 @@ def sum_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int]:
             tool_calls += override.grant.tool_calls
             cost += override.grant.cost
     return min(steps, MAX_GRANT.steps), min(tool_calls, MAX_GRANT.tool_calls), min(cost, MAX_GRANT.cost)
+
+
+def sum_agent_grants(overrides: Sequence[ActiveOverride]) -> tuple[int, int, int, int]:
+    """The sum of all grants of agents, in the order of `AGENT_LIMITS`."""
+    depth = agents = concurrent = spawns = 0
+    for override in overrides:
+        if override.kind == GRANT:
+            depth += override.grant.depth
+            agents += override.grant.agents
+            concurrent += override.grant.concurrent_agents
+            spawns += override.grant.spawns_per_minute
+    return depth, agents, concurrent, spawns
 
 
 def sum_tool_grants(overrides: Sequence[ActiveOverride]) -> dict[str, int]:

@@ -576,10 +576,14 @@ class Plan:
         return any(descriptor.key == key for descriptor in self._descriptors)
 
     def list_session_keys(self, *, limited: bool) -> list[str]:
-        """Where to look for a session's name; with `limited`, for session limits only."""
-        names = [self.limiter.names] if self.limiter is not None else []
-        names += [self.rings] if self.rings is not None and not limited else []
-        return [descriptor.key for found in names for descriptor in found.list_keys()]
+        """Where to look for a session's name; with `limited`, for session limits only, if there are any."""
+        if self.limiter is not None:
+            keys = self.limiter.names.list_keys()
+        else:
+            keys = [key for key in self.root_names.list_keys() if key.source != BODY]
+        if self.rings is not None and (self.limiter is None or not limited):
+            keys = [*keys, *self.rings.list_keys()]
+        return [key.key for key in keys]
 
     def list_reads(self) -> list[tuple[str, str]]:
         """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""

@@ -72,7 +72,7 @@ _MAX_DESCRIPTORS = 16
 _MAX_KEY = 64
 
 _AMOUNTS = Grant._fields
-_GRANTED = {"steps": "max_steps", "tool_calls": "max_tool_calls", "cost": "max_cost_per_session"}
+_GRANTED = {amount: f"max_{amount}" for amount in _AMOUNTS} | {"cost": "max_cost_per_session"}
 _EVENTS = {RELEASE: "loop_released", GRANT: "session_granted"}
 """The event of an order, by its kind, if it has one of its own."""
 
@@ -220,7 +220,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
 
     An order is an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
     value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
-    `tool_calls`, `cost` (in dollars) and `tools` (calls by name), and may have a `key`: orders with the same key are one grant.
+    `tool_calls`, `cost` (in dollars), `depth`, `agents`, `concurrent_agents`, `spawns_per_minute` and `tools` (calls by name),
+    and may have a `key`: orders with the same key are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -407,8 +408,7 @@ _READERS: dict[str, Callable[[object], object]] = {
     "policy": partial(_read_pattern, _POLICY, "the id of a policy"),
     "seconds": partial(_read_number, " of seconds", MAX_SECONDS),
     "reason": partial(_read_text, _MAX_REASON),
-    "steps": partial(_read_number, "", MAX_GRANT.steps),
-    "tool_calls": partial(_read_number, "", MAX_GRANT.tool_calls),
+    **{amount: partial(_read_number, "", most) for amount, most in MAX_GRANT._asdict().items()},
     "cost": _read_cost,
     "tools": _read_tools,
     "key": partial(_read_text, _MAX_KEY),
@@ -430,11 +430,13 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
     meant = [plan for plan in plans if override.policy in ("", plan.id)]
     if not meant:
         return [f"no policy {override.policy} is loaded"] if override.policy else ["no policy is loaded"]
-    limits_alone = override.kind in (KILL, GRANT)
+    ends_sessions = override.kind == KILL and target.session != ""
+    limits_alone = override.kind in (KILL, GRANT) and not ends_sessions
     acting = [plan for plan in meant if plan.limiter is not None] if limits_alone else meant
     if not acting:
         which = f"policy {override.policy} has no" if override.policy else "no policy has"
-        return [f"this {override.kind} does nothing: {which} session limits"]
+        instead = "; name a session, or use block" if override.kind == KILL else ""
+        return [f"this {override.kind} does nothing: {which} session limits{instead}"]
     said = []
     known = {name for plan in acting for name in plan.list_names()}
     lacking = [name for name, _ in target.descriptors if name not in known]
@@ -442,7 +444,7 @@ def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "
         there = ", ".join(sorted(known)) or "none"
         said.append(f"no policy identifies callers by {' or '.join(lacking)}; known descriptors: {there}")
     if target.session:
-        said += _remark_on_session(session_key, acting, limited=limits_alone)
+        said += _remark_on_session(session_key, acting, limited=limits_alone or ends_sessions)
     if target.tool and not any(map(_looks_at_tools, acting)):
         said.append(f"this {override.kind} does nothing: no policy looks at tools (tool_calls, turns and mcp do)")
     if override.kind in (BLOCK, KILL) and all(plan.shadow for plan in acting):
@@ -475,8 +477,9 @@ def _remark_on_session(key: str, plans: Sequence[Plan], *, limited: bool) -> Ite
 def _remark_on_grant(override: ActiveOverride, plans: Sequence[Plan]) -> Iterator[str]:
     """The remark if an order grants something that no policy limits."""
     limiters = [plan.limiter for plan in plans if plan.limiter is not None]
+    limited = {name for limiter in limiters for name, _, _ in limiter.list_limits("")}
     for amount, limit in _GRANTED.items():
-        if getattr(override.grant, amount) and max([getattr(limiter.limits, amount) for limiter in limiters]) < 0:
+        if getattr(override.grant, amount) and limit not in limited:
             yield f"granting {amount} does nothing: no policy has {limit}"
     for tool, _ in override.tools:
         if not any(limiter.limits_tool(tool) for limiter in limiters):
@@ -563,8 +566,7 @@ def describe_override(override: ActiveOverride) -> dict[str, Any]:
         "session": target.session,
         "fingerprint": target.fingerprint,
         "tool": target.tool,
-        "steps": override.grant.steps,
-        "tool_calls": override.grant.tool_calls,
+        **override.grant._asdict(),
         "cost": override.grant.cost / NANO_DOLLARS,
         "tools": dict(override.tools),
         "reason": override.reason,

@@ -26,7 +26,16 @@ from extproc.operator.session_rows import (
 )
 from extproc.operator.table import NAME_SHOWN, UNKNOWN, Table, cut_caller
 from extproc.request.http import cut_text
-from extproc.sessions.limits import MAX_COST, MAX_STEPS, MAX_TOOL_CALLS, PER_TOOL
+from extproc.sessions.limits import (
+    MAX_AGENTS,
+    MAX_CONCURRENT,
+    MAX_COST,
+    MAX_DEPTH,
+    MAX_SPAWNS,
+    MAX_STEPS,
+    MAX_TOOL_CALLS,
+    PER_TOOL,
+)
 from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
 from extproc.store.rules.tree import TreeStanding
@@ -56,6 +65,25 @@ class RunName(NamedTuple):
     policy: str
     mode: str
     session: str
+
+
+class _Agent:
+    """An agent of a session; see `AgentRow`, which takes longer to change."""
+
+    __slots__ = ("began", "depth", "last", "name", "parent", "refused", "requests")
+
+    def __init__(self, name: str, parent: str, now: float) -> None:
+        self.name = name
+        self.parent = parent
+        self.depth = 0
+        self.began = self.last = now
+        self.requests = 0
+        self.refused = 0
+
+    def make_row(self) -> AgentRow:
+        """What reports show of it."""
+        refused = LIMITS[self.refused]
+        return AgentRow(self.name, self.parent, self.depth, self.began, self.last, self.requests, refused)
 
 
 class Run:
@@ -88,7 +116,7 @@ class Run:
         self.refusal: SessionRefusal | None = None
         self.calls: list[CallRow] = []
         self.unnamed = 0
-        self.agents: dict[str, AgentRow] = {}
+        self.agents: dict[str, _Agent] = {}
         self.tree: TreeStanding | None = None
         self.started_by = ""
         self.limits: Amounts = []
@@ -119,9 +147,9 @@ class Run:
         if row is None:
             if len(self.agents) >= MAX_SHOWN:
                 del self.agents[next(iter(self.agents))]
-            row = AgentRow(name, parent, 0, now, now)
+            row = _Agent(name, parent, now)
         self.agents[name] = row
-        row.last, row.refused = now, LIMITS[standing.limit]
+        row.last, row.refused = now, standing.limit
         row.requests += 1
         if standing.tree is not None:
             row.depth = standing.tree.depth or row.depth
@@ -208,7 +236,8 @@ class SessionTable(Table[Run, SessionDocument]):
             run.refuse(standing, now, agent)
         else:
             added = run.add_call(call, model, tools, now)
-            added.errors, added.retry = errors, standing.retry
+            if errors or standing.retry:
+                added.errors, added.retry = errors, standing.retry
         return run
 
     def link(self, name: tuple[str, str, str, str], others: Sequence[str]) -> None:
@@ -286,7 +315,7 @@ def _make_row(run: Run, *, shows_callers: bool, detailed: bool) -> SessionRow:
         **{name: getattr(standing, name) for name in COUNTED},
         **run.known._asdict(),
         unnamed=run.unnamed,
-        agents=[replace(agent) for agent in run.agents.copy().values()] if detailed else [],
+        agents=[agent.make_row() for agent in run.agents.copy().values()] if detailed else [],
         agents_begun=run.tree.agents if run.tree is not None else 0,
         agents_refused=run.tree.refused if run.tree is not None else 0,
         started_by=run.started_by,
@@ -307,7 +336,15 @@ def _find_tool(standing: Standing) -> str:
 def list_granted(override: ActiveOverride) -> Amounts:
     """What a grant adds to which limit."""
     grant = override.grant
-    sums = ((MAX_STEPS, grant.steps), (MAX_TOOL_CALLS, grant.tool_calls), (MAX_COST, grant.cost))
+    sums = (
+        (MAX_STEPS, grant.steps),
+        (MAX_TOOL_CALLS, grant.tool_calls),
+        (MAX_COST, grant.cost),
+        (MAX_DEPTH, grant.depth),
+        (MAX_AGENTS, grant.agents),
+        (MAX_CONCURRENT, grant.concurrent_agents),
+        (MAX_SPAWNS, grant.spawns_per_minute),
+    )
     tools = [(PER_TOOL, cut_text(tool, NAME_SHOWN), calls) for tool, calls in override.tools]
     return [*[(limit, "", amount) for limit, amount in sums if amount], *tools]
 

@@ -36,6 +36,7 @@ RECORD: Final = CALL_DIGEST + TOOL_DIGEST + PAIR_DIGEST + 1
 """Length of a call's record, in bytes: its digests, and the number of steps since the call before it; see `session.RECORD`."""
 
 _MOST_STEPS: Final = 255
+_STEPS: Final = [bytes([steps]) for steps in range(_MOST_STEPS + 1)]
 
 _OFFERS: Final = {"": 0, TOOLS: OFFERS_TOOLS, NO_TOOLS: OFFERS_NONE}
 _SHOWN: Final = 64
@@ -103,25 +104,29 @@ def read_tool_calls(document: Document) -> CallHistory:
     turns = _read_kept(conversation) if conversation.before.after else read_transcript(conversation).turns
     offer, model = _OFFERS[conversation.find_offer()], conversation.model[:_LONGEST_MODEL]
     answer = min(find_longest_answer(conversation), _LONGEST_ANSWER)
-    total, steps = 0, 0
+    total, steps, known = 0, 0, b""
     tools: dict[bytes, str] = {}
     calls: list[CountedCall] = []
-    since = bytearray()  # steps from one call to the next
+    since: list[bytes] = []  # steps from one call to the next
     for turn in turns:
         steps = min(steps + 1, _MOST_STEPS)
         for call in turn.calls:
             total += call.pair
-            if call.tool and call.tool_digest not in tools:
-                tools[call.tool_digest] = call.tool[:_SHOWN]
+            if call.tool_digest != known:  # many call the same tool again
+                known = call.tool_digest
+                if call.tool and known not in tools:
+                    tools[known] = call.tool[:_SHOWN]
             calls.append(call)
-            since.append(steps)
+            since.append(_STEPS[steps])
             steps = 0
     if not calls:
         return CallHistory(b"", 0, 0, (), model, offer, answer)
-    records = _write_records(calls)
-    joined = b"".join([records[at] + since[at : at + 1] for at in range(len(records))])
+    records, parts = _write_records(calls), list[bytes]()
+    for at in range(len(records)):
+        parts.append(records[at])
+        parts.append(since[at])
     failed = _count_failed(conversation)
-    return CallHistory(joined, total, len(turns[-1].calls), tuple(tools.items()), model, offer, answer, failed)
+    return CallHistory(b"".join(parts), total, len(turns[-1].calls), tuple(tools.items()), model, offer, answer, failed)
 
 
 def _count_failed(conversation: Conversation) -> int:

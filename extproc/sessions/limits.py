@@ -17,6 +17,7 @@ from extproc.request.quoting import quote
 from extproc.sessions.history import RECORD, CallHistory
 from extproc.sessions.names import Chains, SessionNames
 from extproc.sessions.rates import Rates, TokenPrice
+from extproc.sessions.session_limits import MAX_AGENTS as MOST_AGENTS
 from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits, UnnamedLimits
 from extproc.sessions.trees import AgentNames, Roots
 from extproc.store.rules.chain import ChainLink
@@ -53,6 +54,21 @@ _WORDS: Final = {
 }
 """Units of the limits."""
 
+_AGENT_WORDS: Final = {
+    MAX_AGENTS: "agents",
+    MAX_DEPTH: "levels of agents",
+    MAX_CONCURRENT: "active agents",
+    MAX_SPAWNS: "agents in a minute",
+}
+"""The same of limits of agents, for people."""
+
+_GRANTING: Final = {
+    MAX_DEPTH: "--depth",
+    MAX_AGENTS: "--agents",
+    MAX_CONCURRENT: "--concurrent-agents",
+    MAX_SPAWNS: "--spawns-per-minute",
+}
+"""Flags of `loopguard grant` for limits of agents."""
 
 RETRY_SECONDS: Final = 5
 """`Retry-After` of a request that waits for answers to others: most models answer within some seconds."""
@@ -121,7 +137,8 @@ class SessionSubject:
         allowed: the limit, including grants.
         tool: the tool that it is about; empty if it is not about a single one.
         ordered: an operator has killed the session.
-        ask_for: the command with which an operator allows more; empty if this is not about a tool's own limit.
+        ask_for: the command with which an operator allows what was refused; empty if this is not about a tool's own limit, or
+            about agents.
     """
 
     __slots__ = ("allowed", "ask_for", "limit", "ordered", "tool", "used")
@@ -157,9 +174,10 @@ class SessionSubject:
     def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
         if self.limit in AGENT_LIMITS:
+            more = f" The user can ask an operator to allow it with `{self.ask_for}`." if self.ask_for else ""
             return (
                 f"Agent limit reached: {self._explain_agents()}. This agent was not started. Do not retry, and start no other "
-                "agent in its place: do the task yourself, or finish with the results you have."
+                f"agent in its place: do the task yourself, or finish with the results you have.{more}"
             )
         order = f"approve it with `{self.ask_for}`" if self.ask_for else "extend the session"
         return (
@@ -340,7 +358,7 @@ class SessionGuard:
             _read_price(limits.unknown_model) if limits.unknown_model is not None else None,
         )
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
-        self._listed = self._list_limits(self.limits)
+        self._listed = [*self._list_limits(self.limits), *_list_agent_limits(self.agent_limits or NO_LIMITS)]
         self._listed_unnamed = [] if self.unnamed is None else self._list_limits(self.unnamed)
         self._begun = self._narrow_tools(Standing(), self.limits, every=False)
         self._steer = _compile_notice(limits.escalate.steer)
@@ -372,7 +390,7 @@ class SessionGuard:
         ]
         words += [f"{limits.threshold} equal calls in {limits.window} steps"] if limits.threshold != _NONE else []
         words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
-        words += _describe_agents(self.agent_limits) if self.agent_limits is not None else []
+        words += [f"{limit} {_AGENT_WORDS[name]}" for name, _, limit in _list_agent_limits(self.agent_limits or NO_LIMITS)]
         return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
 
     def find_limits(self, session: str) -> Limits:
@@ -468,12 +486,16 @@ class SessionGuard:
             tree,
         )
 
-    def make_tree_step(self, keys: SessionKeys, agent: bytes, parent: bytes, *, allowed: bool) -> TreeStep | None:
-        """The part of the question about agents, by their digests; None if they have no limits. `allowed` as in `make_step`."""
-        limits = self.agent_limits
-        if limits is None:
-            return None
-        return TreeStep(keys.tree, keys.shared_tree, NO_LIMITS if allowed else limits, agent, parent)
+    def extend_agents(self, granted: tuple[int, int, int, int]) -> AgentLimits:
+        """The limits of the agents of a session that was granted so many more, in the order of `AGENT_LIMITS`."""
+        limits = self.agent_limits or NO_LIMITS
+        given = limits.depth, limits.agents, limits.concurrent, limits.spawns
+        depth, agents, concurrent, spawns = [_raise(limit, more) for limit, more in zip(given, granted, strict=True)]
+        return AgentLimits(depth, agents, concurrent, spawns, limits.idle_ms)
+
+    def make_tree_step(self, keys: SessionKeys, agent: bytes, parent: bytes, limits: AgentLimits) -> TreeStep:
+        """The part of the question about agents, by their digests."""
+        return TreeStep(keys.tree, keys.shared_tree, limits, agent, parent)
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
         """JSON that an access log entry has to repeat, so that the call it is about is known.
@@ -490,14 +512,14 @@ class SessionGuard:
         calls: CallHistory,
         grants: tuple[int, int, int],
         session: str,
+        agent_limits: AgentLimits,
     ) -> Outcome:
         """The verdict on a request that the store has counted."""
         if standing.waits:
             return self._make_waiting(fingerprint, tenant, standing)
         if standing.limit:
             limit, tool = LIMITS[standing.limit], self._find_tool_name(standing.tool, calls)
-            more = standing.used - standing.allowed
-            ask_for = write_grant(session, tenant, tool, more) if limit == PER_TOOL and tool else ""
+            ask_for = write_grant(session, tenant, limit, tool, standing.used, standing.allowed)
             subject = SessionSubject(limit, standing.used, standing.allowed, tool, ask_for=ask_for)
             return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
         action, met = Action.STEER, _find_notice(self._steer, standing)
@@ -505,7 +527,7 @@ class SessionGuard:
             action, met = Action.WARN, _find_notice(self._warn, standing)
         if not met:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, standing.steps, WITHIN)
-        subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants))
+        subject = SessionSubject(met, _read_used(standing, met), self._read_allowed(met, grants, agent_limits))
         return self._make_outcome(action, fingerprint, tenant, subject.used, subject)
 
     def judge_unnamed(self, fingerprint: str, tenant: str, standing: Standing) -> Outcome:
@@ -524,7 +546,8 @@ class SessionGuard:
             return Narrowing(every=True)
         if not limits.tools or (standing.tool_calls <= self._fewest and not every):
             return None
-        if limits is self.limits and not (every or standing.tools):
+        called = [digest for digest, _, _ in standing.tools]
+        if limits is self.limits and not every and self._tool_names.keys().isdisjoint(called):
             return self._begun
         return self._narrow_tools(standing, limits, every=every)
 
@@ -558,15 +581,17 @@ class SessionGuard:
             tool = min(narrowing.tools)
             allowed = dict(limits.tools).get(digest_tool(tool), 0)
             used = {digest: count for digest, _, count in standing.tools}.get(digest_tool(tool), 0)
-            subject = SessionSubject(PER_TOOL, used, allowed, tool, ask_for=write_grant(session, tenant, tool, 1))
+            subject = SessionSubject(
+                PER_TOOL, used, allowed, tool, ask_for=write_grant(session, tenant, PER_TOOL, tool, used, allowed)
+            )
         return self._make_outcome(Action.REJECT, fingerprint, tenant, subject.used, subject)
 
-    def _read_allowed(self, limit: str, grants: tuple[int, int, int]) -> int:
+    def _read_allowed(self, limit: str, grants: tuple[int, int, int], agent_limits: AgentLimits) -> int:
         steps, tool_calls, cost = grants
         if limit == MAX_STEPS:
             return self.limits.steps + steps
         if limit == MAX_AGENTS:
-            return self.agent_limits.agents if self.agent_limits is not None else 0
+            return agent_limits.agents
         return self.limits.tool_calls + tool_calls if limit == MAX_TOOL_CALLS else self.limits.cost + cost
 
     def list_newest_tools(self, calls: CallHistory) -> tuple[str, ...]:
@@ -658,15 +683,20 @@ def _compile_agents(limits: SessionLimits) -> AgentLimits:
     )
 
 
-def _describe_agents(limits: AgentLimits) -> list[str]:
-    """The limits of agents in a few words."""
-    shown = [
-        (limits.agents, "agents"),
-        (limits.depth, "levels of agents"),
-        (limits.concurrent, "active agents"),
-        (limits.spawns, "agents in a minute"),
-    ]
-    return [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
+def _raise(limit: int, more: int) -> int:
+    """A limit of agents with a grant, as high as trees are exact; -1 stays unlimited."""
+    return limit if limit == _NONE else min(limit + more, MOST_AGENTS)
+
+
+def _list_agent_limits(limits: AgentLimits) -> list[tuple[str, str, int]]:
+    """See `SessionGuard.list_limits`."""
+    given = (
+        (MAX_AGENTS, limits.agents),
+        (MAX_DEPTH, limits.depth),
+        (MAX_CONCURRENT, limits.concurrent),
+        (MAX_SPAWNS, limits.spawns),
+    )
+    return [(name, "", limit) for name, limit in given if limit != _NONE]
 
 
 def _compile_unnamed(limits: UnnamedLimits, session: Session) -> Limits:
@@ -728,6 +758,15 @@ def _read_used(standing: Standing, limit: str) -> int:
     return standing.tool_calls if limit == MAX_TOOL_CALLS else standing.cost + standing.reserved
 
 
-def write_grant(session: str, tenant: str, tool: str, calls: int) -> str:
-    """The command with which an operator approves more calls of a tool; session and caller are hashes."""
-    return f"loopguard grant --session {session} --caller {tenant} --tool {shlex.quote(f'{tool}={calls}')}"
+def write_grant(session: str, tenant: str, limit: str, tool: str, used: int, allowed: int) -> str:  # noqa: PLR0913  # a refusal
+    """The command with which an operator allows what a limit of a tool or of agents has refused; empty for other limits.
+
+    Session and caller are hashes; the numbers are those of the refusal.
+    """
+    if limit == PER_TOOL and tool:
+        asked = f"--tool {shlex.quote(f'{tool}={max(1, used - allowed)}')}"
+    elif limit in _GRANTING and allowed < MOST_AGENTS:
+        asked = f"{_GRANTING[limit]} {used - allowed if limit == MAX_DEPTH else max(0, used - allowed) + 1}"
+    else:
+        return ""
+    return f"loopguard grant --session {session} --caller {tenant} {asked}"

@@ -30,7 +30,7 @@ from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.ring import Push
 
 _DIGEST: Final = 8
-_LONGEST_KNOWN: Final = 256
+LONGEST_KNOWN: Final = 256
 """Maximum length of a session's name to remember, in characters, so that long names do not fill the memory."""
 
 _MAX_MS: Final = 2**32 - 1
@@ -205,7 +205,7 @@ def hash_session(key: str, value: str) -> str:
     if known is None:
         joined = join_descriptors([(key, value)])
         known = blake2b(joined.encode("utf-8", "surrogateescape"), digest_size=_DIGEST).hexdigest()
-        if len(value) <= _LONGEST_KNOWN:
+        if len(value) <= LONGEST_KNOWN:
             _KNOWN.put((key, value), known)
     return known
 

@@ -11,8 +11,10 @@ from typing import Final
 
 from extproc.bounded import Memo
 from extproc.request.clients import AGENTS
+from extproc.request.fingerprint import sum_up
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import HEADER
+from extproc.sessions.names import LONGEST_KNOWN, hash_session
 from extproc.sessions.session_limits import Session
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.tree import ROOT
@@ -48,14 +50,29 @@ ROOT_AGENT: Final = WireAgent("", "", "", hangs=False)
 """Of a session whose agents name only their parents."""
 
 
+class _Key:
+    """A limit key that may name an agent.
+
+    Attributes:
+        descriptor: that reads it.
+        header: the header that it is; empty if it is none.
+    """
+
+    __slots__ = ("descriptor", "header")
+
+    def __init__(self, descriptor: Descriptor) -> None:
+        self.descriptor = descriptor
+        self.header = descriptor.argument if descriptor.source == HEADER and descriptor.argument != "host" else ""
+
+
 class _Form:
     """How agents are named below sessions that one limit key names."""
 
     __slots__ = ("agent", "hangs", "key", "parent")
 
     def __init__(self, agent: Sequence[str], parent: Sequence[str], *, hangs: bool) -> None:
-        self.agent = compile_descriptors(list(agent))
-        self.parent = compile_descriptors(list(parent))
+        self.agent = [_Key(key) for key in compile_descriptors(list(agent))]
+        self.parent = [_Key(key) for key in compile_descriptors(list(parent))]
         self.key = agent[0]
         self.hangs = hangs
 
@@ -87,7 +104,7 @@ class AgentNames:
 
     def list_keys(self) -> list[Descriptor]:
         """The descriptors that may name an agent."""
-        return [key for form in self._forms.values() for key in (*form.agent, *form.parent)]
+        return [key.descriptor for form in self._forms.values() for key in (*form.agent, *form.parent)]
 
     def read(self, request: HttpRequest, key: str, session: str) -> WireAgent:
         """The agent that sends a request, given the limit key that names its session, and the value of that."""
@@ -103,9 +120,12 @@ class AgentNames:
         return WireAgent(form.key, name, "" if parent == session else parent, hangs=False)
 
 
-def _read_first(keys: Sequence[Descriptor], request: HttpRequest) -> str:
+def _read_first(keys: Sequence[_Key], request: HttpRequest) -> str:
     for key in keys:
-        value = key.read(request, key.argument)
+        if key.header:  # nearly always; most requests do not have it
+            value = request.read_header(key.header) if key.header in request.headers else ""
+        else:
+            value = key.descriptor.read(request, key.descriptor.argument)
         if value:
             return value
     return ""
@@ -142,3 +162,36 @@ class Roots:
 def digest_agent(name: str) -> bytes:
     """The digest of an agent, given the hash of its name; `ROOT` for an empty one."""
     return bytes.fromhex(name) if name else ROOT
+
+
+class AgentId:
+    """What distinguishes an agent from others of its caller; never changed.
+
+    Attributes:
+        name: hash of its name, 16 hex digits.
+        digest: the same, 8 bytes.
+        checksum: of that.
+    """
+
+    __slots__ = ("checksum", "digest", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.digest = digest_agent(name)
+        self.checksum = sum_up(name) if name else 0
+
+
+ROOT_ID: Final = AgentId("")
+"""Of a session itself."""
+
+_IDS: Final[Memo[tuple[str, str], AgentId]] = Memo(2_048)
+
+
+def identify_agent(key: str, value: str) -> AgentId:
+    """Identify an agent by the limit key that names it, and its value."""
+    known = _IDS.get((key, value))
+    if known is None:
+        known = AgentId(hash_session(key, value))
+        if len(value) <= LONGEST_KNOWN:
+            _IDS.put((key, value), known)
+    return known

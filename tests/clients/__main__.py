@@ -17,7 +17,7 @@ from tests.support import ROOT
 
 PAGE: Final = ROOT / "docs" / "clients.md"
 MOST_SECONDS: Final = 10
-SCRIPTS: Final = ("loop", "obey", "work", "sub-agents", "agents", "compaction")
+SCRIPTS: Final = ("loop", "obey", "work", "sub-agents", "agents", "nested", "compaction")
 AGENT_LIMITS: Final = {
     "max_agents": {"max_agents": 1},
     "max_depth": {"max_depth": 0},
@@ -26,6 +26,9 @@ AGENT_LIMITS: Final = {
     "max_steps": {"max_steps": 3},
 }
 """Limits of sessions, each of which a main agent with two others meets."""
+
+DEPTHS: Final = (1, 2)
+"""Limits of depth for an agent that starts one, which starts another."""
 
 NOTED_AT: Final = 3
 
@@ -37,7 +40,8 @@ model that does what the note says, and against one that takes 20 different step
 context after two steps, and the client asks for a summary. If it then shows no older turns, counting starts again. `-` stands
 for what was not played: most have no sub-agents, or do not compact their history within a task. Clients that name their
 sub-agents also start two where `max_agents`, `max_depth`, `max_concurrent_agents` or `max_spawns_per_minute` allow only one, or
-none: the limits hold if the others are refused, and the main agent reads the reason and finishes.
+none: the limits hold if the others are refused, and the main agent reads the reason and finishes. Claude Code and
+opencode also start an agent that starts another, with `max_depth` 1 and 2.
 Generated on {date}.
 
 {table}
@@ -118,6 +122,11 @@ def _judge_agents(visit: Visit) -> str:
         begun = len([task for task in run.given if task])
         if begun != int(name != "max_depth") or not run.told or not run.finished:
             wrong.append(f"{name}: {begun} began, {'' if run.told else 'not '}told, {'' if run.finished else 'not '}finished")
+    for depth in DEPTHS:
+        run = visit.runs.get(f"nested {depth}")
+        begun = len([task for task in run.given if task]) if run is not None else 0
+        if run is not None and (begun != depth or run.told != (depth == 1) or not run.finished):
+            wrong.append(f"nested, max_depth {depth}: {begun} began, {'' if run.finished else 'not '}finished")
     return ", ".join(wrong)
 
 
@@ -148,7 +157,7 @@ def visit_client(client: Client, scripts: Sequence[str], record: Path | None) ->
         for script in scripts:
             if (script == "sub-agents" and client.spawn is None) or (script == "compaction" and not client.compacts):
                 continue
-            if script == "agents":
+            if script in {"agents", "nested"}:
                 continue
             runs[script] = done = run(zoo, script)
             _tell(client, _describe(done))
@@ -161,6 +170,11 @@ def visit_client(client: Client, scripts: Sequence[str], record: Path | None) ->
             runs[f"agents {name}"] = done = run(zoo, "agents")
             _tell(client, f"{name}: {_describe(done)}")
             _keep(record, client, f"agents-{name}", done)
+    for depth in DEPTHS if "nested" in scripts and client.nests else ():
+        with opened(client, commands, {"max_depth": depth}) as zoo:
+            runs[f"nested {depth}"] = done = run(zoo, "nested")
+            _tell(client, f"nested, max_depth {depth}: {_describe(done)}")
+            _keep(record, client, f"nested-{depth}", done)
     return Visit(client, runs)
 
 

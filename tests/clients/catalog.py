@@ -53,6 +53,7 @@ class Client(NamedTuple):
         spawn: how the model starts a sub-agent, where the client has them.
         wait: how it waits for them, where their results come later; `{agents}` is an id of one.
         names_agents: its requests name their agent and its session.
+        nests: so do those of agents that its agents start.
         compacts: it asks the model for a summary by itself, when its context is full.
         remark: what else was done for it, for the page.
         allowed: what it may do that the others may not, by the name of the promise, with the reason.
@@ -71,6 +72,7 @@ class Client(NamedTuple):
     spawn: Call | None = None
     wait: Call | None = None
     names_agents: bool = False
+    nests: bool = False
     compacts: bool = False
     remark: str = ""
     allowed: Mapping[str, str] = _NO_FILES
@@ -133,6 +135,8 @@ _OPENCODE: Final = {
     "autoupdate": False,
     "share": "disabled",
     "permission": {"*": "allow"},
+    "subagent_depth": 3,
+    "agent": {"general": {"permission": {"task": "allow"}}},
     "model": "mine/model",
     "provider": {
         "mine": {
@@ -161,6 +165,7 @@ CLIENTS: Final = (
         Call("Read", {"file_path": "{file}"}),
         compacts=True,
         names_agents=True,
+        nests=True,
         spawn=Call("Agent", {"description": "{task}", "prompt": "{task}", "subagent_type": "general-purpose"}),
     ),
     _codex(
@@ -184,8 +189,10 @@ CLIENTS: Final = (
         Call("read", {"filePath": "{file}"}),
         compacts=True,
         names_agents=True,
+        nests=True,
         files={"{work}/opencode.json": json.dumps(_OPENCODE)},
         spawn=Call("task", {"description": "{task}", "prompt": "{task}", "subagent_type": "general"}),
+        remark="runs with `subagent_depth`, without which its sub-agents start no others",
     ),
     Client(
         "gemini-cli",

@@ -79,7 +79,7 @@ class Model:
         turns: number of those that are turns of an agent.
         ended: the script came to its end.
         compacted: the client has asked for a summary of its history.
-        told: the main agent has read that another one was not started.
+        told: the agent that should have started another one has read that it was not started.
         tokens: length of the newest request's prompt, as it is told to the client; 0 for a short one.
         folder: where the client works, and finds its files.
     """
@@ -118,9 +118,9 @@ class Model:
             given.noted = given.noted or len(given.steps)
         if LANDING in text:
             given.landed = given.landed or len(given.steps)
-        self.told = self.told or (not task and LIMITED in text)
+        self.told = self.told or (LIMITED in text and (not task or self.script == "nested"))
         answer = self._choose(task, given, text, noted=OPENING in text)
-        if answer is None and task and self.script == "agents":
+        if answer is None and task and self.script in {"agents", "nested"}:
             return f"{task} is done."
         if answer is None:
             self.ended = True
@@ -149,6 +149,8 @@ class Model:
                 return self._write(self.client.step, f"file{number + 1}.txt") if number < STEPS else None
             case "sub-agents" | "agents" if not task:
                 return self._delegate(number, text)
+            case "nested":
+                return self._nest(task) if not number else None
             case "agents" if number:
                 return None
             case "obey" | "sub-agents" if noted:
@@ -163,6 +165,11 @@ class Model:
             return [self._fill(spawn, task) for task in SUBTASKS]
         agents = list(dict.fromkeys(_AGENT.findall(text)))
         return [self._fill(wait, agents[number - 1])] if wait is not None and number <= len(agents) else None
+
+    def _nest(self, task: str) -> Answer | None:
+        """The only step of an agent that starts another one, unless it is the deepest."""
+        below = dict(zip(("", *SUBTASKS), SUBTASKS, strict=False)).get(task)
+        return [self._fill(self.client.spawn, below)] if self.client.spawn is not None and below is not None else None
 
     def _write(self, step: Step, file: str) -> Answer:
         if isinstance(step, str):

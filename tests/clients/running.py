@@ -52,7 +52,7 @@ class Run(NamedTuple):
         code: exit code.
         finished: so was the last word of the model.
         compacted: the client asked the model for a summary of its history.
-        told: the main agent has read why another one was not started.
+        told: the agent that should have started another one has read why it was not started.
         requests: number of them that came to the model.
         turns: number of those that are turns of an agent.
         screen: all that it printed.

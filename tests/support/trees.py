@@ -142,13 +142,17 @@ that they are their own parents, or name an unknown one."""
 
 
 def play_tree(
-    moves: Sequence[tuple[int, int, str, int]], session: Limits, limits: AgentLimits, ask: Callable[[Step, int], Told]
+    moves: Sequence[tuple[int, int, str, int]],
+    session: Limits,
+    limits: Sequence[AgentLimits],
+    ask: Callable[[Step, int], Told],
 ) -> list[Told]:
-    """What requests are told."""
+    """What requests are told. The limits take turns, as when grants are given and end."""
     told, now, newest = [], 1_000_000, dict.fromkeys(range(10), 0)
     for number, (agent, parent, move, gap) in enumerate(moves, 1):
         now += gap
         if move == "step" or not newest[agent]:
             newest[agent] = number
-        told.append(ask(ask_in_tree(newest[agent], agent, limits, parent, session, call=number.to_bytes(16)), now))
+        allowed = limits[number % len(limits)]
+        told.append(ask(ask_in_tree(newest[agent], agent, allowed, parent, session, call=number.to_bytes(16)), now))
     return told

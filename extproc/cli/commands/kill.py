@@ -1,4 +1,4 @@
-"""`loopguard kill`: refuses a session, or all sessions of a caller, until it is released."""
+"""`loopguard kill`: refuses a session with its agents, or all limited sessions of a caller, until it is released."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 from extproc.cli.commands.ordering import add_order_flags, give
 
-HELP = "refuse a session with limits, or all sessions of a caller, until released"
+HELP = "refuse a session with its agents, or all sessions of a caller that have limits, until released"
 EXAMPLES = """examples:
   loopguard kill --session header:x-session-id=abc --caller x-team=red --reason 'runaway, incident 7'
   loopguard kill --session 9f2c51a07be3d418 --for 7d

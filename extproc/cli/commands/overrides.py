@@ -17,7 +17,15 @@ EXAMPLES = """examples:
   loopguard overrides --revoke 3f9c0ab81d22"""
 
 _ABOUT = ("caller", "session", "fingerprint", "tool")
-_GRANTED = {"steps": "steps", "tool_calls": "tool calls", "cost": "dollars"}
+_GRANTED = {
+    "steps": "steps",
+    "tool_calls": "tool calls",
+    "cost": "dollars",
+    "agents": "agents",
+    "depth": "levels of agents",
+    "concurrent_agents": "active agents",
+    "spawns_per_minute": "agents in a minute",
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -58,6 +58,7 @@ from extproc.store.rules.tree import (
     pack_tree,
     read_tree,
     weigh_tree,
+    write_stamp,
 )
 from extproc.store.rules.windows import Hit
 
@@ -433,7 +434,8 @@ _NEWEST_MARKS: Final = 4
 
 _MONEY: Final = LIMITS.index("max_cost_per_session")
 _MAX_SHOWN: Final = 2**16 - 1
-_SUM: Final = 2**48 - 1
+_SUM_BITS: Final = 48
+_SUM: Final = 2**_SUM_BITS - 1
 _MOST_TOOLS: Final = 255
 _TOOL_NAME: Final = 64
 _MAX: Final = 2**32 - 1
@@ -469,12 +471,13 @@ class Ledger:
         paid: number of settled calls that cost something.
         marks: marks of the newest histories, newest last, `_MARK` bytes each: the number of calls, and `Step.total`.
         records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
+        stamp: `began`, as the session's tree has it; empty before the tree is asked for.
     """
 
     __slots__ = (
         "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "failures", "identities",
         "idle_ms", "killed", "last", "marks", "model_ms", "names", "narrowed_at", "open", "paid", "records", "renewed",
-        "reserved", "steps", "tokens", "tool_calls",
+        "reserved", "stamp", "steps", "tokens", "tool_calls",
     )  # fmt: skip
 
     def __init__(self, state: bytes | None, now: int, steps: int = 0) -> None:
@@ -488,6 +491,7 @@ class Ledger:
         self.tool_calls = self.narrowed_at = 0
         self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
         self.renewed = False
+        self.stamp = b""
         self.identities: dict[bytes, int] = {}
         self.open: list[_Reservation] = []
         self.counts = self.names = self.marks = self.records = b""
@@ -566,7 +570,9 @@ class Ledger:
         limit, used, allowed, tool = self._find_limit(asked, retry)
         admission: Admission | None = None
         if asked.tree is not None:
-            admission = admit(tree, asked.tree, self.began, now, passes=not limit)
+            if not self.stamp:
+                self.stamp = write_stamp(self.began)
+            admission = admit(tree, asked.tree, self.stamp, now, passes=not limit)
         if limit:
             self._block(asked.limits, waits=limit == _MONEY and self.cost < allowed)
         elif admission is not None and admission[2] >= 0:
@@ -690,8 +696,8 @@ class Ledger:
 
     def _find_mark(self, asked: Step, calls: bytes, at: int) -> int:
         """The end, in a history's newest calls, of the history that the mark at `at` describes; -1 if they do not match."""
-        end = len(calls) - (len(asked.calls) // RECORD - int.from_bytes(self.marks[at : at + 2])) * RECORD
-        if not 0 < end <= len(calls) or int.from_bytes(self.marks[at + 2 : at + _MARK]) != asked.total - add_up(calls[end:]):
+        end = len(calls) - (len(asked.calls) // RECORD - _read_number(self.marks, at, at + 2)) * RECORD
+        if not 0 < end <= len(calls) or _read_number(self.marks, at + 2, at + _MARK) != asked.total - add_up(calls[end:]):
             return -1
         return end
 
@@ -715,7 +721,7 @@ class Ledger:
         for tool, number in numbers.items():
             at = _find(self.counts, tool, _COUNTED)
             if at >= 0:
-                count = int.from_bytes(self.counts[at + len(tool) : at + _COUNTED]) + number
+                count = _read_number(self.counts, at + len(tool), at + _COUNTED) + number
                 self.counts = self.counts[:at] + _TOOL.pack(tool, min(count, _MAX)) + self.counts[at + _COUNTED :]
                 continue
             if missing is None:
@@ -899,7 +905,15 @@ class Ledger:
 
 
 def _write_mark(shown: int, total: int) -> bytes:
-    return min(shown, _MAX_SHOWN).to_bytes(2) + (total & _SUM).to_bytes(6)
+    return ((min(shown, _MAX_SHOWN) << _SUM_BITS) + (total & _SUM)).to_bytes(_MARK)
+
+
+def _read_number(joined: bytes, start: int, end: int) -> int:
+    """A number of some bytes, in less time than `int.from_bytes` takes."""
+    number = 0
+    for at in range(start, end):
+        number = (number << 8) + joined[at]
+    return number
 
 
 def _find(joined: bytes, start: bytes, width: int) -> int:
@@ -942,7 +956,7 @@ def add_up(calls: bytes) -> int:
     """The sum of the digests of tools and arguments; see `Step.total`."""
     total = 0
     for at in range(_NAME, len(calls), RECORD):
-        total += int.from_bytes(calls[at : at + _PAIR])
+        total += _read_number(calls, at, at + _PAIR)
     return total
 
 

@@ -24,7 +24,7 @@ def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
         with server() as one, stack(bundle(LOOPS), "--store", f"redis://{one.address}", replicas=2) as made:
             yield made
     else:
-        with cluster() as nodes:
+        with cluster(fails_over=False) as nodes:
             url = "redis+cluster://" + ",".join(node.address for node in nodes[:2])
             with stack(bundle(LOOPS), "--store", url, replicas=2) as made:
                 yield made

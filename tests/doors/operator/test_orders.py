@@ -20,6 +20,7 @@ TOKEN = "correct-horse-battery-staple"
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 BLOCK = {"kind": "block", "caller": {"x-user-id": "ann"}, "seconds": 60}
 JSON = {"content-type": "application/json"}
+AGENTS = ["--agents", "5", "--depth", "1", "--concurrent-agents", "2", "--spawns-per-minute", "3"]
 GOOD = {**JSON, "authorization": f"Bearer {TOKEN}"}
 
 
@@ -248,7 +249,7 @@ def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
         (["release", "--session", "=x"], "--session must be NAME=VALUE or 16 hex digits, not '=x'"),
         (["kill", "--reason", "r"], "give a target: --caller or --session"),
         (["kill", "--tool", "t"], "unrecognized arguments: --tool t"),
-        (["grant", "--session", "a=b"], "give at least one of --steps, --tool-calls, --cost and --tool"),
+        (["grant", "--session", "a=b"], "give at least one of --steps, --tool-calls, --cost, --agents, --depth, --concurrent-"),
         (["grant", "--session", "a=b", "--tool", "refund"], "argument --tool: must be NAME=N, such as refund=1, not 'refund'"),
         (["grant", "--session", "a=b", "--tool", "=1"], "argument --tool: must be NAME=N, such as refund=1, not '=1'"),
         (["grant", "--session", "a=b", "--steps", "few"], "argument --steps: invalid int value: 'few'"),
@@ -296,7 +297,7 @@ def test_sessions_are_killed_and_granted_more(running: Running, capsys: pytest.C
     good = ["--admin", running.url, "--admin", running.url, "--token-file", str(running.tokens)]
     session = ["--session", "header:x-session-id=abc"]
     assert main(["kill", *session, "--caller", "x-user-id=ann", *good]) == 0
-    for amount in (["--steps", "10", "--cost", "0.07"], ["--tool-calls", "1000"]):
+    for amount in (["--steps", "10", "--cost", "0.07"], ["--tool-calls", "1000"], AGENTS):
         assert main(["grant", *session, *amount, *good]) == 0
     assert main(["grant", *session, "--steps", "0", "--cost", "5", *good]) == 1
     said = capsys.readouterr()
@@ -307,9 +308,10 @@ def test_sessions_are_killed_and_granted_more(running: Running, capsys: pytest.C
     listed = capsys.readouterr().out
 
     assert {line.split()[0] for line in listed.splitlines()} == names
-    assert [line.split()[1] for line in listed.splitlines()] == ["grant", "grant", "kill"]
+    assert [line.split()[1] for line in listed.splitlines()] == ["grant", "grant", "grant", "kill"]
     assert ", +10 steps, +0.07 dollars  in all policies" in listed
     assert ", +1000 tool calls  in all policies" in listed
+    assert ", +5 agents, +1 levels of agents, +2 active agents, +3 agents in a minute  in all policies" in listed
     for name in names:
         assert main(["overrides", "--revoke", name, *good[2:]]) == 0
 

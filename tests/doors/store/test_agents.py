@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,11 +14,13 @@ from extproc.metrics import Metrics
 from extproc.operator.overrides import OverrideService
 from extproc.settings import Settings
 from extproc.store import open_store
+from extproc.store.rules.tree import AgentLimits
 from tests.support.conversations import judge
 from tests.support.harness import PATIENCE
-from tests.support.servers import Server, server
+from tests.support.servers import Driver, Server, server
 from tests.support.service import make_service, sample
 from tests.support.session_limits import limited, turns
+from tests.support.trees import ask_in_tree, tell_tree
 
 AGENTS = 1_000
 
@@ -101,9 +103,96 @@ def test_a_chain_of_agents_has_one_root_on_all_replicas(valkey: Server) -> None:
 
     refused, asked, steps = asyncio.run(main())
 
+    with valkey.client() as client:
+        kept = list(client.scan_iter(match="loopguard:*"))
+        assert {kind for kind in ("root:", "tree:", "session5:", "sessions2:") for key in kept if kind in key.decode()} == {
+            "root:",
+            "tree:",
+            "session5:",
+            "sessions2:",
+        }
+        assert min(client.pttl(key) for key in kept) > 0
     assert refused == [False] * (last + 1) + [True]
     assert asked == [1] * (last + 1)
     assert sorted(steps) == [2 * last + 1, 2 * last + 2]
+
+
+ODD: dict[str, Callable[[Any, str], object]] = {
+    "a list": lambda client, key: client.rpush(key, b"x"),
+    "a short text": lambda client, key: client.set(key, b"\x01root"),
+    "another version": lambda client, key: client.set(key, b"\x02" + bytes(8)),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_no_root_counts_as_nothing(valkey: Server, odd: str) -> None:
+    """What another program or version has written under an agent's key, or its parent's, is no root."""
+    agent, parent = "a" * 16, "b" * 16
+    for place in (agent, parent):
+        with Driver(f"redis://{valkey.address}") as store, valkey.client() as client:
+            key = f"loopguard:{store.name(f'root:{place}:7f')}"
+            ODD[odd](client, key)
+
+            assert store.find_root(agent, parent).hex() == parent
+            assert client.type(key) != b"list"
+
+
+@pytest.mark.parametrize("change", ["a list", "another version", "half an agent"])
+def test_what_is_no_tree_counts_as_nothing(valkey: Server, change: str) -> None:
+    """The agents of a session begin anew where another program or version has written under its tree's key."""
+    with Driver(f"redis://{valkey.address}") as store, valkey.client() as client:
+        key = f"loopguard:{store.name('tree:p::s1:7f')}"
+        first = store.account([ask_in_tree(1, 1, AgentLimits())], 1)[0]
+        kept = client.get(key)
+        client.delete(key)
+        written = {"another version": b"\x07" + kept[1:], "half an agent": kept[:-13]}
+        client.set(key, written[change]) if change in written else client.rpush(key, b"x")
+        again = store.account([ask_in_tree(2, 1, AgentLimits())], 2)[0]
+
+    assert tell_tree(first).tree == tell_tree(again).tree == (1, 0, 1, True)
+
+
+async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401  # of an order
+    """Give an order about the one session at the first replica, and wait until the other has learned of it by itself."""
+    orders = [OverrideService(service.counting.store, service, service.metrics) for service in services]
+    poll = asyncio.ensure_future(orders[1].follow())
+    (run, *_) = services[0].reporter.sessions.copy()
+    await orders[0].give({"session": run.name.session, **order}, "")
+    async with asyncio.timeout(PATIENCE):
+        while services[1].overrides is None:  # noqa: ASYNC110  # that is what is tested
+            await asyncio.sleep(0.01)
+    poll.cancel()
+
+
+@pytest.mark.parametrize(
+    ("limit", "amount"),
+    [
+        ("max_agents", "agents"),
+        ("max_depth", "depth"),
+        ("max_concurrent_agents", "concurrent_agents"),
+        ("max_spawns_per_minute", "spawns_per_minute"),
+    ],
+)
+def test_granted_agents_begin_on_all_replicas(valkey: Server, limit: str, amount: str) -> None:
+    """As many as were granted, wherever they begin. The order is given at one replica."""
+
+    async def main() -> tuple[list[bool], list[bool]]:
+        async with replicas(valkey, **{limit: 2}) as services:
+
+            async def start(agents: range) -> list[bool]:
+                asked = [
+                    judge(services[agent % 2], turns(1, number=str(agent)), x_team="t", **opencode(agent)) for agent in agents
+                ]
+                return [await one for one in asked]
+
+            before = await start(range(4))
+            await order_at_one(services, kind="grant", **{amount: 2})
+            return before, await start(range(3, 6))
+
+    before, after = asyncio.run(main())
+
+    assert before == [False, False, False, True]
+    assert after == [False, False, True]
 
 
 def test_killing_a_root_ends_its_tree_on_all_replicas(valkey: Server) -> None:
@@ -111,20 +200,11 @@ def test_killing_a_root_ends_its_tree_on_all_replicas(valkey: Server) -> None:
 
     async def main() -> list[bool]:
         async with replicas(valkey, max_agents=9) as services:
-            orders = [OverrideService(service.counting.store, service, service.metrics) for service in services]
-            polls = [asyncio.ensure_future(each.follow()) for each in orders]
             for agent in range(4):
                 for service in services:
                     assert not await judge(service, turns(1, number=str(agent)), x_team="t", **opencode(agent))
-            (run, *_) = services[0].reporter.sessions.copy()
-            await orders[0].give({"kind": "kill", "session": run.name.session}, "")
-            async with asyncio.timeout(PATIENCE):
-                while services[1].overrides is None:  # noqa: ASYNC110  # that is what is tested
-                    await asyncio.sleep(0.01)
+            await order_at_one(services, kind="kill")
             asked = [judge(service, turns(3), x_team="t", **opencode(agent)) for agent in range(5) for service in services]
-            refused = [await one for one in asked]
-            for poll in polls:
-                poll.cancel()
-            return refused
+            return [await one for one in asked]
 
     assert asyncio.run(main()) == [True] * 10

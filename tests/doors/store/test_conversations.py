@@ -20,7 +20,10 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
         with server() as one, Driver(f"redis://{one.address}") as made:
             yield made
     else:
-        with cluster() as nodes, Driver("redis+cluster://" + ",".join(node.address for node in nodes[:2])) as made:
+        with (
+            cluster(fails_over=False) as nodes,
+            Driver("redis+cluster://" + ",".join(node.address for node in nodes[:2])) as made,
+        ):
             yield made
 
 

@@ -28,6 +28,7 @@ from extproc.engine.orders import (
     find_kind,
     hash_descriptor,
     select,
+    sum_agent_grants,
     sum_grants,
     sum_tool_grants,
 )
@@ -45,6 +46,7 @@ from extproc.operator.overrides import (
 )
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
+from extproc.sessions.session_limits import BUDGET_KEYS
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import ORDERS
 from tests.support.documents import policy
@@ -412,8 +414,8 @@ def test_a_newer_release_undoes_a_kill() -> None:
 def test_grants_add_up() -> None:
     """Each that holds for a session adds to its limits: those of its caller as well, those of other sessions not."""
     grants = [
-        order(GRANT, SESSION)._replace(grant=Grant(10, 0, 5)),
-        order(GRANT)._replace(grant=Grant(1, 2, 0)),
+        order(GRANT, SESSION)._replace(grant=Grant(10, 0, 5, 1, 2, 3, 4)),
+        order(GRANT)._replace(grant=Grant(1, 2, 0, agents=40)),
         order(GRANT, about="q")._replace(grant=Grant(100, 100, 100)),
     ]
 
@@ -421,11 +423,13 @@ def test_grants_add_up() -> None:
     assert sum_grants(find_all(*grants, session="b" * 16)) == (1, 2, 0)
     assert sum_grants(find_all(*grants, name="q")) == (111, 102, 105)
     assert sum_grants([]) == (0, 0, 0)
+    assert sum_agent_grants(find_all(*grants, order(BLOCK))) == (1, 42, 3, 4)
+    assert sum_agent_grants([order(BLOCK)._replace(grant=MAX_GRANT)]) == (0, 0, 0, 0)
 
 
 def test_grants_are_bounded_together() -> None:
     """However many are given, what they add stays in the range in which everything is counted exactly."""
-    assert sum_grants([order(GRANT)._replace(grant=MAX_GRANT)] * 10_000) == MAX_GRANT
+    assert sum_grants([order(GRANT)._replace(grant=MAX_GRANT)] * 10_000) == MAX_GRANT[:3]
 
 
 # The service
@@ -642,15 +646,17 @@ def test_a_kill_is_not_back_when_its_release_has_ended() -> None:
     assert [round((release.ends - release.since) / 3_600) for release in released] == [24, 24, 1, 1, 1]
 
 
-@pytest.mark.parametrize("grant", [b"7", b'["x"]', b"[Infinity]", b"{}", b"[-5, 1e30]", b"[1, 2, 3, 4]"])
+@pytest.mark.parametrize("grant", [b"7", b'["x"]', b"[Infinity]", b"{}", b"[-5, 1e30]", b"[1, 2, 3]", b"[0,0,0,-1,9e9,1,1,1]"])
 def test_what_another_version_grants_stays_in_bounds(grant: bytes) -> None:
     """Whatever stands in the store as a grant, it is passed over, or adds between nothing and the bounds."""
     one = Replicas(1)
-    known = write_override(order(GRANT, SESSION)).replace(b"[0, 0, 0]", grant)
+    known = write_override(order(GRANT, SESSION)).replace(b"[0, 0, 0, 0, 0, 0, 0]", grant)
+    assert grant in known
     one.run(one.store.documents.put(ORDERS, "overrides", "odd", known, 60))
     one.refresh()
 
-    total = sum_grants(one.givers[0].list_standing())
+    standing = one.givers[0].list_standing()
+    total = [*sum_grants(standing), *sum_agent_grants(standing)]
     assert all(0 <= given <= most for given, most in zip(total, MAX_GRANT, strict=True))
 
 
@@ -740,6 +746,10 @@ KEYS = [
     "steps",
     "tool_calls",
     "cost",
+    "depth",
+    "agents",
+    "concurrent_agents",
+    "spawns_per_minute",
     "tools",
     "key",
 ]
@@ -761,7 +771,7 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or
                 "steps belongs to a grant, not to a kill",
             ],
         ),
-        ({"kind": "grant", "session": "a" * 16}, ["at least one of these is required: steps, tool_calls, cost, tools"]),
+        ({"kind": "grant", "session": "a" * 16}, [f"at least one of these is required: {', '.join(KEYS[8:-1])}"]),
         *(
             ({"kind": "grant", "session": "a" * 16, "tools": tools}, [f"tools must {problem}"])
             for tools, problem in (
@@ -781,6 +791,14 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or
                 "steps must be a number from 1 to 1000000000, not 0",
                 "tool_calls must be a number from 1 to 10000, not 10001",
                 "cost must be dollars, more than 0 and at most 1000000, not 1000001.0",
+            ],
+        ),
+        (
+            {"kind": "grant", "session": "a" * 16, "agents": 0, "depth": 1_001, "spawns_per_minute": "2"},
+            [
+                "depth must be a number from 1 to 1000, not 1001",
+                "agents must be a number from 1 to 1000, not 0",
+                "spawns_per_minute must be a number from 1 to 1000, not '2'",
             ],
         ),
         (
@@ -879,7 +897,7 @@ def test_an_order_comes_with_notes_about_what_it_will_not_do() -> None:
 
 
 def test_an_order_for_a_session_that_no_policy_finds_has_a_note() -> None:
-    """By a key that no policy looks for; for a kill or a grant one that has limits."""
+    """By a key that no policy looks for; for a grant one that has limits."""
     looking = agents(session={"keys": ["header:x-run"]}) | {"id": "looking"}
     counting = Replicas(1, limited(session={"keys": ["header:x-session-id"]}, max_steps=3), looking)
 
@@ -892,27 +910,31 @@ def test_an_order_for_a_session_that_no_policy_finds_has_a_note() -> None:
         "no policy finds sessions by header:x-sesion; known keys: header:x-session-id, header:x-run"
     ]
     unlimited = "no policy finds sessions by header:x-run; known keys: header:x-session-id"
-    assert remarks(counting, "kill", "header:x-run") == remarks(counting, "grant", "header:x-run", steps=1) == [unlimited]
+    assert remarks(counting, "grant", "header:x-run", steps=1) == [unlimited]
+    assert remarks(counting, "kill", "header:x-run") == []
+    assert remarks(counting, "kill", "header:x-run", policy="agents") == [unlimited]
     assert remarks(counting, "kill", "jwt:run", policy="gone") == []
 
 
-NO_LIMITS = "this kill does nothing: no policy has session limits"
+NO_LIMITS = "this kill does nothing: no policy has session limits; name a session, or use block"
+HEAD_KEYS = [key for key in BUDGET_KEYS if not key.startswith("body:")]
+NAMELESS = policy("p", ANY, **USER)
+NAMELESS["spec"]["session"] = {"keys": ["body:/conversation"]}
 NO_TOOLS = "this allow does nothing: no policy looks at tools (tool_calls, turns and mcp do)"
 NOTHING_DONE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a kill without limits": ({"kind": "kill", "caller": {"x-user-id": "ann"}}, [NO_LIMITS]),
-    "of a session": ({"kind": "kill", "session": {"header:x-session-id": "s"}}, [NO_LIMITS]),
-    "by its hash": ({"kind": "kill", "session": "a" * 16}, [NO_LIMITS]),
-    "in one policy": (
-        {"kind": "kill", "session": "a" * 16, "policy": "p"},
-        ["this kill does nothing: policy p has no session limits"],
+    "of all its sessions in one policy": (
+        {"kind": "kill", "caller": {"x-user-id": "ann"}, "policy": "p"},
+        ["this kill does nothing: policy p has no session limits; name a session, or use block"],
+    ),
+    "a kill of a session": ({"kind": "kill", "session": {"header:x-session-id": "s"}}, []),
+    "a kill of a session by a key that no policy has": (
+        {"kind": "kill", "session": {"header:x-run": "s"}},
+        [f"no policy finds sessions by header:x-run; known keys: {', '.join(HEAD_KEYS)}"],
     ),
     "a grant": (
         {"kind": "grant", "session": "a" * 16, "steps": 1},
         ["this grant does nothing: no policy has session limits"],
-    ),
-    "a session that no policy looks for": (
-        {"kind": "block", "session": "a" * 16},
-        ["this does nothing: no policy looks for sessions"],
     ),
     "a tool that no policy looks at": ({"kind": "allow", "tool": "t"}, [NO_TOOLS]),
     "no such policy": ({"kind": "kill", "session": "a" * 16, "policy": "gone"}, ["no policy gone is loaded"]),
@@ -924,6 +946,13 @@ NOTHING_DONE: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_an_order_without_effect_has_a_note(given: dict[str, Any], notes: list[str]) -> None:
     """Where no policy has what the order is about."""
     assert Replicas(1).give(**given)[1] == notes
+
+
+def test_an_order_for_a_session_has_a_note_where_no_policy_knows_sessions_by_then() -> None:
+    """Detectors that compare requests alone do not read sessions' names in bodies."""
+    one = Replicas(1, NAMELESS)
+
+    assert one.give(kind="block", session="a" * 16)[1] == ["this does nothing: no policy looks for sessions"]
 
 
 def test_kills_and_grants_are_measured_by_the_policies_that_have_limits() -> None:
@@ -941,6 +970,10 @@ def test_kills_and_grants_are_measured_by_the_policies_that_have_limits() -> Non
     assert remarks(kind="grant", caller={"x-team": "t"}, steps=1, tool_calls=2, cost=3) == [
         "granting tool_calls does nothing: no policy has max_tool_calls",
         "granting cost does nothing: no policy has max_cost_per_session",
+    ]
+    assert remarks(kind="grant", caller={"x-team": "t"}, agents=1, concurrent_agents=1) == [
+        "granting agents does nothing: no policy has max_agents",
+        "granting concurrent_agents does nothing: no policy has max_concurrent_agents",
     ]
     assert remarks(kind="grant", caller={"x-team": "t"}, tools={"refund": 1}) == [
         "granting calls of refund does nothing: no policy has max_calls_per_tool for it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from time import time
@@ -9,10 +10,23 @@ from typing import Any
 
 import pytest
 
-from extproc.engine.orders import BLOCK, KILL, ActiveOverride, Overrides, Target
+from extproc.cli.commands import grant
+from extproc.engine.orders import (
+    ALLOW,
+    BLOCK,
+    GRANT,
+    KILL,
+    RELEASE,
+    ActiveOverride,
+    Grant,
+    Overrides,
+    Target,
+    hash_descriptor,
+)
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.session_report import describe_session
 from extproc.operator.events import SessionEvents
+from extproc.operator.overrides import parse_order, read_override, write_override
 from extproc.operator.session_rows import SessionDocument
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.sessions.names import hash_session
@@ -42,6 +56,14 @@ def opencode(agent: str = "", parent: str = "", root: str = ROOT) -> dict[str, s
 
 
 CLIENTS = [claude, codex, opencode]
+AMOUNTS = Grant._fields
+
+
+def loops(similarity: str) -> dict[str, Any]:
+    """A policy that only detects loops."""
+    loop = {"enabled": True, "similarity": similarity, "threshold_identical_requests": 3, "action": "reject"}
+    loop |= {"window_seconds": 60} if similarity == "exact" else {}
+    return {"id": "loops", "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-team"], "loop_detection": loop}}
 
 
 def send(service: Service, number: int, **names: str) -> ProcessingResponse:
@@ -151,15 +173,104 @@ def test_an_agent_is_stopped_without_its_session() -> None:
     assert agent == hash_session("header:x-claude-code-agent-id", "b")
 
 
-def test_an_order_about_a_root_concerns_agents_where_only_loops_are_detected() -> None:
+@pytest.mark.parametrize("similarity", ["turns", "exact"])
+@pytest.mark.parametrize("kind", [KILL, BLOCK])
+def test_an_order_about_a_root_concerns_agents_where_only_loops_are_detected(kind: str, similarity: str) -> None:
     """A policy without session_limits knows the root that a request names."""
-    loop = {"enabled": True, "similarity": "turns", "threshold_identical_requests": 3, "action": "reject"}
-    spec = {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-team"], "loop_detection": loop, "session": {}}
-    service, now = make_service({"id": "loops", "spec": spec}), time()
+    service, now = make_service(loops(similarity)), time()
     root = hash_session("header:x-claude-code-session-id", ROOT)
-    service.overrides = Overrides([ActiveOverride("o", BLOCK, Target(session=root), "", now, now + 60, "", "")])
+    service.overrides = Overrides([ActiveOverride("o", kind, Target(session=root), "", now, now + 60, "", "")])
 
     assert [status(send(service, 1, **names)) for names in (claude(), claude("a"), claude(root="other"))] == [429, 429, 200]
+
+
+def test_a_kill_without_session_limits_ends_with_a_release_and_needs_a_session() -> None:
+    """Of all sessions of a caller, it holds only where these are limited: other requests of the caller are not theirs."""
+    service, now = make_service(loops("turns")), time()
+    root = hash_session("header:x-claude-code-session-id", ROOT)
+
+    def ask_after(*orders: tuple[str, Target, float]) -> int:
+        given = [ActiveOverride(f"o{at}", kind, target, "", now + at, now + 60, "", "") for kind, target, at in orders]
+        service.overrides = Overrides(given)
+        return status(send(service, 1, **claude("a")))
+
+    caller = Target(caller=hash_descriptor("x-team", "t"))
+    assert ask_after((KILL, Target(session=root), 0)) == 429
+    assert ask_after((KILL, Target(session=root), 0), (RELEASE, Target(session=root), 1)) == 200
+    assert ask_after((KILL, Target(session=root), 0), (RELEASE, caller, 1)) == 200
+    assert ask_after((KILL, Target(session=root), 0), (KILL, caller, 1)) == 429
+    assert ask_after((KILL, caller, 0)) == 200
+    assert ask_after((KILL, Target(session=root), 0), (ALLOW, caller, 1)) == 429
+
+
+OVER = {
+    "max_agents": ([claude(), claude("a"), claude("b")], "--agents 1"),
+    "max_depth": ([claude(), claude("a"), claude("b", "a")], "--depth 1"),
+    "max_concurrent_agents": ([claude(), claude("a"), claude("b")], "--concurrent-agents 1"),
+    "max_spawns_per_minute": ([claude(), claude("a"), claude("b")], "--spawns-per-minute 1"),
+}
+"""Requests of which a limit of 1 refuses the last, and what `loopguard grant` allows it with."""
+
+
+@pytest.mark.parametrize("limit", OVER)
+def test_the_refusal_and_the_event_have_the_command_that_lets_the_agent_begin(limit: str) -> None:
+    """What both print lets this agent begin, once it asks again; the next one, and other sessions, are refused as before."""
+    limits: dict[str, Any] = {limit: 1}
+    service = make_service(limited(**limits))
+    requests, flag = OVER[limit]
+    others = [{**names, "x_claude_code_session_id": "other"} for names in requests]
+    assert send_all(service, [*requests, *others]) == ["", "", limit] * 2
+    message = told(send(service, 99, **requests[-1]))["message"]
+    events: list[dict[str, Any]] = []
+    SessionEvents(lambda *event: events.append(event[2]), lambda: False).look(service.reporter.sessions.copy())
+    commands = [event["grant"] for event in events]
+
+    (command,) = [command for command in commands if f"The user can ask an operator to allow it with `{command}`." in message]
+    options = read_command(command)
+    assert command.endswith(f" {flag}")
+    amounts = {name: getattr(options, name) for name in AMOUNTS if getattr(options, name) is not None}
+    asked = {"kind": "grant", "session": options.session, "caller": options.caller[0], **amounts}
+    given = parse_order(asked, "", time(), service.engine.plans)
+    service.overrides = Overrides([read_override(given.name, write_override(given))])
+
+    again = [requests[-1], claude("c", "b"), others[-1]]
+    assert send_all(service, again) == ["", limit, limit]
+    assert told(send(service, 99, **again[1]))["allowed"] == 2
+    (run,) = [session for session in describe(service) if session["granted"]]
+    assert (run["limits"], run["granted"]) == ({limit: 1}, {limit: 1})
+
+
+def read_command(command: str) -> argparse.Namespace:
+    """The options of a printed `loopguard grant`."""
+    parser = argparse.ArgumentParser()
+    grant.add_flags(parser)
+    return parser.parse_args(command.split()[2:])
+
+
+def test_a_note_counts_agents_that_were_granted() -> None:
+    """`steer` says what is left of all that is allowed."""
+    service, now = make_service(limited(max_agents=2, escalate={"steer": {"max_agents": 2}})), time()
+    root = hash_session("header:x-claude-code-session-id", ROOT)
+    given = ActiveOverride("o", GRANT, Target(session=root), "", now, now + 60, "", "", Grant(agents=2))
+    service.overrides = Overrides([given])
+    answers = [send(service, number, **names) for number, names in enumerate([claude("a"), claude("b"), claude("c")])]
+
+    notes = [answer.request_body.response.body_mutation.body.decode() for answer in answers]
+    told = [next((used for used in (2, 3) if f"{used} of this session's 4 agents" in note), 0) for note in notes]
+    assert told == [0, 2, 3]
+
+
+def test_grants_of_agents_end_where_trees_are_exact() -> None:
+    """A limit is 1,000 at most, with all grants; then no command is printed. What has no limit gets none."""
+    service, now = make_service(limited(max_agents=999, max_concurrent_agents=1)), time()
+    root = hash_session("header:x-claude-code-session-id", ROOT)
+    given = ActiveOverride("o", GRANT, Target(session=root), "", now, now + 60, "", "", Grant(0, 0, 0, 7, 700, 1_000, 7))
+    service.overrides = Overrides([given])
+
+    assert send_all(service, [claude(f"a{number}", f"a{number - 1}") for number in range(1, 1_001)]) == [""] * 1_000
+    refused = told(send(service, 99, **claude("b")))
+    assert (refused["limit"], refused["allowed"]) == ("max_agents", 1_000)
+    assert "operator" not in refused["message"]
 
 
 def test_a_session_near_its_limit_of_agents_is_told() -> None:

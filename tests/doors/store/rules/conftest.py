@@ -17,7 +17,7 @@ def _on_one() -> Iterator[str]:
 
 
 def _on_a_cluster() -> Iterator[str]:
-    with cluster() as nodes:
+    with cluster(fails_over=False) as nodes:
         yield "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes[:2])
 
 

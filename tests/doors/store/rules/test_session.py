@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.session import Limits, add_up
-from tests.support.ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, in_session, limit, play, settle_step, tell
+from extproc.store.rules.session import WITHDRAWN, Limits, Settlement, add_up
+from tests.support.ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, in_session, limit, make_step, play, settle_step, tell
 from tests.support.records import replace
 from tests.support.servers import Driver
 from tests.support.session_calls import MOVES as AGENT_MOVES
@@ -102,3 +102,23 @@ def test_a_store_counts_long_histories_as_memory_does(store: Driver, seed: int) 
         asked = replace(step, calls=calls, total=add_up(calls), newest=newest, tools=names)
 
         assert store.account([asked], number) == [memory(asked, number)]
+
+
+def test_the_newest_reservations_stay_open(store: Driver) -> None:
+    """Of 33 requests that are not settled, the oldest costs what it has reserved."""
+    asked = [make_step(number, limit(), reserve=7) for number in range(33)]
+    standings = [store.account([one], 1)[0] for one in asked]
+
+    assert [(standing.cost, standing.reserved) for standing in standings[-2:]] == [(0, 32 * 7), (7, 32 * 7)]
+
+
+def test_a_retry_of_a_forgotten_step_is_taken_back_once(store: Driver) -> None:
+    """When the same request is a new step by then, that is no retry which could be undone."""
+    retry = make_step(1, limit(), call=bytes(15) + b"r")
+    asked = [make_step(1, limit()), retry, *[make_step(number, limit()) for number in range(2, 18)]]
+    for one in [*asked, make_step(1, limit(), call=bytes(15) + b"n")]:
+        standing = store.account([one], 1)[0]
+    (after,) = store.account([Settlement(retry.key, limit(), retry.call, 0, estimated=False, outcome=WITHDRAWN)], 2)
+    (again,) = store.account([make_step(1, limit(), call=bytes(15) + b"a")], 3)
+
+    assert (standing.steps, standing.retry, after.steps, again.steps, again.retry) == (18, False, 18, 18, True)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.root import RootSearch
-from extproc.store.rules.tree import MAX_AGENTS, AgentLimits
+from extproc.store.rules.tree import MAX_AGENTS, AgentLimits, weigh_tree
 from tests.support.examples import examples
-from tests.support.ledger import limit
+from tests.support.ledger import limit, make_step
 from tests.support.servers import Driver
 from tests.support.trees import AGENT_LIMITS_OF_ALL_KINDS, TREE_MOVES, PlainTree, ask_in_tree, play_tree, tell_tree
 
@@ -42,6 +42,18 @@ CASES = {
             *((60_000, 3, 0, ""), (60_001, 4, 0, "max_spawns_per_minute 2/2")),
         ],
     ),
+    "in a minute, of agents that go on": (
+        AgentLimits(spawns=1),
+        [(0, 1, 0, ""), (59_000, 1, 0, ""), (59_999, 2, 0, "max_spawns_per_minute 1/1"), (60_000, 2, 0, "")],
+    ),
+    "in a minute, of agents that are idle": (
+        AgentLimits(spawns=2, concurrent=5, idle_ms=1_000),
+        [(0, 1, 0, ""), (2_000, 2, 0, ""), (4_000, 3, 0, "max_spawns_per_minute 2/2")],
+    ),
+    "active for longer than a minute": (
+        AgentLimits(concurrent=2, spawns=9, idle_ms=120_000),
+        [(0, 1, 0, ""), (1, 2, 0, ""), (90_000, 3, 0, "max_concurrent_agents 2/2"), (120_000, 3, 0, "")],
+    ),
 }
 """Limits; and when which agent asks, whose parent is which, and what it is told."""
 
@@ -60,10 +72,58 @@ def test_a_tree_in_every_store(store: Driver, case: str) -> None:
     assert told == [expected for *_, expected in moves]
 
 
+RAISED = {
+    "agents": (AgentLimits(agents=1), AgentLimits(agents=2), 0, "max_agents"),
+    "depth": (AgentLimits(depth=1), AgentLimits(depth=2), 1, "max_depth"),
+    "active": (AgentLimits(concurrent=1), AgentLimits(concurrent=2), 0, "max_concurrent_agents"),
+    "in a minute": (AgentLimits(spawns=1), AgentLimits(spawns=2), 0, "max_spawns_per_minute"),
+}
+"""Limits, what they are with a grant, the parent of a second agent, and what refuses it."""
+
+
+@pytest.mark.parametrize("case", RAISED)
+def test_a_granted_agent_begins_and_goes_on_without_the_grant(store: Driver, case: str) -> None:
+    """Each limit lets another agent begin once more is allowed, in every store, and then refuses the next again."""
+    limits, granted, parent, expected = RAISED[case]
+    session = limit(idle_ms=3_600_000)
+    asked = [(1, 0, limits), (2, parent, limits), (2, parent, granted), (3, 2, granted), (2, parent, limits), (3, 2, limits)]
+
+    told = [
+        tell_tree(store.account([ask_in_tree(number, agent, allowed, above, session)], number)[0])
+        for number, (agent, above, allowed) in enumerate(asked)
+    ]
+
+    assert [each.limit for each in told] == ["", expected, "", expected, "", expected]
+    assert [each.tree[0] for each in told] == [1, 1, 2, 2, 2, 2]
+
+
+LOWERED = {
+    "agents": (AgentLimits(agents=1), "max_agents 3/1"),
+    "active": (AgentLimits(concurrent=1), "max_concurrent_agents 1/1"),
+    "in a minute": (AgentLimits(spawns=1), "max_spawns_per_minute 3/1"),
+}
+
+
+@pytest.mark.parametrize("case", LOWERED)
+def test_a_lower_limit_says_what_was_used_before(store: Driver, case: str) -> None:
+    """When a grant has ended, used is above allowed; active agents are counted up to the limit."""
+    limits, expected = LOWERED[case]
+    session = limit(idle_ms=3_600_000)
+    for agent in (1, 2, 3):
+        store.account([ask_in_tree(agent, agent, AgentLimits(), 0, session)], agent)
+    told = tell_tree(store.account([ask_in_tree(4, 4, limits, 0, session)], 4)[0])
+
+    assert f"{told.limit} {told.used}/{told.allowed}" == expected
+
+
 @settings(max_examples=examples(60))
-@given(moves=TREE_MOVES, limits=AGENT_LIMITS_OF_ALL_KINDS, steps=st.sampled_from([-1, -1, 3, 8]))
+@given(
+    moves=TREE_MOVES,
+    limits=st.lists(AGENT_LIMITS_OF_ALL_KINDS, min_size=1, max_size=2),
+    steps=st.sampled_from([-1, -1, 3, 8]),
+)
 def test_a_store_keeps_trees_as_the_rules_say(
-    opened: Driver, moves: list[tuple[int, int, str, int]], limits: AgentLimits, steps: int
+    opened: Driver, moves: list[tuple[int, int, str, int]], limits: list[AgentLimits], steps: int
 ) -> None:
     """For any agents, parents and retries, every store answers as a plain reading of the rules."""
     store, session = opened.fresh(), limit(steps=steps)
@@ -80,12 +140,16 @@ def test_a_tree_of_any_depth_and_size_is_bounded(store: Driver) -> None:
         asked = [ask_in_tree(number, number, limits, number - 1, session) for number in range(start, start + 500)]
         standings = [store.account([one], start)[0] for one in asked] if start < 1_000 else store.account(asked, start)
     (newest,) = store.account([ask_in_tree(20_000, 10_000, limits, 9_999, session)], 10_001)
-    (oldest,) = store.account([ask_in_tree(20_001, 1, limits, 0, session)], 10_002)
+    first = 10_000 - MAX_AGENTS + 1
+    (kept,) = store.account([ask_in_tree(20_001, first, limits, 0, session)], 10_002)
+    (forgotten,) = store.account([ask_in_tree(20_002, first - 1, limits, 0, session)], 10_003)
+    (oldest,) = store.account([ask_in_tree(20_003, 1, limits, 0, session)], 10_004)
 
     assert [tell_tree(standing).tree for standing in standings[-1:]] == [(10_000, 0, 10_000, True)]
     assert tell_tree(newest).tree == (10_000, 0, 10_000, False)
-    assert tell_tree(oldest).tree == (10_001, 0, 1, True)
-    assert MAX_AGENTS < 10_000
+    assert tell_tree(kept).tree == (10_000, 0, first, False)
+    assert tell_tree(forgotten).tree == (10_001, 0, 1, True)
+    assert tell_tree(oldest).tree == (10_002, 0, 1, True)
 
 
 def test_excess_sessions_share_a_tree(store: Driver) -> None:
@@ -117,6 +181,47 @@ def test_a_root_is_found_by_way_of_each_parent(store: Driver) -> None:
     found = [store.find_root(*asked).hex() for asked in ((b, a), (c, b), (d, c), (a, d), (d, b), (b, d))]
 
     assert found == [a, a, a, a, a, a]
+
+
+def test_an_agent_keeps_its_root_when_it_claims_a_parent_in_another_tree(store: Driver) -> None:
+    """Also if that parent is known, and has a root of its own."""
+    a, b, c, d = (f"{number:016x}" for number in (10, 11, 12, 13))
+
+    assert [store.find_root(*asked).hex() for asked in ((b, a), (d, c), (b, d))] == [a, c, a]
+
+
+def test_roots_that_are_asked_for_together_are_found_as_one_by_one(store: Driver) -> None:
+    """Replicas ask in batches, in which each search has a parent of its own."""
+    names = [f"{number:016x}" for number in range(10, 14)]
+    pairs = [(names[1], names[0]), (names[3], names[2]), (names[2], names[1])]
+    asked = [
+        RootSearch(store.name(f"root:{agent}:7f"), store.name(f"root:{parent}:7f"), bytes.fromhex(parent), 60_000)
+        for agent, parent in pairs
+    ]
+
+    assert [root.hex() for (root,) in store.push(asked)] == [names[0], names[2], names[0]]
+
+
+def test_a_tree_stays_as_long_as_its_session_although_only_the_root_asks() -> None:
+    """What is swept away is what was not used, and a root's request uses the tree."""
+    store, session, limits = MemoryStore(Metrics(), 1_024), limit(idle_ms=1_000), AgentLimits()
+    store.hit([ask_in_tree(1, 1, limits, 0, session)], 0)
+    store.hit([ask_in_tree(2, 0, limits, 0, session)], 900)
+    for number in range(64):
+        store.hit([make_step(number, session, key=f"session:p::other{number}:7f")], 1_800)
+    (standing,) = store.hit([ask_in_tree(3, 1, limits, 0, session)], 1_850)
+
+    assert tell_tree(standing).tree == (1, 0, 1, False)
+
+
+@pytest.mark.parametrize(("limits", "weight"), [((-1, -1), 0), ((1, -1), 1), ((-1, 64), 1), ((65, 1), 2), ((1_000, 9), 16)])
+def test_a_tree_weighs_as_many_agents_as_its_limits_make_a_server_read(limits: tuple[int, int], weight: int) -> None:
+    """Batches are bounded by that, because one script delays all other clients of a server."""
+    concurrent, spawns = limits
+    asked = ask_in_tree(1, 1, AgentLimits(concurrent=concurrent, spawns=spawns)).tree
+
+    assert weigh_tree(asked) == weight
+    assert weigh_tree(None) == 0
 
 
 def test_a_root_is_forgotten_in_time() -> None:
