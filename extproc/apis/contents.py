@@ -68,7 +68,12 @@ def read_content(content: Raw) -> list[Part]:
     if not isinstance(blocks, list):
         return [Part(TEXT, blocks)]
     walk(len(blocks))
-    return [part for part in map(read_block, blocks) if part is not None]
+    parts = []
+    for block in blocks:
+        part = read_block(block)
+        if part is not None:
+            parts.append(part)
+    return parts
 
 
 def _read_values(content: Json) -> list[Part]:

@@ -83,7 +83,7 @@ _PIECE: Final = 2_048
 _FINE: Final = 4
 """Minimum size of a piece, in bytes, except of the newest messages, which are pieces of any size: clients change them."""
 
-_NEXT: Final = re.compile(rb"[ \t\r\n]*,[ \t\r\n]*")
+_OPENS: Final = b"{"
 _END: Final = re.compile(rb"[ \t\r\n]*\]")
 
 _NEW: Final = f"new messages {os.urandom(16).hex()}"
@@ -228,35 +228,28 @@ class KnownMessages:
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
 
-    def add(self, data: bytes, at: int, raws: list[Any], speakers: list[str], first: int, pieces: list[_Piece]) -> bool:  # noqa: PLR0913  # all that is known of a body
+    def add(self, data: bytes, at: int, raws: list[Raw], speakers: list[str], first: int, pieces: list[_Piece]) -> bool:  # noqa: PLR0913  # all that is known of a body
         """Add new messages, and cut their bytes into pieces. Small pieces that are no longer among the newest are merged.
 
         Args:
             data: the body.
             at: offset behind the cached messages.
-            raws: the new messages.
+            raws: the new messages: objects, decoded from that offset on, so that only spaces and commas are between them.
             speakers: their speakers.
             first: offset of the first piece.
             pieces: the pieces of the cached messages.
 
         Returns:
-            whether the new messages, and no others, are in the body at that offset.
+            whether there are messages, and the body's list ends behind them.
         """
-        for number, raw in enumerate(raws):
-            if self.ends:
-                found = _NEXT.match(data, at)
-                if found is None:
-                    return False
-                at = found.end()
-            part = bytes(raw)
-            if not data.startswith(part, at):
-                return False
-            self.starts.append(at)
-            at += len(part)
+        for raw in raws:
+            start = data.find(_OPENS, at)
+            at = start + len(raw)
+            self.starts.append(start)
             self.ends.append(at)
-            self.speakers.append(speakers[number])
-            self.shown.append(None)
-            self.actions.append(None)
+        self.speakers += speakers
+        self.shown += [None] * len(raws)
+        self.actions += [None] * len(raws)
         if not self.ends or _END.match(data, at) is None:
             return False
         at, count, fine = first, 0, len(self.ends) - _FINE
@@ -651,7 +644,7 @@ class _KnownShape:
         keys = [("model", str | None, None), *[(name, Raw, ABSENT) for name in names], ("new", list[Raw] | None, None)]
         self._decode: Any = json.Decoder(defstruct("KnownBody", keys, gc=False, rename={"new": _NEW})).decode
         self._get_typed = attrgetter(*[field.name for field in fields(body) if field.name in names and field.type is not Raw])
-        self._name = f'"{_NEW}"'.encode()
+        self._name = f'"{_NEW}":['.encode()
 
     def open_conversation(self, data: bytes) -> Conversation | None:
         """The conversation in a body; None if the body has anything unexpected, or no message of the assistant's."""
@@ -668,17 +661,17 @@ class _KnownShape:
                 break
             matched.append(piece)
             end, count = piece[0], piece[2]
-        after = _NEXT.match(data, end) if count else None
         view = memoryview(data)
         try:
-            body = self._decode(b"".join([view[:key], self._name, b":[", view[end if after is None else after.end() :]]))
-            new = [shape.decode(raw) for raw in body.new or ()]
+            body = self._decode(b"".join([view[:key], self._name, b"0" if count else b"", view[end:]]))  # 0 for all cached ones
+            raws: list[Raw] = (body.new or [])[min(count, 1) :]
+            new = [shape.decode(raw) for raw in raws]
         except (NotCounted, ValueError, RecursionError):
             return None
         if body.new is None or any(value is not ABSENT for value in self._get_typed(body)):
             return None
         made = KnownMessages(known, count)
-        if not made.add(data, end, body.new, [shape.name_speaker(value) for value in new], first, matched):
+        if not made.add(data, end, raws, [shape.name_speaker(value) for value in new], first, matched):
             return None
         goes_on = known is not None and count == len(known.ends)
         if known is not None and goes_on and not new:

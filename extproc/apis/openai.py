@@ -82,23 +82,26 @@ def _look_back(body: Json) -> Before:
 def _find_raw(message: Json) -> Raw:
     if message.function_call is not ABSENT or message.refusal is not ABSENT:
         return ABSENT
-    raw: Raw = message.content if message.tool_calls is ABSENT else message.tool_calls
+    calls: Raw = message.tool_calls
+    raw: Raw = message.content if calls is ABSENT else calls
     return raw
 
 
 def _read(message: Json) -> list[Part]:
-    if message.role in _RESULT_ROLES:
-        return [Part(RESULT, message.content, "", "" if message.tool_call_id is None else str(message.tool_call_id))]
-    if message.tool_calls is ABSENT and message.function_call is ABSENT and message.refusal is ABSENT:
-        return read_content(message.content) if message.role and message.content is not ABSENT else [Part(OTHER, ABSENT)]
-    parts = read_content(message.content)
-    if message.refusal is not ABSENT and is_given(message.refusal):
-        parts.append(Part(TEXT, message.refusal))
-    if message.tool_calls is not ABSENT and is_given(message.tool_calls):
-        parts += _read_calls(message.tool_calls)
-    if message.function_call is not ABSENT and is_given(message.function_call):
-        parts.append(_read_function(message.function_call))
-    return parts if parts or message.content is not ABSENT else [Part(OTHER, ABSENT)]
+    role, content = message.role, message.content
+    if role in _RESULT_ROLES:
+        return [Part(RESULT, content, "", "" if message.tool_call_id is None else str(message.tool_call_id))]
+    calls, function, refusal = message.tool_calls, message.function_call, message.refusal
+    if calls is ABSENT and function is ABSENT and refusal is ABSENT:
+        return read_content(content) if role and content is not ABSENT else [Part(OTHER, ABSENT)]
+    parts = read_content(content)
+    if is_given(refusal):
+        parts.append(Part(TEXT, refusal))
+    if is_given(calls):
+        parts += _read_calls(calls)
+    if is_given(function):
+        parts.append(_read_function(function))
+    return parts if parts or content is not ABSENT else [Part(OTHER, ABSENT)]
 
 
 def _read_calls(raw: Raw) -> list[Part]:

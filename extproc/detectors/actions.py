@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import islice
 from typing import Final, NamedTuple
 
 from extproc.apis.contents import list_texts, read_arguments, unpack
@@ -68,7 +67,6 @@ _WRITTEN_ID: Final = re.compile(r"'id': '[^'\\]{0,256}', (?=(?:'type': 'function
 _FENCE: Final = "```"
 _COMMENTED: Final = frozenset({"bash", "console", "py", "python", "sh", "shell", "zsh"})
 """Languages whose comments start with a `#`."""
-_FENCES: Final = re.compile("`{3,}")
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _JSON: Final = b"json"
 _CODE: Final = b"code"
@@ -254,13 +252,19 @@ def _last_fence(text: str) -> tuple[int, int] | None:
     Inside a block, a fence that starts a line and has a word after it is content, as in a script that writes Markdown.
     """
     found: tuple[int, int] | None = None
-    opened = -1
-    for fence in islice(_FENCES.finditer(text), _MAX_FENCES):
+    opened, end = -1, 0
+    for _ in range(_MAX_FENCES):
+        start = text.find(_FENCE, end)
+        if start < 0:
+            break
+        end = start + len(_FENCE)
+        while text.startswith("`", end):
+            end += 1
         if opened < 0:
-            opened = fence.end()
-        elif _is_blank(text, fence.end()) or not _starts_line(text, fence.start()):
-            if text[opened : fence.start()].strip():
-                found = opened, fence.start()
+            opened = end
+        elif _is_blank(text, end) or not _starts_line(text, start):
+            if text[opened:start].strip():
+                found = opened, start
             opened = -1
     if opened >= 0 and text[opened:].strip():
         found = opened, len(text)

@@ -79,12 +79,15 @@ class Newest(Generic[Step]):
 
     def at(self, place: int) -> Step | None:
         """The step at a place, 0 being the newest; None if there are fewer."""
-        while len(self._taken) <= place:
-            step = next(self._source, None)
-            if step is None:
+        taken = self._taken
+        if len(taken) <= place:
+            for step in self._source:
+                taken.append(step)
+                if len(taken) > place:
+                    break
+            else:
                 return None
-            self._taken.append(step)
-        return self._taken[place]
+        return taken[place]
 
     def newest(self, count: int) -> list[Step]:
         """The newest steps, this many or all."""

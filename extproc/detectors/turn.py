@@ -225,9 +225,9 @@ class Turn:
         self._cost = -1
         self.known_action: KnownAction | None = None
         if message is not None and message.known is not None and message.joined is None:
-            self.known_action = message.known.actions[message.place]
-            if self.known_action is not None and self.known_action.ignored != reading.ignored:
-                self.known_action = None
+            kept: KnownAction | None = message.known.actions[message.place]
+            if kept is not None and (kept.ignored is reading.ignored or kept.ignored == reading.ignored):  # sets compare slowly
+                self.known_action = kept
         self._evidence = -1
         self._words: bytes | None = None
         self._mark: str | None = None

@@ -17,13 +17,13 @@ from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.after_notes import NoteFollower
-from extproc.operator.agents import SpawnLinks
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
+from extproc.operator.spawn_links import SpawnLinks
 from extproc.operator.table import UNKNOWN, find_known
 from extproc.request.document import Document
 from extproc.sessions.limits import NARROW, UNNAMED, SessionSubject

@@ -73,6 +73,7 @@ class SessionNames:
         self._places = [
             (known.get(key.key, key.key), split_pointer(key.argument) if key.source == BODY else []) for key in keys
         ]
+        self._headers = [key.argument if key.read is HttpRequest.read_header and key.argument != "host" else "" for key in keys]
         self._changing = ChangingNames()
         self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
 
@@ -88,8 +89,10 @@ class SessionNames:
         """
         values = []
         changing = self._changing if self._usual and self._changing.finds_any and caller is not None else None
-        for key in self._keys:
-            value = key.read(request, key.argument)
+        headers = request.headers
+        for place, key in enumerate(self._keys):
+            header = self._headers[place]
+            value = "" if header and header not in headers else key.read(request, key.argument)  # most are missing
             if value and changing is not None and changing.passes_over(caller or "", key.key):
                 value = ""
             values.append(value)
@@ -225,7 +228,8 @@ def _read_vendor(request: HttpRequest, _: str) -> str:
 
 def find_vendor_headers(request: HttpRequest) -> list[str]:
     """The names of a request's headers that match `VENDOR_SESSION`, sorted, because proxies may change their order."""
-    return sorted([name for name in request.headers if name.endswith(_VENDOR_END) and is_vendor_session(name)])
+    end: str = _VENDOR_END
+    return sorted([name for name in request.headers if name.endswith(end) and is_vendor_session(name)])
 
 
 def is_vendor_session(header: str) -> bool:

@@ -104,6 +104,7 @@ class MemoryStore:
         """Push every entry once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now
         answers: list[list[bytes] | Trail] = []
+        turns = 0
         for pushed in pushes:
             if isinstance(pushed, Push):
                 answers.append(self._push(pushed, moment))
@@ -111,7 +112,9 @@ class MemoryStore:
                 answers.append([self._find_root(pushed, moment)])
             else:
                 answers.append(follow(self._chains.get, self._chains.put, pushed, moment))
-                self._chains.sweep(moment)
+                turns += 1
+        if turns:
+            self._chains.sweep(moment, turns)
         return answers
 
     async def share_secret(self, name: str, secret: bytes) -> bytes:  # noqa: ARG002  # a Store's signature

@@ -47,9 +47,8 @@ class MemoryChains:
     def put(self, key: str, value: bytes, life: int) -> None:
         """Keep a value for this many milliseconds, as the most recently written of its kind."""
         for kind in self._kinds:
-            old = kind.pop(key, None)
-            if old is not None:
-                self._bytes -= len(old) + OVERHEAD
+            if key in kind:
+                self._bytes -= len(kind.pop(key)) + OVERHEAD
                 break
         self._kinds[0 if life <= CUT_MS else 1 if life <= FIRST_MS else 2][key] = value
         self._bytes += len(value) + OVERHEAD
@@ -58,10 +57,10 @@ class MemoryChains:
             self._drop_oldest(kind)
             self._on_evicted()
 
-    def sweep(self, now: int) -> None:
-        """Remove expired values from the front of each kind; `now` in milliseconds."""
+    def sweep(self, now: int, turns: int) -> None:
+        """Remove expired values from the front of each kind; `now` in milliseconds, `turns` since the last sweep."""
         for kind in self._kinds:
-            for _ in range(_SWEEP):
+            for _ in range(_SWEEP * turns):
                 key = next(iter(kind), None)
                 if key is None or now < ends_at(kind[key]):
                     break

@@ -1,0 +1,90 @@
+"""Links sessions that seem to be agents of another one, for reports.
+
+Some programs start agents without telling so. What the user said first in such a session was an argument of a tool call in the
+history of the one that has started it.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, Final
+
+from msgspec import DecodeError, json
+
+from extproc.apis import open_conversation
+from extproc.apis.conversation import ASSISTANT, USER
+from extproc.apis.messages import CALL, TEXT
+from extproc.bounded import LRU
+from extproc.request.document import Document, NotCounted, open_value
+
+_CALLERS: Final = 256
+_SESSIONS: Final = 64
+"""Callers whose new sessions are remembered until they can be linked, and sessions of each."""
+
+_SHORTEST: Final = 16
+"""Characters of a task; shorter texts are too often equal by chance."""
+
+_TEXTS: Final = 16
+_DIGEST: Final = 8
+
+
+class SpawnLinks:
+    """Notices sessions whose first words were an argument of another session's tool call."""
+
+    def __init__(self) -> None:
+        self._begun: LRU[str, LRU[bytes, str]] = LRU(_CALLERS)
+
+    def note(self, tenant: str, session: str, document: Document, *, begins: bool) -> list[str]:
+        """Note a request of a session that nothing names; returns sessions that it has started, by its newest calls."""
+        known = self._begun.use(tenant)
+        try:
+            if begins:
+                if known is None:
+                    known = LRU(_SESSIONS)
+                    self._begun.put(tenant, known)
+                for digest in _read_first_words(document):
+                    known.put(digest, session)
+                return []
+            if known is None:
+                return []
+            found = [known.peek(digest) for digest in _read_newest_arguments(document)]
+        except NotCounted:
+            return []
+        return [other for other in dict.fromkeys(found) if other is not None and other != session]
+
+
+def _read_first_words(document: Document) -> list[bytes]:
+    """Digests of what users have said in a conversation that begins."""
+    spoken = open_conversation(document)
+    texts = [
+        open_value(part.value)
+        for speaker, value in spoken.list_spoken()
+        if speaker == USER
+        for part in spoken.shape.read(value)
+        if part.kind == TEXT
+    ]
+    return _digest([text for text in texts if isinstance(text, str)])
+
+
+def _read_newest_arguments(document: Document) -> list[bytes]:
+    """Digests of the texts among the arguments of the calls in the assistant's newest message."""
+    for message in open_conversation(document).read_backwards():
+        if message.speaker == ASSISTANT:
+            return _digest([text for part in message.read_parts() if part.kind == CALL for text in _list_texts(part.value)])
+    return []
+
+
+def _list_texts(value: Any) -> list[str]:  # noqa: ANN401  # JSON
+    """The texts in arguments, on their first level."""
+    opened = open_value(value)
+    if isinstance(opened, str):
+        try:
+            opened = json.decode(opened)
+        except DecodeError:
+            return []
+    return [text for text in opened.values() if isinstance(text, str)] if isinstance(opened, dict) else []
+
+
+def _digest(texts: list[str]) -> list[bytes]:
+    long = [text.strip() for text in texts if len(text) >= _SHORTEST][:_TEXTS]
+    return [blake2b(text.encode("utf-8", "replace"), digest_size=_DIGEST).digest() for text in long]
