@@ -663,7 +663,7 @@ class _KnownShape:
             end, count = piece[0], piece[2]
         view = memoryview(data)
         try:
-            body = self._decode(b"".join([view[:key], self._name, b"0" if count else b"", view[end:]]))  # 0 for all cached ones
+            body = self._decode(b"".join([view[:key], self._name, b"{}" if count else b"", view[end:]]))  # {} for all cached ones
             raws: list[Raw] = (body.new or [])[min(count, 1) :]
             new = [shape.decode(raw) for raw in raws]
         except (NotCounted, ValueError, RecursionError):

@@ -89,8 +89,10 @@ def test_a_history_that_goes_on_is_known(shape: str) -> None:
         b'[{"messages":[' + _MESSAGES + b"]}]",
         b'{"messages":[' + _MESSAGES + b"," + _MORE + b'],"thread":{"previous_message_id":"m"}}',
         b'{"messages":[' + _MESSAGES + b',{"role":"user","content":"\\ud800"}]}',
+        b'{"messages":[' + _MESSAGES + b".5," + _MORE + b"]}",
+        b'{"messages":[' + _MESSAGES + b"e5]}",
     ],
-    ids=range(18),
+    ids=range(20),
 )
 def test_what_stands_behind_known_messages_is_read(body: bytes) -> None:
     """Other JSON than before, none at all, and a second list, which wins."""
