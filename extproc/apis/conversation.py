@@ -663,7 +663,8 @@ class _KnownShape:
             end, count = piece[0], piece[2]
         view = memoryview(data)
         try:
-            body = self._decode(b"".join([view[:key], self._name, b"{}" if count else b"", view[end:]]))  # {} for all cached ones
+            # An empty object stands for all cached messages.
+            body = self._decode(b"".join([view[:key], self._name, b"{}" if count else b"", view[end:]]))
             raws: list[Raw] = (body.new or [])[min(count, 1) :]
             new = [shape.decode(raw) for raw in raws]
         except (NotCounted, ValueError, RecursionError):
