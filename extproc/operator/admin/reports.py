@@ -73,10 +73,11 @@ def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
 def select(rows: Iterable[dict[str, Any]], selection: Selection, sorts: Sorts) -> list[dict[str, Any]]:
     """The selected rows, in order and without a limit."""
     sort = selection.sort or next(iter(sorts))
-    return sorted((row for row in rows if _matches(row, selection)), key=sorts[sort], reverse=sort != OLDEST_FIRST)
+    return sorted((row for row in rows if matches(row, selection)), key=sorts[sort], reverse=sort != OLDEST_FIRST)
 
 
-def _matches(row: Mapping[str, Any], selection: Selection) -> bool:
+def matches(row: Mapping[str, Any], selection: Selection) -> bool:
+    """Whether a row is selected."""
     if selection.policy not in ("", row["policy"]):
         return False
     if selection.tool and selection.tool not in row.get("tools", [selection.tool]):  # sessions are not separated by tool
