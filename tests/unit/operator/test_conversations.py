@@ -48,10 +48,11 @@ def write_agent(times: int, task: str = "a", *, error: str = "") -> bytes:
     return json.dumps(as_chat(turns)).encode()
 
 
-def send(service: Service, content: bytes, user: str = "ann", **named: str) -> bool:
+def send(service: Service, content: bytes, user: str = "ann", session: str = "") -> bool:
     """Whether a request of an agent is forwarded."""
-    answers = exchange(service, headers(CHAT, x_user_id=user, **named), body(content))
-    return decoded(answers[-1]).WhichOneof("response") != "immediate_response"
+    head = headers(CHAT, x_user_id=user, x_session_id=session) if session else headers(CHAT, x_user_id=user)
+    answers = exchange(service, head, body(content))
+    return bool(decoded(answers[-1]).WhichOneof("response") != "immediate_response")
 
 
 class Replicas:
@@ -120,7 +121,7 @@ def test_conversations_of_a_caller_are_told_apart_without_a_name() -> None:
     for user, task in (("ann", "a"), ("ann", "b"), ("bob", "a")):
         for times in (3, 4):
             send(service, write_agent(times, task), user)
-    send(service, write_agent(3, "c"), x_session_id="one")
+    send(service, write_agent(3, "c"), session="one")
 
     rows = Replicas(service).ask()["conversations"]
 
@@ -166,7 +167,7 @@ def test_sums_are_those_of_distinct_requests(acts: list[tuple[str, int, str, int
     for user, times, task, place, named in acts:
         service, content = services[place], write_agent(times, task)
         before = sum(loop.total for loop in service.reporter.loops.copy())
-        passes = send(service, content, user, **({"x_session_id": task} if named else {}))
+        passes = send(service, content, user, task if named else "")
         if sum(loop.total for loop in service.reporter.loops.copy()) > before:
             acted, forwarded, size = acted + 1, forwarded + passes, size + passes * len(content)
 
@@ -321,7 +322,7 @@ def test_an_allowed_conversation_that_never_looped_is_no_row() -> None:
 def test_the_commands_are_ones_that_the_command_line_takes() -> None:
     """They name the conversation as narrowly as every policy that acts on it knows it."""
     service = make_service(policy("agents", ANY, **TURNS), policy("p", ANY, **USER))
-    send(service, write_agent(3), x_session_id="s")
+    send(service, write_agent(3), session="s")
     for _ in range(3):
         exchange(service, headers("/poll", x_user_id="bob", end=True))
     send(service, write_agent(3, "b"), "cid")
