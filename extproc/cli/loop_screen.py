@@ -132,7 +132,7 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
     forwarded, refused = total["requests_sent_on"], total["requests_not_sent_on"]
     return [
         f"{total['looping']} of {loops} active, {callers}; {replicas}",
-        f"now {now} a minute; spent {spent} on {count(forwarded, 'request')}; spared {spared} by not forwarding {refused}",
+        f"now {now}/min; spent {spent} on {count(forwarded, 'request')}; spared {spared}, {refused} not forwarded",
     ]
 
 

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     report = _ask(clients, options)
     if options.once or not sys.stdout.isatty():
-        console.print(_show(report, options), end="")
+        console.print(_show(report, options), end="", crop=False)  # a command is copied whole
         return 0
     with Live(_show(report, options), console=console, auto_refresh=False, screen=True) as live:
         while True:
