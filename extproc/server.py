@@ -131,8 +131,8 @@ class Server:
         self._boards: list[Board[Any]] = [loops, conversations, sessions, incidents, coverage]
         self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view())
         loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions, conversations)
-        loop_pages.list_orders = self._overrides.list_standing
         session_pages = SessionPages(sessions, self._shows_callers)
+        loop_pages.list_orders = session_pages.list_orders = self._overrides.list_standing
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
         routes = [

@@ -52,6 +52,9 @@ class OrderIndex:
         return sorted(found, key=lambda order: -order.since)
 
 
+NO_ORDERS = OrderIndex(())
+
+
 def concerns(order: ActiveOverride, about: About) -> bool:
     """Whether an order may apply to requests of a row."""
     target = order.target

@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route
 
-from extproc.engine.orders import ActiveOverride
 from extproc.operator.admin.conversation_report import GROUP_SORTS, LOOPING_SECONDS, Known, group_loops, sum_known
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
@@ -62,11 +61,7 @@ CONVERSATION = "conversation"
 
 
 class LoopPages(TablePages[LoopDocument]):
-    """The pages about loops.
-
-    Attributes:
-        list_orders: returns the operators' orders in force.
-    """
+    """The pages about loops."""
 
     def __init__(  # noqa: PLR0913  # what they are about
         self,
@@ -78,7 +73,6 @@ class LoopPages(TablePages[LoopDocument]):
         conversations: Board[ConversationDocument] | None = None,
     ) -> None:
         super().__init__(board, shows_callers)
-        self.list_orders: Callable[[], Sequence[ActiveOverride]] = list
         self._conversations = conversations
         self._sessions = sessions
         self._prices = prices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any, Generic, NamedTuple, TypeAlias
@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from extproc.engine.orders import ActiveOverride
 from extproc.operator.admin.pages import is_near
 from extproc.operator.board import AnyDocument, Board, View
 from extproc.operator.loop_rows import Loop
@@ -47,6 +48,7 @@ class TablePages(Generic[AnyDocument]):
 
     Attributes:
         may_see_callers: returns whether a client may see callers' values, if these are shown at all.
+        list_orders: returns the operators' orders in force.
         summarize: returns the share of guarded traffic, for the top of the report; see `CoveragePages`.
     """
 
@@ -54,6 +56,7 @@ class TablePages(Generic[AnyDocument]):
         self._board = board
         self._shows_callers = shows_callers
         self.may_see_callers: Callable[[Request], bool] = is_near
+        self.list_orders: Callable[[], Sequence[ActiveOverride]] = list
         self.summarize: Callable[[], list[dict[str, Any]]] = list
 
     def _sees_callers(self, request: Request) -> bool:
