@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 from starlette.testclient import TestClient
 
-from extproc.cli.main import _make_parser
+from extproc.cli.main import make_parser
 from extproc.engine.orders import ALLOW, BLOCK, ActiveOverride, Target, hash_descriptor
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
@@ -341,7 +341,7 @@ def _shape(command: str) -> str:
     """The words of a command that are the same for each caller; fails if the command line does not take it."""
     program, *arguments = shlex.split(command)
     assert program == "loopguard"
-    _make_parser(arguments).parse_args(arguments)
+    make_parser(arguments).parse_args(arguments)
     return " ".join(word for place, word in enumerate(arguments) if not place or word.startswith("--"))
 
 
