@@ -69,3 +69,27 @@ def test_bash_completes_commands_flags_choices_and_files(capsys: pytest.CaptureF
         assert complete(script, tmp_path, command, "--") == list_flags(command), command
     assert complete(script, tmp_path, "top", "--sort", "s") == {"spared"}
     assert complete(script, tmp_path, "serve", "--policy", "pol") == {"policies.json"}
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed: what it completes is NOT tested")
+def test_fish_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With what each is for."""
+    script = make_script("fish", capsys, tmp_path)
+    lines = "; ".join(f"complete -C '{line}'" for line in ("loopguard to", "loopguard top --on", "loopguard top --sort s"))
+
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", f"source {script}; {lines}"], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["top", "--once", "spared"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed: whether it completes is NOT tested")
+def test_zsh_finds_the_script_in_its_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Under the name that the examples give it."""
+    make_script("zsh", capsys, tmp_path).rename(tmp_path / "_loopguard")
+    program = f"fpath=({tmp_path} $fpath); autoload -U compinit; compinit -u -d {tmp_path}/dump; print -r -- $_comps[loopguard]"
+
+    done = subprocess.run(["zsh", "-fc", program], capture_output=True, text=True, check=True, timeout=60)
+
+    assert "_loopguard" in done.stdout
