@@ -22,7 +22,7 @@ LoopName = tuple[str, str, str, str, str]
 MAX_LOOPS = 8
 
 
-class Conversation(msgspec.Struct, array_like=True):
+class ConversationRow(msgspec.Struct, array_like=True):
     """One caller's conversation that loops, whichever policies and detectors see it. Each request is counted once.
 
     Attributes:
@@ -82,7 +82,7 @@ class Conversation(msgspec.Struct, array_like=True):
         """Bytes a minute that reach the model; `now` in seconds since 1970."""
         return self.pace * exp(min(0.0, self.paced - now) / PACE_SECONDS)
 
-    def absorb(self, other: Conversation) -> None:
+    def absorb(self, other: ConversationRow) -> None:
         """Add what another replica knows of the same conversation."""
         paced = max(self.paced, other.paced)
         self.pace, self.paced = self.find_pace(paced) + other.find_pace(paced), paced
@@ -104,7 +104,7 @@ class Conversation(msgspec.Struct, array_like=True):
 class ConversationDocument(msgspec.Struct, array_like=True):
     """What one replica publishes, or what all of them know; `left_out` did not fit on the board."""
 
-    rows: list[Conversation]
+    rows: list[ConversationRow]
     left_out: int = 0
 
     def pack(self) -> bytes:
@@ -115,7 +115,7 @@ class ConversationDocument(msgspec.Struct, array_like=True):
     @classmethod
     def merge(cls, documents: Iterable[ConversationDocument], now: float) -> ConversationDocument:
         """Merge documents, without rows that are too old; `now` in seconds since 1970."""
-        merged: dict[tuple[str, str], Conversation] = {}
+        merged: dict[tuple[str, str], ConversationRow] = {}
         left_out = 0
         for document in documents:
             left_out += document.left_out

@@ -17,7 +17,7 @@ from extproc.detectors.turn import digest
 from extproc.engine.candidates import Candidate, SessionCandidate
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.orders import hash_descriptor
-from extproc.operator.conversation_rows import MAX_LOOPS, PACE_SECONDS, Conversation, ConversationDocument
+from extproc.operator.conversation_rows import MAX_LOOPS, PACE_SECONDS, ConversationDocument, ConversationRow
 from extproc.operator.loop_table import PATH_SHOWN, find_agent, find_candidate, name_repeated
 from extproc.operator.openings import read_opening
 from extproc.operator.table import NAME_SHOWN, NAMES_SHOWN, Table
@@ -30,7 +30,7 @@ _OPENING: Final = 8
 """Bytes of the digest of how a conversation opens."""
 
 
-class ConversationTable(Table[Conversation, ConversationDocument]):
+class ConversationTable(Table[ConversationRow, ConversationDocument]):
     """The looping conversations of one process, by caller and conversation."""
 
     def note(self, evaluation: Evaluation, decision: Decision, acted: Sequence[Outcome]) -> None:
@@ -72,7 +72,7 @@ class ConversationTable(Table[Conversation, ConversationDocument]):
         return ConversationDocument(sorted(self.copy(), key=lambda row: -(row.size + row.refused_size)))
 
 
-def _count(row: Conversation, size: int, now: float, *, refused: bool) -> None:
+def _count(row: ConversationRow, size: int, now: float, *, refused: bool) -> None:
     row.requests += 1
     if refused:
         row.refused += 1
@@ -83,11 +83,11 @@ def _count(row: Conversation, size: int, now: float, *, refused: bool) -> None:
     row.paced = now
 
 
-def _begin(evaluation: Evaluation, key: tuple[str, ...], outcome: Outcome, now: float) -> Conversation:
+def _begin(evaluation: Evaluation, key: tuple[str, ...], outcome: Outcome, now: float) -> ConversationRow:
     """A row without any counted request."""
     request, candidate = evaluation.request, find_candidate(evaluation, outcome)
     values = candidate.values if candidate is not None and key[0] else []
-    return Conversation(
+    return ConversationRow(
         tenant=key[0],
         conversation=key[1],
         session=_find_session(evaluation) if key[0] else "",
@@ -103,7 +103,7 @@ def _begin(evaluation: Evaluation, key: tuple[str, ...], outcome: Outcome, now: 
     )
 
 
-def _describe(row: Conversation, evaluation: Evaluation, acted: Sequence[Outcome], now: float) -> None:
+def _describe(row: ConversationRow, evaluation: Evaluation, acted: Sequence[Outcome], now: float) -> None:
     """Note which loops the request is part of, and whether their tool fails for many."""
     for outcome in acted:
         repeats = name_repeated(outcome.repeat, outcome.fingerprint)

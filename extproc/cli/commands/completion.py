@@ -6,9 +6,9 @@ import argparse
 
 HELP = "print a script that completes commands and flags in a shell"
 EXAMPLES = """examples:
-  loopguard completion bash > ~/.local/share/bash-completion/completions/loopguard
-  loopguard completion zsh > "${fpath[1]}/_loopguard"
-  loopguard completion fish > ~/.config/fish/completions/loopguard.fish"""
+  eval "$(loopguard completion bash)"                       # in ~/.bashrc
+  loopguard completion zsh > "${fpath[1]}/_loopguard"       # once
+  loopguard completion fish | source                        # in config.fish"""
 
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = {"PATH": "FILE", "FILE": "FILE", "DIR": "DIRECTORY"}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from extproc.decision import SEVERITY, Action
 from extproc.operator.admin.reports import OLDEST_FIRST, Selection, Sorts, matches, write_time
 from extproc.operator.admin.row_commands import suggest_for_loop
-from extproc.operator.conversation_rows import Conversation
+from extproc.operator.conversation_rows import ConversationRow
 from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentRow
 from extproc.operator.overrides import describe_override
 from extproc.operator.sketch import Sketch
@@ -59,7 +59,7 @@ class Known(NamedTuple):
     now: float
 
 
-def group_loops(rows: Iterable[Conversation], selection: Selection, known: Known) -> dict[str, Any]:
+def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Known) -> dict[str, Any]:
     """The fields of the report that depend on the grouping."""
     failures: dict[tuple[str, str], list[IncidentRow]] = {}
     for incident in known.incidents:
@@ -86,7 +86,7 @@ def group_loops(rows: Iterable[Conversation], selection: Selection, known: Known
     }
 
 
-def is_folded(row: Conversation, incidents: Sequence[IncidentRow]) -> bool:
+def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
     """Whether a conversation is part of the incident of a tool, of which several policies may have a row.
 
     Conversations that the tool had stuck before are part of it. One that goes on when it is over is not.
@@ -107,7 +107,7 @@ def _is_selected_incident(incident: Mapping[str, Any], selection: Selection) -> 
     return selection.policy in ("", *incident["policies"]) and selection.tool in ("", incident["tool"])
 
 
-def _describe(row: Conversation, known: Known) -> dict[str, Any]:
+def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
     """One conversation; what only its loops know is empty if their rows have been dropped."""
     loops = [known.loops[name] for name in reversed(row.loops) if name in known.loops]
     newest: Mapping[str, Any] = loops[0] if loops else {}
@@ -142,7 +142,7 @@ def _describe(row: Conversation, known: Known) -> dict[str, Any]:
     return {**group, "commands": suggest_for_loop(group, limited=limited) if row.tenant else {}}
 
 
-def _describe_costs(row: Conversation, known: Known) -> dict[str, Any]:
+def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:
     """What reached the model, and what did not: as if those requests had been as long as the others."""
     sent = estimate_tokens(row.size)
     spared = estimate_tokens(row.refused_size if not row.forwarded else row.size * row.refused // row.forwarded)
@@ -169,7 +169,7 @@ def _find(loops: Sequence[Mapping[str, Any]], name: str) -> Any:  # noqa: ANN401
     return next((loop[name] for loop in loops if loop[name]), None)
 
 
-def _make_about(row: Conversation, loops: Sequence[Mapping[str, Any]]) -> About:
+def _make_about(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) -> About:
     """What orders may name of a conversation."""
     aliases = [loop["alias"] for loop in loops if loop["alias"]]
     secrets = [secret for loop in loops for secret in loop["credentials"]]

@@ -22,7 +22,7 @@ from extproc.metrics import Metrics
 from extproc.operator.admin.loop_report import LoopPages
 from extproc.operator.admin.pages import make_app
 from extproc.operator.board import Board, unpack_all
-from extproc.operator.conversation_rows import MAX_LOOPS, Conversation, ConversationDocument
+from extproc.operator.conversation_rows import MAX_LOOPS, ConversationDocument, ConversationRow
 from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument
 from extproc.operator.loop_rows import LoopDocument
 from extproc.operator.session_rows import SessionDocument
@@ -184,7 +184,7 @@ def test_sums_are_those_of_distinct_requests(acts: list[tuple[str, int, str, int
 
 NOW = 1_000_000.0
 ROWS = st.builds(
-    lambda who, first, lasts, sent, refused, pace, loops: Conversation(
+    lambda who, first, lasts, sent, refused, pace, loops: ConversationRow(
         "a" * 16, who, "", "", "/", "", [], [], [("p", "d", "enforce", "a" * 16, loop) for loop in dict.fromkeys(loops)],
         NOW + first, NOW + first + lasts, sent + refused, 100 * sent, refused, 50 * refused, float(pace), NOW + first + lasts,
     ),
@@ -194,7 +194,7 @@ ROWS = st.builds(
 
 
 @given(st.lists(st.lists(ROWS, max_size=4), max_size=4), st.randoms())
-def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[Conversation]], chance: random.Random) -> None:
+def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[ConversationRow]], chance: random.Random) -> None:
     """Nothing is lost or counted twice, and each conversation has one row, whose pace is that of all replicas together."""
     later = NOW + 1_300
     documents = [ConversationDocument(rows) for rows in replicas]
@@ -217,7 +217,7 @@ def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[Conversatio
 
 def test_what_was_long_ago_is_left_out_and_rows_are_not_changed() -> None:
     """Merging makes rows of its own."""
-    row = Conversation("a" * 16, "x", "", "", "/", "", [], [], [], NOW, NOW, 1, 100)
+    row = ConversationRow("a" * 16, "x", "", "", "/", "", [], [], [], NOW, NOW, 1, 100)
     before = asdict(row)
 
     merged = ConversationDocument.merge([ConversationDocument([row]), ConversationDocument([row], 2)], NOW)
@@ -230,7 +230,7 @@ def test_what_was_long_ago_is_left_out_and_rows_are_not_changed() -> None:
 def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
     """The rest stays behind, and that is said."""
     noise = random.Random(0)
-    row = Conversation("a" * 16, "x", "", "", "/", "", [], [], [], NOW, NOW, 1, 100)
+    row = ConversationRow("a" * 16, "x", "", "", "/", "", [], [], [], NOW, NOW, 1, 100)
     rows = [replace(row, conversation=noise.randbytes(90).hex()) for _ in range(1_000)]
 
     packed = ConversationDocument(rows).pack()
