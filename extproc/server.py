@@ -36,6 +36,7 @@ from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.canary.states import State
 from extproc.operator.canary.verdict import Rules
+from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.coverage_rows import CoverageDocument
 from extproc.operator.events import IncidentEvents, LoopEvents, SessionEvents, open_events
 from extproc.operator.incident_rows import IncidentDocument
@@ -123,11 +124,15 @@ class Server:
         loops = Board("loops", LoopDocument, reporter.loops, store, self._shows_callers, replica)
         sessions = Board("sessions", SessionDocument, reporter.sessions, store, self._shows_callers, replica)
         incidents = Board("incidents", IncidentDocument, reporter.incidents, store, self._shows_callers, replica)
+        conversations = Board(
+            "conversations", ConversationDocument, reporter.conversations, store, self._shows_callers, replica
+        )
         coverage = Board("coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica)
-        self._boards: list[Board[Any]] = [loops, sessions, incidents, coverage]
+        self._boards: list[Board[Any]] = [loops, conversations, sessions, incidents, coverage]
         self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view())
-        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions)
+        loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions, conversations)
         session_pages = SessionPages(sessions, self._shows_callers)
+        loop_pages.list_orders = session_pages.list_orders = self._overrides.list_standing
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
         routes = [

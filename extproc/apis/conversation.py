@@ -359,12 +359,13 @@ class Conversation:
         transcript: the result of `read_transcript`, or its exception.
     """
 
-    __slots__ = ("_body", "_data", "_messages", "before", "earlier", "known", "model", "shape", "transcript")
+    __slots__ = ("_body", "_data", "_first_words", "_messages", "before", "earlier", "known", "model", "shape", "transcript")
 
     def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
         """Store messages as structs of the shape, as values if the whole body was decoded, or as None if they are cached."""
         self._body = body
         self._data = data
+        self._first_words: str | None = None
         self.known: KnownMessages | None = None
         self.earlier: KnownMessages | None = None
         self.transcript: Any = None
@@ -416,6 +417,11 @@ class Conversation:
         Raises:
             NotCounted: one of them cannot be read.
         """
+        if self._first_words is None:
+            self._first_words = self._find_first_words()
+        return self._first_words
+
+    def _find_first_words(self) -> str:
         for place in range(min(len(self._messages), _MAX_OLDEST)):
             if self.name_speaker(place) == USER:
                 read = self.shape.read(self.open_message(place))

@@ -57,13 +57,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
-    options, rest = _make_parser(arguments).parse_known_args(arguments)
+    options, rest = make_parser(arguments).parse_known_args(arguments)
     if rest:  # the parser itself would point to the help of all commands
         raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see 'loopguard {options.command} --help'")
     return options
 
 
-def _make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Make a parser for the requested command, or for all of them: some take long to import."""
     parser = _Parser(prog="loopguard", description="Stops runaway agents at the gateway: an Envoy external processor.")
     parser.add_argument("--version", action="version", version=describe_version())

@@ -17,7 +17,7 @@ from msgspec import json
 
 from extproc.apis import LIST_PATHS, asks_model, find_usage_request, open_conversation
 from extproc.apis.excerpt import Excerpt
-from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, decide
+from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, ToolFailure, decide
 from extproc.detectors.causes import Cause, find_cause
 from extproc.detectors.own_answers import leave_out_answers
 from extproc.engine.candidates import (
@@ -333,6 +333,9 @@ class Evaluation:
         after_notes: what it shows to have come after notes, once it has been reported.
         is_overridden: there may be operators' orders about it.
         counts_failed: it stays counted if its upstream fails.
+        failure: how its conversation's tool fails, once that has been looked for; None if it does not.
+        fails_for_many: that tool fails in this way for many sessions.
+        conversation_key: where it has been reported as part of a looping conversation; empty if it has not.
     """
 
     __slots__ = (
@@ -344,9 +347,12 @@ class Evaluation:
         "_scope",
         "after_notes",
         "content",
+        "conversation_key",
         "counts_failed",
         "document",
         "enforcing",
+        "fails_for_many",
+        "failure",
         "groups",
         "inspects",
         "is_overridden",
@@ -381,6 +387,9 @@ class Evaluation:
         self.counts_failed = True
         self.trace: list[Outcome] = []
         self.after_notes: list[Any] = []
+        self.failure: ToolFailure | None = None
+        self.fails_for_many = False
+        self.conversation_key: tuple[str, ...] = ()
         self.plans: Sequence[Plan] = ()
         self._key = key
         self._earlier: Evaluation | None = None
@@ -399,6 +408,12 @@ class Evaluation:
     def earlier(self) -> list[Outcome]:
         """The trace of the part that was decided without the body."""
         return self._earlier.trace if self._earlier is not None else []
+
+    def find_conversation_key(self) -> tuple[str, ...]:
+        """Its `conversation_key`, or that of the part that was decided without the body."""
+        if self.conversation_key or self._earlier is None:
+            return self.conversation_key
+        return self._earlier.conversation_key
 
     @property
     def is_narrowed(self) -> bool:

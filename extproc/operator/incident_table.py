@@ -21,6 +21,7 @@ from extproc.engine.candidates import LoopCandidate
 from extproc.engine.evaluation import Evaluation
 from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentDocument, IncidentRow
 from extproc.operator.loop_table import find_candidate
+from extproc.operator.openings import read_opening
 from extproc.operator.sketch import Sketch
 from extproc.operator.table import NAME_SHOWN, Table
 from extproc.request.document import Document, NotCounted
@@ -124,7 +125,9 @@ class IncidentTable(Table[FailingTool, IncidentDocument]):
         if failure is None:
             return outcome
         failing, refused = self.find(outcome.policy, failure, outcome.tenant), outcome.action is Action.REJECT
-        if not failing.note(outcome.tenant, session, now, refused=refused):
+        spares = failing.note(outcome.tenant, session, now, refused=refused)
+        evaluation.failure, evaluation.fails_for_many = failure, evaluation.fails_for_many or failing.standing
+        if not spares:
             return outcome
         return candidate.detector.be_patient(outcome, repeat)
 
@@ -165,6 +168,6 @@ def _name_session(document: Document, candidate: LoopCandidate) -> str:
     named = candidate.session.encode()
     if not named:
         conversation = open_conversation(document)
-        turns = read_transcript(conversation).turns
-        named = b"%b %b" % (conversation.read_first_words().encode(), turns[0].hash if turns else b"")
+        read_transcript(conversation)
+        named = read_opening(conversation)
     return digest(b"%b %b" % (candidate.tenant.encode(), named)).hex()

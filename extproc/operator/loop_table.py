@@ -20,7 +20,7 @@ from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.prices import read_model
 
 _MAX_CURVES: Final = 1_000
-_PATH_SHOWN: Final = 256
+PATH_SHOWN: Final = 256
 
 
 class LoopTable(Table[Loop, LoopDocument]):
@@ -96,7 +96,7 @@ def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: flo
         session=candidate.session if candidate is not None else "",
         fingerprint=outcome.fingerprint,
         method=cut_text(request.method, NAME_SHOWN),
-        path=cut_text(request.path, _PATH_SHOWN),
+        path=cut_text(request.path, PATH_SHOWN),
         route=cut_text(request.facts.route(), NAME_SHOWN),
         model=cut_text(read_model(request.path, evaluation.content), NAME_SHOWN),
         tools=[cut_text(tool, NAME_SHOWN) for tool in outcome.list_tools()[:NAMES_SHOWN]],
@@ -109,11 +109,11 @@ def _begin_loop(evaluation: Evaluation, outcome: Outcome, repeats: str, now: flo
         stopped=0,
         stopped_size=0,
         **known._asdict(),
-        agent=_find_agent(request, candidate),
+        agent=find_agent(request, candidate),
     )
 
 
-def _find_agent(request: HttpRequest, candidate: Candidate | None) -> str:
+def find_agent(request: HttpRequest, candidate: Candidate | None) -> str:
     """The id that the agent has given itself, unless it identifies the caller, which not everyone may see."""
     agent = next((value for name in AGENT_HEADERS if (value := request.read_header(name))), "")
     hidden = [] if candidate is None else [value for _, value in candidate.values]
@@ -132,5 +132,5 @@ def find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None
 def name_repeated(repeat: Repeat | None, fingerprint: str) -> str:
     """What requests of one loop share: the fingerprint or, because that changes in a cycle, the cycle's tools."""
     if repeat is not None and len(repeat.tools) > 1:
-        return "\n".join(sorted(repeat.tools))[:_PATH_SHOWN]
+        return "\n".join(sorted(repeat.tools))[:PATH_SHOWN]
     return fingerprint

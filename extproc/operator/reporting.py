@@ -17,6 +17,7 @@ from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.after_notes import NoteFollower
+from extproc.operator.conversation_table import ConversationTable, is_widespread
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
@@ -57,6 +58,7 @@ class Reporter:
 
     def __init__(self, metrics: Metrics, *, show_callers: bool) -> None:
         self.loops = LoopTable()
+        self.conversations = ConversationTable()
         self.sessions = SessionTable()
         self.incidents = IncidentTable()
         self._spawns = SpawnLinks()
@@ -81,6 +83,8 @@ class Reporter:
         metrics = self._metrics
         if decision.lead is not None or decision.shadow is not None:
             self._report_acts(evaluation, decision)
+        if evaluation.enforcing.spared or evaluation.shadow.spared:
+            self._report_conversation(evaluation, decision, ())
         for outcome in decision.trace:
             if outcome.repeat is not None or outcome.action is not Action.ALLOW:
                 self._report_after_notes(evaluation, decision)
@@ -147,6 +151,7 @@ class Reporter:
     def _report_acts(self, evaluation: Evaluation, decision: Decision) -> None:
         """Report actions against loops, and at limits of sessions."""
         metrics = self._metrics
+        acted: list[Outcome] = []
         for outcome in decision.trace:
             if outcome.action is Action.ALLOW:
                 continue
@@ -158,6 +163,19 @@ class Reporter:
                 labels = outcome.policy, outcome.detector, outcome.mode, outcome.action.value
                 metrics.detections.labels(*labels, outcome.strength).inc()
                 self._report_detection(evaluation, decision, outcome)
+                acted.append(outcome)
+        if acted:
+            self._report_conversation(evaluation, decision, acted)
+
+    def _report_conversation(self, evaluation: Evaluation, decision: Decision, acted: Sequence[Outcome]) -> None:
+        """Report a request of a looping conversation once; if no policy has acted on it, an order lets it through."""
+        try:
+            if acted:
+                self.conversations.note(evaluation, decision, acted)
+            else:
+                self.conversations.note_allowed(evaluation, decision)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
+            self.report_failure("a looping conversation could not be reported", error)
 
     def _report_after_notes(self, evaluation: Evaluation, decision: Decision) -> None:
         """Report what came after notes, as the request shows it."""
@@ -324,7 +342,7 @@ class Reporter:
 
     def _report_detection(self, evaluation: Evaluation, decision: Decision, outcome: Outcome) -> None:
         try:
-            if outcome.repeat is not None and outcome.repeat.widespread:
+            if is_widespread(outcome):
                 self.loops.draw(outcome)  # its row is the incident's
                 return
             loop = self.loops.note(evaluation, decision, outcome)

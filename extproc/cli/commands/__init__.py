@@ -41,6 +41,7 @@ COMMANDS = (
     "grant",
     "overrides",
     "healthcheck",
+    "completion",
 )
 """In the order of `loopguard --help`. Dashes are underscores in file names, as in `envoy_config.py`."""
 

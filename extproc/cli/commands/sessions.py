@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
 from extproc.cli.commands import count, write_caller, write_coverage
+from extproc.cli.commands.overrides import GRANTED
+from extproc.engine.orders import GRANT
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
 
@@ -89,10 +92,28 @@ def _write_session(session: Mapping[str, Any]) -> str:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
-        said.append(f"refused: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
+        when = "refused before the grant" if _is_granted_since(session) else "refused"
+        said.append(f"{when}: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
     if session.get("granted"):
         said.append(f"granted: {_write_amounts(session['granted'])}")
+    said += [write_order(order) for order in session.get("orders", ())]
     return "  ".join(said)
+
+
+def write_order(order: Mapping[str, Any]) -> str:
+    """An order that stands, in a few words."""
+    amounts = [f"+{order[name]:.10g} {words}" for name, words in GRANTED.items() if order.get(name)]
+    amounts += [f"+{calls} of {tool}" for tool, calls in order.get("tools", {}).items()]
+    given = f" {', '.join(amounts)}" if amounts else ""
+    who = f" by {order['who']}" if order.get("who") else ""
+    return f"order: {order['kind']}{given}{who} until {order['ends']}"
+
+
+def _is_granted_since(session: Mapping[str, Any]) -> bool:
+    """Whether a grant stands that was given after the last refusal."""
+    refused = datetime.fromisoformat(session["refused"]["at"])
+    grants = [order for order in session.get("orders", ()) if order["kind"] == GRANT]
+    return any(datetime.fromisoformat(order["since"]) >= refused for order in grants)
 
 
 def write_tree(session: Mapping[str, Any]) -> list[str]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from extproc.cli.commands import count, write_caller, write_coverage
 from extproc.cli.commands.sessions import write_report
+from extproc.cli.loop_screen import LoopScreen, list_commands
 from extproc.errors import UsageError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
 HELP = "show active loops, how long they have run, and what they cost"
@@ -25,23 +24,33 @@ EXAMPLES = """examples:
   loopguard top
   loopguard top --admin http://10.0.0.7:9900 --policy chat --sort requests
   loopguard top --once --json | jq '.loops[0]'
+  loopguard top --commands --once
   loopguard top --price 2.50
   loopguard top --tree
 
 Replicas that share a store know all loops: ask any of them. For replicas with separate stores, repeat --admin for each. If the
 output is not a terminal, it is printed once."""
 
-_SORTS = ("cost", "requests", "count", "last", "first")
-_RIGHT = ("count", "requests", "not forwarded", "tokens", "cost")
-_MINUTE, _HOUR = 60, 3_600
+_SORTS = ("now", "cost", "spared", "requests", "count", "last", "first")
+_CONVERSATION, _NONE = "conversation", "none"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_admin_flag(parser)
     parser.add_argument("--tree", action="store_true", help="show sessions and their agents instead of loops")
+    parser.add_argument(
+        "--group",
+        choices=(_CONVERSATION, _NONE),
+        default="",
+        help="one row per caller and conversation, or with none per policy, detector, caller and fingerprint"
+        " (default conversation; none with --json)",
+    )
+    parser.add_argument("--commands", action="store_true", help="also print the commands that stop or free each conversation")
     parser.add_argument("--once", action="store_true", help="print once and exit")
     parser.add_argument("--json", action="store_true", help="print the JSON of /loops, or with --tree of /sessions, once")
-    parser.add_argument("--sort", choices=_SORTS, default="cost", help="sort by this (default cost)")
+    parser.add_argument(
+        "--sort", choices=_SORTS, default="", help="sort by this (default: now, money per minute; cost with --group none)"
+    )
     parser.add_argument("--policy", default="", metavar="ID", help="only loops under this policy")
     parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only loops of this caller")
     parser.add_argument("--tool", default="", metavar="NAME", help="only loops with this tool")
@@ -66,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     report = _ask(clients, options)
     if options.once or not sys.stdout.isatty():
-        console.print(_show(report, options), soft_wrap=False)
+        console.print(_show(report, options), end="", crop=False)  # a command is copied whole
         return 0
     with Live(_show(report, options), console=console, auto_refresh=False, screen=True) as live:
         while True:
@@ -77,16 +86,21 @@ def run(options: argparse.Namespace) -> int:
 def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
     names = ("policy", "caller", "limit") if options.tree else ("sort", "policy", "caller", "tool", "limit", "price")
     params = {name: value for name in names if (value := str(getattr(options, name)))}
+    if not options.tree and (options.group or (_NONE if options.json else _CONVERSATION)) == _CONVERSATION:
+        params["group"] = _CONVERSATION
     return ask_all(clients, "/sessions" if options.tree else "/loops", params)
 
 
-def _show(report: dict[str, Any], options: argparse.Namespace) -> Table | Text:
-    return make_forest(report) if options.tree else make_table(report)
+def _show(report: dict[str, Any], options: argparse.Namespace) -> LoopScreen | Text:
+    if options.tree:
+        return make_forest(report)
+    admin = "".join([f" --admin {shlex.quote(url)}" for url in options.admin or ()])
+    return LoopScreen(report, list_commands(report, admin) if options.commands else ())
 
 
 def make_forest(report: dict[str, Any]) -> Text:
     """The sessions with their agents for a terminal; those that seem to be agents stand below the ones that started them."""
-    from rich.text import Text  # noqa: PLC0415  # as above
+    from rich.text import Text  # noqa: PLC0415  # only this command needs it
 
     return Text("\n".join([escape_controls(line) for line in write_report({**report, "sessions": order_sessions(report)})]))
 
@@ -107,73 +121,3 @@ def order_sessions(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _name(session: dict[str, Any], name: str | None) -> tuple[str | None, ...]:
     return session["caller"], session["policy"], session["mode"], name
-
-
-def make_table(report: dict[str, Any]) -> Table:
-    """The loops as a table for a terminal."""
-    from rich.table import Table  # noqa: PLC0415  # as above
-    from rich.text import Text  # noqa: PLC0415  # as above
-
-    now = _read_time(report["at"])
-    incidents = [escape_controls(_write_incident(row, now)) for row in report.get("incidents", ()) if row["active"]]
-    title = Text("\n".join([*write_coverage(report), *incidents, _count_loops(report)]))
-    caption = Text("; ".join(filter(None, [report["problem"], report["estimate"]])))
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right" if name in _RIGHT else "left", overflow="fold")
-    for loop in report["loops"]:
-        style = "" if loop["looping"] else "dim"
-        # Text objects, because clients' values must not be interpreted as markup.
-        table.add_row(*(Text(escape_controls(cell), style) for cell in (write(loop, now) for write in _COLUMNS.values())))
-    return table
-
-
-def _count_loops(report: dict[str, Any]) -> str:
-    total, known = report["total"], report["known"]
-    if not known:
-        return f"no loop in the last hour; {count(len(report['replicas']), 'replica')}"
-    if known and not total["loops"]:
-        return f"none of {count(known, 'loop')} matches"
-    callers, requests = count(total["callers"], "caller"), count(total["requests"], "request")
-    told = f"{total['looping']} of {total['loops']} loops active, {callers}, {requests}"
-    return f"{told}, {total['requests_not_sent_on']} not forwarded; {count(len(report['replicas']), 'replica')}"
-
-
-def _write_incident(row: dict[str, Any], now: float) -> str:
-    """A tool that fails for many, in a line."""
-    whom = f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
-    return f"{row['tool']} fails for {whom} since {_write_age(now - _read_time(row['first_seen']))} ({row['policy']})"
-
-
-def _write_requests(loop: dict[str, Any]) -> str:
-    if loop["shadow"] is not None:
-        return " ".join(f"{number} would {action}" for action, number in loop["shadow"].items())
-    words = ("refused", "landed", "throttled", "steered", "warned")
-    return " ".join(f"{loop[word]} {word}" for word in words if loop[word])
-
-
-def _read_time(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
-
-
-def _write_age(seconds: float) -> str:
-    if seconds < _MINUTE:
-        return f"{max(0, seconds):.0f}s"
-    if seconds < _HOUR:
-        return f"{seconds // _MINUTE:.0f}m"
-    return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"
-
-
-_COLUMNS: dict[str, Callable[[dict[str, Any], float], str]] = {
-    "caller": lambda loop, _: write_caller(loop),
-    "session": lambda loop, _: loop["session"] or "",
-    "policy": lambda loop, _: loop["policy"] + ("" if loop["detector"] == "default" else f"/{loop['detector']}"),
-    "tool, path": lambda loop, _: " ".join([*loop["tools"], loop["path"]]),
-    "since": lambda loop, now: _write_age(now - _read_time(loop["first_seen"])),
-    "last": lambda loop, now: _write_age(now - _read_time(loop["last_seen"])),
-    "count": lambda loop, _: str(loop["count"]),
-    "requests": lambda loop, _: _write_requests(loop),
-    "not forwarded": lambda loop, _: str(loop["requests_not_sent_on"]),
-    "tokens": lambda loop, _: f"~{loop['input_tokens']}",
-    "cost": lambda loop, _: "" if loop["cost_usd"] is None else f"${loop['cost_usd']:.2f}",
-}

@@ -1,4 +1,4 @@
-"""The page at the admin port's `/`: all replicas' loops and sessions and a chart of the last hour, for browsers and phones.
+"""The page at the admin port's `/`: looping conversations, sessions and a chart of the last hour, for browsers and phones.
 
 A few lines of script refresh it.
 """
@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.operator.admin.conversation_report import GROUP_SORTS
 from extproc.operator.admin.html import send_html
-from extproc.operator.admin.loop_report import ACTIONS, SORTS, LoopPages
+from extproc.operator.admin.loop_report import ACTIONS, LoopPages
 from extproc.operator.admin.reports import Selection, read_selection
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.after_notes import AFTER
@@ -83,19 +84,19 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:
 
 
 def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Response:
-    report = pages.report(request)
-    selection = read_selection(request.query_params, SORTS)
+    report = pages.report_conversations(request)
+    selection = read_selection(request.query_params, GROUP_SORTS)
     runs = sessions.report(request, Selection(selection.policy, selection.caller))
     charts = draw_charts(report["curves"])
     return send_html(
         "loops.html",
         report["at"],
-        report={**report, "loops": report["loops"][:_MAX_ROWS]},
+        report={**report, "conversations": report["conversations"][:_MAX_ROWS]},
         charts=charts[:_MAX_CHARTS],
         more_charts=max(0, len(charts) - _MAX_CHARTS),
         runs={**runs, "sessions": runs["sessions"][:_MAX_RUNS]},
         selection=selection,
-        sorts=SORTS,
+        sorts=GROUP_SORTS,
         actions=dict(reversed(ACTIONS.items())),
         after=(*AFTER, "ended", "open"),
         refresh=REFRESH_SECONDS,

@@ -1,4 +1,4 @@
-"""`/loops`: the replicas' tables of loops, as JSON for people and programs."""
+"""`/loops`: the replicas' tables of loops, as JSON for people and programs, by row or by conversation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route
 
+from extproc.operator.admin.conversation_report import GROUP_SORTS, LOOPING_SECONDS, Known, group_loops, sum_known
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
     OLDEST_FIRST,
@@ -26,18 +27,18 @@ from extproc.operator.admin.reports import (
 )
 from extproc.operator.after_notes import ARMS, count_open, describe_after
 from extproc.operator.board import Board, View
+from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.incident_rows import WINDOW_SECONDS as INCIDENT_SECONDS
 from extproc.operator.incident_rows import IncidentDocument, IncidentRow
 from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.operator.session_rows import SessionDocument, SessionRow
+from extproc.operator.standing_orders import OrderIndex
+from extproc.sessions.limits import UNNAMED
 from extproc.sessions.prices import Prices
 from extproc.sessions.rates import BYTES_PER_TOKEN, estimate_tokens
 
 ENDED_SECONDS = 300
 """A conversation has ended if its loop was not acted on for this long."""
-
-LOOPING_SECONDS = 60
-"""A loop is active if it was acted on within this many seconds."""
 
 ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "land": "landed", "reject": "refused"}
 
@@ -50,21 +51,29 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 """Sort keys. The largest or latest comes first; with `first`, the oldest."""
 
+_ESTIMATE = f"input tokens are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body"
+
 _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+
+
+CONVERSATION = "conversation"
+"""The value of `group` for one row per conversation."""
 
 
 class LoopPages(TablePages[LoopDocument]):
     """The pages about loops."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # what they are about
         self,
         board: Board[LoopDocument],
         prices: Prices,
         shows_callers: Callable[[], bool],
         incidents: Board[IncidentDocument],
         sessions: Board[SessionDocument] | None = None,
+        conversations: Board[ConversationDocument] | None = None,
     ) -> None:
         super().__init__(board, shows_callers)
+        self._conversations = conversations
         self._sessions = sessions
         self._prices = prices
         self._incidents = incidents
@@ -76,11 +85,41 @@ class LoopPages(TablePages[LoopDocument]):
     def report(self, request: Request) -> dict[str, Any]:
         """The JSON of `/loops`; raises HTTPException (400), saying what would be right, if the query is invalid."""
         query = request.query_params
+        group = query.get("group", "")
+        if group:
+            if group != CONVERSATION:
+                raise HTTPException(HTTPStatus.BAD_REQUEST, f"group must be {CONVERSATION}")
+            return self.report_conversations(request)
         selection, prices = read_selection(query, SORTS), self._choose_prices(query)
         shown = self._sees_callers(request)
         runs = self._sessions.view().document.rows if self._sessions is not None else []
         report = make_report(self._board.view(), selection, prices, shows_callers=shown, now=time(), runs=runs)
         return {**report, "incidents": self._list_incidents(selection), "coverage": self.summarize()}
+
+    def report_conversations(self, request: Request) -> dict[str, Any]:
+        """The JSON of `/loops?group=conversation`; raises HTTPException as `report` does."""
+        query, now = request.query_params, time()
+        selection, prices = read_selection(query, GROUP_SORTS), self._choose_prices(query)
+        view, shown = self._board.view(), self._sees_callers(request)
+        runs = self._sessions.view().document.rows if self._sessions is not None else []
+        loops = _describe_all(view.document, prices, runs, shows_callers=shown, now=now)
+        known = Known(
+            {row.name: described for row, described in zip(view.document.rows, loops, strict=True)},
+            self._incidents.view().document.rows,
+            {(run.tenant, run.session) for run in runs if run.session != UNNAMED},
+            OrderIndex(self.list_orders()),
+            prices,
+            now,
+        )
+        found = self._conversations.view().document if self._conversations is not None else ConversationDocument([])
+        return {
+            **describe_view(view, now),
+            "left_out": found.left_out,
+            "estimate": _ESTIMATE,
+            **group_loops(found.rows, selection, known),
+            **_describe_history(view.document, selection, now),
+            "coverage": self.summarize(),
+        }
 
     def _list_incidents(self, selection: Selection) -> list[dict[str, Any]]:
         """Tools that fail for many, the newest incident first; they belong to no caller."""
@@ -107,26 +146,40 @@ def make_report(  # noqa: PLR0913  # what is known, and what is asked
     runs: Sequence[SessionRow] = (),
 ) -> dict[str, Any]:
     """The JSON of `/loops`."""
-    sessions = {(run.policy, run.mode, run.tenant, run.session): run for run in runs}
-    every = [
-        {
-            **_describe(loop, prices, shows_callers=shows_callers, now=now),
-            **_describe_after_notes(loop, sessions.get((loop.policy, loop.mode, loop.tenant, loop.session)), now),
-        }
-        for loop in view.document.rows
-    ]
+    every = _describe_all(view.document, prices, runs, shows_callers=shows_callers, now=now)
     # Among equals, the later one in the table comes first.
     found = select(every if selection.sort == OLDEST_FIRST else reversed(every), selection, SORTS)
     return {
         **describe_view(view, now),
-        "estimate": f"input tokens are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body",
+        "estimate": _ESTIMATE,
         "known": len(every),
         "total": _add_up(found),
         "loops": found[: selection.limit],
-        "after_notes": [each for each in _sum_after_notes(view.document, now) if selection.policy in ("", each["policy"])],
+        **_describe_history(view.document, selection, now),
+    }
+
+
+def _describe_all(
+    document: LoopDocument, prices: Prices, runs: Sequence[SessionRow], *, shows_callers: bool, now: float
+) -> list[dict[str, Any]]:
+    """All rows, in order."""
+    sessions = {(run.policy, run.mode, run.tenant, run.session): run for run in runs}
+    return [
+        {
+            **_describe(loop, prices, shows_callers=shows_callers, now=now),
+            **_describe_after_notes(loop, sessions.get((loop.policy, loop.mode, loop.tenant, loop.session)), now),
+        }
+        for loop in document.rows
+    ]
+
+
+def _describe_history(document: LoopDocument, selection: Selection, now: float) -> dict[str, Any]:
+    """What came after notes, and the last hour, by policy."""
+    return {
+        "after_notes": [each for each in _sum_after_notes(document, now) if selection.policy in ("", each["policy"])],
         "curves": [
             {"policy": line.policy, "mode": line.mode, "action": line.action, "minutes": line.counts}
-            for line in view.document.lines
+            for line in document.lines
             if selection.policy in ("", line.policy)
         ],
     }
@@ -234,13 +287,8 @@ def _add_up(loops: list[dict[str, Any]]) -> dict[str, Any]:
         "looping": sum(loop["looping"] for loop in loops),
         "callers": len({loop["caller"] for loop in loops}),
         **{name: sum(loop[name] for loop in loops) for name in counted},
-        **{name: _round(_sum_known(loop[name] for loop in loops)) for name in money},
+        **{name: sum_known(loop[name] for loop in loops) for name in money},
     }
-
-
-def _sum_known(costs: Iterable[float | None]) -> float | None:
-    known = [cost for cost in costs if cost is not None]
-    return sum(known) if known else None
 
 
 def _round(cost: float | None) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any, Generic, NamedTuple, TypeAlias
@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from extproc.engine.orders import ActiveOverride
 from extproc.operator.admin.pages import is_near
 from extproc.operator.board import AnyDocument, Board, View
 from extproc.operator.loop_rows import Loop
@@ -47,6 +48,7 @@ class TablePages(Generic[AnyDocument]):
 
     Attributes:
         may_see_callers: returns whether a client may see callers' values, if these are shown at all.
+        list_orders: returns the operators' orders in force.
         summarize: returns the share of guarded traffic, for the top of the report; see `CoveragePages`.
     """
 
@@ -54,6 +56,7 @@ class TablePages(Generic[AnyDocument]):
         self._board = board
         self._shows_callers = shows_callers
         self.may_see_callers: Callable[[Request], bool] = is_near
+        self.list_orders: Callable[[], Sequence[ActiveOverride]] = list
         self.summarize: Callable[[], list[dict[str, Any]]] = list
 
     def _sees_callers(self, request: Request) -> bool:
@@ -73,10 +76,11 @@ def read_selection(query: Mapping[str, str], sorts: Sorts) -> Selection:
 def select(rows: Iterable[dict[str, Any]], selection: Selection, sorts: Sorts) -> list[dict[str, Any]]:
     """The selected rows, in order and without a limit."""
     sort = selection.sort or next(iter(sorts))
-    return sorted((row for row in rows if _matches(row, selection)), key=sorts[sort], reverse=sort != OLDEST_FIRST)
+    return sorted((row for row in rows if matches(row, selection)), key=sorts[sort], reverse=sort != OLDEST_FIRST)
 
 
-def _matches(row: Mapping[str, Any], selection: Selection) -> bool:
+def matches(row: Mapping[str, Any], selection: Selection) -> bool:
+    """Whether a row is selected."""
     if selection.policy not in ("", row["policy"]):
         return False
     if selection.tool and selection.tool not in row.get("tools", [selection.tool]):  # sessions are not separated by tool

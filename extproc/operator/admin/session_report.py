@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.engine.orders import hash_descriptor
 from extproc.operator.admin.html import send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
@@ -26,11 +27,15 @@ from extproc.operator.admin.reports import (
     select,
     write_time,
 )
+from extproc.operator.admin.row_commands import suggest_for_session
 from extproc.operator.admin.run_report import describe_amounts, describe_steps, describe_usage, explain_end
 from extproc.operator.agents import ACTIVE_SECONDS, order_tree
 from extproc.operator.board import View
+from extproc.operator.overrides import describe_override
 from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
-from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
+from extproc.operator.session_table import OVERFLOW, convert_amount, convert_dollars, name_killer
+from extproc.operator.standing_orders import NO_ORDERS, About, OrderIndex
+from extproc.sessions.limits import UNNAMED
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "last": lambda session: session["last_seen"],
@@ -54,7 +59,8 @@ class SessionPages(TablePages[SessionDocument]):
 
     def report(self, request: Request, selection: Selection) -> dict[str, Any]:
         """The answer to a request."""
-        report = report_sessions(self._board.view(), selection, shows_callers=self._sees_callers(request), now=time())
+        orders, shown = OrderIndex(self.list_orders()), self._sees_callers(request)
+        report = report_sessions(self._board.view(), selection, shows_callers=shown, now=time(), orders=orders)
         return {**report, "coverage": self.summarize()}
 
     def _send_all(self, request: Request) -> Response:
@@ -67,24 +73,32 @@ class SessionPages(TablePages[SessionDocument]):
             known = "it may have been idle for an hour, or too old for every replica to know it"
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"no session {session} is known here; {known}"}))
         shown = self._sees_callers(request)
-        runs = [{**describe_session(row, shows_callers=shown), **describe_steps(row)} for row in rows]
+        orders = OrderIndex(self.list_orders())
+        runs = [{**describe_session(row, shows_callers=shown, orders=orders), **describe_steps(row)} for row in rows]
         report = {**describe_view(view, time()), "sessions": runs}
         if _HTML in request.headers.get("accept", ""):
             return send_html("run.html", report["at"], session=session, report=report)
         return send_page(Page(HTTPStatus.OK, report))
 
 
-def report_sessions(view: View[SessionDocument], selection: Selection, *, shows_callers: bool, now: float) -> dict[str, Any]:
+def report_sessions(
+    view: View[SessionDocument],
+    selection: Selection,
+    *,
+    shows_callers: bool,
+    now: float,
+    orders: OrderIndex = NO_ORDERS,
+) -> dict[str, Any]:
     """The JSON of `/sessions`."""
     rows = view.document.rows
-    found = select((describe_session(row, shows_callers=shows_callers) for row in rows), selection, SORTS)
+    found = select((describe_session(row, shows_callers=shows_callers, orders=orders) for row in rows), selection, SORTS)
     counts = {"known": len(rows), "total": _add_up(found)}
     return {**describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
-def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
-    """What a session has used."""
-    return {
+def describe_session(row: SessionRow, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS) -> dict[str, Any]:
+    """What a session has used, and the orders about it, also those that none of its requests has met yet."""
+    described = {
         "session": row.session,
         "caller": row.tenant,
         **describe_known(row),
@@ -111,7 +125,17 @@ def describe_session(row: SessionRow, *, shows_callers: bool) -> dict[str, Any]:
         "usage": describe_usage(row),
         "limits": describe_amounts(row.limits),
         "granted": describe_amounts(row.granted),
+        "orders": [describe_override(order) for order in orders.find(_make_about(row))],
     }
+    named = row.session not in {UNNAMED, OVERFLOW}
+    return {**described, "commands": suggest_for_session(described, named=named)}
+
+
+def _make_about(row: SessionRow) -> About:
+    """What orders may name of a session; callers' values only where they are known here."""
+    hashes = {name: hash_descriptor(name, value) for name, value in row.caller}
+    callers = {row.tenant, *row.credentials, *([row.alias] if row.alias else [])}
+    return About({row.policy}, callers, hashes, {row.session})
 
 
 def _describe_agents(row: SessionRow, now: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,12 @@ def test_agents_wait_while_their_tool_is_down(capsys: pytest.CaptureFixture[str]
             assert "crm.find" in shown
             assert "4711" not in shown
         assert main(["top", "--once", "--admin", f"http://127.0.0.1:{made.loopguard._admin}"]) == 0
-        assert "crm.find fails for 6 sessions of 3 callers" in capsys.readouterr().out
+        assert re.search("^crm.find fails .* wait +6 in 3 callers", capsys.readouterr().out, re.MULTILINE)
+        grouped = json.loads(made.loopguard.get("/loops?group=conversation")[1])
+        (incident,) = grouped["incidents"]
+        assert (incident["sessions"], incident["requests"], len(incident["conversations"])) == (6, 6, 3)
+        (left,) = grouped["conversations"]  # its tool has failed in two ways, the last time for it alone
+        assert (left["requests"], grouped["total"]["requests"]) == (2, 8)
 
         def list_events() -> list[dict[str, Any]]:
             events = [json.loads(line) for line in Path(name, "events").read_text().splitlines()]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from extproc.cli.main import main
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
 from tests.support.servers import Server, server
+from tests.support.turn_writers import Did, as_chat
 
 _USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 CALL = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "search", "arguments": '{"q": "a"}'}}]}
@@ -79,6 +84,56 @@ def test_every_replica_names_each_loop(night: Stack) -> None:
         assert agents["input_tokens_not_sent_on"] == len(STUCK) * 6 // 4
         assert agents["cost_usd"] == round(2.5 * agents["input_tokens"] / 1_000_000, 4)
         assert (canary["mode"], canary["shadow"], canary["refused"]) == ("shadow", {"throttle": 4}, 0)
+
+
+def test_a_looper_that_two_policies_see_is_one_row(night: Stack) -> None:
+    """On every replica, with the requests of both, each counted once; page and `top` have it, with the command to act."""
+
+    def probe(replica: Loopguard) -> dict[str, Any] | None:
+        report = read_loops(replica, "?group=conversation")
+        return report if report["total"]["requests"] == 38 + 6 else None
+
+    for replica in night.replicas:
+        report = eventually(partial(probe, replica), "44 requests by conversation")
+
+        storm, stuck = sorted(report["conversations"], key=lambda row: -row["requests"])
+        assert (storm["descriptors"], storm["requests"], storm["action"]) == ({"x-user-id": "storm"}, 38, "reject")
+        assert (stuck["descriptors"], stuck["tools"]) == ({"x-user-id": "stuck"}, ["search"])
+        assert (stuck["requests"], stuck["requests_sent_on"], stuck["requests_not_sent_on"]) == (6, 0, 6)
+        assert stuck["input_tokens_not_sent_on"] == len(STUCK) * 6 // 4
+        assert (stuck["action"], stuck["shadow"], stuck["policies"]) == ("reject", "throttle", ["agents", "canary"])
+        assert sum(loop["requests"] for loop in stuck["loops"]) == 6 + 4
+        command = f"loopguard allow --caller {stuck['caller']}"
+        assert command in replica.get("/")[1]
+        asked = ["top", "--once", "--commands", "--admin", f"http://127.0.0.1:{replica._admin}"]
+        with redirect_stdout(io.StringIO()) as printed:
+            assert main(asked) == 0
+        assert "2 of 2 loops active, 2 callers; 2 replicas" in printed.getvalue()
+        assert command in printed.getvalue()
+
+
+def test_what_reached_the_model_is_apart_from_what_did_not() -> None:
+    """An agent that was told, and then refused, and that a canary watches: each request once, on the replica that saw it."""
+    steer: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, **_USER}
+    path = "/v1/chat/completions"
+    watched = bundle(
+        policy("agents", {"pathExact": path}, **steer), policy("canary", {"pathExact": path}, mode="shadow", **steer)
+    )
+    bodies = [
+        json.dumps(
+            as_chat([Did((("search", {"q": "a"}),), ("nothing",), "", f"try {n}", n) for n in range(1, times + 1)])
+        ).encode()
+        for times in range(1, 8)
+    ]
+    with stack(watched, "--price", "2.5") as made:
+        statuses = [made.send(path, method="POST", body=body, headers={"x-user-id": "ann"}).status for body in bodies]
+        (row,) = read_loops(made.loopguard, "?group=conversation")["conversations"]
+
+    assert statuses == [200] * 4 + [429] * 3
+    size = sum(len(body) for body in bodies[2:4])
+    assert (row["requests"], row["requests_sent_on"], row["requests_not_sent_on"]) == (5, 2, 3)
+    assert (row["input_tokens_sent_on"], row["input_tokens_not_sent_on"]) == (size // 4, size * 3 // 2 // 4)
+    assert {loop["policy"]: loop["requests"] for loop in row["loops"]} == {"agents": 5, "canary": 5}
 
 
 def test_a_route_is_told_by_its_name(night: Stack) -> None:

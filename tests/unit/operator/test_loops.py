@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
@@ -346,7 +348,8 @@ def admin_of(service: Service, price: float | None = None) -> Iterator[AdminClie
     reporter, store = service.reporter, MemoryStore(Metrics())
     shared = Board("loops", LoopDocument, reporter.loops, store, lambda: reporter.show_callers)
     incidents = Board("incidents", IncidentDocument, reporter.incidents, store, lambda: reporter.show_callers)
-    pages = LoopPages(shared, Prices(price), lambda: reporter.show_callers, incidents)
+    conversations = Board("conversations", ConversationDocument, reporter.conversations, store, lambda: reporter.show_callers)
+    pages = LoopPages(shared, Prices(price), lambda: reporter.show_callers, incidents, conversations=conversations)
     server = AdminServer(make_app(Metrics(), pages.list_routes()))
     client = AdminClient(server.start(parse_address("127.0.0.1:0")))
     try:
@@ -396,27 +399,32 @@ def run_top(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loop is a row; what clients choose is text, neither markup nor a command to the terminal."""
+    """Each conversation, or each loop, is a row; what clients choose is text, neither markup nor a terminal's command."""
     monkeypatch.setenv("COLUMNS", "200")
     with admin_of(looping("[red]\x1b[2J", show_callers=True), price=1_000.0) as client:
-        printed = run_top(capsys, "--admin", client.url)
+        grouped, rows = (run_top(capsys, "--admin", client.url, *more) for more in ((), ("--group", "none")))
 
-    assert "1 of 1 loops active, 1 caller, 1 request, 1 not forwarded; 1 replica" in printed
-    assert "x-user-id=[red]\\x1b[2J" in printed
-    assert "1 refused" in printed
-    assert "\x1b" not in printed
+    assert "1 of 1 loop active, 1 caller; 1 replica" in grouped
+    assert "spent nothing on 0 requests; spared <$0.01, 1 not forwarded" in grouped
+    assert " refuse " in grouped
+    assert "1 of 1 loops active, 1 caller, 1 request, 1 not forwarded; 1 replica" in rows
+    assert "1 refused" in rows
+    for printed in (grouped, rows):
+        assert "x-user-id=[red]\\x1b[2J" in printed
+        assert "\x1b" not in printed
 
 
 def test_top_names_tools_that_fail_for_many(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each of them above the loops."""
+    """A row for each of them, and a line above those of loops."""
     monkeypatch.setenv("COLUMNS", "200")
     service = looping()
     failing = service.reporter.incidents.find("p", ToolFailure("[red]\x1b[2J", "0" * 16), "a" * 16)
     for number in range(6):
         failing.note(f"{number % 2:016x}", f"{number:016x}", time.time() - 130, refused=True)
     with admin_of(service) as client:
-        printed = run_top(capsys, "--admin", client.url)
+        grouped, printed = (run_top(capsys, "--admin", client.url, *more) for more in ((), ("--group", "none")))
 
+    assert re.search(r"^\[red\]\\x1b\[2J fails +2m +shadow: wait +6 in 2 callers", grouped, re.MULTILINE)
     first, second = [line.strip() for line in printed.splitlines()[:2]]
     assert first == "[red]\\x1b[2J fails for 6 sessions of 2 callers since 2m (p)"
     assert second.startswith("1 of 1 loops active")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import pytest
 from msgspec.structs import replace
 
 from extproc.decision import ToolFailure
+from extproc.engine.orders import BLOCK, GRANT, ActiveOverride, Target
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.operator.admin.loop_page import draw_charts, route_page
@@ -28,6 +31,7 @@ from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board
+from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import MINUTES, Line, LoopDocument
 from extproc.operator.session_rows import SessionDocument
@@ -86,8 +90,8 @@ def _draw_hour(curves: dict[tuple[str, str, str], Line]) -> None:
 
 
 @contextmanager
-def serving(service: Service, looked: threading.Event | None = None) -> Iterator[str]:
-    """The URL of a page about this service; `looked` is set when the page is requested."""
+def serving(service: Service, looked: threading.Event | None = None, orders: Sequence[ActiveOverride] = ()) -> Iterator[str]:
+    """The URL of a page about this service, with these orders in force; `looked` is set when the page is requested."""
 
     def shows() -> bool:
         if looked is not None:
@@ -96,8 +100,11 @@ def serving(service: Service, looked: threading.Event | None = None) -> Iterator
 
     store = MemoryStore(Metrics())
     incidents = Board("incidents", IncidentDocument, service.reporter.incidents, store, shows)
-    pages = LoopPages(Board("loops", LoopDocument, service.reporter.loops, store, shows), Prices(None), shows, incidents)
+    loops = Board("loops", LoopDocument, service.reporter.loops, store, shows)
+    conversations = Board("conversations", ConversationDocument, service.reporter.conversations, store, shows)
+    pages = LoopPages(loops, Prices(None), shows, incidents, conversations=conversations)
     sessions = SessionPages(Board("sessions", SessionDocument, service.reporter.sessions, store, shows), shows)
+    pages.list_orders = sessions.list_orders = lambda: orders
     server = AdminServer(make_app(Metrics(), [route_page(pages, sessions), *pages.list_routes(), *sessions.list_routes()]))
     try:
         yield f"http://{server.start(parse_address('127.0.0.1:0'))}/"
@@ -105,11 +112,11 @@ def serving(service: Service, looked: threading.Event | None = None) -> Iterator
         server.stop()
 
 
-def fetch(url: str) -> tuple[dict[str, str], str]:
+def fetch(url: str, **headers: str) -> tuple[dict[str, str], str]:
     """Headers and text of the page."""
     address, _, path = url.removeprefix("http://").partition("/")
     connection = http.client.HTTPConnection(address, timeout=PATIENCE)
-    connection.request("GET", f"/{path}")
+    connection.request("GET", f"/{path}", headers=headers)
     answer = connection.getresponse()
     text = answer.read().decode()
     connection.close()
@@ -123,7 +130,8 @@ def test_the_page_shows_who_loops() -> None:
         text = re.sub(r"\s+", " ", fetch(url)[1])
 
     named = ("x-user-id: <b>storm</b>", "search_the_web", "route hooks", "gpt-4o")
-    for shown in ("3 active loops", *named, "41 refused", "17 warned", "would throttle"):
+    counts = ("<b>17</b> forwarded", "<b>48</b> not forwarded", "41 not forwarded", "41 refused", "17 warned", "would throttle")
+    for shown in ("2 active loops", *named, *counts, "2 rows behind it"):
         assert shown in text, shown
     assert text.count("<svg") == 3
 
@@ -141,6 +149,29 @@ def test_the_page_shows_sessions() -> None:
     assert f'<a href="/sessions/{"5" * 16}">' in text
     assert "walker" in narrowed
     assert "runner" not in narrowed
+
+
+def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
+    """A browser gives no orders: it shows what to type, and what others have typed."""
+    service = make_night()
+    note_session(service, "runner")
+    (storm,) = [row for row in service.reporter.conversations.copy() if not row.tools]
+    block = ActiveOverride("b1", BLOCK, Target(caller=storm.tenant), "", 0, 9e9, "runaway, incident 7", "eve@laptop")
+    grant = ActiveOverride("g1", GRANT, Target(session="5" * 16), "", 0, 9e9, "", "")
+    with serving(service, orders=[block, grant]) as url:
+        text = re.sub(r"\s+", " ", fetch(url)[1])
+
+    for command in (
+        f"loopguard block --caller {storm.tenant} --fingerprint ",
+        f"loopguard allow --caller {storm.tenant} --fingerprint ",
+        "loopguard overrides --revoke b1",
+        f"loopguard kill --caller {'a' * 16} --session {'5' * 16}",
+        f"loopguard grant --caller {'a' * 16} --session {'5' * 16} --tool runner=20",
+        "loopguard overrides --revoke g1",
+    ):
+        assert text.count(f'<code class="copy">{command}') == 1, command
+    assert re.search("block by eve@laptop until <time>[0-9T:+-]+</time>: runaway, incident 7", text)
+    assert "grant until <time>" in text
 
 
 def test_the_page_shows_tools_that_fail_for_many() -> None:
@@ -189,15 +220,24 @@ def test_scripts_in_names_are_text() -> None:
         loop.path = loop.method = loop.route = loop.model = loop.session = loop.fingerprint = SCRIPT
         loop.policy = loop.detector = SCRIPT
         loop.tools = [SCRIPT]
+    for row in service.reporter.conversations.copy():
+        row.path = row.model = row.agent = row.session = row.conversation = row.action = row.shadow = SCRIPT
+        row.tools, row.loops = [SCRIPT], [(SCRIPT, SCRIPT, *name[2:]) for name in row.loops]
     for key, curve in list(service.reporter.loops.curves.items()):
         service.reporter.loops.curves[SCRIPT, key[1], key[2]] = replace(curve, policy=SCRIPT)
     note_session(service, SCRIPT)
     note_session(service, SCRIPT, policy=SCRIPT, tenant=SCRIPT, session=SCRIPT, mode=SCRIPT)
-    with serving(service) as url:
+    words = [
+        ActiveOverride(SCRIPT, SCRIPT, Target(session=session), "", 0, 9e9, SCRIPT, SCRIPT) for session in (SCRIPT, "5" * 16)
+    ]
+    with serving(service, orders=words) as url:
+        assert f"loopguard overrides --revoke {shlex.quote(SCRIPT)}" in html.unescape(fetch(url)[1])
         outline = Outline(fetch(f"{url}?policy=%3Cscript%3E%22")[1])
-        full = Outline(fetch(url)[1])
+        full, run = Outline(fetch(url)[1]), Outline(fetch(f"{url}sessions/{'5' * 16}", accept="text/html")[1])
 
-    for seen in (outline, full):
+    assert run.elements.count("script") == 0
+    run.elements.append("script")
+    for seen in (outline, full, run):
         assert seen.elements.count("script") == 1
         assert "img" not in seen.elements
         assert seen.handlers == []
@@ -247,7 +287,7 @@ def test_a_browser_shows_it_and_runs_nothing_else(tmp_path: Path) -> None:
     with serving(make_night(SCRIPT)) as url:
         page = browse(tmp_path, url, "--dump-dom")
 
-    assert "<title>3 looping" in page
+    assert "<title>2 active" in page
     assert page.count("<svg") == 3
     assert "&lt;script&gt;" in page
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -395,10 +396,11 @@ def test_the_report_adds_up_and_can_be_narrowed_down() -> None:
 
 
 @contextmanager
-def admin_of(table: SessionTable, *, shows: bool = False) -> Iterator[AdminClient]:
-    """A client of an admin port that shows these sessions."""
-    shared = Board("sessions", SessionDocument, table, MemoryStore(Metrics()), lambda: shows)
-    server = AdminServer(make_app(Metrics(), SessionPages(shared, lambda: shows).list_routes()))
+def admin_of(table: SessionTable, *, shows: bool = False, orders: Sequence[ActiveOverride] = ()) -> Iterator[AdminClient]:
+    """A client of an admin port that shows these sessions, with these orders in force."""
+    pages = SessionPages(Board("sessions", SessionDocument, table, MemoryStore(Metrics()), lambda: shows), lambda: shows)
+    pages.list_orders = lambda: orders
+    server = AdminServer(make_app(Metrics(), pages.list_routes()))
     client = AdminClient(server.start(parse_address("127.0.0.1:0")))
     try:
         yield client
@@ -441,6 +443,24 @@ def test_a_run_is_told_step_by_step() -> None:
     ]
     assert run["steps"][0].items() >= {"output_tokens": 20, "cache_read_tokens": 30, "cache_write_tokens": 40}.items()
     assert {**listed, **{key: run[key] for key in ("steps", "earlier_steps", "events")}} == run
+
+
+def test_a_grant_is_told_before_the_sessions_next_request(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who gave it, what, and until when; the refusal is one from before. Another refusal is one in spite of it."""
+    table, now = make_table(), time.time()
+    grant = ActiveOverride("g1", GRANT, Target(session=SESSION), "", now + 1, now + 600, "", "eve@laptop", Grant(steps=20))
+    for order in (grant, grant._replace(since=now - 60), grant._replace(target=Target(session="6" * 16))):
+        with admin_of(table, orders=[order]) as client:
+            assert main(["sessions", "--admin", client.url]) == 0
+    with admin_of(table, orders=[grant]) as client:
+        (session,) = client.ask("/sessions")["sessions"]
+
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert re.search(r"  refused before the grant: max_steps, 3 of 3  order: grant \+20 steps by eve@laptop until \S+$", first)
+    assert re.search(r"  refused: .*  order: grant \+20 steps", second)
+    assert "grant" not in third
+    assert [order["override"] for order in session["orders"]] == ["g1"]
+    assert session["commands"]["revoke"] == "loopguard overrides --revoke g1"
 
 
 def make_run() -> tuple[SessionTable, SessionTable]:

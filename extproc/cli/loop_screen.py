@@ -1,0 +1,241 @@
+"""The screen of `loopguard top`: as many columns as the terminal has room for, the important ones first, and no row wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from extproc.cli.commands import count, write_caller, write_coverage
+from extproc.logs import escape_controls
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+
+_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
+_DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
+_DOES = {"allow": "", "warn": "warn", "steer": "steer", "throttle": "throttle", "land": "land", "reject": "refuse"}
+
+
+class Column(NamedTuple):
+    """One column.
+
+    Attributes:
+        write: what a row has in it, as of a time in seconds since 1970.
+        width: maximum number of characters; what is longer ends with an ellipsis.
+        least: the narrowest terminal that has room for it.
+        right: it is aligned to the right.
+        grows: it gets a share of the room that is left.
+    """
+
+    name: str
+    write: Callable[[Mapping[str, Any], float], str]
+    width: int
+    least: int = 0
+    right: bool = False
+    grows: bool = False
+
+
+class LoopScreen:
+    """A report of `/loops`, by conversation if it is grouped, for a rich console of any width."""
+
+    def __init__(self, report: Mapping[str, Any], commands: Sequence[str] = ()) -> None:
+        """Take the report; `commands` are printed below it, unchanged and unwrapped."""
+        self._report = report
+        self._commands = commands
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """See `rich.protocol`."""
+        from rich.table import Table  # noqa: PLC0415  # only this command needs it
+        from rich.text import Text  # noqa: PLC0415  # as above
+
+        report, width = self._report, options.max_width
+        now, grouped = read_time(report["at"]), "conversations" in report
+        for line in [*write_coverage(report), *(_sum_up(report) if grouped else _count_loops(report, now))]:
+            yield Text(escape_controls(line))
+        columns = [column for column in (CONVERSATION if grouped else LOOP) if width >= column.least]
+        rows = [*_list_incidents(report), *report["conversations"]] if grouped else report["loops"]
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        spare = (width + 1 - sum([column.width + 1 for column in columns])) // sum([column.grows for column in columns])
+        for column in columns:
+            side: JustifyMethod = "right" if column.right else "left"
+            most = column.width + max(0, spare) * column.grows
+            table.add_column(column.name, justify=side, max_width=most, no_wrap=True, overflow="ellipsis")
+        for row in rows:
+            style = "" if row.get("looping", True) else "dim"
+            # Text objects, because clients' values must not be interpreted as markup.
+            table.add_row(*(Text(escape_controls(column.write(row, now)), style) for column in columns))
+        if rows:
+            yield table
+        hint = "commands that stop or free each: loopguard top --commands" if grouped and rows and not self._commands else ""
+        for line in filter(None, [report["problem"], report["estimate"], hint]):
+            yield Text(escape_controls(line), "dim")
+        for line in self._commands:
+            yield Text(escape_controls(line), no_wrap=True, overflow="ignore")
+
+
+def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
+    """The commands that stop or free each conversation, each below what it is about; `more` flags are added to each."""
+    lines = []
+    for row in report.get("conversations", ()):
+        about = f"{_write_what(row)}  {write_caller(row)}"
+        lines += ["", f"# {' '.join(about.splitlines())}", *[f"{command}{more}" for command in row["commands"].values()]]
+    return lines
+
+
+def read_time(text: str) -> float:
+    """A time in the format of RFC 3339, in seconds since 1970."""
+    return datetime.fromisoformat(text).timestamp()
+
+
+def write_age(seconds: float) -> str:
+    """A time in at most six characters, such as `5m` or `1h07m`."""
+    if seconds < _MINUTE:
+        return f"{max(0, seconds):.0f}s"
+    if seconds < _HOUR:
+        return f"{seconds // _MINUTE:.0f}m"
+    if seconds < _DAY:
+        return f"{seconds // _HOUR:.0f}h{seconds % _HOUR // _MINUTE:02.0f}m"
+    return f"{seconds // _DAY:.0f}d{seconds % _DAY // _HOUR:02.0f}h"
+
+
+def write_number(number: float) -> str:
+    """A number in at most five characters, such as `1.2k`."""
+    for unit in ("", "k", "M", "G"):
+        if number < 999.5:  # noqa: PLR2004  # rounds to three digits
+            return f"{number:.0f}{unit}" if not unit or number >= 9.95 else f"{number:.1f}{unit}"  # noqa: PLR2004  # as above
+        number /= 1_000
+    return f"{number:.0f}T"
+
+
+def write_cost(row: Mapping[str, Any], cost: str, tokens: str) -> str:
+    """Dollars if they are known, otherwise tokens; empty for nothing."""
+    if row[cost] is None:
+        return f"~{write_number(row[tokens])} tok" if row[tokens] else ""
+    dollars: float = row[cost]
+    if not dollars:
+        return ""
+    return "<$0.01" if dollars < 0.01 else f"${dollars:.2f}" if dollars < 999.5 else f"${write_number(dollars)}"  # noqa: PLR2004  # as above
+
+
+def _sum_up(report: Mapping[str, Any]) -> list[str]:
+    """What all conversations have cost, in two lines."""
+    total, known, replicas = report["total"], report["known"], count(len(report["replicas"]), "replica")
+    if not known and not report["incidents"]:
+        return [f"no loop in the last hour; {replicas}"]
+    if not total["conversations"] and not report["incidents"]:
+        return [f"none of {count(known, 'loop')} matches"]
+    loops, callers = count(total["conversations"], "loop"), count(total["callers"], "caller")
+    now = write_cost(total, "cost_per_minute_usd", "input_tokens_per_minute") or "nothing"
+    spent = write_cost(total, "cost_sent_on_usd", "input_tokens_sent_on") or "nothing"
+    spared = write_cost(total, "cost_not_sent_on_usd", "input_tokens_not_sent_on") or "nothing"
+    forwarded, refused = total["requests_sent_on"], total["requests_not_sent_on"]
+    return [
+        f"{total['looping']} of {loops} active, {callers}; {replicas}",
+        f"now {now}/min; spent {spent} on {count(forwarded, 'request')}; spared {spared}, {refused} not forwarded",
+    ]
+
+
+def _count_loops(report: Mapping[str, Any], now: float) -> list[str]:
+    lines = [_write_incident(row, now) for row in report.get("incidents", ()) if row["active"]]
+    total, known = report["total"], report["known"]
+    if not known:
+        return [*lines, f"no loop in the last hour; {count(len(report['replicas']), 'replica')}"]
+    if known and not total["loops"]:
+        return [*lines, f"none of {count(known, 'loop')} matches"]
+    callers, requests = count(total["callers"], "caller"), count(total["requests"], "request")
+    told = f"{total['looping']} of {total['loops']} loops active, {callers}, {requests}"
+    return [*lines, f"{told}, {total['requests_not_sent_on']} not forwarded; {count(len(report['replicas']), 'replica')}"]
+
+
+def _write_incident(row: Mapping[str, Any], now: float) -> str:
+    """A tool that fails for many, in a line."""
+    whom = f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
+    return f"{row['tool']} fails for {whom} since {write_age(now - read_time(row['first_seen']))} ({row['policy']})"
+
+
+def _list_incidents(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in report["incidents"] if row["active"]]
+
+
+def _write_what(row: Mapping[str, Any]) -> str:
+    """What repeats, or which tool fails."""
+    if "sessions" in row:
+        return f"{row['tool']} fails"
+    return ", ".join(row["tools"]) or f"{row['method'] or ''} {row['path']}".strip()
+
+
+def _write_whom(row: Mapping[str, Any], _: float) -> str:
+    if "sessions" in row:
+        return f"{row['sessions']} in {count(row['callers'], 'caller')}"
+    return write_caller(row)
+
+
+def _write_done(row: Mapping[str, Any], now: float) -> str:
+    """What is done now: the order that stands, the action, or what a shadow policy would do."""
+    if "sessions" in row:
+        return "wait" if row["action"] != "allow" else "shadow: wait"
+    if row["orders"]:
+        order = row["orders"][0]
+        return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
+    does = _DOES.get(row["action"], row["action"])
+    return does or (f"(would {_DOES.get(row['shadow'], row['shadow'])})" if row["shadow"] else "")
+
+
+def _write_orders(row: Mapping[str, Any], _: float) -> str:
+    return ", ".join(
+        f"{each['kind']} by {each.get('who', 'unknown')} until {each['ends'][11:16]}" for each in row.get("orders", ())
+    )
+
+
+def _write_requests(loop: Mapping[str, Any], _: float) -> str:
+    if loop["shadow"] is not None:
+        return " ".join(f"{number} would {action}" for action, number in loop["shadow"].items())
+    words = ("refused", "landed", "throttled", "steered", "warned")
+    return " ".join(f"{loop[word]} {word}" for word in words if loop[word])
+
+
+def _write_cause(row: Mapping[str, Any], _: float) -> str:
+    return (row.get("cause") or "").replace("_", " ")
+
+
+def _write_since(row: Mapping[str, Any], now: float) -> str:
+    return write_age(now - read_time(row["first_seen"]))
+
+
+def _write_last(row: Mapping[str, Any], now: float) -> str:
+    return write_age(now - read_time(row["last_seen"]))
+
+
+CONVERSATION = (
+    Column("what repeats", lambda row, _: _write_what(row), 25, grows=True),
+    Column(
+        "per min", lambda row, _: write_cost(row, "cost_per_minute_usd", "input_tokens_per_minute"), 10, right=True
+    ),
+    Column("since", _write_since, 6, right=True),
+    Column("now", _write_done, 16),
+    Column("caller", _write_whom, 19, grows=True),
+    Column("spent", lambda row, _: write_cost(row, "cost_sent_on_usd", "input_tokens_sent_on"), 10, 100, right=True),
+    Column("spared", lambda row, _: write_cost(row, "cost_not_sent_on_usd", "input_tokens_not_sent_on"), 10, 110, right=True),
+    Column("last", _write_last, 6, 120, right=True),
+    Column("session", lambda row, _: row.get("session") or "", 16, 140),
+    Column("cause", _write_cause, 16, 160),
+    Column("policies", lambda row, _: ", ".join(row["policies"]), 30, 190),
+    Column("orders", _write_orders, 60, 250),
+)  # fmt: skip
+"""One row for each conversation or failing tool."""
+
+LOOP = (
+    Column("tool, path", lambda loop, _: " ".join([*loop["tools"], loop["path"]]), 24, grows=True),
+    Column("requests", _write_requests, 19),
+    Column("since", _write_since, 6, right=True),
+    Column("policy", lambda loop, _: loop["policy"] + ("" if loop["detector"] == "default" else f"/{loop['detector']}"), 11),
+    Column("caller", _write_whom, 16, grows=True),
+    Column("count", lambda loop, _: write_number(loop["count"]), 5, 90, right=True),
+    Column("cost", lambda loop, _: "" if loop["cost_usd"] is None else f"${loop['cost_usd']:.2f}", 9, 100, right=True),
+    Column("tokens", lambda loop, _: f"~{write_number(loop['input_tokens'])}", 6, 110, right=True),
+    Column("not forwarded", lambda loop, _: str(loop["requests_not_sent_on"]), 13, 125, right=True),
+    Column("last", _write_last, 6, 135, right=True),
+    Column("session", lambda loop, _: loop["session"] or "", 16, 155),
+)
+"""One row for each policy, detector, caller and fingerprint."""

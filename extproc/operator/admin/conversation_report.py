@@ -1,0 +1,220 @@
+"""`/loops?group=conversation`: one row for each caller and conversation, and for each failing tool, with sums that fit.
+
+Each request is counted once, so sums are right however many policies see it. Costs are those of requests that reached the
+model; what was not forwarded stands beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from extproc.decision import SEVERITY, Action
+from extproc.operator.admin.reports import OLDEST_FIRST, Selection, Sorts, matches, write_time
+from extproc.operator.admin.row_commands import suggest_for_loop
+from extproc.operator.conversation_rows import ConversationRow
+from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentRow
+from extproc.operator.overrides import describe_override
+from extproc.operator.sketch import Sketch
+from extproc.operator.standing_orders import About, OrderIndex
+from extproc.sessions.prices import Prices
+from extproc.sessions.rates import estimate_tokens
+
+LOOPING_SECONDS = 60
+"""A loop is active if it was acted on within this many seconds."""
+
+GROUP_SORTS: Sorts = {
+    "now": lambda row: (row["cost_per_minute_usd"] or 0, row["input_tokens_per_minute"], row["last_seen"]),
+    "cost": lambda row: (row["cost_sent_on_usd"] or 0, row["input_tokens_sent_on"], row["requests"]),
+    "spared": lambda row: (row["cost_not_sent_on_usd"] or 0, row["input_tokens_not_sent_on"], row["requests_not_sent_on"]),
+    "requests": lambda row: row["requests"],
+    "count": lambda row: row["count"],
+    "last": lambda row: row["last_seen"],
+    "first": lambda row: row["first_seen"],
+}
+"""Sort keys, as for the rows of loops; `now`: money per minute."""
+
+_COUNTED = ("requests", "requests_sent_on", "requests_not_sent_on")
+_TOKENS = ("input_tokens_sent_on", "input_tokens_not_sent_on", "input_tokens_per_minute")
+_MONEY = ("cost_sent_on_usd", "cost_not_sent_on_usd", "cost_per_minute_usd")
+
+_RANKS = {action.value: rank for action, rank in SEVERITY.items()}
+
+
+class Known(NamedTuple):
+    """What rows are described with.
+
+    Attributes:
+        loops: the rows of `/loops`, by name.
+        incidents: failing tools, one row for each policy.
+        limited: (caller, session) of sessions that have limits.
+        now: in seconds since 1970.
+    """
+
+    loops: Mapping[tuple[str, ...], dict[str, Any]]
+    incidents: Sequence[IncidentRow]
+    limited: set[tuple[str, str]]
+    orders: OrderIndex
+    prices: Prices
+    now: float
+
+
+def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Known) -> dict[str, Any]:
+    """The fields of the report that depend on the grouping."""
+    failures: dict[tuple[str, str], list[IncidentRow]] = {}
+    for incident in known.incidents:
+        failures.setdefault((incident.tool, incident.failure), []).append(incident)
+    folded: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups, number = [], 0
+    for row in rows:
+        number += bool(row.tenant)
+        own = failures.get((row.tool, row.failure), [])
+        if is_folded(row, own):
+            if not selection.caller:  # an incident belongs to none
+                folded.setdefault((row.tool, row.failure), []).append(_describe(row, known))
+        elif row.tenant and _is_selected(group := _describe(row, known), selection):
+            groups.append(group)
+    sort = selection.sort or next(iter(GROUP_SORTS))
+    groups.sort(key=GROUP_SORTS[sort], reverse=sort != OLDEST_FIRST)
+    incidents = [_describe_incident(own, folded.get(failure, []), known.now) for failure, own in failures.items()]
+    shown = [each for each in incidents if not selection.caller and _is_selected_incident(each, selection)]
+    return {
+        "known": number,
+        "total": _add_up(groups, shown),
+        "conversations": groups[: selection.limit],
+        "incidents": sorted(shown, key=lambda each: each["first_seen"], reverse=True),
+    }
+
+
+def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
+    """Whether a conversation is part of the incident of a tool, of which several policies may have a row.
+
+    Conversations that the tool had stuck before are part of it. One that goes on when it is over is not.
+    """
+    if not row.tool or not incidents:
+        return False
+    if not row.tenant or row.failing > row.last - WINDOW_SECONDS:
+        return True
+    return any(incident.began - WINDOW_SECONDS <= row.last <= incident.began for incident in incidents)
+
+
+def _is_selected(group: Mapping[str, Any], selection: Selection) -> bool:
+    loops = group["loops"] or [{**group, "policy": ""}]
+    return any(matches(loop, selection) for loop in loops)
+
+
+def _is_selected_incident(incident: Mapping[str, Any], selection: Selection) -> bool:
+    return selection.policy in ("", *incident["policies"]) and selection.tool in ("", incident["tool"])
+
+
+def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
+    """One conversation; what only its loops know is empty if their rows have been dropped."""
+    loops = [known.loops[name] for name in reversed(row.loops) if name in known.loops]
+    newest: Mapping[str, Any] = loops[0] if loops else {}
+    group = {
+        "caller": row.tenant,
+        "conversation": row.conversation,
+        "session": row.session or None,
+        "alias": _find(loops, "alias"),
+        "labels": _find(loops, "labels"),
+        "credentials": newest.get("credentials", []),
+        "descriptors": _find(loops, "descriptors"),
+        "agent": row.agent or None,
+        "tools": row.tools,
+        "cause": _find(loops, "cause"),
+        "method": newest.get("method"),
+        "path": row.path,
+        "route": newest.get("route"),
+        "model": row.model or None,
+        "policies": list(dict.fromkeys(name[0] for name in row.loops)),
+        "count": max([loop["count"] for loop in loops], default=0),
+        "first_seen": write_time(row.first),
+        "last_seen": write_time(row.last),
+        "looping": known.now - row.last < LOOPING_SECONDS,
+        "action": row.action,
+        "shadow": row.shadow or None,
+        **_describe_costs(row, known),
+        "orders": [describe_override(order) for order in known.orders.find(_make_about(row, loops))],
+        "loops": loops,
+    }
+    callers = {row.tenant, *(name[3] for name in row.loops)}
+    limited = bool(row.session) and any((caller, row.session) in known.limited for caller in callers)
+    return {**group, "commands": suggest_for_loop(group, limited=limited) if row.tenant else {}}
+
+
+def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:
+    """What reached the model, and what did not: as if those requests had been as long as the others."""
+    sent = estimate_tokens(row.size)
+    spared = estimate_tokens(row.refused_size if not row.forwarded else row.size * row.refused // row.forwarded)
+    pace = estimate_tokens(int(row.find_pace(known.now)))
+
+    def price(tokens: int) -> float | None:
+        cost = known.prices.estimate(row.model, tokens)
+        return None if cost is None else round(cost, 4)
+
+    return {
+        "requests": row.requests,
+        "requests_sent_on": row.forwarded,
+        "input_tokens_sent_on": sent,
+        "cost_sent_on_usd": price(sent),
+        "requests_not_sent_on": row.refused,
+        "input_tokens_not_sent_on": spared,
+        "cost_not_sent_on_usd": price(spared),
+        "input_tokens_per_minute": pace,
+        "cost_per_minute_usd": price(pace),
+    }
+
+
+def _find(loops: Sequence[Mapping[str, Any]], name: str) -> Any:  # noqa: ANN401  # a field
+    return next((loop[name] for loop in loops if loop[name]), None)
+
+
+def _make_about(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) -> About:
+    """What orders may name of a conversation."""
+    aliases = [loop["alias"] for loop in loops if loop["alias"]]
+    secrets = [secret for loop in loops for secret in loop["credentials"]]
+    return About(
+        {name[0] for name in row.loops},
+        {row.tenant, *(name[3] for name in row.loops), *aliases, *secrets},
+        dict(row.descriptors),
+        {session for session in (row.session, row.conversation, *(loop["session"] for loop in loops)) if session},
+        {loop["fingerprint"] for loop in loops},
+        {*row.tools, *(tool for loop in loops for tool in loop["tools"])},
+    )
+
+
+def _describe_incident(own: Sequence[IncidentRow], folded: list[dict[str, Any]], now: float) -> dict[str, Any]:
+    """A failing tool, whichever policies see it, with the looping conversations in it."""
+    last = max(incident.last for incident in own)
+    return {
+        "tool": own[0].tool,
+        "policies": sorted({incident.policy for incident in own}),
+        "first_seen": write_time(min(incident.began for incident in own)),
+        "last_seen": write_time(last),
+        "active": now - last < WINDOW_SECONDS,
+        "callers": Sketch([each for incident in own for each in incident.callers], SKETCHED).count(),
+        "sessions": Sketch([each for incident in own for each in incident.sessions], SKETCHED).count(),
+        "not_refused": max(incident.spared for incident in own),
+        "action": max([each["action"] for each in folded], key=_RANKS.__getitem__, default=Action.ALLOW.value),
+        **{name: sum(each[name] for each in folded) for name in (*_COUNTED, *_TOKENS)},
+        **{name: sum_known(each[name] for each in folded) for name in _MONEY},
+        "conversations": [each for each in folded if each["caller"]],
+    }
+
+
+def _add_up(groups: Sequence[Mapping[str, Any]], incidents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums of all rows; no request is in two of them."""
+    every = [*groups, *incidents]
+    return {
+        "conversations": len(groups),
+        "looping": sum(group["looping"] for group in groups),
+        "callers": len({group["caller"] for group in groups}),
+        **{name: sum(each[name] for each in every) for name in (*_COUNTED, *_TOKENS)},
+        **{name: sum_known(each[name] for each in every) for name in _MONEY},
+    }
+
+
+def sum_known(costs: Iterable[float | None]) -> float | None:
+    """The sum of these costs in US dollars, without unknown ones; None if all are unknown."""
+    known = [cost for cost in costs if cost is not None]
+    return round(sum(known), 4) if known else None

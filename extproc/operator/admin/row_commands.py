@@ -1,0 +1,58 @@
+"""The commands that stop or free what a row is about, to be copied: pages give no orders themselves."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_GRANTS = {"max_steps": "--steps 20", "max_tool_calls": "--tool-calls 20", "max_cost_per_session": "--cost 5"}
+_SHORT = "--for 30m"
+
+
+def suggest_for_loop(row: Mapping[str, Any], *, limited: bool) -> dict[str, str]:
+    """What may be done about a looping conversation, by purpose; `limited`: its session has limits, so it can be killed."""
+    loops = row["loops"]
+    session = row["session"] or ""
+    fingerprints = {loop["fingerprint"] for loop in loops}
+    alike = fingerprints.pop() if len(fingerprints) == 1 and all(len(loop["tools"]) < 2 for loop in loops) else ""  # noqa: PLR2004  # a cycle
+    # A detector that keeps nothing of sessions knows only the caller and the fingerprint.
+    known = session if loops and all(loop["session"] == session for loop in loops) else ""
+    stop = ("kill", session, "", "") if limited else ("block", session, "" if session else alike, _SHORT)
+    return {
+        "stop": _write(stop[0], row["caller"], *stop[1:]),
+        "free": _write("allow", row["caller"], known, "" if known else alike, "--for 2h"),
+        **_suggest_revoking(row["orders"]),
+    }
+
+
+def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str]:
+    """What may be done about a session; `named`: its name can be given."""
+    session = row["session"] if named else ""
+    found = {}
+    if row["killed"]:
+        found["free"] = _write("release", row["caller"], session)
+    else:
+        found["stop"] = _write("kill", row["caller"], session)
+        if row["refused"]:
+            found["free"] = _write_grant(row, session)
+    return {**found, **_suggest_revoking(row["orders"])}
+
+
+def _write_grant(row: Mapping[str, Any], session: str) -> str:
+    refused = row["refused"]
+    if refused["limit"] == "max_calls_per_tool" and refused["tool"]:
+        amount = f"--tool {shlex.quote(refused['tool'])}=20"
+    else:
+        amount = _GRANTS.get(refused["limit"], "")
+    return _write("grant", row["caller"], session, "", amount) if amount else _write("release", row["caller"], session)
+
+
+def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return {"revoke": f"loopguard overrides --revoke {shlex.quote(orders[0]['override'])}"} if orders else {}
+
+
+def _write(kind: str, caller: str, session: str, fingerprint: str = "", more: str = "") -> str:
+    about = [("--caller", caller), ("--session", session), ("--fingerprint", fingerprint)]
+    said = [f"{flag} {shlex.quote(value)}" for flag, value in about if value]
+    return " ".join(["loopguard", kind, *said, *([more] if more else [])])

@@ -1,0 +1,68 @@
+"""Which of the operators' orders in force concern what is shown, so that people see them beside it."""
+# interpreted: works beside the requests
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from extproc.engine.orders import ALL_POLICIES, ActiveOverride
+
+
+class About(NamedTuple):
+    """What orders may name of a row. Callers' names and values are hashes.
+
+    Attributes:
+        callers: hashes of all descriptors together, hashes of secrets, aliases.
+        descriptors: hash of each, by name; empty if unknown.
+    """
+
+    policies: Collection[str]
+    callers: Collection[str]
+    descriptors: Mapping[str, str]
+    sessions: Collection[str] = ()
+    fingerprints: Collection[str] = ()
+    tools: Collection[str] = ()
+
+
+class OrderIndex:
+    """Orders, each filed by one thing that it names, because there may be thousands of them and of rows."""
+
+    def __init__(self, orders: Iterable[ActiveOverride]) -> None:
+        self._filed: dict[tuple[str, ...], list[ActiveOverride]] = {}
+        for order in orders:
+            target = order.target
+            named = (("session", target.session), ("caller", target.caller), *target.descriptors)
+            more = (("fingerprint", target.fingerprint), ("tool", target.tool))
+            key = next((each for each in (*named, *more) if each[1]), ("", ""))
+            self._filed.setdefault(key, []).append(order)
+
+    def find(self, about: About) -> list[ActiveOverride]:
+        """The orders that concern a row, newest first."""
+        if not self._filed:
+            return []
+        keys = [
+            *(("session", session) for session in about.sessions),
+            *(("caller", caller) for caller in about.callers),
+            *about.descriptors.items(),
+            *(("fingerprint", fingerprint) for fingerprint in about.fingerprints),
+            *(("tool", tool) for tool in about.tools),
+        ]
+        found = [order for key in dict.fromkeys(keys) for order in self._filed.get(key, ()) if concerns(order, about)]
+        return sorted(found, key=lambda order: -order.since)
+
+
+NO_ORDERS = OrderIndex(())
+
+
+def concerns(order: ActiveOverride, about: About) -> bool:
+    """Whether an order may apply to requests of a row."""
+    target = order.target
+    return (
+        (order.policy == ALL_POLICIES or order.policy in about.policies)
+        and (not target.caller or target.caller in about.callers)
+        and all(about.descriptors.get(name) == value for name, value in target.descriptors)
+        and (not target.session or target.session in about.sessions)
+        and (not target.fingerprint or target.fingerprint in about.fingerprints)
+        and (not target.tool or target.tool in about.tools)
+    )

@@ -1,0 +1,440 @@
+"""One row for each caller and conversation: no request is counted twice, whatever sees it, and whichever replica."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
+from starlette.testclient import TestClient
+
+from extproc.cli.main import make_parser
+from extproc.engine.orders import ALLOW, BLOCK, ActiveOverride, Target, hash_descriptor
+from extproc.ext_proc.service import Service
+from extproc.metrics import Metrics
+from extproc.operator.admin.loop_report import LoopPages
+from extproc.operator.admin.pages import make_app
+from extproc.operator.board import Board, unpack_all
+from extproc.operator.conversation_rows import MAX_LOOPS, ConversationDocument, ConversationRow
+from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument
+from extproc.operator.loop_rows import LoopDocument
+from extproc.operator.session_rows import SessionDocument
+from extproc.operator.standing_orders import About, OrderIndex, concerns
+from extproc.sessions.prices import Prices
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.documents import MAX_DOCUMENT
+from tests.support.documents import policy
+from tests.support.messages import body, headers
+from tests.support.orders import apply_orders, order
+from tests.support.service import decoded, exchange, make_service
+from tests.support.turn_writers import Did, as_chat
+
+ANY = {"pathPrefix": "/"}
+CHAT = "/v1/chat/completions"
+USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+TURNS: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 5}, "session": {}, **USER}
+
+
+def write_agent(times: int, task: str = "a", *, error: str = "") -> bytes:
+    """An agent that has called a tool so often, in its own words."""
+    turns = [Did((("search", {"q": task}),), (error or "nothing found",), "", f"{task}: {n}", n) for n in range(1, times + 1)]
+    return json.dumps(as_chat(turns)).encode()
+
+
+def send(service: Service, content: bytes, user: str = "ann", session: str = "") -> bool:
+    """Whether a request of an agent is forwarded."""
+    head = headers(CHAT, x_user_id=user, x_session_id=session) if session else headers(CHAT, x_user_id=user)
+    answers = exchange(service, head, body(content))
+    return bool(decoded(answers[-1]).WhichOneof("response") != "immediate_response")
+
+
+class Replicas:
+    """Some services, each with tables of its own, and one report about all of them."""
+
+    def __init__(self, *services: Service, orders: Sequence[ActiveOverride] = (), price: float | None = None) -> None:
+        documents = [ConversationDocument, LoopDocument, IncidentDocument, SessionDocument]
+        store = MemoryStore(Metrics())
+        boards: list[Board[Any]] = []
+        for document in documents:
+            name = document.__name__.removesuffix("Document").lower() + "s"
+            tables = [getattr(service.reporter, name) for service in services]
+            boards.append(Board(name, document, tables[0], store, lambda: True))
+            others = {str(n): table.make_document(shows_callers=True).pack() for n, table in enumerate(tables[1:])}
+            boards[-1]._collected = unpack_all(others, document)
+        conversations, loops, incidents, sessions = boards
+        pages = LoopPages(loops, Prices(price), lambda: True, incidents, sessions, conversations)
+        pages.list_orders, pages.may_see_callers = lambda: orders, lambda _: True
+        self._client = TestClient(make_app(Metrics(), pages.list_routes()))
+
+    def ask(self, **query: str) -> dict[str, Any]:
+        """The JSON by conversation."""
+        answer: dict[str, Any] = self._client.get("/loops", params={"group": "conversation", **query}).json()
+        return answer
+
+    def ask_for_loops(self) -> dict[str, Any]:
+        """The JSON by policy, detector, caller and fingerprint."""
+        answer: dict[str, Any] = self._client.get("/loops").json()
+        return answer
+
+
+def make_watched(*more: Mapping[str, Any]) -> Service:
+    """A service in which three policies see the same looper."""
+    return make_service(
+        policy("agents", ANY, **TURNS),
+        policy("storm", ANY, action="warn", threshold_identical_requests=2, **USER),
+        policy("canary", ANY, mode="shadow", **{**TURNS, "action": "land"}),
+        *more,
+    )
+
+
+def test_one_looper_is_one_row_whichever_policies_see_it() -> None:
+    """The table of loops has a row for each policy, with sums of their own; the requests of all of them are here once."""
+    service, sent = make_watched(), [write_agent(times) for times in (1, 2, 3, 3, 4, 5, 6)]
+    forwarded = [send(service, content) for content in sent]
+    acted = [place for place in range(len(sent)) if place > 1]
+
+    report = Replicas(service, price=1_000_000.0).ask()
+
+    (row,) = report["conversations"]
+    assert forwarded == [True] * 5 + [False] * 2
+    assert len({loop["policy"] for loop in row["loops"]}) == 3
+    assert sum(loop["requests"] for loop in row["loops"]) > len(acted)
+    assert (row["requests"], row["requests_sent_on"], row["requests_not_sent_on"]) == (5, 3, 2)
+    size = sum(len(sent[place]) for place in acted if forwarded[place])
+    assert row["input_tokens_sent_on"] == size // 4
+    assert row["cost_sent_on_usd"] == size // 4
+    assert row["input_tokens_not_sent_on"] == size * 2 // 3 // 4
+    assert (row["action"], row["shadow"], row["tools"]) == ("reject", "reject", ["search"])
+    assert report["total"]["requests"] == 5
+
+
+def test_conversations_of_a_caller_are_told_apart_without_a_name() -> None:
+    """By how they open; other callers' are others, and so is the same conversation under a session's name."""
+    service = make_service(policy("agents", ANY, **TURNS))
+    for user, task in (("ann", "a"), ("ann", "b"), ("bob", "a")):
+        for times in (3, 4):
+            send(service, write_agent(times, task), user)
+    send(service, write_agent(3, "c"), session="one")
+
+    rows = Replicas(service).ask()["conversations"]
+
+    assert sorted((row["requests"], row["session"] is None) for row in rows) == [(1, False), (2, True), (2, True), (2, True)]
+
+
+def test_what_shows_no_conversation_is_told_apart_by_fingerprint() -> None:
+    """Requests of any kind, by caller and by what repeats."""
+    service = make_service(policy("p", ANY, **USER))
+    for path in ("/a", "/b"):
+        for _ in range(4):
+            exchange(service, headers(path, x_user_id="ann", end=True))
+
+    rows = Replicas(service).ask()["conversations"]
+
+    assert sorted((row["path"], row["requests"], len(row["loops"])) for row in rows) == [("/a", 2, 1), ("/b", 2, 1)]
+
+
+def test_a_request_that_is_decided_in_two_parts_counts_once() -> None:
+    """One policy decides by its head, and a shadow policy when the body is there."""
+    head = policy("head", ANY, action="warn", threshold_identical_requests=2, body="ignore", **USER)
+    service = make_service(head, policy("canary", ANY, mode="shadow", threshold_identical_requests=2, **USER))
+    for _ in range(3):
+        exchange(service, headers("/", x_user_id="ann"), body(b"{}"))
+
+    (row,) = Replicas(service).ask()["conversations"]
+
+    assert (row["requests"], row["action"], row["shadow"]) == (2, "warn", "reject")
+    assert [loop["policy"] for loop in row["loops"]] == ["canary", "head"]
+
+
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["ann", "bob"]), st.integers(1, 6), st.sampled_from("ab"), st.integers(0, 1), st.booleans()),
+    max_size=25,
+)
+
+
+@given(ACTS)
+def test_sums_are_those_of_distinct_requests(acts: list[tuple[str, int, str, int, bool]]) -> None:
+    """Whatever is sent, in whatever order, and to whichever replica: what a policy has acted on counts once."""
+    services = [make_watched(), make_watched()]
+    acted = forwarded = size = 0
+    for user, times, task, place, named in acts:
+        service, content = services[place], write_agent(times, task)
+        before = sum(loop.total for loop in service.reporter.loops.copy())
+        passes = send(service, content, user, task if named else "")
+        if sum(loop.total for loop in service.reporter.loops.copy()) > before:
+            acted, forwarded, size = acted + 1, forwarded + passes, size + passes * len(content)
+
+    report = Replicas(*services).ask()
+
+    rows = report["conversations"]
+    assert len({(row["caller"], row["conversation"]) for row in rows}) == len(rows)
+    for sums in (report["total"], {name: sum(row[name] for row in rows) for name in ("requests", "requests_sent_on")}):
+        assert (sums["requests"], sums["requests_sent_on"]) == (acted, forwarded)
+    assert 0 <= size - 4 * report["total"]["input_tokens_sent_on"] <= 4 * len(rows)
+    seen = [tuple(loop["fingerprint"] for loop in row["loops"]) for row in rows]
+    assert all(seen)
+
+
+NOW = 1_000_000.0
+ROWS = st.builds(
+    lambda who, first, lasts, sent, refused, pace, loops: ConversationRow(
+        "a" * 16, who, "", "", "/", "", [], [], [("p", "d", "enforce", "a" * 16, loop) for loop in dict.fromkeys(loops)],
+        NOW + first, NOW + first + lasts, sent + refused, 100 * sent, refused, 50 * refused, float(pace), NOW + first + lasts,
+    ),
+    st.sampled_from("xyz"), st.integers(0, 600), st.integers(0, 600), st.integers(0, 9), st.integers(0, 9),
+    st.integers(0, 1_000), st.lists(st.sampled_from("abcdefghijkl"), max_size=MAX_LOOPS),
+)  # fmt: skip
+
+
+@given(st.lists(st.lists(ROWS, max_size=4), max_size=4), st.randoms())
+def test_rows_of_replicas_are_added_in_any_order(replicas: list[list[ConversationRow]], chance: random.Random) -> None:
+    """Nothing is lost or counted twice, and each conversation has one row, whose pace is that of all replicas together."""
+    later = NOW + 1_300
+    documents = [ConversationDocument(rows) for rows in replicas]
+    once = ConversationDocument.merge(documents, NOW)
+    chance.shuffle(documents)
+    packed = {str(n): each.pack() for n, each in enumerate(documents)}
+    again = ConversationDocument.merge(unpack_all(packed, ConversationDocument).values(), NOW)
+
+    every = [row for rows in replicas for row in rows]
+    for merged in (once, again):
+        assert sorted(row.conversation for row in merged.rows) == sorted({row.conversation for row in every})
+        for field in ("requests", "size", "refused", "refused_size"):
+            assert sum(getattr(row, field) for row in merged.rows) == sum(getattr(row, field) for row in every)
+        assert sum(row.find_pace(later) for row in merged.rows) == pytest.approx(sum(row.find_pace(later) for row in every))
+        for row in merged.rows:
+            own = [each for each in every if each.conversation == row.conversation]
+            assert (row.first, row.last) == (min(each.first for each in own), max(each.last for each in own))
+            assert len(row.loops) == len({*row.loops}) == min(MAX_LOOPS, len({loop for each in own for loop in each.loops}))
+
+
+def test_what_was_long_ago_is_left_out_and_rows_are_not_changed() -> None:
+    """Merging makes rows of its own."""
+    row = ConversationRow("a" * 16, "x", "", "", "/", "", [], [], [], NOW, NOW, 1, 100)
+    before = asdict(row)
+
+    merged = ConversationDocument.merge([ConversationDocument([row]), ConversationDocument([row], 2)], NOW)
+
+    assert (merged.rows[0].requests, merged.left_out) == (2, 2)
+    assert asdict(row) == before
+    assert ConversationDocument.merge([ConversationDocument([row])], NOW + 4_000).rows == []
+
+
+def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
+    """The rest stays behind, and that is said."""
+    noise = random.Random(0)
+    row = ConversationRow("a" * 16, "x", "", "", "/", "", [], [], [], NOW, NOW, 1, 100)
+    rows = [replace(row, conversation=noise.randbytes(90).hex()) for _ in range(1_000)]
+
+    packed = ConversationDocument(rows).pack()
+    (found,) = unpack_all({"b": packed}, ConversationDocument).values()
+
+    assert len(packed) <= MAX_DOCUMENT
+    assert found.rows == rows[: len(found.rows)]
+    assert 0 < found.left_out == 1_000 - len(found.rows)
+
+
+def test_what_costs_most_now_comes_first() -> None:
+    """Not what has cost most: that may have ended; the other orders are there as well."""
+    service = make_service(policy("p", ANY, action="warn", threshold_identical_requests=2, **USER))
+    for user, size, times in (("was", 4_000, 9), ("is", 400, 5)):
+        for _ in range(times):
+            exchange(service, headers("/", x_user_id=user), body(b"x" * size))
+    table = service.reporter.conversations
+    was = next(row for row in table.copy() if row.size > 10_000)
+    was.last, was.paced = was.last - 900, was.paced - 900
+
+    replicas = Replicas(service, price=1.0)
+
+    for sort, expected in (("now", [4, 8]), ("", [4, 8]), ("cost", [8, 4]), ("first", [8, 4]), ("last", [4, 8])):
+        found = replicas.ask(**({"sort": sort} if sort else {}))["conversations"]
+        assert [row["requests"] for row in found] == expected, sort
+    assert [row["looping"] for row in replicas.ask()["conversations"]] == [True, False]
+    assert [row["input_tokens_per_minute"] for row in replicas.ask()["conversations"]] == [pytest.approx(400, abs=9), 0]
+
+
+def test_a_query_selects_whole_conversations() -> None:
+    """A row that one of its policies selects is there with all of its requests and loops."""
+    service = make_watched()
+    for times in (3, 4):
+        send(service, write_agent(times))
+    send(service, write_agent(3), "bob")
+    replicas = Replicas(service)
+
+    for query, callers in (
+        ({"policy": "canary"}, 2), ({"tool": "search"}, 2), ({"caller": "x-user-id=bob"}, 1), ({"policy": "storm"}, 0),
+        ({"tool": "other"}, 0), ({"limit": "1"}, 1),
+    ):  # fmt: skip
+        assert len(replicas.ask(**query)["conversations"]) == callers, query
+    (bob,) = replicas.ask(caller="x-user-id=bob")["conversations"]
+    assert [loop["policy"] for loop in bob["loops"]] == ["canary", "agents"]
+    assert replicas.ask(group="caller")["error"] == "group must be conversation"
+    assert replicas.ask(sort="age")["error"] == "sort must be one of now, cost, spared, requests, count, last, first"
+
+
+def test_the_rows_of_loops_stay_as_they_are() -> None:
+    """Without the parameter the report has what it had, and nothing of the grouping."""
+    service = make_watched()
+    send(service, write_agent(4))
+
+    report = Replicas(service).ask_for_loops()
+
+    assert {loop["policy"] for loop in report["loops"]} == {"agents", "canary"}
+    assert "conversations" not in report
+    assert report["total"]["loops"] == 2
+
+
+# ---- Orders
+
+
+def test_an_order_is_shown_at_what_it_is_about() -> None:
+    """Who gave it, and until when, with the command that ends it; an allowed conversation goes on to be counted."""
+    service = make_service(policy("agents", ANY, **TURNS))
+    for times in (3, 4, 5):
+        send(service, write_agent(times))
+    allow = order(ALLOW)._replace(who="eve@host", reason="known")
+    apply_orders(service, allow)
+    assert send(service, write_agent(6))
+
+    (row,) = Replicas(service, orders=[allow, order(ALLOW, Target(caller="b" * 16))]).ask()["conversations"]
+
+    assert [(each["kind"], each["who"], each["reason"]) for each in row["orders"]] == [("allow", "eve@host", "known")]
+    assert (row["action"], row["requests"], row["requests_sent_on"]) == ("allow", 4, 3)
+    assert row["commands"]["revoke"] == "loopguard overrides --revoke o"
+
+
+def test_an_allowed_conversation_that_never_looped_is_no_row() -> None:
+    """There is nothing to be seen about it."""
+    service = make_service(policy("agents", ANY, **TURNS))
+    apply_orders(service, order(ALLOW))
+
+    assert send(service, write_agent(9))
+    assert Replicas(service).ask()["conversations"] == []
+
+
+def test_the_commands_are_ones_that_the_command_line_takes() -> None:
+    """They name the conversation as narrowly as every policy that acts on it knows it."""
+    service = make_service(policy("agents", ANY, **TURNS), policy("p", ANY, **USER))
+    send(service, write_agent(3), session="s")
+    for _ in range(3):
+        exchange(service, headers("/poll", x_user_id="bob", end=True))
+    send(service, write_agent(3, "b"), "cid")
+
+    commands = {row["descriptors"]["x-user-id"]: row["commands"] for row in Replicas(service).ask()["conversations"]}
+
+    shapes = {user: [_shape(command) for command in own.values()] for user, own in commands.items()}
+    assert shapes == {
+        "ann": ["block --caller --session --for", "allow --caller --session --for"],
+        "bob": ["block --caller --fingerprint --for", "allow --caller --fingerprint --for"],
+        "cid": ["block --caller --fingerprint --for", "allow --caller --fingerprint --for"],
+    }
+
+
+def _shape(command: str) -> str:
+    """The words of a command that are the same for each caller; fails if the command line does not take it."""
+    program, *arguments = shlex.split(command)
+    assert program == "loopguard"
+    make_parser(arguments).parse_args(arguments)
+    return " ".join(word for place, word in enumerate(arguments) if not place or word.startswith("--"))
+
+
+HASHES = st.sampled_from(["1" * 16, "2" * 16])
+TARGETS = st.builds(
+    Target, st.sampled_from(["", "1" * 16, "2" * 16]),
+    st.sampled_from([(), (("a", "1" * 16),), (("a", "1" * 16), ("b", "2" * 16))]),
+    st.sampled_from(["", "1" * 16]), st.sampled_from(["", "abcd"]), st.sampled_from(["", "search"]),
+)  # fmt: skip
+ABOUT = st.builds(
+    About, st.sets(st.sampled_from("pq")), st.sets(HASHES), st.dictionaries(st.sampled_from("ab"), HASHES),
+    st.sets(HASHES), st.sets(st.sampled_from(["abcd", "ef"])), st.sets(st.sampled_from(["search", "read"])),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(TARGETS, st.sampled_from(["", "p"])), max_size=9), ABOUT)
+def test_the_index_finds_what_looking_at_each_order_finds(targets: list[tuple[Target, str]], about: About) -> None:
+    """Filing orders changes nothing but the time that it takes."""
+    named = [(target, policy) for target, policy in targets if any(target)]
+    orders = [order(BLOCK, target, name=str(n), about=policy, since=n) for n, (target, policy) in enumerate(named)]
+
+    found = OrderIndex(orders).find(about)
+
+    assert [each.name for each in found] == [each.name for each in reversed(orders) if concerns(each, about)]
+
+
+def test_an_order_that_names_a_value_is_found_by_its_hash() -> None:
+    """Neither the order nor what replicas publish has the value."""
+    service = make_service(policy("p", ANY, **USER))
+    for _ in range(3):
+        exchange(service, headers("/", x_user_id="ann", end=True))
+
+    document = service.reporter.conversations.make_document(shows_callers=False)
+
+    assert document.rows[0].descriptors == [("x-user-id", hash_descriptor("x-user-id", "ann"))]
+    assert "ann" not in str(document)
+
+
+# ---- Incidents
+
+
+def fail(service: Service, users: str, tasks: str, times: int = 5) -> list[bool]:
+    """A session of each user about each task, whose tool fails; whether its request is forwarded."""
+    content = [(user, write_agent(times, task, error="error: the database is down")) for task in tasks for user in users]
+    return [send(service, each, user) for user, each in content]
+
+
+def test_an_incident_is_one_row_with_its_loops_in_it() -> None:
+    """Whichever policies see it, and also those conversations that were stuck before it was one; no request counts twice."""
+    service = make_watched()
+    forwarded = [*fail(service, "abc", "12"), *fail(service, "ab", "1", 6)]
+    send(service, write_agent(3), "dora")
+
+    report = Replicas(service).ask()
+
+    (incident,) = report["incidents"]
+    assert forwarded == [False] * 4 + [True] * 4
+    assert (incident["tool"], incident["policies"]) == ("search", ["agents", "canary"])
+    assert (incident["sessions"], incident["callers"], incident["not_refused"]) == (6, 3, 4)
+    assert (incident["requests"], incident["requests_sent_on"], incident["requests_not_sent_on"]) == (8, 4, 4)
+    assert (len(incident["conversations"]), incident["active"]) == (4, True)
+    assert [row["descriptors"] for row in report["conversations"]] == [{"x-user-id": "dora"}]
+    assert report["total"]["requests"] == 9
+    assert Replicas(service).ask(caller="x-user-id=dora")["incidents"] == []
+    assert "database" not in json.dumps(report)
+
+
+def test_the_sessions_of_an_incident_do_not_fill_the_table() -> None:
+    """Hundreds of them share a row, so a looper that has nothing to do with it stays."""
+    service = make_service(policy("agents", ANY, **TURNS))
+    fail(service, "abc", "12")
+    for number in range(200):
+        fail(service, "x", f"{chr(1_000 + number)}")
+
+    assert len(service.reporter.conversations.copy()) == 5
+    assert Replicas(service).ask()["incidents"][0]["requests"] == 206
+
+
+def test_a_loop_that_goes_on_when_the_incident_is_over_is_a_row_again() -> None:
+    """Its tool fails for it alone, so it is no outage any more."""
+    service = make_service(policy("agents", ANY, **TURNS))
+    fail(service, "abc", "12")
+    (failing,) = service.reporter.incidents.copy()
+    past = time.time() - WINDOW_SECONDS - 100
+    failing.began = failing.last = past
+    for own in failing._recent.values():
+        own.update(dict.fromkeys(own, past))
+    for row in service.reporter.conversations.copy():
+        row.last = row.first = past
+        row.failing = past if row.failing else 0.0
+
+    assert fail(service, "a", "1", 7) == [False]
+
+    report = Replicas(service).ask()
+    assert [row["requests"] for row in report["conversations"]] == [2]
+    assert report["incidents"][0]["requests"] == 5
