@@ -67,7 +67,7 @@ class RunName(NamedTuple):
     session: str
 
 
-class _Agent:
+class _SeenAgent:
     """An agent of a session; see `AgentRow`, which takes longer to change."""
 
     __slots__ = ("began", "depth", "last", "name", "parent", "refused", "requests")
@@ -116,7 +116,7 @@ class Run:
         self.refusal: SessionRefusal | None = None
         self.calls: list[CallRow] = []
         self.unnamed = 0
-        self.agents: dict[str, _Agent] = {}
+        self.agents: dict[str, _SeenAgent] = {}
         self.tree: TreeStanding | None = None
         self.started_by = ""
         self.limits: Amounts = []
@@ -147,7 +147,7 @@ class Run:
         if row is None:
             if len(self.agents) >= MAX_SHOWN:
                 del self.agents[next(iter(self.agents))]
-            row = _Agent(name, parent, now)
+            row = _SeenAgent(name, parent, now)
         self.agents[name] = row
         row.last, row.refused = now, standing.limit
         row.requests += 1

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from extproc.engine.orders import ALL_POLICIES, ActiveOverride
 
 
-class About(NamedTuple):
+class ShownRow(NamedTuple):
     """What orders may name of a row. Callers' names and values are hashes.
 
     Attributes:
@@ -37,7 +37,7 @@ class OrderIndex:
             key = next((each for each in (*named, *more) if each[1]), ("", ""))
             self._filed.setdefault(key, []).append(order)
 
-    def find(self, about: About) -> list[ActiveOverride]:
+    def find(self, about: ShownRow) -> list[ActiveOverride]:
         """The orders that concern a row, newest first."""
         if not self._filed:
             return []
@@ -55,7 +55,7 @@ class OrderIndex:
 NO_ORDERS = OrderIndex(())
 
 
-def concerns(order: ActiveOverride, about: About) -> bool:
+def concerns(order: ActiveOverride, about: ShownRow) -> bool:
     """Whether an order may apply to requests of a row."""
     target = order.target
     return (

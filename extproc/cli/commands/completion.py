@@ -6,9 +6,9 @@ import argparse
 
 HELP = "print a script that completes commands and flags in a shell"
 EXAMPLES = """examples:
-  eval "$(loopguard completion bash)"                       # in ~/.bashrc
+  loopguard completion fish | source                        # in config.fish
   loopguard completion zsh > "${fpath[1]}/_loopguard"       # once
-  loopguard completion fish | source                        # in config.fish"""
+  eval "$(loopguard completion bash)"                       # in ~/.bashrc"""
 
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = {"PATH": "FILE", "FILE": "FILE", "DIR": "DIRECTORY"}

@@ -27,7 +27,7 @@ _MOST_NESTED = 8
 _MOST_DOLLARS = 1_000_000  # of one call; more is no price
 
 
-class _Agent(msgspec.Struct):
+class _AtifAgent(msgspec.Struct):
     name: str | None = None
     model_name: str | None = None
 
@@ -51,7 +51,7 @@ class _Metrics(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(_Trajectory).decode
 _decode_metrics = msgspec.json.Decoder(_Metrics).decode
-_decode_agent = msgspec.json.Decoder(_Agent).decode
+_decode_agent = msgspec.json.Decoder(_AtifAgent).decode
 _decode_steps = msgspec.json.Decoder(list[TrajectoryStep]).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -76,7 +76,7 @@ class Atif:
             found = _decode(data)
             if not bytes(found.steps) or not (bytes(found.agent) or (found.schema_version or "").startswith(_NAME)):
                 return False
-            agent = _decode_agent(found.agent) if bytes(found.agent).startswith(b"{") else _Agent()
+            agent = _decode_agent(found.agent) if bytes(found.agent).startswith(b"{") else _AtifAgent()
         except BAD_JSON:
             return False
         try:
@@ -88,7 +88,7 @@ class Atif:
             self._read(bytes(inner), place, deeper - 1)
         return True
 
-    def _follow(self, steps: list[TrajectoryStep], agent: _Agent, session: str, place: ScannedPlace) -> None:
+    def _follow(self, steps: list[TrajectoryStep], agent: _AtifAgent, session: str, place: ScannedPlace) -> None:
         about = About(self.kind, session, name_folder(place.file), cut_name(agent.name))
         run = self._runs.open(about, "messages", tools=any(step.tool_calls for step in steps))
         behind: list[bytes] = []
@@ -108,7 +108,7 @@ class Atif:
         run.close()
 
 
-def _make_call(step: TrajectoryStep, agent: _Agent, place: ScannedPlace) -> ModelCall:
+def _make_call(step: TrajectoryStep, agent: _AtifAgent, place: ScannedPlace) -> ModelCall:
     try:
         metrics = _decode_metrics(step.metrics) if bytes(step.metrics).startswith(b"{") else _Metrics()
     except BAD_JSON:

@@ -16,7 +16,7 @@ from extproc.operator.conversation_rows import ConversationRow
 from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentRow
 from extproc.operator.overrides import describe_override
 from extproc.operator.sketch import Sketch
-from extproc.operator.standing_orders import About, OrderIndex
+from extproc.operator.standing_orders import OrderIndex, ShownRow
 from extproc.sessions.prices import Prices
 from extproc.sessions.rates import estimate_tokens
 
@@ -134,7 +134,7 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         "action": row.action,
         "shadow": row.shadow or None,
         **_describe_costs(row, known),
-        "orders": [describe_override(order) for order in known.orders.find(_make_about(row, loops))],
+        "orders": [describe_override(order) for order in known.orders.find(_make_shown_row(row, loops))],
         "loops": loops,
     }
     callers = {row.tenant, *(name[3] for name in row.loops)}
@@ -169,11 +169,11 @@ def _find(loops: Sequence[Mapping[str, Any]], name: str) -> Any:  # noqa: ANN401
     return next((loop[name] for loop in loops if loop[name]), None)
 
 
-def _make_about(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) -> About:
+def _make_shown_row(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) -> ShownRow:
     """What orders may name of a conversation."""
     aliases = [loop["alias"] for loop in loops if loop["alias"]]
     secrets = [secret for loop in loops for secret in loop["credentials"]]
-    return About(
+    return ShownRow(
         {name[0] for name in row.loops},
         {row.tenant, *(name[3] for name in row.loops), *aliases, *secrets},
         dict(row.descriptors),

@@ -34,7 +34,7 @@ from extproc.operator.board import View
 from extproc.operator.overrides import describe_override
 from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
 from extproc.operator.session_table import OVERFLOW, convert_amount, convert_dollars, name_killer
-from extproc.operator.standing_orders import NO_ORDERS, About, OrderIndex
+from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
 from extproc.sessions.limits import UNNAMED
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -125,17 +125,17 @@ def describe_session(row: SessionRow, *, shows_callers: bool, orders: OrderIndex
         "usage": describe_usage(row),
         "limits": describe_amounts(row.limits),
         "granted": describe_amounts(row.granted),
-        "orders": [describe_override(order) for order in orders.find(_make_about(row))],
+        "orders": [describe_override(order) for order in orders.find(_make_shown_row(row))],
     }
     named = row.session not in {UNNAMED, OVERFLOW}
     return {**described, "commands": suggest_for_session(described, named=named)}
 
 
-def _make_about(row: SessionRow) -> About:
+def _make_shown_row(row: SessionRow) -> ShownRow:
     """What orders may name of a session; callers' values only where they are known here."""
     hashes = {name: hash_descriptor(name, value) for name, value in row.caller}
     callers = {row.tenant, *row.credentials, *([row.alias] if row.alias else [])}
-    return About({row.policy}, callers, hashes, {row.session})
+    return ShownRow({row.policy}, callers, hashes, {row.session})
 
 
 def _describe_agents(row: SessionRow, now: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from extproc.operator.conversation_rows import MAX_LOOPS, ConversationDocument, 
 from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument
 from extproc.operator.loop_rows import LoopDocument
 from extproc.operator.session_rows import SessionDocument
-from extproc.operator.standing_orders import About, OrderIndex, concerns
+from extproc.operator.standing_orders import OrderIndex, ShownRow, concerns
 from extproc.sessions.prices import Prices
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import MAX_DOCUMENT
@@ -352,13 +352,13 @@ TARGETS = st.builds(
     st.sampled_from(["", "1" * 16]), st.sampled_from(["", "abcd"]), st.sampled_from(["", "search"]),
 )  # fmt: skip
 ABOUT = st.builds(
-    About, st.sets(st.sampled_from("pq")), st.sets(HASHES), st.dictionaries(st.sampled_from("ab"), HASHES),
+    ShownRow, st.sets(st.sampled_from("pq")), st.sets(HASHES), st.dictionaries(st.sampled_from("ab"), HASHES),
     st.sets(HASHES), st.sets(st.sampled_from(["abcd", "ef"])), st.sets(st.sampled_from(["search", "read"])),
 )  # fmt: skip
 
 
 @given(st.lists(st.tuples(TARGETS, st.sampled_from(["", "p"])), max_size=9), ABOUT)
-def test_the_index_finds_what_looking_at_each_order_finds(targets: list[tuple[Target, str]], about: About) -> None:
+def test_the_index_finds_what_looking_at_each_order_finds(targets: list[tuple[Target, str]], about: ShownRow) -> None:
     """Filing orders changes nothing but the time that it takes."""
     named = [(target, policy) for target, policy in targets if any(target)]
     orders = [order(BLOCK, target, name=str(n), about=policy, since=n) for n, (target, policy) in enumerate(named)]
