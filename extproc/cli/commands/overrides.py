@@ -17,7 +17,7 @@ EXAMPLES = """examples:
   loopguard overrides --revoke 3f9c0ab81d22"""
 
 _ABOUT = ("caller", "session", "fingerprint", "tool")
-GRANTED = {
+_GRANTED = {
     "steps": "steps",
     "tool_calls": "tool calls",
     "cost": "dollars",
@@ -53,12 +53,18 @@ def run(options: argparse.Namespace) -> int:
 def describe(override: Mapping[str, Any]) -> str:
     """One override in a line."""
     about = [f"{name} {_join(override[name])}" for name in _ABOUT if override.get(name)]
-    about += [f"+{override[name]:.10g} {words}" for name, words in GRANTED.items() if override.get(name)]
-    about += [f"+{calls} {'call' if calls == 1 else 'calls'} of {tool}" for tool, calls in override.get("tools", {}).items()]
+    about += list_amounts(override)
     policy = f"in {override['policy']}" if override.get("policy") else "in all policies"
     said = [f"by {override['who']}" if override.get("who") else "", override.get("reason", "")]
     words = ": ".join(word for word in said if word)
     return f"{override['override']}  {override['kind']:<7}  {', '.join(about)}  {policy}  until {override['ends']}  {words}"
+
+
+def list_amounts(override: Mapping[str, Any]) -> list[str]:
+    """What a grant adds, in words."""
+    amounts = [f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)]
+    calls = override.get("tools", {})
+    return amounts + [f"+{number} {'call' if number == 1 else 'calls'} of {tool}" for tool, number in calls.items()]
 
 
 def _join(value: str | Mapping[str, str]) -> str:

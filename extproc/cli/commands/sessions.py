@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from extproc.cli.commands import count, write_caller, write_coverage
-from extproc.cli.commands.overrides import GRANTED
+from extproc.cli.commands.overrides import list_amounts
 from extproc.engine.orders import GRANT
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
@@ -101,16 +101,15 @@ def _write_session(session: Mapping[str, Any]) -> str:
 
 
 def write_order(order: Mapping[str, Any]) -> str:
-    """An order that stands, in a few words."""
-    amounts = [f"+{order[name]:.10g} {words}" for name, words in GRANTED.items() if order.get(name)]
-    amounts += [f"+{calls} of {tool}" for tool, calls in order.get("tools", {}).items()]
-    given = f" {', '.join(amounts)}" if amounts else ""
+    """An order in force, in a few words."""
+    amounts = ", ".join(list_amounts(order))
+    given = f" {amounts}" if amounts else ""
     who = f" by {order['who']}" if order.get("who") else ""
     return f"order: {order['kind']}{given}{who} until {order['ends']}"
 
 
 def _is_granted_since(session: Mapping[str, Any]) -> bool:
-    """Whether a grant stands that was given after the last refusal."""
+    """Whether a grant in force was given after the last refusal."""
     refused = datetime.fromisoformat(session["refused"]["at"])
     grants = [order for order in session.get("orders", ()) if order["kind"] == GRANT]
     return any(datetime.fromisoformat(order["since"]) >= refused for order in grants)

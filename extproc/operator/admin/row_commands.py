@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from extproc.sessions.limits import write_grant
+
 _GRANTS = {"max_steps": "--steps 20", "max_tool_calls": "--tool-calls 20", "max_cost_per_session": "--cost 5"}
 _SHORT = "--for 30m"
 
@@ -35,17 +37,19 @@ def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str
     else:
         found["stop"] = _write("kill", row["caller"], session)
         if row["refused"]:
-            found["free"] = _write_grant(row, session)
+            found["free"] = _suggest_more(row, session)
     return {**found, **_suggest_revoking(row["orders"])}
 
 
-def _write_grant(row: Mapping[str, Any], session: str) -> str:
+def _suggest_more(row: Mapping[str, Any], session: str) -> str:
+    """The grant that the refusal itself names, or one of a usual amount; a release where no grant helps."""
     refused = row["refused"]
-    if refused["limit"] == "max_calls_per_tool" and refused["tool"]:
-        amount = f"--tool {shlex.quote(refused['tool'])}=20"
-    else:
-        amount = _GRANTS.get(refused["limit"], "")
-    return _write("grant", row["caller"], session, "", amount) if amount else _write("release", row["caller"], session)
+    amount = _GRANTS.get(refused["limit"], "")
+    if amount:
+        return _write("grant", row["caller"], session, "", amount)
+    asked = refused["limit"], refused["tool"] or "", refused["used"], refused["allowed"]
+    grant = write_grant(session, row["caller"], *asked) if session else ""
+    return grant or _write("release", row["caller"], session)
 
 
 def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:

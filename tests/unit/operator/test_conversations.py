@@ -21,6 +21,7 @@ from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.operator.admin.loop_report import LoopPages
 from extproc.operator.admin.pages import make_app
+from extproc.operator.admin.row_commands import suggest_for_session
 from extproc.operator.board import Board, unpack_all
 from extproc.operator.conversation_rows import MAX_LOOPS, ConversationDocument, ConversationRow
 from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument
@@ -335,6 +336,32 @@ def test_the_commands_are_ones_that_the_command_line_takes() -> None:
         "bob": ["block --caller --fingerprint --for", "allow --caller --fingerprint --for"],
         "cid": ["block --caller --fingerprint --for", "allow --caller --fingerprint --for"],
     }
+
+
+@pytest.mark.parametrize(
+    ("limit", "tool", "used", "allowed", "flags"),
+    [
+        ("max_steps", "", 5, 5, "--steps"),
+        ("max_tool_calls", "", 9, 8, "--tool-calls"),
+        ("max_cost_per_session", "", 1, 1, "--cost"),
+        ("max_calls_per_tool", "refund now", 1, 0, "--tool"),
+        ("max_agents", "", 8, 8, "--agents"),
+        ("max_depth", "", 3, 2, "--depth"),
+        ("max_concurrent_agents", "", 4, 4, "--concurrent-agents"),
+        ("max_spawns_per_minute", "", 4, 4, "--spawns-per-minute"),
+        ("loop_detection", "", 3, 3, ""),
+    ],
+)
+def test_a_refused_session_is_granted_what_it_lacks(limit: str, tool: str, used: int, allowed: int, flags: str) -> None:
+    """Where no grant helps, it is released."""
+    refused = {"limit": limit, "tool": tool or None, "used": used, "allowed": allowed}
+    row: dict[str, Any] = {"caller": "a" * 16, "session": "5" * 16, "killed": None, "refused": refused, "orders": []}
+
+    command = suggest_for_session(row, named=True)["free"]
+
+    words = _shape(command).split()
+    assert words[0] == ("grant" if flags else "release")
+    assert set(words[1:]) == {"--caller", "--session", flags} - {""}
 
 
 def _shape(command: str) -> str:

@@ -166,7 +166,7 @@ def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
         f"loopguard allow --caller {storm.tenant} --fingerprint ",
         "loopguard overrides --revoke b1",
         f"loopguard kill --caller {'a' * 16} --session {'5' * 16}",
-        f"loopguard grant --caller {'a' * 16} --session {'5' * 16} --tool runner=20",
+        f"loopguard grant --session {'5' * 16} --caller {'a' * 16} --tool runner=1",
         "loopguard overrides --revoke g1",
     ):
         assert text.count(f'<code class="copy">{command}') == 1, command
