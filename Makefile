@@ -73,7 +73,7 @@ demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, sto
 test-quick: .venv/test.stamp ## unit tests on the sources but those that take long: below a minute
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile quick -m 'not deep' tests/unit
 
-test: ## all tests but those that take long (DEEP=1: those as well), with the real Envoy 1.40
+test: ## all tests except slow ones, with the real Envoy 1.40 (DEEP=1: all, as in CI)
 	@$(MAKE) --no-print-directory --jobs 2 test-sources $(COMPILED)/test.stamp
 	@case $$(echo .venv/wheel/*.whl) in \
 	*-none-any.whl) \

@@ -172,7 +172,7 @@ def _write_whom(row: Mapping[str, Any], _: float) -> str:
 
 
 def _write_done(row: Mapping[str, Any], now: float) -> str:
-    """What is done now: the order that stands, the action, or what a shadow policy would do."""
+    """What is done now: the order in force, the action, or what a shadow policy would do."""
     if "sessions" in row:
         return "wait" if row["action"] != "allow" else "shadow: wait"
     if row["orders"]:

@@ -487,7 +487,7 @@ class SessionGuard:
         )
 
     def extend_agents(self, granted: tuple[int, int, int, int]) -> AgentLimits:
-        """The limits of the agents of a session that was granted so many more, in the order of `AGENT_LIMITS`."""
+        """The limits of a session's agents, raised by these amounts, in the order of `AGENT_LIMITS`."""
         limits = self.agent_limits or NO_LIMITS
         given = limits.depth, limits.agents, limits.concurrent, limits.spawns
         depth, agents, concurrent, spawns = [_raise(limit, more) for limit, more in zip(given, granted, strict=True)]

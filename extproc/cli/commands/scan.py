@@ -13,7 +13,7 @@ from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.options import make_type, parse_seconds
 
-HELP = "find loops in transcripts that agents have left on the disk"
+HELP = "find loops in transcripts that agents left on disk"
 EXAMPLES = """examples:
   loopguard scan
   loopguard scan ~/.claude/projects --since 7 --show
@@ -21,9 +21,9 @@ EXAMPLES = """examples:
   loopguard scan --json | jq '.worst[0]'
 
 Reads transcripts of Claude Code and Codex, ATIF, OTLP exports of GenAI spans (JSON), and logs of requests (JSON lines) in the
-form of any API that Loopguard guards, plain or gzip; formats are told by content. Without PATH, it reads ~/.claude/projects and
-~/.codex/sessions. It needs no Envoy and no policy, and nothing leaves this machine. The preset `agents` judges each call as it
-would have judged its request: a note at the third identical turn, a stop at the seventh.
+form of any API that Loopguard guards, plain or gzip. Formats are recognized by content. Without PATH, it reads
+~/.claude/projects and ~/.codex/sessions. It needs no Envoy and no policy, and nothing leaves this machine. The preset `agents`
+judges each call as it would have judged its request: a note at the third identical turn, a stop at the seventh.
 
 exit code: 0 scanned, whatever was found; 1 nothing can be read; 2 usage"""
 
@@ -80,6 +80,8 @@ def run(options: argparse.Namespace) -> int:
     for line in list_problems(document["problems"]):
         print(escape_controls(line), file=sys.stderr)
     if not document["conversations"]:
-        told = "no file was changed in that time" if options.since is not None and not files else "no file has a conversation"
+        told = (
+            "no file was changed in that time" if options.since is not None and not files else "no file contains a conversation"
+        )
         raise LoopguardError(f"nothing to scan in {', '.join(paths)}: {told}")
     return 0

@@ -63,7 +63,7 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
     span = f", {document['first'][:10]} to {document['last'][:10]}" if document["first"] else ""
     lines.append(f"{read}{f' ({formats})' if formats else ''}{span}.")
     if document["estimated"]:
-        lines.append("Some tokens are estimated from bytes, because a log does not tell them.")
+        lines.append("Some tokens are estimated from bytes, because a log does not have them.")
     unpriced = document["spent"]["unpriced_tokens"]
     if unpriced:
         hint = "" if find_spec("genai_prices") else ": `pip install genai-prices` knows most"

@@ -79,7 +79,7 @@ def scan_files(
                     told = now
                 yield each.result()
         except BrokenProcessPool:
-            raise LoopguardError("a process has ended by itself, perhaps for lack of memory: try --jobs 1") from None
+            raise LoopguardError("a process ended unexpectedly, perhaps for lack of memory: try --jobs 1") from None
         except BaseException:  # also for Ctrl-C: the rest is not needed
             for child in multiprocessing.active_children():
                 child.terminate()

@@ -1,7 +1,7 @@
 """`/loops?group=conversation`: one row for each caller and conversation, and for each failing tool, with sums that fit.
 
 Each request is counted once, so sums are right however many policies see it. Costs are those of requests that reached the
-model; what was not forwarded stands beside them.
+model; what was not forwarded is counted apart.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Kn
 def is_folded(row: ConversationRow, incidents: Sequence[IncidentRow]) -> bool:
     """Whether a conversation is part of the incident of a tool, of which several policies may have a row.
 
-    Conversations that the tool had stuck before are part of it. One that goes on when it is over is not.
+    Conversations that the tool had stuck before are part of it. One that continues after the incident is not.
     """
     if not row.tool or not incidents:
         return False

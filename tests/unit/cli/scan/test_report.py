@@ -145,14 +145,14 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     assert run.code == 0
     assert f"warning: 1 item: not JSON: damaged, or cut off ({file}:" in run.err
-    assert "note: 1 item: of a kind that is not known: ignored: Claude Code: hologram (1)" in run.err
-    assert "note: 1 item: no JSON: another kind of file" in run.err
+    assert "note: 1 item: of an unknown kind: ignored: Claude Code: hologram (1)" in run.err
+    assert "note: 1 item: not a file of JSON" in run.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        (["{empty}"], 1, "loopguard: nothing to scan in {empty}: no file has a conversation"),
+        (["{empty}"], 1, "loopguard: nothing to scan in {empty}: no file contains a conversation"),
         (["{empty}/gone"], 2, "loopguard: {empty}/gone does not exist: name a file or a folder of transcripts"),
         (
             ["{empty}", "--html", "{empty}"],
