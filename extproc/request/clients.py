@@ -33,6 +33,9 @@ CLIENTS: Final = (
     Client("SDKs made by Fern, such as Cohere's (2 retries)", "x-fern-sdk-name", b"", retries=True),
 )
 
+ENDED_BY_NOT_FOUND: Final = (b"COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",)
+"""Words in the prompts of agent programs that retry a 400 or 429 for minutes, but end at once on a 404: mini-swe-agent."""
+
 PARENT_SESSION: Final = "x-parent-session-id"
 """Header in which an agent of opencode names the `x-session-id` of its parent."""
 

@@ -242,7 +242,6 @@ CLIENTS: Final = (
             "MSWEA_SILENT_STARTUP": "1",
         },
         Call("bash", {"command": "cat {file}"}),
-        allowed={"ends": "retries for minutes, whatever the status"},
         end=Call("bash", {"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {DONE}"}),
     ),
     _python(

@@ -14,7 +14,7 @@ from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Plan
 from extproc.ext_proc.answers.go_on import set_headers
 from extproc.ext_proc.answers.metadata import write_metadata
-from extproc.ext_proc.answers.status import choose_status
+from extproc.ext_proc.answers.status import Content, choose_status
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.sessions.limits import SessionSubject
@@ -36,9 +36,6 @@ _INVALID_ARGUMENT = 3
 _RESOURCE_EXHAUSTED = 8
 _UNAVAILABLE = 14
 
-Content = bytes | memoryview | None
-"""A request's body; None if it could not be read."""
-
 
 def refuse(lead: Outcome, metadata: dict[str, Any], evaluation: Evaluation) -> bytes:
     """The immediate response for the strictest outcome."""
@@ -56,7 +53,7 @@ def refuse_session(
     not help.
     """
     reason, final = Reason.SESSION_LIMIT_EXCEEDED, lead.retry_after is None
-    status = (lead.refusal.status or choose_status(request, final=True)) if final else _WAIT_STATUS
+    status = (lead.refusal.status or choose_status(request, content, final=True)) if final else _WAIT_STATUS
     code = _QUOTA if status == _PAYMENT_REQUIRED else reason.value
     message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
     used, allowed = subject.shown
@@ -79,7 +76,7 @@ def refuse_loop(lead: Outcome, metadata: dict[str, Any], evaluation: Evaluation)
     message = write_loop_message(lead, request)
     reason = Reason.LOOP_DETECTED
     detail = {"error": _LOOP, "message": message, "cooldown_seconds": lead.retry_after}
-    status = lead.refusal.status or choose_status(request, final=lead.retry_after is None)
+    status = lead.refusal.status or choose_status(request, evaluation.content, final=lead.retry_after is None)
     refusal = Refusal(status, message, reason.value, _LOOP, detail)
     framed = lead.subject.frame(message, request.read_header("accept"))
     if framed is None:
@@ -127,7 +124,7 @@ def refuse_killed(request: HttpRequest) -> bytes:
 
 def refuse_blocked(plan: Plan, seconds: int, request: HttpRequest, content: Content, subject: Subject) -> bytes:
     """The immediate response to a request that an operator has blocked under a policy for this many more seconds."""
-    status = choose_status(request, final=True) if plan.chooses_status else KILLED_STATUS
+    status = choose_status(request, content, final=True) if plan.chooses_status else KILLED_STATUS
     return _refuse_stopped(Reason.BLOCKED, status, str(seconds), plan.id, request, content, subject)
 
 

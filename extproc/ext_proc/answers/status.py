@@ -1,12 +1,15 @@
 """The status of a refusal, where it depends on whether waiting helps, and on the client."""
-# interpreted: reads a few headers of refused requests
+# interpreted: reads a few headers of refused requests, and searches their bodies
 
 from __future__ import annotations
 
 from typing import Final
 
-from extproc.request.clients import CLIENTS
+from extproc.request.clients import CLIENTS, ENDED_BY_NOT_FOUND
 from extproc.request.http import HttpRequest
+
+Content = bytes | memoryview | None
+"""A request's body; None if it could not be read."""
 
 _RETRIED: Final = 429
 """Clients wait and try again."""
@@ -15,8 +18,14 @@ _FINAL: Final = 400
 """No known client tries again, and most agent programs show the message."""
 
 
-def choose_status(request: HttpRequest, *, final: bool) -> int:
+_NOT_FOUND: Final = 404
+"""Ends agent programs that retry everything else."""
+
+
+def choose_status(request: HttpRequest, content: Content, *, final: bool) -> int:
     """The status of a refusal that makes its client stop; `final`: waiting does not help."""
+    if final and content is not None and any(words in bytes(content) for words in ENDED_BY_NOT_FOUND):
+        return _NOT_FOUND
     headers = request.headers
     known = [client.retries for client in CLIENTS if client.header in headers and client.part in headers[client.header]]
     if any(known):
@@ -26,4 +35,6 @@ def choose_status(request: HttpRequest, *, final: bool) -> int:
 
 def describe_status(*, final: bool) -> str:
     """The same for people."""
-    return f"{_FINAL}, or {_RETRIED} for Claude Code" if final else f"{_RETRIED}, or {_FINAL} for clients that retry that"
+    if final:
+        return f"{_FINAL}, or {_RETRIED} for Claude Code, {_NOT_FOUND} for mini-swe-agent"
+    return f"{_RETRIED}, or {_FINAL} for clients that retry that"

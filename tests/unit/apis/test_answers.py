@@ -227,6 +227,17 @@ def test_a_final_refusal_is_not_retried_by_anyone(sent: dict[str, Any], status: 
     assert headers_of(answer)["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize(("similarity", "statuses"), [("turns", [404]), ("exact", [200, 200, 429])])
+def test_a_program_that_only_ends_on_404_gets_that_where_waiting_does_not_help(similarity: str, statuses: list[int]) -> None:
+    """mini-swe-agent, recognized by its prompt, retries a 400 for minutes. `make test-clients` runs the real program."""
+    service = make_service(policy("p", ANY, similarity=similarity, threshold_identical_requests=3, reject_status="auto"))
+    sent = looping(3).replace(b'"go"', b'"Then issue `echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT`."')
+
+    answers = [decoded(exchange(service, headers("/v1/chat/completions"), body(sent))[-1]) for _ in statuses]
+
+    assert [answer.immediate_response.status.code or 200 for answer in answers] == statuses
+
+
 _PIECES = st.sampled_from(
     ["/model/", "/v1/messages", ":generateContent", "/converse", "/invoke", "%2F", "m", "\n", "/publishers"]
 )
