@@ -182,9 +182,9 @@ class Reloader:
         self._warn_about_versions(loaded.sources)
         self._refused = False
         changes = compare_policies(self._digests, loaded.digests)
+        self._metrics.policy_reloads.labels("ok").inc()  # in the same step in which they begin to act
         await self._swap(loaded, swap)
         await _log_all(logging.WARNING, [*loaded.warnings, *loaded.unenforced])
-        self._metrics.policy_reloads.labels("ok").inc()
         _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(files), **changes))
 
     async def _swap(self, loaded: _Loaded, swap: Callable[[Engine], None]) -> None:
