@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_COMPILE := 0
 # Modules run in their order, doors first: those of many short tests are at the end, so that no worker is left with a long one.
 WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
-# What goes through a door waits most of the time: six workers keep two processors busy.
-WAITING := -n 6 --no-loadscope-reorder
+# What goes through a door waits most of the time: eight workers keep two processors busy.
+WAITING := -n 8 --no-loadscope-reorder
 # CI tests with DEEP=1: also what takes long (memory, a million entries, every depth, a build), and each property twice as often.
 EXTENT := $(if $(DEEP),,-m 'not deep' --hypothesis-profile half)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check

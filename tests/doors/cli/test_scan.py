@@ -38,6 +38,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([LOOPGUARD, "scan", *arguments], capture_output=True, text=True, check=False, cwd="/")
 
 
+@pytest.mark.deep
 def test_processes_find_the_same(folder: Path) -> None:
     """The report does not depend on how the files are shared."""
     alone, shared = [run("--jobs", jobs, "--json", str(folder)) for jobs in ("1", "2")]
@@ -49,6 +50,7 @@ def test_processes_find_the_same(folder: Path) -> None:
     assert report["bytes"] > MEGABYTES * 2**20
 
 
+@pytest.mark.deep
 def test_memory_does_not_grow_with_the_files(folder: Path) -> None:
     """A file of 2 GB in one line, beside others, takes no more than the others alone."""
     code = (

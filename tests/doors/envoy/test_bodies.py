@@ -215,6 +215,7 @@ def test_answers_keep_their_bodies_in_every_mode(transport: str) -> None:
         eventually(lambda: made.loopguard.metric("streams_in_flight") == 0, "the end of all streams")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_large_bodies_are_handed_back(transport: str) -> None:
     """In full duplex, where Envoy keeps nothing, bodies of every size pass unchanged, above the buffer limit as well."""

@@ -267,6 +267,7 @@ def test_a_thousand_tenants_at_once_hide_no_agent(night: Night) -> None:
         assert (seen.elements.count("script"), "img" in seen.elements, seen.handlers) == (1, False, [])
 
 
+@pytest.mark.deep
 def test_more_orders_than_there_is_room_for(night: Night, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten thousand orders apply on both replicas; one more is refused with what to do, and the others keep applying."""
     allowed = parse_order({"kind": "allow", "tool": "search_the_web"}, "a script", time.time(), [])
@@ -307,6 +308,7 @@ def _know_that_it_is_away(made: Stack) -> bool:
     return all("unavailable" in replica.get("/readyz")[1] for replica in made.replicas)
 
 
+@pytest.mark.deep
 def test_a_dead_webhook_costs_nothing_but_its_events() -> None:
     """While a receiver says nothing requests are judged and drops are counted, and the process ends as ever."""
     short = "import extproc.operator.events\nextproc.operator.events.MAX_QUEUED = 5"

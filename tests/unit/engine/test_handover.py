@@ -816,7 +816,7 @@ def mutilated(draw: st.DrawFn) -> str:
 
 
 @given(text=st.text(max_size=40) | JSON.map(json.dumps) | mutilated())
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(500))
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(200))
 def test_nothing_that_a_route_carries_can_break_a_request(text: str) -> None:
     """Whatever the metadata holds, the other policies decide, and it is either in force or counted as bad."""
     service = make_service(policy("loaded", ANY, body="ignore"))

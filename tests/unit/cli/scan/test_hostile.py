@@ -55,6 +55,7 @@ class TestLines:
         assert scanned.count("too_long") == 2
         assert [place.line for place in scanned.problems["too_long"].places] == [2, 6]
 
+    @pytest.mark.deep
     def test_a_line_of_gigabytes_takes_no_memory(self, tmp_path: Path) -> None:
         """A sparse file of 2 GB with one line is skipped in pieces."""
         file = tmp_path / "f"
