@@ -92,8 +92,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def mark_repetitions(items: list[pytest.Item]) -> None:
+    """What goes through the default transport is `deep` on the other one, apart from the tests of the transports themselves."""
+    for item in items:
+        parameters = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        if "grpcio" in parameters and item.path.parent.name != "transport":
+            item.add_marker(pytest.mark.deep)
+
+
+@pytest.hookimpl(tryfirst=True)  # `-m` chooses afterwards
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Keep what runs on a build; the mark of a test takes precedence over its folder."""
+    mark_repetitions(items)
     build = config.getoption("--build")
     if not build:
         return
