@@ -690,6 +690,13 @@ class _KnownShape:
         return conversation
 
 
+def find_checked(document: Document) -> tuple[int, int] | None:
+    """Offsets of the first message and behind the last one, all of them JSON; None if the document was not read as cached."""
+    found = document.conversation
+    known: KnownMessages | None = found.known if isinstance(found, Conversation) else None
+    return (known.starts[0], known.ends[-1]) if known is not None else None
+
+
 def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's
     """Decode a message, or enough of it to know the speaker.
 

@@ -13,6 +13,7 @@ from extproc.apis import open_conversation
 from extproc.apis.messages import Part
 from extproc.detectors.chain import read_transcript
 from extproc.request.document import Document, NotCounted, open_value
+from extproc.request.patch import Patch
 from tests.support.examples import examples
 from tests.support.turn_writers import SHAPES, Did
 
@@ -55,8 +56,21 @@ def compare(first: list[bytes], body: bytes) -> bool:
     for each in first:
         look(Document(each))
 
-    assert look(Document(body)) == alone
+    known = Document(body)
+    assert look(known) == alone
+    assert open_root(body, conversations.find_checked(known)) == open_root(body, None)
     return conversations._KNOWN.size > 0
+
+
+def open_root(body: bytes, checked: tuple[int, int] | None) -> object:
+    """The members of a body to edit, with their offsets, and the steps that are left."""
+    try:
+        patch = Patch(body, checked)
+        members = patch.open_fields(patch.root).values()
+    except NotCounted as why:
+        return why.reason
+    assert all(member.within is patch.root for member in members)
+    return [(member.key, member.at, member.start, member.end) for member in members], patch._left
 
 
 @pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini", "responses"])
