@@ -5,7 +5,9 @@ most messages of a long history never are. Each API's file describes the shape o
 
 A client sends its history again with each request, longer by a turn. So conversations are cached. The key is everything before
 the assistant's first message; the bytes after it are compared piece by piece, up to the first difference, and only the rest is
-decoded. What is cached of a message depends only on its bytes, so it does not matter which client sent it.
+decoded. Behind the difference, messages with the same index are compared one by one. The bytes behind the newest message, which
+often are a long list of tools, are compared with those of the body before. What is cached depends only on bytes that are equal,
+so it does not matter which client sent them.
 
 To edit a body, the same parts are found by their offsets; see `Patch`.
 """
@@ -84,6 +86,7 @@ _FINE: Final = 4
 """Minimum size of a piece, in bytes, except of the newest messages, which are pieces of any size: clients change them."""
 
 _OPENS: Final = b"{"
+_decode_raws: Final = json.Decoder(list[Raw]).decode
 _END: Final = re.compile(rb"[ \t\r\n]*\]")
 
 _NEW: Final = f"new messages {os.urandom(16).hex()}"
@@ -203,6 +206,36 @@ _Piece: TypeAlias = tuple[int, bytes, int]
 """The offset of a piece's end, its bytes, and the number of messages up to its end."""
 
 
+class Beside:
+    """What a body has beside its messages.
+
+    Attributes:
+        body: a struct of all shapes' keys.
+        tail: the bytes from the end of the newest message on; empty if they are not kept.
+        size: length of these bytes, and of the values of keys that are kept.
+        hints: a tool may say whether it only reads.
+        declares: some tools, and whether one of them may be declared; None if that is unknown.
+    """
+
+    __slots__ = ("body", "declares", "hints", "size", "tail")
+
+    def __init__(self, body: Any) -> None:  # noqa: ANN401  # made at run time
+        self.body = body
+        self.tail = b""
+        self.size = 0
+        self.hints = True
+        self.declares: tuple[frozenset[str], bool] | None = None
+
+    def keep(self, tail: bytes) -> None:
+        """Prepare for being cached: keep no more of the request's bytes than needed."""
+        self.tail, self.size = tail, len(tail)
+        for name in self.body.__struct_fields__:
+            value = getattr(self.body, name)
+            if type(value) is Raw and value is not ABSENT:
+                setattr(self.body, name, value.copy())
+                self.size += len(value)
+
+
 class KnownMessages:
     """What is cached of a conversation. Lists, except `pieces`, have an entry for each message.
 
@@ -214,12 +247,14 @@ class KnownMessages:
         actions: what `turn.py` reads in it; None if unknown.
         pieces: the bytes from the assistant's first message to the end of the newest message.
         transcript: what `chain.py` reads in all of them; None if unknown.
+        beside: what is around them.
     """
 
-    __slots__ = ("actions", "ends", "pieces", "shown", "speakers", "starts", "transcript")
+    __slots__ = ("actions", "beside", "ends", "pieces", "shown", "speakers", "starts", "transcript")
 
-    def __init__(self, earlier: KnownMessages | None, count: int) -> None:
+    def __init__(self, earlier: KnownMessages | None, count: int, beside: Beside) -> None:
         """Copy this many messages of an earlier body."""
+        self.beside = beside
         self.starts: list[int] = earlier.starts[:count] if earlier is not None else []
         self.ends: list[int] = earlier.ends[:count] if earlier is not None else []
         self.speakers: list[str] = earlier.speakers[:count] if earlier is not None else []
@@ -228,14 +263,44 @@ class KnownMessages:
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
 
-    def add(self, data: bytes, at: int, raws: list[Raw], speakers: list[str], first: int, pieces: list[_Piece]) -> bool:  # noqa: PLR0913  # all that is known of a body
-        """Add new messages, and cut their bytes into pieces. Small pieces that are no longer among the newest are merged.
+    def find_same(self, raws: list[Raw], count: int, first: int) -> list[bool]:
+        """Which messages of another body, from the one with index `count` on, are equal to those with the same index here.
+
+        `first`: the offset of the first piece, before which both bodies are equal.
+        """
+        found: list[bool] = []
+        pieces, at, start = self.pieces, 0, first
+        for number in range(count, min(count + len(raws), len(self.ends))):
+            while at < len(pieces) and pieces[at][2] <= number:
+                start = pieces[at][0]
+                at += 1
+            if at == len(pieces):  # all that tells the assistant's messages is behind them
+                break
+            raw, begins = raws[number - count], self.starts[number] - start
+            equal = len(raw) == self.ends[number] - self.starts[number]
+            behind = raw if begins >= 0 else bytes(raw)[-begins:]
+            found.append(equal and pieces[at][1].startswith(behind, max(begins, 0)))
+        return found + [False] * (len(raws) - len(found))
+
+    def take(self, earlier: KnownMessages, number: int) -> None:
+        """Add what an earlier body showed in a message."""
+        self.speakers.append(earlier.speakers[number])
+        self.shown.append(earlier.shown[number])
+        self.actions.append(earlier.actions[number])
+
+    def add(self, speaker: str) -> None:
+        """Add the next message, of which nothing else is known."""
+        self.speakers.append(speaker)
+        self.shown.append(None)
+        self.actions.append(None)
+
+    def cut(self, data: bytes, at: int, raws: list[Raw], first: int, pieces: list[_Piece]) -> bool:
+        """Find where the messages are, and cut their bytes into pieces. Small ones that are no longer the newest are merged.
 
         Args:
             data: the body.
             at: offset behind the cached messages.
-            raws: the new messages: objects, decoded from that offset on, so that only spaces and commas are between them.
-            speakers: their speakers.
+            raws: the messages behind it: objects, decoded from that offset on, so that only spaces and commas are between them.
             first: offset of the first piece.
             pieces: the pieces of the cached messages.
 
@@ -247,9 +312,6 @@ class KnownMessages:
             at = start + len(raw)
             self.starts.append(start)
             self.ends.append(at)
-        self.speakers += speakers
-        self.shown += [None] * len(raws)
-        self.actions += [None] * len(raws)
         if not self.ends or _END.match(data, at) is None:
             return False
         at, count, fine = first, 0, len(self.ends) - _FINE
@@ -267,7 +329,7 @@ class KnownMessages:
 
 
 def _measure(head: bytes, known: KnownMessages) -> int:
-    return len(head) + (known.pieces[-1][0] if known.pieces else 0) + _MESSAGE_BYTES * len(known.ends)
+    return len(head) + (known.pieces[-1][0] if known.pieces else 0) + known.beside.size + _MESSAGE_BYTES * len(known.ends)
 
 
 _KNOWN: Final[Memo[bytes, KnownMessages]] = Memo(_MOST_BYTES, _measure)
@@ -378,6 +440,11 @@ class Conversation:
     def elsewhere(self) -> bool:
         """Whether earlier turns are not in the messages: the server keeps them, or a plain prompt contains them."""
         return bool(self.before.after) or self.before.in_words
+
+    @property
+    def beside(self) -> Beside | None:
+        """What is cached of the keys beside the messages; None if nothing is."""
+        return self.known.beside if self.known is not None else None
 
     @property
     def shows_lists(self) -> bool:
@@ -667,27 +734,66 @@ class _KnownShape:
                 break
             matched.append(piece)
             end, count = piece[0], piece[2]
-        view = memoryview(data)
         try:
-            # An empty object stands for all cached messages.
-            body = self._decode(b"".join([view[:key], self._name, b"{}" if count else b"", view[end:]]))
-            raws: list[Raw] = (body.new or [])[min(count, 1) :]
-            new = [shape.decode(raw) for raw in raws]
+            beside, raws = self._decode_rest(data, key, end, count, known.beside if known is not None else None)
+            same = known.find_same(raws, count, first) if known is not None else []
+            new = [None if place < len(same) and same[place] else shape.decode(raw) for place, raw in enumerate(raws)]
         except (NotCounted, ValueError, RecursionError):
             return None
-        if body.new is None or any(value is not ABSENT for value in self._get_typed(body)):
+        made = KnownMessages(known, count, beside)
+        for place, value in enumerate(new):
+            if value is None and known is not None:
+                made.take(known, count + place)
+            else:
+                made.add(shape.name_speaker(value))
+        if not made.cut(data, end, raws, first, matched):
             return None
-        made = KnownMessages(known, count)
-        if not made.add(data, end, raws, [shape.name_speaker(value) for value in new], first, matched):
-            return None
+        if not beside.tail:
+            beside.keep(data[made.ends[-1] :])
         goes_on = known is not None and count == len(known.ends)
-        if known is not None and goes_on and not new:
+        if known is not None and goes_on and not new and known.beside is beside:
             made = known
         _KNOWN.put(head, made)
+        body = beside.body
         conversation = Conversation(shape, [None] * count + new, body, body.model or "", data)
         conversation.known = made
         conversation.earlier = known if goes_on else None
         return conversation
+
+    def _decode_rest(self, data: bytes, key: int, end: int, count: int, beside: Beside | None) -> tuple[Beside, list[Raw]]:
+        """Decode what is not cached.
+
+        Args:
+            data: the body.
+            key: offset of the messages' key.
+            end: offset behind the cached messages, for all of which an empty object stands.
+            count: number of the cached messages.
+            beside: what another body with equal messages, up to there, had beside them; None if that is unknown.
+
+        Returns:
+            what is beside the messages, and those that are not cached.
+
+        Raises:
+            NotCounted: other keys may have messages.
+            ValueError: it is not JSON, or has other types than expected.
+        """
+        view, cached = memoryview(data), b"{}" if count else b""
+        if beside is not None and data.endswith(beside.tail, end):
+            with suppress(ValueError, RecursionError):  # if the list ends before the tail
+                raws = _decode_raws(b"".join([b"[", cached, view[end : len(data) - len(beside.tail)], b"]"]))
+                return beside, raws[1:] if count else raws
+        body = self._decode(b"".join([view[:key], self._name, cached, view[end:]]))
+        if body.new is None or any(value is not ABSENT for value in self._get_typed(body)):
+            raise NotCounted(AMBIGUOUS)
+        raws, body.new = body.new, None
+        return Beside(body), raws[1:] if count else raws
+
+
+def find_checked(document: Document) -> tuple[int, int] | None:
+    """Offsets of the first message and behind the last one, all of them JSON; None if the document was not read as cached."""
+    found = document.conversation
+    known: KnownMessages | None = found.known if isinstance(found, Conversation) else None
+    return (known.starts[0], known.ends[-1]) if known is not None else None
 
 
 def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's

@@ -85,21 +85,31 @@ class ToolReader:
 
     def find_hints(self, conversation: Conversation) -> dict[str, bool]:
         """Which tools only read, by name, as far as the request says so."""
+        beside = conversation.beside
+        if beside is not None and not beside.hints:
+            return {}
         for key in TOOL_KEYS:
             if bytes(conversation.find_field(key) or b"").find(_READ_ONLY) >= 0:
                 return {name: tool.reads for name, tool in self.read(conversation).items() if tool.reads is not None}
+        if beside is not None:
+            beside.hints = False
         return {}
 
-    def may_declare(self, document: Document, tools: Collection[str]) -> bool:
+    def may_declare(self, document: Document, tools: frozenset[str]) -> bool:
         """False if a check without reading shows that a body's lists declare none of these tools by `name` or `type`."""
         conversation = document.conversation
         if not isinstance(conversation, Conversation) or not conversation.shows_lists:
             return self._may_hold(bytes(document), tools)
+        beside = conversation.beside
+        if beside is not None and beside.declares is not None and beside.declares[0] == tools:
+            return beside.declares[1]
+        found = False
         for key in TOOL_KEYS:
             raw = conversation.find_field(key)
-            if raw and self._may_hold(bytes(raw), tools):  # most requests have one of these lists
-                return True
-        return False
+            found = found or (raw is not None and len(raw) > 0 and self._may_hold(bytes(raw), tools))
+        if beside is not None:
+            beside.declares = tools, found
+        return found
 
     def _may_hold(self, raw: bytes, tools: Collection[str]) -> bool:
         if raw.find(b"\\") >= 0 and (raw.find(b"\\u") >= 0 or raw.find(b"\\/") >= 0):

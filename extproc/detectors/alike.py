@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from extproc.detectors.shapes import DIGIT, LONGEST_SHAPE, Stays, write_shapes
+
 _LONG: Final = 16_384
 """Texts of this length or longer, in bytes, are not split into words."""
 
@@ -49,6 +51,8 @@ _NUMBERS: Final = re.compile(
     re.VERBOSE,
 )
 
+_STAYS: Final = Stays(_NUMBERS)
+
 
 def fold(text: str) -> bytes:
     """A text in lower case, with each run of white space as one space, and none around it."""
@@ -78,4 +82,12 @@ def leave_out_numbers(text: str) -> str:
     >>> leave_out_numbers("try 7: 3 of 20 tests failed (45 %), code 12")
     'try : 3 of 20 tests failed (45 %), code '
     """
-    return _NUMBERS.sub("", text[:_NUMBERS_WITHIN]) + text[_NUMBERS_WITHIN:]
+    start, rest = text[:_NUMBERS_WITHIN], text[_NUMBERS_WITHIN:]
+    lines: list[str] = []
+    for line, shape in zip(start.split("\n"), write_shapes(start).split("\n"), strict=True):
+        take = DIGIT in shape and (len(shape) > LONGEST_SHAPE or not line.isascii() or _STAYS.find(shape))
+        if take is True:
+            lines.append(_NUMBERS.sub("", line))
+        else:
+            lines.append("".join(take(line)) if take else line)
+    return "\n".join(lines) + rest

@@ -353,13 +353,35 @@ def is_error(text: str) -> bool:
     return read_failure(text) != NO_FAILURE
 
 
+class _Last:
+    """The start of the result that was read last, whether the API said that it failed, and what was found."""
+
+    __slots__ = ("beginning", "failed", "kind")
+
+    def __init__(self) -> None:
+        self.beginning = ""
+        self.failed = False
+        self.kind: Failure = NO_FAILURE
+
+
+_LAST: Final = _Last()
+"""The results of a loop are equal, and its notes and reports read the newest again."""
+
+
 def read_failure(text: str, *, failed: bool = False) -> Failure:
     """How an action failed, according to its result; `failed`: the API says that it did.
 
     >>> read_failure("cat: a.txt: No such file or directory"), read_failure("3 passed, 0 failed")
     ('missing', '')
     """
-    beginning = text[:SAID_WITHIN].lower()
+    beginning = text[:SAID_WITHIN]
+    if beginning != _LAST.beginning or failed != _LAST.failed:
+        _LAST.kind = _read_failure(beginning.lower(), failed=failed)
+        _LAST.beginning, _LAST.failed = beginning, failed
+    return _LAST.kind
+
+
+def _read_failure(beginning: str, *, failed: bool) -> Failure:
     said = _unescape(beginning)
     may_fail = _may_fail(said)
     if not failed and not (may_fail and _has_stem(beginning)):

@@ -9,11 +9,10 @@ itself, what a progress bar has overwritten, and the order of Python's sets. Any
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
-from typing import Final, TypeAlias
+from collections.abc import Sequence
+from typing import Final
 
-from extproc.bounded import Memo
+from extproc.detectors.shapes import DIGIT, LONGEST_SHAPE, Stays, write_shapes
 from extproc.looks import look_for
 
 MAX_NORMALIZED = 16_384
@@ -103,17 +102,10 @@ _may_be_volatile = look_for(
 )
 """Whether a text or a line may have volatile parts. `_VOLATILE` takes ten times as long."""
 
-# Except in Unix times, all digits are alike, so lines with the same shape (each digit replaced by 0) have volatile parts in the
-# same places.
-_DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _UNIX_TIME = "0000000000"
-"""The shape of a number that may be a Unix time, in seconds or smaller units."""
+"""The shape of a number that may be a Unix time, in seconds or smaller units: only there, not all digits are alike."""
 
-_LONGEST_SHAPE = 512
-_MOST_SHAPES = 4_096
-_MOST_STAYS = 16
-"""Bounds of the cache: characters of a shape, shapes in each of two generations, and parts of a line. A shape takes up to 3 KB,
-the cache up to 25 MB even under attack."""
+_STAYS: Final = Stays(_VOLATILE, unless=_UNIX_TIME)
 
 # Ids of this request or call, recognized by a prefix or by the word before; ids of records are content.
 _PREFIXES = "|".join([rf"(?<={word}_)(?<![A-Za-z0-9]{word}_)" for word in ("req", "request", "trace", "call", "toolu")])
@@ -139,12 +131,6 @@ _may_name_ids = look_for(
     """
 )
 """Whether a text may contain what `_PREFIXED`, `_NAMED` or `_SET` find."""
-
-_Take: TypeAlias = Callable[[str], Iterable[str]] | bool
-"""Takes the parts between volatile ones from a line. False if nothing is volatile, True if the shape does not tell."""
-
-_KNOWN: Final[Memo[str, _Take]] = Memo(_MOST_SHAPES)
-"""What to take from lines, by shape: tools repeatedly write the same lines with other numbers."""
 
 
 def finds_any(text: str, patterns: Sequence[re.Pattern[str]]) -> bool:
@@ -180,19 +166,17 @@ def _normalize(text: str) -> str:
         text = text.replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
     if not _may_be_volatile(text):
         return text
-    shapes = text.encode("latin-1", "replace").translate(_DIGITS).decode("latin-1")
-    mark = "" if _may_be_volatile_without_digits(text) else "0"
+    shapes = write_shapes(text)
+    mark = "" if _may_be_volatile_without_digits(text) else DIGIT
     ascii_alone = text.isascii()
     lines = []
     for line, shape in zip(text.split("\n"), shapes.split("\n"), strict=True):
         if mark not in shape:
             lines.append(line)
-        elif len(line) > _LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # its shape is unique, or does not show all
+        elif len(line) > LONGEST_SHAPE or not (ascii_alone or line.isascii()):  # its shape is unique, or does not show all
             lines.append(_VOLATILE.sub(_GONE, line) if _may_be_volatile(line) else line)
         else:
-            take = _KNOWN.get(shape)
-            if take is None:
-                take = _find_what_stays(shape)
+            take = _STAYS.find(shape)
             if take is True:
                 lines.append(_VOLATILE.sub(_GONE, line))
             else:
@@ -202,22 +186,6 @@ def _normalize(text: str) -> str:
 
 def _sort_set(found: re.Match[str]) -> str:
     return "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}"
-
-
-def _find_what_stays(shape: str) -> _Take:
-    """Find what to take from lines of a shape, and cache it."""
-    if _UNIX_TIME in shape:
-        _KNOWN.put(shape, True)
-        return True
-    places = [0]
-    for found in _VOLATILE.finditer(shape):
-        places += found.span()
-    places.append(len(shape))
-    stays = [slice(start, end) for start, end in zip(places[::2], places[1::2], strict=True)]
-    take: _Take = itemgetter(*stays) if len(stays) > 1 else False
-    if len(stays) <= _MOST_STAYS:
-        _KNOWN.put(shape, take)
-    return take
 
 
 def normalize_head(text: str) -> str:

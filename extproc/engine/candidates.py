@@ -123,6 +123,7 @@ class RequestBody:
         "_names",
         "_place",
         "_placed",
+        "_searched",
         "_session",
         "_sums",
         "_values",
@@ -144,6 +145,7 @@ class RequestBody:
         self._names = ("", "", "", "")
         self._values: Sequence[str] | None = None
         self._looked: Document | None = None
+        self._searched: SessionNames | None = None
         self._placed: Document | None = None
         self._place: ChainPlace | None = None
         self._session = ""
@@ -175,9 +177,10 @@ class RequestBody:
         self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
     ) -> str:
         """See `SessionNames.find`."""
-        if values is not self._values or document is not self._looked:
+        again = values is self._values and document is self._looked
+        if not again or (self._session and names is not self._searched):  # a name's hash depends on who looks for it
             self._session = name = names.find(values, document)
-            self._values, self._looked = values, document
+            self._values, self._looked, self._searched = values, document, names
             changing = names.watch(values, name, document, None if plan.reads_body else caller)
             if changing:
                 self.changing = [*self.changing, (plan.id, changing)]

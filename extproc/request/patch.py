@@ -108,8 +108,13 @@ class Patch:
 
     __slots__ = ("_added", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "data", "root")
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, checked: tuple[int, int] | None = None) -> None:
         """Open a body, without changes.
+
+        Args:
+            data: the body.
+            checked: offsets between which it is known to have nothing but whole elements of a list, all of them JSON. That
+                list has to be a member of the body's object. It is then not decoded again, but charged like all others.
 
         Raises:
             NotCounted: it is not JSON, or too long, or has a repeated key.
@@ -131,7 +136,10 @@ class Patch:
         start = len(data) - len(data.lstrip(_SPACE))
         self.root = Value("", start, start, max(start, len(data.rstrip(_SPACE))), None)
         try:
-            self._validate()
+            if checked is not None:
+                self._open_around(checked[0], checked[1])
+            else:
+                self._validate()
         except NotJson:
             self.take((data.count(rb"\ud") + data.count(rb"\uD")) >> _HALF_BITS)
             mended = mend(data)
@@ -146,6 +154,21 @@ class Patch:
             self._open_object(self.root)
         else:
             self.decode(self._text, json.Decoder(Raw).decode)
+
+    def _open_around(self, start: int, end: int) -> None:
+        """Open the root, decoding only what is around some elements of a list that is one of its members."""
+        root, without = self.root, end - start
+        short = b"".join([self._text[:start], self._text[end:]])
+        size = root.end - root.start
+        self.take((size >> _STEP_BITS) - (size - without >> _STEP_BITS))
+        self._children[root] = members = self._list_members(short, Value("", root.start, root.start, root.end - without, None))
+        for member in members:
+            member.within = root
+            if member.end > start:
+                member.end += without
+            if member.at > start:
+                member.at += without
+                member.start += without
 
     def take(self, steps: int) -> None:
         """Charge this many steps.
@@ -343,16 +366,20 @@ class Patch:
         return items
 
     def _open_object(self, value: Value) -> list[Value]:
-        """The members of an object, in order.
+        """The members of an object, in order."""
+        found = self._children.get(value)
+        if found is None:
+            found = self._children[value] = self._list_members(self._text, value)
+        return found
+
+    def _list_members(self, text: bytes, value: Value) -> list[Value]:
+        """The members of an object in a text, in order.
 
         A member is found by its bytes behind its key. No JSON value is the beginning of another, except a number, and that
         would be followed by neither a comma nor the end. Of a repeated key, msgspec returns one value, so bytes are left over.
         """
-        found = self._children.get(value)
-        if found is not None:
-            return found
-        text, end, found = self._text, value.end, []
-        fields: dict[str, Raw] = self.decode(self._view(value), _decode_fields)
+        end, found = value.end, list[Value]()
+        fields: dict[str, Raw] = self.decode(memoryview(text)[value.start : end], _decode_fields)
         self.take(len(fields))
         place = value.start + 1
         for name, item in fields.items():
@@ -363,7 +390,6 @@ class Patch:
             found.append(Value(name, key.start(1), key.end(), place, value))
         if _END.match(text, place, end) is None:
             raise NotCounted(AMBIGUOUS)
-        self._children[value] = found
         return found
 
     def _view(self, value: Value) -> memoryview:

@@ -179,7 +179,7 @@ def _measure_normalizing(name: str, text: str, *, quick: bool) -> Row:
     """What a result takes whose lines have no shape that is known."""
     found = []
     for _ in range(15 if quick else 150):
-        results._KNOWN._young.clear()  # fewer than fill a generation
+        results._STAYS._known._young.clear()  # fewer than fill a generation
         found.append(cpu_us(lambda: normalize(text), 1) / (len(text) / 1024))
     return Row(f"normalising {name}", median(found), "us/KB", _NORMALIZED_US_PER_KB)
 

@@ -107,7 +107,8 @@ class Changes:
         most = min([session.plan.steers for session in strict or [session for session, _ in narrowed]])
         try:
             without = None if strict else tools
-            body = narrow(evaluation.request, original.read(most), without, kept=kept - tools, scarce=scarce)
+            whole, document = original.read(most), evaluation.document
+            body = narrow(evaluation.request, whole, without, kept=kept - tools, scarce=scarce, document=document)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             why = self._find_reason(error)
             self._reporter.report_unnarrowed([session.plan.id for session, _ in narrowed], why)
@@ -122,7 +123,7 @@ class Changes:
         asking = [session for session in evaluation.enforcing.sessions if session.limiter.asks_usage]
         try:
             body = b"".join(changed.body) if changed.body is not None else original.read(asking[0].plan.steers)
-            pieces = request_usage(evaluation.request, body)
+            pieces = request_usage(evaluation.request, body, evaluation.document)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._find_reason(error)
             return changed
@@ -136,7 +137,7 @@ class Changes:
             candidate = evaluation.find_candidate(outcome)
             body = b"".join(changed.body) if changed.body is not None else original.read(candidate.plan.steers)
             note = write_note(outcome, evaluation, candidate.guard)
-            noted = steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate))
+            noted = steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate), evaluation.document)
             changed = Changed(noted, (*changed.marks, STEERED))
             return decision, self._land(evaluation, changed, outcome) if outcome.action is Action.LAND else changed
         except Exception as error:  # noqa: BLE001  # no error may undo the decision

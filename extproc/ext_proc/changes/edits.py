@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from extproc.request.document import NotCounted
+from extproc.apis.conversation import find_checked
+from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import list_encodings, split_mark
 from extproc.request.http import HttpRequest
 from extproc.request.patch import Patch
@@ -38,8 +39,13 @@ class NotEdited(Exception):  # not an error: the request continues or is refused
         self.reason = reason
 
 
-def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, Patch]:
+def open_patch(request: HttpRequest, body: bytes | memoryview, document: Document | None = None) -> tuple[bytes, Patch]:
     """Open a request's body for an edit.
+
+    Args:
+        request: the request that has the body.
+        body: the whole body.
+        document: the same body as policies have read it, whose messages need not be decoded again; None if there is none.
 
     Returns:
         the byte order mark, which is not part of the JSON, and the rest.
@@ -53,7 +59,7 @@ def open_patch(request: HttpRequest, body: bytes | memoryview) -> tuple[bytes, P
         raise NotEdited("content_encoding")
     mark, rest = split_mark(bytes(body))
     try:
-        return mark, Patch(rest)
+        return mark, Patch(rest, find_checked(document) if document is not None and bytes(document) == rest else None)
     except NotCounted as why:
         raise NotEdited(why.reason) from None
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from extproc.apis import TOOL_LISTS, TOOL_WORDS, needs_tool
 from extproc.apis.api import Changes, ToolList, ToolsLeft
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
-from extproc.request.document import NotCounted
+from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value
 from extproc.sessions.history import find_called
@@ -40,13 +40,14 @@ _EDITION = re.compile(r"(?:_preview)?(?:_\d{4}_?\d\d_?\d\d)?\Z")
 _SECOND_WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
-def narrow(
+def narrow(  # noqa: PLR0913  # all that an edit depends on
     request: HttpRequest,
     body: bytes | memoryview,
     without: Collection[str] | None,
     *,
     kept: Collection[str] = (),
     scarce: Collection[str] = (),
+    document: Document | None = None,
 ) -> bytes:
     """Remove tools from a request's body. All are named as in declarations or in calls.
 
@@ -56,11 +57,12 @@ def narrow(
         without: the tools to remove; None for all but those to keep.
         kept: the tools to keep.
         scarce: an answer must not call several tools if one of these is offered and the API has a switch for that.
+        document: see `open_patch`.
 
     Raises:
         NotEdited: the tools cannot be removed.
     """
-    mark, patch = open_patch(request, body)
+    mark, patch = open_patch(request, body, document)
     try:
         _Narrowing(patch, without, kept, scarce, request.path).narrow()
         return b"".join([mark, *patch.apply()])

@@ -15,7 +15,7 @@ from extproc.engine.candidates import Guard
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Detector
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
-from extproc.request.document import NotCounted
+from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
 from extproc.request.patch import Pieces
@@ -29,7 +29,13 @@ MAX_PLACES: Final = 16
 """The maximum number of results that get the note, newest first."""
 
 
-def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks: Callable[[bytes], Marks]) -> Pieces:
+def steer(
+    request: HttpRequest,
+    body: bytes | memoryview,
+    note: str,
+    make_marks: Callable[[bytes], Marks],
+    document: Document | None = None,
+) -> Pieces:
     """Add the note to a request's body; returns the new one in pieces, because its only copy is the answer to Envoy.
 
     Args:
@@ -37,11 +43,12 @@ def steer(request: HttpRequest, body: bytes | memoryview, note: str, make_marks:
         body: the whole body.
         note: the text of the note.
         make_marks: makes the note's marks for the conversation in a body; raises NotCounted if there is none.
+        document: see `open_patch`.
 
     Raises:
         NotEdited: the body has no place for the note, or cannot be edited.
     """
-    mark, patch = open_patch(request, body)
+    mark, patch = open_patch(request, body, document)
     try:
         places = locate_results(patch)
         if not places:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from extproc.apis import find_usage_request
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
-from extproc.request.document import NotCounted
+from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.patch import Pieces
 
 
-def request_usage(request: HttpRequest, body: bytes | memoryview) -> Pieces:
+def request_usage(request: HttpRequest, body: bytes | memoryview, document: Document | None = None) -> Pieces:
     """Change a body so that its answer reports usage; only one piece if nothing changes.
+
+    `document`: see `open_patch`.
 
     Raises:
         NotEdited: the body cannot be edited.
@@ -21,7 +23,7 @@ def request_usage(request: HttpRequest, body: bytes | memoryview) -> Pieces:
     ask = find_usage_request(request.path)
     if ask is None:
         return [bytes(body)]
-    mark, patch = open_patch(request, body)
+    mark, patch = open_patch(request, body, document)
     try:
         if patch.is_object(patch.root):
             patch.change(patch.root, ask(patch, patch.open_fields(patch.root)))

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.apis import conversation as conversations
-from extproc.apis import open_conversation
+from extproc.apis import find_hints, may_declare, open_conversation
 from extproc.apis.messages import Part
 from extproc.detectors.chain import read_transcript
 from extproc.request.document import Document, NotCounted, open_value
+from extproc.request.patch import Patch
 from tests.support.examples import examples
 from tests.support.turn_writers import SHAPES, Did
 
@@ -55,8 +56,21 @@ def compare(first: list[bytes], body: bytes) -> bool:
     for each in first:
         look(Document(each))
 
-    assert look(Document(body)) == alone
+    known = Document(body)
+    assert look(known) == alone
+    assert open_root(body, conversations.find_checked(known)) == open_root(body, None)
     return conversations._KNOWN.size > 0
+
+
+def open_root(body: bytes, checked: tuple[int, int] | None) -> object:
+    """The members of a body to edit, with their offsets, and the steps that are left."""
+    try:
+        patch = Patch(body, checked)
+        members = patch.open_fields(patch.root).values()
+    except NotCounted as why:
+        return why.reason
+    assert all(member.within is patch.root for member in members)
+    return [(member.key, member.at, member.start, member.end) for member in members], patch._left
 
 
 @pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini", "responses"])
@@ -121,3 +135,61 @@ def test_a_message_that_was_changed_in_place_is_read_again(shape: str, number: i
     assert changed != _KNOWN[shape][1]
 
     compare(_KNOWN[shape], changed)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'],"tools":[1]}',
+        b'],"tools":[2]}',
+        b'] ,"tools":[1]}',
+        b'],"metadata":{},"tools":[1]}',
+        b'],"metadata":["],"],"tools":[1]}',
+        b'],"messages":[' + _MORE + b'],"tools":[1]}',
+        b'],"metadata":{"messages":[' + _MORE + b'],"tools":[1]}',
+        b"," + _MORE + b'],"tools":[1]}',
+        b"," + _MORE + b'],"tools":[2]}',
+        b"," + _MORE + b',],"tools":[1]}',
+        b',],"tools":[1]}',
+        b'"],"tools":[1]}',
+        b"]}",
+    ],
+    ids=range(13),
+)
+@pytest.mark.parametrize("earlier", [b'],"tools":[1]}', b"]}"])
+def test_keys_behind_the_messages_are_read_as_they_are_now(earlier: bytes, tail: bytes) -> None:
+    """The same as before, others, or other messages before them."""
+    start = b'{"messages":[' + _MESSAGES
+    compare([start + earlier], start + tail)
+    compare([start.replace(b"src/5.py", b"src/x.py") + earlier], start + tail)
+
+
+def test_the_assistant_may_stand_only_behind_the_messages() -> None:
+    """Then its word marks no message."""
+    body = b'{"messages":[' + _MORE + b'],"metadata":"assistant","tools":[1]}'
+    compare([body], body)
+    compare([body], body.replace(b"[1]", b"[2]"))
+
+
+def test_an_equal_message_behind_a_changed_one_is_not_decoded() -> None:
+    """Clients shorten old results, so most of what is behind these is the same."""
+    forget()
+    open_conversation(Document(_CHAT))
+    conversation = open_conversation(Document(_CHAT.replace(b"src/2.py", b"src/long.py")))
+
+    assert conversation.known is not None
+    assert [place for place, value in enumerate(conversation._messages) if value is not None] == [4]
+
+
+def test_tools_are_not_read_again_while_they_are_the_same() -> None:
+    """Whether one may be scarce, or says that it only reads, is known until the list changes."""
+    forget()
+    start, scarce = b'{"messages":[' + _MESSAGES, frozenset({"pay"})
+    answers = []
+    for tool in (b"look", b"look", b"pay", b"pay", b"look"):
+        document = Document(start + b'],"tools":[{"name":"%b","annotations":{"readOnlyHint":true}}]}' % tool)
+        answers.append((find_hints(open_conversation(document)), may_declare(document, scarce)))
+
+    assert answers == [({name: True}, name == "pay") for name in ("look", "look", "pay", "pay", "look")]
+    silent = open_conversation(Document(start + b'],"tools":[{"name":"pay"}]}'))
+    assert [find_hints(silent), find_hints(silent)] == [{}, {}]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.detectors.alike import _NUMBERS, leave_out_numbers
 from extproc.detectors.failures import (
     _BEGINS,
     _CODES,
@@ -256,3 +257,31 @@ def test_a_result_of_nothing_but_one_piece_is_read(piece: str) -> None:
     text = piece * (2**20 // len(piece))
 
     assert read_failure(text) == read_failure(text + text)
+
+
+_BITS = st.sampled_from(
+    [
+        *("1", "22", "3.5", "007", " ", "\n", ":", ": ", "=", '":', '": ', "%", " %", "/", " of ", "#", "\t", "\r", "-", "."),
+        *(
+            "failed",
+            "Errors",
+            "passed",
+            "failures",
+            "error",
+            "tests",
+            "line ",
+            "Step ",
+            "try ",
+            "x",
+            "\u00e9",
+            "\u017f",
+            "\u0663",
+        ),
+    ]
+)
+
+
+@given(st.lists(_BITS, max_size=30).map("".join))
+def test_numbers_are_left_out_of_each_line_as_of_the_whole(text: str) -> None:
+    """Lines of a known shape are cut in the same places."""
+    assert leave_out_numbers(text) == leave_out_numbers(text) == _NUMBERS.sub("", text)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.apis import conversation
-from extproc.detectors import actions, chain, results, turn
+from extproc.detectors import actions, alike, chain, results, turn
 from extproc.detectors.actions import read_text_action
 from extproc.detectors.arguments import THOUGHTS
 from extproc.detectors.results import MAX_NORMALIZED, normalize
@@ -66,7 +66,15 @@ _BODIES = (
 
 def forget() -> None:
     """Have nothing known."""
-    for memo in (actions._KNOWN, chain._KNOWN, conversation._KNOWN, results._KNOWN, turn._NORMAL, turn._FAILURES):
+    for memo in (
+        actions._KNOWN,
+        chain._KNOWN,
+        conversation._KNOWN,
+        alike._STAYS._known,
+        results._STAYS._known,
+        turn._NORMAL,
+        turn._FAILURES,
+    ):
         memo._young.clear()
         memo._old.clear()
 
@@ -197,7 +205,7 @@ def test_long_lines_and_those_of_many_parts_are_not_remembered(line: str, known:
     forget()
 
     assert normalize(line) == normalize(line) == line.replace("7 ms", "#")
-    assert len(results._KNOWN) == known
+    assert len(results._STAYS._known) == known
 
 
 def _entry(result: str, tool: str = "", said: str = "") -> bytes:
