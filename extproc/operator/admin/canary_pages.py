@@ -103,7 +103,7 @@ class CanaryPages:
         pairs = [pair for pair in self._pairs.list_pairs() if pair.pairing.identity == canary]
         if not pairs:
             changed = "no such canary is compared; if a policy has changed, its comparison and its review start again"
-            raise HTTPException(HTTPStatus.NOT_FOUND, changed)
+            raise HTTPException(HTTPStatus.CONFLICT, changed)
         return pairs[0], loop, word
 
     async def _collect(self) -> tuple[dict[str, list[State]], dict[str, ReadAnswers] | None]:
