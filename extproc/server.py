@@ -21,7 +21,7 @@ from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.operator.admin.canary_pages import CanaryPages
+from extproc.operator.admin.canary_endpoints import CanaryEndpoints
 from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
@@ -130,7 +130,7 @@ class Server:
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
         credentials = Credentials(settings.admin_token_file)
-        canary_pages = CanaryPages(self.service.pairs, self._sharing, AnswerBook(store), credentials, lambda: self._loop)
+        canaries = CanaryEndpoints(self.service.pairs, self._sharing, AnswerBook(store), credentials, lambda: self._loop)
         routes = [
             route_page("/healthz", self._healthz),
             route_page("/readyz", self._readyz),
@@ -139,7 +139,7 @@ class Server:
             *loop_pages.list_routes(),
             *session_pages.list_routes(),
             *coverage_pages.list_routes(),
-            *canary_pages.list_routes(),
+            *canaries.list_routes(),
             *route_overrides(self._overrides, credentials, lambda: self._loop),
         ]
         self._admin = AdminServer(make_app(metrics, routes))

@@ -30,7 +30,7 @@ T = TypeVar("T")
 MAX_BODY = 65_536
 """Maximum length of a request's body, in bytes."""
 
-_ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
 """Time for the data path's event loop, and for its store, to answer, in seconds."""
 
 _HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
@@ -82,7 +82,7 @@ async def ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> 
     """What the data path answers, from its own event loop; raises HTTPException if its store fails, or it takes too long."""
     asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
     try:
-        async with asyncio.timeout(_ANSWER_SECONDS):
+        async with asyncio.timeout(ANSWER_SECONDS):
             return await asked
     except StoreError as error:
         full = error.kind == "full"

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from extproc.errors import StoreError
 from extproc.operator.admin.credentials import Credentials
-from extproc.operator.admin.pages import Page, ask, read_json, send_page
+from extproc.operator.admin.pages import ANSWER_SECONDS, Page, ask, read_json, route_page, send_page
 from extproc.operator.canary.answers import AnswerBook
 from extproc.operator.canary.pairs import Pair, Pairs
 from extproc.operator.canary.report import describe_canaries
@@ -30,7 +30,7 @@ from extproc.operator.canary.verdict import Rules
 _LOOP = re.compile(r"[0-9a-f]{16}")
 
 
-class CanaryPages:
+class CanaryEndpoints:
     """`/canary` and what is below it."""
 
     def __init__(
@@ -51,17 +51,17 @@ class CanaryPages:
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
         return [
-            Route("/canary", self._report),
+            route_page("/canary", lambda: Page(HTTPStatus.OK, {"canaries": self.describe()})),
             Route("/canary/states", self._list_states),
             Route("/canary/samples", self._list_samples),
             Route("/canary/answers", self._answer, methods=["POST"]),
         ]
 
-    async def _report(self, _: Request) -> Response:
-        replicas, answers = await ask(self._collect(), self._find_loop())
-        states = [state for replica in replicas.values() for state in replica]
-        canaries = await run_in_threadpool(describe_canaries, states, Rules(), answers)
-        return send_page(Page(HTTPStatus.OK, {"canaries": canaries}))
+    def describe(self) -> list[dict[str, Any]]:
+        """The report about each canary by the default rules; call it from any thread except the event loop's."""
+        collected = asyncio.run_coroutine_threadsafe(self._collect(), self._find_loop())
+        replicas, answers = collected.result(ANSWER_SECONDS)
+        return describe_canaries([state for replica in replicas.values() for state in replica], Rules(), answers)
 
     async def _list_states(self, _: Request) -> Response:
         replicas, answers = await ask(self._collect(), self._find_loop())
