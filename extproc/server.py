@@ -16,13 +16,12 @@ from http import HTTPStatus
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
-import msgspec
-
 from extproc.engine.engine import Engine
 from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.operator.admin.canary_endpoints import CanaryEndpoints
 from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
@@ -32,10 +31,8 @@ from extproc.operator.admin.pages import Page, make_app, route_page
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board, View
-from extproc.operator.canary.report import describe_canaries
+from extproc.operator.canary.answers import AnswerBook
 from extproc.operator.canary.sharing import Sharing
-from extproc.operator.canary.states import State
-from extproc.operator.canary.verdict import Rules
 from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.coverage_rows import CoverageDocument
 from extproc.operator.events import IncidentEvents, LoopEvents, SessionEvents, open_events
@@ -68,9 +65,6 @@ SWITCH_SECONDS = 0.0002
 and make admin pages, and a request waits for them whenever the event loop wakes up for it. On a busy machine, half of these
 waits take 10 ms and more; with this value, 1.5 to 3 ms. Lower values gain nothing more. The threads need no more CPU time.
 """
-
-_ANSWER_SECONDS = 5.0
-"""How long an admin page waits for the event loop and the store."""
 
 _LOOK_SECONDS = 1.0
 
@@ -135,18 +129,18 @@ class Server:
         loop_pages.list_orders = session_pages.list_orders = self._overrides.list_standing
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
+        credentials = Credentials(settings.admin_token_file)
+        canaries = CanaryEndpoints(self.service.pairs, self._sharing, AnswerBook(store), credentials, lambda: self._loop)
         routes = [
             route_page("/healthz", self._healthz),
             route_page("/readyz", self._readyz),
             route_page("/policies", self._policies),
-            route_page("/canary", self._canary),
-            route_page("/canary/states", self._canary_states),
-            route_page("/canary/samples", self._canary_samples),
             route_loop_page(loop_pages, session_pages),
             *loop_pages.list_routes(),
             *session_pages.list_routes(),
             *coverage_pages.list_routes(),
-            *route_overrides(self._overrides, Credentials(settings.admin_token_file), lambda: self._loop),
+            *canaries.list_routes(),
+            *route_overrides(self._overrides, credentials, lambda: self._loop),
         ]
         self._admin = AdminServer(make_app(metrics, routes))
         self._stop = asyncio.Event()
@@ -346,21 +340,6 @@ class Server:
             refused=refusal.errors if refusal is not None else [],
             unenforced=len(self._list_unenforced()),
         )
-
-    def _canary(self) -> Page:
-        states = [state for replica in self._collect_states().values() for state in replica]
-        return Page(HTTPStatus.OK, {"canaries": describe_canaries(states, Rules())})
-
-    def _canary_states(self) -> Page:
-        return Page(HTTPStatus.OK, {"replicas": msgspec.to_builtins(self._collect_states())})
-
-    def _canary_samples(self) -> Page:
-        samples = [sample for pair in self.service.pairs.list_pairs() if pair.samples for sample in pair.samples.list_kept()]
-        return Page(HTTPStatus.OK, {"kept": self._settings.shadow_samples > 0, "samples": samples})
-
-    def _collect_states(self) -> dict[str, list[State]]:
-        """What all replicas have counted for canaries; called from a thread of the admin server."""
-        return asyncio.run_coroutine_threadsafe(self._sharing.collect(), self._loop).result(_ANSWER_SECONDS)
 
 
 def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Seen:

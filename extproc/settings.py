@@ -21,7 +21,7 @@ _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
 """Variables that Kubernetes sets for a Service called `loopguard`, and those that only tests read."""
 
 MAX_SAMPLES = 100
-"""Maximum number of differences to keep for one canary: more than a person reads."""
+"""Maximum number of loops to keep for one canary: more than a person reads."""
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -162,7 +162,10 @@ class Settings:
     shadow: bool = switch("force every policy into shadow mode: count and report, never act")
     record: bool = switch("add every matched request to the access log for replay, callers hashed")
     shadow_samples: int = option(
-        "0", parse_integer(0, MAX_SAMPLES), "redacted new refusals to keep of each canary, for `loopguard canary review`", "N"
+        "0",
+        parse_integer(0, MAX_SAMPLES),
+        "new loops to keep of each canary, for `loopguard canary review`",
+        "N",
     )
     shadow_sample_bodies: bool = switch("keep what was compared in them, such as tool arguments and results")
     allow_unverified_jwt: bool = switch("read jwt: limit keys from bearer tokens with unverified signatures")

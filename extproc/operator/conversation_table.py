@@ -36,7 +36,7 @@ class ConversationTable(Table[ConversationRow, ConversationDocument]):
     def note(self, evaluation: Evaluation, decision: Decision, acted: Sequence[Outcome]) -> None:
         """Note a request, given the outcomes about loops that are not ALLOW. What is decided in two parts is counted once."""
         now, again = time(), evaluation.find_conversation_key()
-        key = again or _name(evaluation, decision)
+        key = again or name_conversation(evaluation, decision.trace)
         row = self.use(key)
         failure = evaluation.failure
         if row is None and failure is not None and _are_widespread(acted):
@@ -59,7 +59,7 @@ class ConversationTable(Table[ConversationRow, ConversationDocument]):
         """Note a request that an operator's order lets through, if its conversation is known and it has not been noted."""
         if evaluation.find_conversation_key():
             return
-        key = _name(evaluation, decision)
+        key = name_conversation(evaluation, decision.trace)
         row = self.use(key)
         if row is not None:
             evaluation.conversation_key = key
@@ -129,12 +129,11 @@ def _are_widespread(acted: Sequence[Outcome]) -> bool:
     return all(is_widespread(outcome) for outcome in acted)
 
 
-def _name(evaluation: Evaluation, decision: Decision) -> tuple[str, ...]:
+def name_conversation(evaluation: Evaluation, trace: Sequence[Outcome]) -> tuple[str, str]:
     """The key of a request's row: the caller, and what distinguishes the conversation.
 
     All outcomes of a request have one row, so the first detector names the caller, whether it acts or not.
     """
-    trace = decision.trace
     first = trace[0]
     for outcome in trace:
         if not isinstance(outcome.subject, SessionSubject):

@@ -85,7 +85,7 @@ def test_no_traffic_is_neither_good_nor_bad() -> None:
 
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
-    [("extra-refusals", 0.001, 0.0011), ("disagreement", 0.05, 0.06), ("fail-open", 0, 0.1), ("decision-p99", 0.05, 0.25)],
+    [("new-refusals", 0.001, 0.0011), ("disagreement", 0.05, 0.06), ("fail-open", 0, 0.1), ("decision-p99", 0.05, 0.25)],
 )
 def test_a_limit_is_still_good(name: str, good: float, bad: float) -> None:
     """Up to the limit it is a success, above it a failure."""
@@ -139,7 +139,7 @@ CASES = {
     "nothing is there": Case({}, {}),
     "no traffic": Case(QUIET, {}),
     "a canary on live traffic": Case(
-        BUSY, {"requests": 1000, "extra-refusals": 0.0125, "disagreement": 0.02, "fail-open": 0.05, "decision-p99": 0.0495}
+        BUSY, {"requests": 1000, "new-refusals": 0.0125, "disagreement": 0.02, "fail-open": 0.05, "decision-p99": 0.0495}
     ),
     "too few requests": Case(QUIET | {f'canary_requests_total{{{PAIR},verdict="neither"}}': "0+9x30"}, {"requests": 90}),
     "another canary's": Case(

@@ -384,7 +384,7 @@ def test_the_defaults_make_what_runs_and_nothing_that_needs_more() -> None:
             {"analysis": {"flagger": {"enabled": True}, "prometheusAddress": "http://p:9090"}},
             {
                 ("MetricTemplate", f"{NAME}-{name}")
-                for name in ("extra-refusals", "disagreement", "requests", "fail-open", "decision-p99")
+                for name in ("new-refusals", "disagreement", "requests", "fail-open", "decision-p99")
             },
             set(),
         ),

@@ -1,11 +1,11 @@
-"""`loopguard tune`: recommends a policy's window and threshold, according to recorded traffic."""
+"""`loopguard tune`: recommends a policy's thresholds, its window or its session limits, according to recorded traffic."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import load_policies
@@ -18,33 +18,58 @@ from extproc.request.hash_key import read_hash_key
 if TYPE_CHECKING:
     from extproc.cli.replay.tune import WindowPair
     from extproc.engine.engine import Engine
-    from extproc.engine.plan import Detector
+    from extproc.engine.plan import Detector, Plan
+    from extproc.policy.bundle import Policy
+    from extproc.policy.loader import PolicySet
 
-HELP = "find a window and a threshold for a policy from recorded traffic"
+HELP = "find thresholds, a window or session limits for a policy from recorded traffic"
 EXAMPLES = """examples:
   loopguard tune --policy candidate.json access.log
   loopguard tune --policy policies/ --id chat --windows 30,60,300 --thresholds 3,5,8 access.log --output tuned.json
+  loopguard tune --policy agents.json --detector turns records.ndjson
+  loopguard tune --policy sessions.json --limits --percentile 99.5 records.ndjson --output tuned.json
 
-Tries every pair of a window and a threshold in one pass over the logs. `loopguard replay` reads the same logs.
+For a detector with a window, tries every pair of a window and a threshold in one pass over the logs. For `turns`, finds the
+thresholds of a note, a last answer and a refusal, and the weak threshold; with --limits, limits of sessions. Both take records
+with bodies. `loopguard replay` reads the same logs.
 
 exit code: 0 there is a recommendation, 1 there is none, or a log cannot be read; 2 usage"""
 
+_TURNS = "turns"
 _WINDOWS = "15,30,60,120,300,600"
 _THRESHOLDS = "3,4,5,7,10,15"
 _MAX_VALUES = 12
+_OF_TURNS = "3,4,5,6,7,8"
 _PERCENT = 1.0
+_PERCENTILE = 99.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_log_flags(parser)
     parser.add_argument("--id", metavar="POLICY", help="the policy; required if there are several")
-    parser.add_argument("--detector", metavar="NAME", help="its detector; required if several have a window")
-    parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
-    parser.add_argument("--thresholds", default=_THRESHOLDS, metavar="N,...", help=f"default {_THRESHOLDS}")
     parser.add_argument(
-        "--max-touched", type=float, default=_PERCENT, metavar="PERCENT", help="maximum share of callers affected (default 1)"
+        "--detector", metavar="NAME", help="its detector; required if several have a window, or for turns beside one"
     )
-    parser.add_argument("--output", metavar="FILE", help="write the policy with the recommended pair to FILE")
+    parser.add_argument("--limits", action="store_true", help="recommend session_limits, and no detector's settings")
+    parser.add_argument(
+        "--percentile",
+        type=float,
+        default=_PERCENTILE,
+        metavar="PERCENT",
+        help="of runs that --limits let through (default 99)",
+    )
+    parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
+    parser.add_argument(
+        "--thresholds", metavar="N,...", help=f"thresholds to try (default {_THRESHOLDS}; of a note, with turns, {_OF_TURNS})"
+    )
+    parser.add_argument(
+        "--max-touched",
+        type=float,
+        default=_PERCENT,
+        metavar="PERCENT",
+        help="maximum share of callers affected; with turns, of runs that went on (default 1)",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the policy with the recommended settings to FILE")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
 
 
@@ -53,11 +78,17 @@ def run(options: argparse.Namespace) -> int:
 
     policies = load_policies(options.policy)
     engine = compile_policies(policies)
-    detector = _find_detector(engine, options.id, options.detector)
     if not 0 <= options.max_touched <= 100:  # noqa: PLR2004  # percent
         raise UsageError("--max-touched must be a share between 0 and 100")
+    if not 0 < options.percentile <= 100:  # noqa: PLR2004  # percent
+        raise UsageError("--percentile must be above 0 and at most 100")
+    if options.limits:
+        return _tune_runs(options, policies, _find_plan(engine, options.id).id, None)
+    detector = _find_detector(engine, options.id, options.detector)
+    if detector.similarity_name == _TURNS:
+        return _tune_runs(options, policies, detector.policy, detector.name)
     windows = _read_numbers("--windows", options.windows, MAX_SECONDS, detector.window_seconds, 1)
-    thresholds = _read_numbers("--thresholds", options.thresholds, MAX_THRESHOLD, detector.threshold, 2)
+    thresholds = _read_numbers("--thresholds", options.thresholds or _THRESHOLDS, MAX_THRESHOLD, detector.threshold, 2)
     key = read_hash_key(options.hash_key_file)
     sweep = Sweep(engine, (detector.policy, detector.name), windows, thresholds, options.max_entries, key)
     with open_logs(options) as (logs, entries):
@@ -65,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
             sweep.add(entry.recorded)
     pairs, tenants = sweep.list_pairs(), sweep.tenants.count()
     advice = recommend(pairs, sweep.requests, tenants, options.max_touched)
-    source = next(policy for source in policies.sources for policy in source.policies if policy.id == detector.policy)
+    source = _find_policy(policies, detector.policy)
     ready = None if advice.pair is None else write_policy(source, detector.name, advice.pair)
     problems = _find_problems(ready)
     if options.output is not None and ready is not None:
@@ -96,33 +127,133 @@ def run(options: argparse.Namespace) -> int:
 
 def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Detector:
     """The detector to tune; raises UsageError if there is none, or more than one."""
+    plan = _find_plan(engine, policy)
+    detectors = [detector for detector in plan.detectors if name in (None, detector.name)]
+    counting = [detector for detector in detectors if not detector.stateless]
+    turns = [detector for detector in detectors if detector.similarity_name == _TURNS]
+    found = counting or turns
+    if not found and detectors:
+        kinds = ", ".join(detector.similarity_name for detector in detectors)
+        raise UsageError(f"{plan.id} has no window to tune: {kinds} finds loops in the request itself; see `precision --vary`")
+    if len(found) != 1:
+        able = [detector.name for detector in plan.detectors if not detector.stateless or detector.similarity_name == _TURNS]
+        raise UsageError(f"--detector must name one of these detectors of {plan.id}: {', '.join(able)}")
+    return found[0]
+
+
+def _find_plan(engine: Engine, policy: str | None) -> Plan:
+    """The policy to tune; raises UsageError if there is none, or more than one."""
     plans = [plan for plan in engine.plans if policy in (None, plan.id)]
     if len(plans) != 1:
         known = ", ".join(plan.id for plan in engine.plans[:_MAX_VALUES])
         if policy is None and engine.plans:
             raise UsageError(f"several policies act; choose one with --id: {known}")
         raise UsageError(f"--id must name one of the policies that act: {known}")
-    detectors = [detector for detector in plans[0].detectors if name in (None, detector.name)]
-    counting = [detector for detector in detectors if not detector.stateless]
-    if not counting and detectors:
-        kinds = ", ".join(detector.similarity_name for detector in detectors)
-        raise UsageError(
-            f"{plans[0].id} has no window to tune: {kinds} finds loops in the request itself; see `precision --vary`"
-        )
-    if len(counting) != 1:
-        known = ", ".join(detector.name for detector in plans[0].detectors if not detector.stateless)
-        raise UsageError(f"--detector must name one of these detectors of {plans[0].id}: {known}")
-    return counting[0]
+    return plans[0]
 
 
-def _read_numbers(flag: str, text: str, highest: int, own: int, lowest: int) -> list[int]:
-    """The numbers of a flag and the policy's own, ascending; raises UsageError for one out of range, or for too many."""
+def _find_policy(policies: PolicySet, name: str) -> Policy:
+    return next(policy for source in policies.sources for policy in source.policies if policy.id == name)
+
+
+def _tune_runs(options: argparse.Namespace, policies: PolicySet, policy_id: str, detector: str | None) -> int:
+    """Tune a detector of turns, or the limits of sessions if that is None; returns the exit code."""
+    from extproc.cli.replay import advice  # noqa: PLC0415  # as in `replay`
+    from extproc.cli.replay.runs import THRESHOLDS, RunCollector, find_turns  # noqa: PLC0415  # same
+
+    policy, limits = _find_policy(policies, policy_id), detector is None
+    thresholds = _read_numbers("--thresholds", options.thresholds or _OF_TURNS, THRESHOLDS[-1], None, THRESHOLDS[0])
+    key = read_hash_key(options.hash_key_file)
+    runs = RunCollector(policy, detector or find_turns(policy), options.max_entries, key, sessions=limits)
+    with open_logs(options) as (logs, entries):
+        for entry in entries:
+            runs.add(entry.recorded)
+    every = runs.list_all()
+    found: advice.TurnsAdvice | advice.LimitsAdvice
+    if detector is None:
+        found, rows = advice.recommend_limits(every, options.percentile)
+        tables = {"limits": [row._asdict() for row in rows]}
+        ready = advice.write_limits(policy, found.keys) if found.keys else None
+    else:
+        own = dict(policy.spec.detectors())[detector].weak_threshold
+        found = advice.recommend_turns(every, thresholds, options.max_touched, own)
+        tables = {"thresholds": [row._asdict() for row in advice.list_thresholds(every)]}
+        tables["weak_thresholds"] = [row._asdict() for row in advice.list_weak_thresholds(every)]
+        ready = advice.write_turns(policy, detector, found.keys) if found.keys else None
+    problems = _find_problems(ready)
+    if options.output is not None and ready is not None:
+        write_file(options.output, json.dumps(ready, indent=2) + "\n")
+    document = {
+        "tune": 1,
+        "policy": policy_id,
+        "detector": detector,
+        "requests": runs.requests,
+        "uncounted": runs.uncounted,
+        "nameless": runs.nameless,
+        "runs": len(every),
+        "stuck": sum(run.stuck for run in every),
+        "evicted": runs.evictions + runs.dropped,
+        **tables,
+        "recommendation": found.keys or None,
+        "reason": "; ".join(found.reasons),
+        "ready": ready,
+        "problems": problems,
+    }
+    if options.json:
+        print(json.dumps(document))
+    else:
+        _print_runs(document, found.reasons, tables)
+    print_lines(logs, runs.evictions + runs.dropped)
+    for problem in problems:
+        print(escape_controls(f"warning: the policy needs another change as well: {problem}"), file=sys.stderr)
+    return 1 if ready is None or (options.strict and logs.problems.harmful) else 0
+
+
+_TITLES = {
+    "thresholds": "How many of each a threshold touches, and at once (strong)",
+    "weak_thresholds": "How many of each a weak threshold touches",
+    "limits": "What those that went on took, and how many are beyond each limit",
+}
+
+
+def _print_runs(document: dict[str, Any], reasons: Sequence[str], tables: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    from extproc.cli.replay.table import add_row, make_console, make_table, print_table  # noqa: PLC0415  # as in `replay`
+
+    console = make_console()
+    left = f"{document['uncounted']:,} could not be counted, {document['nameless']:,} belong to no run, or show no turn yet"
+    print(escape_controls(f"{document['policy']} counted {document['requests']:,} requests; {left}"))
+    runs = f"{document['runs'] - document['stuck']:,} runs went on, {document['stuck']:,} end in a loop"
+    for name, rows in tables.items():
+        flat = [_flatten(row) for row in rows]
+        if not flat:
+            continue
+        table = make_table(*(f"#{column.replace('_', ' ')}" for column in flat[0]))
+        for row in flat:
+            add_row(table, *row.values())
+        print_table(console, f"{runs}. {_TITLES[name]}", table)
+    print()
+    for reason in reasons:
+        print(escape_controls(f"- {reason}"))
+    if document["ready"] is not None:
+        print(f"\n{json.dumps(document['ready'], indent=2)}")
+
+
+def _flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a table; percentiles get a column each."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        flat |= {f"{each}%": number for each, number in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _read_numbers(flag: str, text: str, highest: int, own: int | None, lowest: int) -> list[int]:
+    """The numbers of a flag and the own one, ascending; raises UsageError for one out of range, or for too many."""
     parts = text.split(",")
     if not all(part.isdecimal() and lowest <= int(part) <= highest for part in parts) or len(parts) > _MAX_VALUES:
         raise UsageError(
             f"{flag} must be up to {_MAX_VALUES} numbers between {lowest} and {highest}, such as 30,60, not {text!r}"
         )
-    return sorted({own, *map(int, parts)})
+    return sorted({*map(int, parts), *([] if own is None else [own])})
 
 
 def _find_problems(ready: dict[str, Any] | None) -> list[str]:

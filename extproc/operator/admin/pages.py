@@ -6,12 +6,13 @@ admin server's event loop, and must not compute for long.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -21,10 +22,16 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from extproc.errors import StoreError
 from extproc.metrics import Metrics
+
+T = TypeVar("T")
 
 MAX_BODY = 65_536
 """Maximum length of a request's body, in bytes."""
+
+ANSWER_SECONDS = 5.0
+"""Time for the data path's event loop, and for its store, to answer, in seconds."""
 
 _HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
 """The header `Host` (RFC 9110 section 7.2): an IPv6 address is in brackets, and the port is optional."""
@@ -69,6 +76,19 @@ async def read_json(request: Request) -> Any:  # noqa: ANN401  # as json.loads
         return json.loads(body)
     except (ValueError, RecursionError):
         raise HTTPException(HTTPStatus.BAD_REQUEST, "the body is not JSON") from None
+
+
+async def ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
+    """What the data path answers, from its own event loop; raises HTTPException if its store fails, or it takes too long."""
+    asked = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await asked
+    except StoreError as error:
+        full = error.kind == "full"
+        raise HTTPException(HTTPStatus.CONFLICT if full else HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
+    except TimeoutError:
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "no answer in time; check whether it took effect") from None
 
 
 def is_near(request: Request) -> bool:

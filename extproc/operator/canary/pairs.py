@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from time import time
 from typing import Final, TypeAlias
 
 from extproc.decision import Action, Decision, Outcome
@@ -15,7 +16,7 @@ from extproc.engine.candidates import Candidate, SessionCandidate
 from extproc.engine.evaluation import Evaluation, group_by_policy
 from extproc.metrics import Counts, Metrics
 from extproc.operator.after_notes import AfterNote
-from extproc.operator.canary.samples import Samples
+from extproc.operator.canary.loops import SampledLoops, name_loop
 from extproc.operator.sketch import Sketch
 from extproc.policy.pairings import Pairing
 from extproc.request.http import cut_text
@@ -30,7 +31,10 @@ _LABELS = ("policy", "canary_of")
 _LIVE_ALONE = ("missed", "only_live")
 
 REFUSALS = ("extra", "already", "missed")
-"""The candidate would refuse what passes today, refuse what is refused anyway, or let pass what live refuses."""
+"""The candidate would refuse what passes today, refuse what is refused anyway, or let pass what live refuses.
+
+People read `new`; `extra` is its name in metrics, and for replicas of other versions.
+"""
 
 LIVE, CANDIDATE = POLICIES = ("live", "candidate")
 
@@ -87,13 +91,14 @@ class Pair:
         refused: compared requests that were refused, by whichever policy.
         extra, already, missed: refusals; see `REFUSALS`.
         tenants: of compared requests.
-        refused_tenants: of extra refusals.
-        refused_sessions: of extra refusals, where the request names one.
-        samples: of extra refusals; None where none are wanted.
+        refused_tenants: of new refusals.
+        refused_sessions: of new refusals, where the request names one.
+        refused_loops: of new refusals; see `name_loop`.
+        samples: of these loops; None where none are wanted.
         after_notes: what came after notes, by `name_after`.
     """
 
-    def __init__(self, pairing: Pairing, now: float, samples: Samples | None = None) -> None:
+    def __init__(self, pairing: Pairing, now: float, samples: SampledLoops | None = None) -> None:
         self.samples = samples
         self.pairing = pairing
         self.since = now
@@ -103,6 +108,7 @@ class Pair:
         self.tenants = Sketch()
         self.refused_tenants = Sketch()
         self.refused_sessions = Sketch()
+        self.refused_loops = Sketch()
         self.disagreements = Disagreements()
         self.after_notes: dict[str, int] = {}
 
@@ -161,11 +167,15 @@ class Pair:
 
 
 class Pairs:
-    """All pairs of the policies in force."""
+    """All pairs of the policies in force.
+
+    Attributes:
+        samples: number of loops to keep of each pair.
+    """
 
     def __init__(self, samples: int = 0, *, sample_bodies: bool = False) -> None:
-        """Start without policies; see `Samples` for what is kept of each pair."""
-        self._samples = samples
+        """Start without policies; see `SampledLoops` for what is kept of each pair."""
+        self.samples = samples
         self._sample_bodies = sample_bodies
         self._by_candidate: dict[str, Pair] = {}
         self._by_live: dict[str, list[Pair]] = {}
@@ -179,8 +189,8 @@ class Pairs:
         for pair in pairs:
             self._by_live.setdefault(pair.pairing.live, []).append(pair)
 
-    def _make_samples(self) -> Samples | None:
-        return Samples(self._samples, bodies=self._sample_bodies) if self._samples else None
+    def _make_samples(self) -> SampledLoops | None:
+        return SampledLoops(self.samples, bodies=self._sample_bodies) if self.samples else None
 
     def list_pairs(self) -> list[Pair]:
         """All pairs, in the order of the candidates."""
@@ -190,7 +200,7 @@ class Pairs:
         """Make every scrape read the counts."""
         text = "Requests compared by a canary, by which of the two policies acts"
         metrics.show_counts("canary_requests_total", text, (*_LABELS, "verdict"), lambda: self._list_counts(VERDICTS))
-        text = "Refusals of a canary: new (extra), made anyway (already), or missed"
+        text = "Refusals of a canary: new (its label is extra), made already, or missed"
         metrics.show_counts("canary_refusals_total", text, (*_LABELS, "refusal"), lambda: self._list_counts(REFUSALS))
         text = "Compared requests that were refused, by any policy"
         metrics.show_counts(
@@ -256,8 +266,10 @@ def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: 
         session = _find_session(pair, evaluation, outcome)
         if session:
             pair.refused_sessions.add(_hash_session(outcome.tenant, session))
+        loop, conversation = name_loop(evaluation, outcome)
+        pair.refused_loops.add(loop)
         if pair.samples is not None:
-            pair.samples.offer(evaluation, outcome, session)
+            pair.samples.note(evaluation, outcome, loop, conversation, session, time())
 
 
 def _hash_session(tenant: str, session: str) -> str:

@@ -3,34 +3,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from extproc.operator.after_notes import AFTER, ARMS, describe_after
 from extproc.operator.canary.pairs import POLICIES, REFUSALS, VERDICTS, name_after
+from extproc.operator.canary.review import Answers, Tally, count_answers
 from extproc.operator.canary.states import State, merge_states
-from extproc.operator.canary.verdict import Rules, find_bounds, judge
+from extproc.operator.canary.verdict import Evidence, Rules, find_bounds, find_right, judge
 from extproc.operator.table import write_time
 from extproc.policy.pairings import Pairing
 
+_SHOWN_AS = {"extra": "new"}
+"""Words for people, in place of the names in metrics and on boards."""
 
-def describe_canaries(states: Iterable[State], rules: Rules) -> list[dict[str, Any]]:
-    """The report about each pair, in the order in which pairs first appear."""
+
+def describe_canaries(states: Iterable[State], rules: Rules, answers: Mapping[str, Answers] | None) -> list[dict[str, Any]]:
+    """The report about each pair, in the order in which pairs first appear.
+
+    Args:
+        states: what the replicas have counted.
+        rules: of the verdict.
+        answers: of people, by the identity of the pair; None if they cannot be read.
+    """
     groups: dict[Pairing, list[State]] = {}
     for state in states:
         groups.setdefault(state.pairing, []).append(state)
-    return [_describe_canary(group, rules) for group in groups.values()]
+    tallies = {pairing: None if answers is None else count_answers(answers.get(pairing.identity, {})) for pairing in groups}
+    return [_describe_canary(group, rules, tallies[pairing]) for pairing, group in groups.items()]
 
 
-def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
+def _describe_canary(states: list[State], rules: Rules, tally: Tally | None) -> dict[str, Any]:
     state = merge_states(states)
     counts, compared = state.counts, state.compared
     went_on = compared - counts["refused"]
-    callers = {name: state.read_sketch(name) for name in ("tenants", "refused_tenants", "refused_sessions")}
-    tenants, sessions = callers["refused_tenants"].count(), callers["refused_sessions"].count()
-    verdict = judge(counts["extra"], went_on, tenants, sessions, rules)
+    loops, tenants, sessions = (state.read_sketch(f"refused_{what}") for what in ("loops", "tenants", "sessions"))
+    evidence = Evidence(
+        counts["extra"], went_on, loops.count(), tenants.count(), sessions.count(), exact=loops.exact, tally=tally
+    )
+    verdict, of_tenants = judge(evidence, rules), state.read_sketch("tenants")
 
     def rate(part: int, whole: int) -> dict[str, float | None]:
         return find_bounds(part, whole, rules.confidence)._asdict()
@@ -39,6 +52,7 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
         "policy": state.candidate,
         "canary_of": state.live,
         "verdict": verdict.word,
+        "summary": verdict.summary,
         "reasons": verdict.reasons,
         "since": write_time(state.since),
         "until": write_time(state.until),
@@ -50,21 +64,33 @@ def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
             "went_on": went_on,
             "uncompared": counts["uncompared"],
         },
-        "refusals": {name: counts[name] for name in REFUSALS},
+        "refusals": {_SHOWN_AS.get(name, name): counts[name] for name in REFUSALS},
         "rates": {
-            "extra_refusals": rate(counts["extra"], went_on),
+            "new_refusals": rate(counts["extra"], went_on),
             "missed_refusals": rate(counts["missed"], compared),
             "disagreement": rate(counts["only_live"] + counts["only_candidate"], compared),
         },
-        "newly_refused": {
-            "tenants": tenants,
-            "sessions": sessions,
-            "of_tenants": callers["tenants"].count(),
-            "exact": all(sketch.exact for sketch in callers.values()),
+        "new": {
+            "loops": evidence.loops,
+            "tenants": evidence.tenants,
+            "sessions": evidence.sessions,
+            "of_tenants": of_tenants.count(),
+            "exact": all(sketch.exact for sketch in (loops, tenants, sessions, of_tenants)),
         },
+        "review": _describe_review(tally, rules),
         "after_notes": {who: _describe_after(counts, who) for who in POLICIES},
-        "disagreements": [msgspec.structs.asdict(entry) for entry in state.disagreements],
+        "disagreements": [
+            msgspec.structs.asdict(entry) | {"about": _SHOWN_AS.get(entry.about, entry.about)} for entry in state.disagreements
+        ],
     }
+
+
+def _describe_review(tally: Tally | None, rules: Rules) -> dict[str, Any] | None:
+    """People's answers, in loops, and bounds of the share that is right; None if they cannot be read."""
+    if tally is None:
+        return None
+    least, most = find_right(tally, rules.confidence)
+    return {**tally._asdict(), "people": list(tally.people), "right_share": {"low": least, "high": most}}
 
 
 def _describe_after(counts: dict[str, int], who: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from extproc.policy.pairings import Pairing
 _AFTER = tuple(name_after(who, arm, after) for who in POLICIES for arm in ARMS for after in AFTER)
 _COUNTED = (*VERDICTS, *REFUSALS, "uncompared", "refused")
 _COUNTS = (*_COUNTED, *_AFTER)
-_SKETCHES = ("tenants", "refused_tenants", "refused_sessions")
+_SKETCHES = ("tenants", "refused_tenants", "refused_sessions", "refused_loops")
 
 _Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, up to the year 5138."""

@@ -1,4 +1,8 @@
-"""The verdict about a candidate: keep watching, safe or too strict, by rules that flags change."""
+"""The verdict about a candidate: keep watching, safe or too strict, by rules that flags change.
+
+People's answers decide once they are certain, however much the candidate refuses: what is right to refuse is no harm. Until
+then, the share of the requests that it newly refuses does, unless the answers so far contradict it.
+"""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -8,6 +12,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
+from extproc.operator.canary.certainty import find_least, find_most
+from extproc.operator.canary.review import Tally
 from extproc.options import option, parse_integer, parse_number
 
 KEEP_WATCHING = "keep_watching"
@@ -17,6 +23,7 @@ TOO_STRICT = "too_strict"
 
 _parse_count = parse_integer(0)
 _parse_share = parse_number(lambda share: 0 <= share < 1, "a number from 0 to below 1")
+_parse_right = parse_number(lambda share: 0 < share < 1, "a number above 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +31,11 @@ class Rules:
     """When a candidate is safe; each attribute is a flag of `loopguard canary status`."""
 
     min_requests: int = option("1000", _parse_count, "requests that pass today to compare before a verdict", "N")
-    max_extra_refusals: float = option("0.001", _parse_share, "maximum share of these that a safe canary refuses", "SHARE")
-    max_new_tenants: int | None = option(None, _parse_count, "maximum tenants that it newly refuses (default: any)", "N")
-    max_new_sessions: int | None = option(None, _parse_count, "maximum sessions that it newly refuses (default: any)", "N")
-    confidence: float = option("0.95", _parse_share, "confidence level of the interval", "SHARE")
+    max_new_refusals: float = option("0.001", _parse_share, "maximum share of these that a safe canary refuses", "SHARE")
+    min_right: float = option("0.8", _parse_right, "minimum share of new loops that people must find right", "SHARE")
+    max_new_tenants: int | None = option(None, _parse_count, "maximum tenants with new refusals (default: any)", "N")
+    max_new_sessions: int | None = option(None, _parse_count, "maximum sessions with new refusals (default: any)", "N")
+    confidence: float = option("0.95", _parse_share, "confidence level of all bounds", "SHARE")
 
 
 class Bounds(NamedTuple):
@@ -55,34 +63,108 @@ def find_bounds(part: int, whole: int, confidence: float = 0.95) -> Bounds:
     return Bounds(share, low, 1.0 if part == whole else min(1.0, center + half))
 
 
+class Evidence(NamedTuple):
+    """What is known of a candidate.
+
+    Attributes:
+        refusals: new ones.
+        went_on: compared requests that passed.
+        loops, tenants, sessions: of the new refusals.
+        exact: whether these are counted, not estimated.
+        tally: people's answers about the loops; None if they cannot be read.
+    """
+
+    refusals: int
+    went_on: int
+    loops: int
+    tenants: int = 0
+    sessions: int = 0
+    exact: bool = True
+    tally: Tally | None = Tally()
+
+    def write(self) -> str:
+        """The loops, and what people say of them."""
+        tally = self.tally or Tally()
+        loops = max(self.loops, tally.loops)  # a replica that was restarted has forgotten some
+        if not loops:
+            return "no new loops"
+        number = f"{loops:,} new loop{'' if loops == 1 else 's'}"
+        found = f"{tally.right:,} of {tally.loops:,} right" if tally.loops else "none reviewed"
+        unsure = f", {tally.unsure:,} unsure" if tally.unsure else ""
+        return f"{'' if self.exact else 'about '}{number}, {found}{unsure}"
+
+
 class CanaryVerdict(NamedTuple):
-    """One of the three words, and why, in sentences."""
+    """One of the three words, the same in a sentence with the loops, and why, in sentences."""
 
     word: str
+    summary: str
     reasons: list[str]
 
 
-def judge(extra: int, went_on: int, tenants: int, sessions: int, rules: Rules) -> CanaryVerdict:
-    """The verdict by a candidate's extra refusals, as a share of the compared requests that passed.
+def judge(evidence: Evidence, rules: Rules) -> CanaryVerdict:
+    """The verdict. Too strict breaks a rule for certain, perhaps at once; safe keeps all of them for certain."""
+    word, reasons = _decide(evidence, rules)
+    return CanaryVerdict(word, f"{evidence.write()}: {word.replace('_', ' ')}", reasons)
 
-    Too strict is what breaks a rule for certain, safe what keeps all of them for certain; between the two, and below the
-    minimum number of requests, keep watching.
-    """
-    bounds, most = find_bounds(extra, went_on, rules.confidence), rules.max_extra_refusals
+
+def _decide(evidence: Evidence, rules: Rules) -> tuple[str, list[str]]:
     broken = [
-        f"it newly refuses {number} {what}; the limit is {limit}"
-        for number, what, limit in ((tenants, "tenants", rules.max_new_tenants), (sessions, "sessions", rules.max_new_sessions))
+        f"it refuses {number} new {what}; the limit is {limit}"
+        for number, what, limit in (
+            (evidence.tenants, "tenants", rules.max_new_tenants),
+            (evidence.sessions, "sessions", rules.max_new_sessions),
+        )
         if limit is not None and number > limit
     ]
-    if went_on < rules.min_requests:
-        return CanaryVerdict(KEEP_WATCHING, [f"compared {went_on} of the {rules.min_requests} requests that a verdict needs"])
-    if bounds.low > most:
-        broken.insert(0, f"it refuses at least {bounds.low:.3%} of the requests that pass today; the limit is {most:.3%}")
     if broken:
-        return CanaryVerdict(TOO_STRICT, broken)
-    if bounds.high <= most:
-        return CanaryVerdict(
-            SAFE, [f"it refuses at most {bounds.high:.3%} of the requests that pass today; the limit is {most:.3%}"]
-        )
-    reach = f"between {bounds.low:.3%} and {bounds.high:.3%}"
-    return CanaryVerdict(KEEP_WATCHING, [f"it refuses {reach} of the requests that pass today; the limit is {most:.3%}"])
+        return TOO_STRICT, broken
+    share, by_share = _judge_share(evidence, rules)
+    tally = evidence.tally
+    if tally is None:
+        unknown = "the answers about its loops cannot be read"
+        return share if share == TOO_STRICT else KEEP_WATCHING, [by_share, unknown]
+    if not tally.loops:
+        return share, [by_share]
+    answers, by_answers = _judge_answers(tally, rules)
+    if answers != KEEP_WATCHING:
+        return answers, [by_answers]
+    agreed = SAFE if tally.right >= rules.min_right * tally.loops else TOO_STRICT
+    return share if share == agreed else KEEP_WATCHING, [by_share, by_answers]
+
+
+def find_right(tally: Tally, confidence: float) -> tuple[float, float]:
+    """Bounds of the share of loops that are right to refuse. Unsure ones might be either."""
+    least = find_least(tally.right, tally.loops, confidence) if tally.loops else 0.0
+    return least, find_most(tally.right + tally.unsure, tally.loops, confidence) if tally.loops else 1.0
+
+
+def _judge_answers(tally: Tally, rules: Rules) -> tuple[str, str]:
+    """The verdict by people's answers alone, and why."""
+    least, most = find_right(tally, rules.confidence)
+    wanted = f"of the new loops are right to refuse; a safe canary has at least {rules.min_right:.1%}"
+    if least >= rules.min_right:
+        return SAFE, f"at least {least:.1%} {wanted}"
+    if most < rules.min_right:
+        return TOO_STRICT, f"at most {most:.1%} {wanted}"
+    return KEEP_WATCHING, f"between {least:.1%} and {most:.1%} {wanted}"
+
+
+def _judge_share(evidence: Evidence, rules: Rules) -> tuple[str, str]:
+    """The verdict by the share of the compared requests that passed and would be refused.
+
+    Before the minimum number, a loop counts once: its requests depend on each other, so that one stuck agent proves little.
+    """
+    went_on, limit = evidence.went_on, rules.max_new_refusals
+    allowed = f"of the requests that pass today; the limit is {limit:.3%}"
+    if went_on < rules.min_requests:
+        least = find_least(min(evidence.loops, went_on), went_on, rules.confidence)
+        if least > limit:
+            return TOO_STRICT, f"it begins a new loop in at least {least:.3%} {allowed}"
+        return KEEP_WATCHING, f"compared {went_on} of the {rules.min_requests} requests that a verdict needs"
+    bounds = find_bounds(evidence.refusals, went_on, rules.confidence)
+    if bounds.low > limit:
+        return TOO_STRICT, f"it refuses at least {bounds.low:.3%} {allowed}"
+    if bounds.high <= limit:
+        return SAFE, f"it refuses at most {bounds.high:.3%} {allowed}"
+    return KEEP_WATCHING, f"it refuses between {bounds.low:.3%} and {bounds.high:.3%} {allowed}"

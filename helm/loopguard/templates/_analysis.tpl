@@ -10,12 +10,12 @@ Takes root, and as they are to stand in the queries: policy, a regular expressio
 {{- $requests := printf "sum(increase(loopguard_canary_requests_total{%s}[%s]))" $of .window -}}
 {{- $differing := printf "sum(increase(loopguard_canary_requests_total{%s,verdict=~\"only_live|only_candidate\"}[%s]))" $of .window -}}
 {{- $refused := printf "sum(increase(loopguard_canary_refused_total{%s}[%s]))" $of .window -}}
-{{- $extra := printf "sum(increase(loopguard_canary_refusals_total{%s,refusal=\"extra\"}[%s]))" $of .window -}}
+{{- $new := printf "sum(increase(loopguard_canary_refusals_total{%s,refusal=\"extra\"}[%s]))" $of .window -}}
 {{- $decided := printf "sum(increase(loopguard_decision_seconds_count{%s}[%s]))" $on .window -}}
 {{- $open := printf "sum(increase(loopguard_fail_open_total{%s}[%s]))" $on .window -}}
 {{- $buckets := printf "sum by (le) (rate(loopguard_decision_seconds_bucket{%s}[%s]))" $on .window -}}
 {{- dict
-  "extra-refusals" (printf "%s / (%s - %s >= %s)" $extra $requests $refused .least)
+  "new-refusals" (printf "%s / (%s - %s >= %s)" $new $requests $refused .least)
   "disagreement" (printf "%s / (%s >= %s)" $differing $requests .least)
   "requests" (printf "%s > 0" $requests)
   "fail-open" (printf "%s / (%s > 0)" $open $decided)

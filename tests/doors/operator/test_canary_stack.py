@@ -5,15 +5,18 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from extproc.cli.main import main
+from extproc.errors import LoopguardError
+from extproc.operator.admin.client import AdminClient
 from tests.support.command import Run
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
@@ -59,10 +62,10 @@ def test_the_verdict_about_traffic_through_envoy(one: Stack, capsys: pytest.Capt
         "compared": 105, "both": 2, "only_live": 0, "only_candidate": 2, "neither": 101,
         "refused": 2, "went_on": 103, "uncompared": 0,
     }  # fmt: skip
-    assert canaries["strict"]["newly_refused"] == {"tenants": 1, "sessions": 1, "of_tenants": 101, "exact": True}
-    assert canaries["quiet"]["refusals"] == {"extra": 0, "already": 1, "missed": 1}
+    assert canaries["strict"]["new"] == {"loops": 1, "tenants": 1, "sessions": 1, "of_tenants": 101, "exact": True}
+    assert canaries["quiet"]["refusals"] == {"new": 0, "already": 1, "missed": 1}
     (entry,) = canaries["strict"]["disagreements"]
-    assert (entry["about"], entry["method"], entry["path"], entry["count"]) == ("extra", "GET", "/v1/chat", 2)
+    assert (entry["about"], entry["method"], entry["path"], entry["count"]) == ("new", "GET", "/v1/chat", 2)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +74,9 @@ def test_the_verdict_about_traffic_through_envoy(one: Stack, capsys: pytest.Capt
         ([], 3),
         (["--min-requests", "100"], 4),
         (["--min-requests", "100", "--policy", "quiet"], 3),
-        (["--min-requests", "100", "--policy", "quiet", "--max-extra-refusals", "0.05"], 0),
-        (["--min-requests", "100", "--max-extra-refusals", "0.5"], 0),
-        (["--min-requests", "100", "--max-extra-refusals", "0.5", "--max-new-tenants", "0"], 4),
+        (["--min-requests", "100", "--policy", "quiet", "--max-new-refusals", "0.05"], 0),
+        (["--min-requests", "100", "--max-new-refusals", "0.5"], 0),
+        (["--min-requests", "100", "--max-new-refusals", "0.5", "--max-new-tenants", "0"], 4),
     ],
 )
 def test_the_exit_code_is_the_worst_verdict(
@@ -88,11 +91,11 @@ def test_the_table_for_people(one: Stack, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("COLUMNS", "120")
     out = Run(capsys, "canary", "status", "--admin", url_of(one.loopguard), "--policy", "strict").out
 
-    assert "strict, canary of live: keep watching" in out
+    assert "strict, canary of live: 1 new loop, none reviewed: keep watching" in out
     assert "compared 103 of the 1000 requests that a verdict needs" in out
-    assert "newly refused: tenants 1 of 101, sessions 1" in out
+    assert "new: loops 1, tenants 1 of 101, sessions 1" in out
     assert re.search(r"refusals: new +2 +1\.942% +0\.534% and 6\.805%", out)
-    assert re.search(r"extra +2 +GET +/v1/chat +[0-9a-f]{16} +default", out)
+    assert re.search(r"new +2 +GET +/v1/chat +[0-9a-f]{16} +default", out)
     assert "SECRET" not in out
 
 
@@ -143,7 +146,7 @@ def test_replicas_on_one_store_know_each_other(transport: str, capsys: pytest.Ca
         second.stop()
         _, canaries = read_json(capsys, "--admin", url_of(first))
         assert (canaries["strict"]["replicas"], canaries["strict"]["requests"]["compared"]) == (2, 40)
-        assert canaries["strict"]["newly_refused"]["tenants"] == 8
+        assert canaries["strict"]["new"]["tenants"] == 8
 
 
 def test_replicas_without_a_common_store_are_summed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,13 +181,37 @@ def test_a_changed_candidate_is_compared_anew() -> None:
 # --- Review
 
 
-@pytest.fixture(scope="module")
-def sampled() -> Iterator[Stack]:
-    """One guard that keeps samples, after three refusals that would be new."""
-    with stack(DOCUMENT, "--shadow-samples", "10", "--shadow-sample-bodies") as made:
+TOKEN = "correct-horse-battery-staple"
+
+
+class Reviewed(NamedTuple):
+    """Replicas that keep samples, and the file with their token."""
+
+    stack: Stack
+    token: str
+
+    def admin(self, number: int = 0) -> tuple[str, ...]:
+        """The flags for one replica."""
+        return ("--admin", url_of(self.stack.replicas[number]))
+
+
+@contextmanager
+def reviewed(folder: Path, document: dict[str, Any], *flags: str, replicas: int = 1) -> Iterator[Reviewed]:
+    """A stack whose canaries can be reviewed."""
+    token = folder / "token"
+    token.write_text(f"{TOKEN}\n")
+    samples = ("--shadow-samples", "50", "--admin-token-file", str(token))
+    with stack(document, *samples, *flags, replicas=replicas) as made:
+        yield Reviewed(made, str(token))
+
+
+@pytest.fixture
+def sampled(tmp_path: Path) -> Iterator[Reviewed]:
+    """A replica with three new loops of two refusals each, and what was compared in them."""
+    with reviewed(tmp_path, DOCUMENT, "--shadow-sample-bodies") as made:
         for user in ("ann", "bob", "eve"):
-            for _ in range(2):
-                made.send("/v1/chat?key=SECRET", headers={"x-user-id": user})
+            for _ in range(3):
+                made.stack.send("/v1/chat?key=SECRET", headers={"x-user-id": user})
         yield made
 
 
@@ -194,72 +221,177 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda *words: monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{word}\n" for word in words)))
 
 
-def test_a_review_keeps_what_a_person_says(
-    sampled: Stack, capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path
+def test_a_review_asks_once_about_each_loop(
+    sampled: Reviewed, capsys: pytest.CaptureFixture[str], say: Callable[..., None]
 ) -> None:
-    """Samples are shown one by one, each answer is kept, and one that was answered is not shown again."""
-    tally = tmp_path / "tally.json"
-    arguments = ("canary", "review", "--admin", url_of(sampled.loopguard), "--tally", str(tally))
+    """Each loop is shown once, an answer is kept at once, and what has one is asked about again only on demand."""
+    arguments = ("canary", "review", *sampled.admin(), "--token-file", sampled.token)
 
     say("right", "maybe", "s", "q")
     first = Run(capsys, *arguments)
     say("w", "u")
     second = Run(capsys, *arguments)
     third = Run(capsys, *arguments)
+    say("r", "r", "r")
+    again = Run(capsys, *arguments, "--all")
 
-    assert (first.code, second.code, third.code) == (0, 0, 0)
-    assert "3 samples, 3 unanswered" in first.out
-    assert first.out.count("path          /v1/chat\n") == 3
-    assert "strict: 1 right, 0 wrong, 0 unsure; 0% wrong, between 0% and 79%" in first.out
-    assert "3 samples, 2 unanswered" in second.out
-    assert "strict: 1 right, 1 wrong, 1 unsure; 50% wrong, between 9% and 91%" in second.out
-    assert "3 samples, 0 unanswered" in third.out
-    assert sorted(json.loads(tally.read_text())["strict"].values()) == ["right", "unsure", "wrong"]
+    assert [run.code for run in (first, second, third, again)] == [0, 0, 0, 0]
+    assert "3 new loops to review, 3 unanswered" in first.out
+    assert first.out.count("  path           /v1/chat\n") == 3
+    assert first.out.count("  refusals       2\n") == 3
+    assert "| checksums of requests were compared" in first.out
+    assert "strict: 3 new loops, 1 of 1 right: keep watching (answered by " in first.out
+    assert "3 new loops to review, 2 unanswered" in second.out
+    assert "strict: 3 new loops, 1 of 3 right, 1 unsure: " in second.out
+    assert "3 new loops to review, 0 unanswered" in third.out
+    assert "strict: 3 new loops, 3 of 3 right: keep watching" in again.out
     assert "SECRET" not in first.out
+
+
+def test_a_review_that_is_cut_short_loses_nothing(
+    sampled: Reviewed, capsys: pytest.CaptureFixture[str], say: Callable[..., None]
+) -> None:
+    """The end of the input is the end of the review, and what was said before stands; --json shows it."""
+    arguments = ("canary", "review", *sampled.admin(), "--token-file", sampled.token)
+
+    say("wrong")
+    Run(capsys, *arguments)
+    loops = json.loads(Run(capsys, *arguments, "--json").out)["loops"]
+
+    assert [list(loop["answers"].values()) for loop in loops] == [["wrong"], [], []]
 
 
 def test_a_review_says_which_limit_is_met(capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path) -> None:
     """Of a limit of a session a person reads which one it is, how much is used, and the name that the session has elsewhere."""
     limits = {"selector": {"pathPrefix": "/v1"}, "mode": "shadow", "session_limits": {"max_steps": 1}, **USER}
     document = bundle(DOCUMENT["policies"][0], {"id": "limits", "spec": limits})
-    with stack(document, "--shadow-samples", "10") as made:
+    with reviewed(tmp_path, document) as made:
         for number in range(2):
-            made.send(f"/v1/{number}", headers={"x-user-id": "ann", "x-session-id": "s"})
+            made.stack.send(f"/v1/{number}", headers={"x-user-id": "ann", "x-session-id": "s"})
         say("r")
-        admin = ("--admin", url_of(made.loopguard))
-        shown = Run(capsys, "canary", "review", *admin, "--tally", str(tmp_path / "tally.json")).out
+        shown = Run(capsys, "canary", "review", *made.admin(), "--token-file", made.token).out
         (session,) = re.findall(r"^  session  +([0-9a-f]{16})$", shown, re.MULTILINE)
 
-        assert re.search(r"^  limit +max_steps\n  used +1\n  allowed +1$", shown, re.MULTILINE)
+        assert re.search(r"^  used +1\n  allowed +1\n  limit +max_steps$", shown, re.MULTILINE)
         assert "count" not in shown
-        assert Run(capsys, "sessions", session, *admin).out.startswith(f"{session}  ")
+        assert Run(capsys, "sessions", session, *made.admin()).out.startswith(f"{session}  ")
 
 
-def test_a_review_that_is_cut_short_loses_nothing(
-    sampled: Stack, capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path
+def test_several_people_review_one_canary(
+    capsys: pytest.CaptureFixture[str], say: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The end of the input is the end of the review, and what was said before stands; --json shows it."""
-    arguments = ("canary", "review", "--admin", url_of(sampled.loopguard), "--tally", str(tmp_path / "tally.json"))
+    """People answer at different replicas on one Valkey; each sees the other's answers, and all replicas know the verdict."""
+    with (
+        server() as valkey,
+        reviewed(tmp_path, DOCUMENT, "--store", f"redis://{valkey.address}", replicas=2) as made,
+    ):
+        for number in range(34):
+            for _ in range(3):
+                made.stack.send("/v1/chat", headers={"x-user-id": f"user-{number}"})
+        both = (*made.admin(0), *made.admin(1))
+        review = ("canary", "review", "--token-file", made.token)
 
-    say("wrong")
-    Run(capsys, *arguments)
-    samples = json.loads(Run(capsys, *arguments, "--json").out)["samples"]
+        def know(number: int) -> dict[str, Any]:
+            canary: dict[str, Any] = read_json(capsys, *made.admin(number))[1]["strict"]
+            return canary
 
-    assert [sample["answer"] for sample in samples] == ["wrong", None, None]
+        eventually(lambda: know(0)["new"]["loops"] == know(1)["new"]["loops"] == 34, "both replicas to know of all loops")
+        monkeypatch.setattr("getpass.getuser", lambda: "ann")
+        say(*["r"] * 20, "q")
+        first = Run(capsys, *review, *both)
+        monkeypatch.setattr("getpass.getuser", lambda: "bob")
+        say(*["r"] * 13, "w")
+        second = Run(capsys, *review, *reversed_admin(both))
+
+        assert "34 new loops to review, 34 unanswered" in first.out
+        assert "34 new loops to review, 14 unanswered" in second.out
+        assert "strict: 34 new loops, 33 of 34 right: safe" in second.out
+        for number in range(2):
+            canary = know(number)
+            assert (canary["verdict"], canary["summary"]) == ("safe", "34 new loops, 33 of 34 right: safe")
+            assert [person.partition("@")[0] for person in canary["review"]["people"]] == ["ann", "bob"]
+            status = Run(capsys, "canary", "status", "--policy", "strict", *made.admin(number))
+            assert status.out.startswith("strict, canary of live: 34 new loops, 33 of 34 right: safe\n")
+            assert status.code == 0
+        say(*["w"] * 34)
+        Run(capsys, *review, "--all", *both)  # bob has changed his mind, and is alone with it where ann has answered
+        assert know(1)["summary"] == "34 new loops, 0 of 34 right, 20 unsure: too strict"
 
 
-@pytest.mark.parametrize("text", ["x", "[]", '{"strict": []}', '{"strict": {"a": "perhaps"}}'])
-def test_a_tally_that_is_none_is_left_alone(
-    sampled: Stack, capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
+def reversed_admin(flags: Sequence[str]) -> list[str]:
+    """The flags of two servers, the last first."""
+    return [*flags[2:], *flags[:2]]
+
+
+def test_answers_in_memory_are_known_to_the_server_that_has_the_loop(
+    capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path
 ) -> None:
-    """A file that holds something else is not written over."""
-    tally = tmp_path / "tally.json"
-    tally.write_text(text)
+    """Without a shared store, each server keeps the answers about its loops, and the command adds them up."""
+    with reviewed(tmp_path, DOCUMENT, replicas=2) as made:
+        for number in range(16):
+            made.stack.send("/v1/chat", headers={"x-user-id": f"user-{number % 4}"})
+        both = (*made.admin(0), *made.admin(1))
+        eventually(lambda: read_json(capsys, *both)[1]["strict"]["new"]["loops"] == 4, "all loops")
+        say(*["r"] * 4)
+        Run(capsys, "canary", "review", "--token-file", made.token, *both)
 
-    run = Run(capsys, "canary", "review", "--admin", url_of(sampled.loopguard), "--tally", str(tally))
+        assert read_json(capsys, *both)[1]["strict"]["review"]["right"] == 4
 
-    assert (run.code, run.complaint) == (1, f"loopguard: {tally} is not a tally; choose another file with --tally")
-    assert tally.read_text() == text
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reviewed]:
+    """A replica that takes answers."""
+    with reviewed(tmp_path_factory.mktemp("answering"), DOCUMENT) as made:
+        yield made
+
+
+GOOD = {"canary": "0" * 16, "loop": "0" * 16, "answer": "right"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (GOOD | {"answer": "perhaps"}, "answered 400: answer must be one of right, wrong, unsure"),
+        (GOOD | {"answer": ["right"]}, "answered 400: answer must be one of right, wrong, unsure"),
+        (GOOD | {"loop": "a"}, "answered 400: loop must be 16 hex digits"),
+        (GOOD | {"loop": 1}, "answered 400: loop must be 16 hex digits"),
+        (GOOD, "answered 409: no such canary is compared"),
+        (GOOD | {"canary": []}, "answered 409: no such canary is compared"),
+        (GOOD | {"more": 1}, "answered 400: an answer is an object with canary, loop, answer"),
+        ([], "answered 400: an answer is an object with canary, loop, answer"),
+    ],
+)
+def test_answers_that_make_no_sense_are_refused(answering: Reviewed, answer: object, reason: str) -> None:
+    """A malformed answer, or one about policies that have changed, is refused with what would be right."""
+    client = AdminClient(answering.admin()[1])
+
+    with pytest.raises(LoopguardError, match=reason):
+        client.ask("/canary/answers", method="POST", body=answer, headers={"authorization": f"Bearer {TOKEN}"})
+
+
+def test_an_answer_needs_a_credential(one: Stack, answering: Reviewed) -> None:
+    """Without tokens the port is read-only, and elsewhere one has to be right; no page in a browser can answer."""
+    closed, open_one = AdminClient(url_of(one.loopguard)), AdminClient(answering.admin()[1])
+
+    for client, headers, reason in (
+        (closed, {}, "answered 403: this port is read-only"),
+        (open_one, {"authorization": "Bearer another"}, "answered 401"),
+        (open_one, {"authorization": f"Bearer {TOKEN}", "origin": "http://x"}, "answered 403: browsers cannot make changes"),
+    ):
+        with pytest.raises(LoopguardError, match=reason):
+            client.ask("/canary/answers", method="POST", body=GOOD, headers=headers)
+
+
+def test_a_review_needs_a_credential(capsys: pytest.CaptureFixture[str], say: Callable[..., None], tmp_path: Path) -> None:
+    """Anyone may read the loops; an answer without a token is refused, in words that say what to do."""
+    with reviewed(tmp_path, DOCUMENT) as made:
+        for _ in range(2):
+            made.stack.send("/v1/chat", headers={"x-user-id": "ann"})
+        say("r")
+        run = Run(capsys, "canary", "review", *made.admin())
+
+        assert run.code == 1
+        assert "no token given: set --token-file" in run.complaint
 
 
 def test_no_samples_are_kept(one: Stack, capsys: pytest.CaptureFixture[str]) -> None:

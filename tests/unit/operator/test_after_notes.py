@@ -208,7 +208,7 @@ def test_a_canary_says_what_came_after_without_acting() -> None:
 
     converse(service, "one", [*[STUCK] * 3, OTHER])
 
-    (canary,) = describe_canaries([read_state(pair, 1) for pair in service.pairs.list_pairs()], Rules())
+    (canary,) = describe_canaries([read_state(pair, 1) for pair in service.pairs.list_pairs()], Rules(), {})
     counts = canary["after_notes"]["candidate"]["not_noted"]
     assert canary["after_notes"]["live"] == {}
     assert write_after(counts, noted=False) == "not steered 1: 1 turned round"
