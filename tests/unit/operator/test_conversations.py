@@ -432,6 +432,10 @@ def test_an_incident_is_one_row_with_its_loops_in_it() -> None:
     assert (len(incident["conversations"]), incident["active"]) == (4, True)
     assert [row["descriptors"] for row in report["conversations"]] == [{"x-user-id": "dora"}]
     assert report["total"]["requests"] == 9
+    assert list(incident["commands"].values()) == [
+        "loopguard block --tool search --for 30m",
+        "loopguard allow --tool search --for 2h",
+    ]
     assert Replicas(service).ask(caller="x-user-id=dora")["incidents"] == []
     assert "database" not in json.dumps(report)
 
