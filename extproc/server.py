@@ -23,6 +23,7 @@ from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.operator.admin.canary_page import route_canary
 from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
@@ -139,7 +140,7 @@ class Server:
             route_page("/healthz", self._healthz),
             route_page("/readyz", self._readyz),
             route_page("/policies", self._policies),
-            route_page("/canary", self._canary),
+            route_canary(self._describe_canaries, self._list_files),
             route_page("/canary/states", self._canary_states),
             route_page("/canary/samples", self._canary_samples),
             route_loop_page(loop_pages, session_pages),
@@ -347,9 +348,13 @@ class Server:
             unenforced=len(self._list_unenforced()),
         )
 
-    def _canary(self) -> Page:
+    def _describe_canaries(self) -> list[dict[str, Any]]:
         states = [state for replica in self._collect_states().values() for state in replica]
-        return Page(HTTPStatus.OK, {"canaries": describe_canaries(states, Rules())})
+        return describe_canaries(states, Rules())
+
+    def _list_files(self) -> dict[str, str]:
+        """The file of each policy."""
+        return {policy: file for policy, (file, _, _) in self._reloader.locate_policies().items()}
 
     def _canary_states(self) -> Page:
         return Page(HTTPStatus.OK, {"replicas": msgspec.to_builtins(self._collect_states())})
