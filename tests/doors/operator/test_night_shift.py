@@ -322,7 +322,7 @@ def test_a_night_with_the_page(made: tuple[Stack, dict[str, str]]) -> None:
         for words in ("block", "kill", "(token)", shift.tool):
             assert words in orders, orders
         browser.click("document.querySelector('.row[data-key^=loop] a[href^=\"/sessions/\"]')")
-        run = eventually(lambda: (text := browser.read("main")) if "Timeline" in browser.read("main") else "", "the session")
+        run = eventually(lambda: (text := browser.read("main")) if "Timeline" in text else "", "the session")
         for words in ("killed: operator", "search_the_web", "note to the model", "refused", "kill by "):
             assert words in run, run
         assert browser.problems == []
