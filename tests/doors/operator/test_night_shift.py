@@ -322,7 +322,8 @@ def test_a_night_with_the_page(made: tuple[Stack, dict[str, str]]) -> None:
         for words in ("block", "kill", "(token)", shift.tool):
             assert words in orders, orders
         browser.click("document.querySelector('.row[data-key^=loop] a[href^=\"/sessions/\"]')")
-        run = eventually(lambda: (text := browser.read("main")) if "Timeline" in text else "", "the session")
+        eventually(lambda: "Timeline" in browser.read("main"), "the session")
+        run = browser.read("main")
         for words in ("killed: operator", "search_the_web", "note to the model", "refused", "kill by "):
             assert words in run, run
         assert browser.problems == []

@@ -350,9 +350,7 @@ def test_all_of_it_works_with_the_keyboard() -> None:
             browser.run("document.activeElement.blur()")
             browser.press("j")
             browser.press(key)
-            command = eventually(
-                lambda word=word: (text := browser.paste()) and word in text and text, f"a {word} on the clipboard"
-            )
+            command = eventually(partial(find_copied, browser, word), f"a command to {word} on the clipboard")
             assert command in browser.run(f"{ACTIVE}.closest('.row').innerText")
         key = browser.run(f"{ACTIVE}.closest('.row').dataset.key")
         browser.run("paused = false, document.querySelector('main').dataset.old = 'yes'")
