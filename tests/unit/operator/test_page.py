@@ -205,7 +205,6 @@ def test_the_page_shows_tools_that_fail_for_many() -> None:
     assert section.count('<tbody class="row"') == 1
     assert "fails for 6 sessions of 6 callers" in section
     assert section.count("loopguard block --tool ") == 1
-    assert '<td class="number" data-name="sessions">6</td>' in section
     assert '<td class="number" data-name="not refused">2</td>' in section
     assert Outline(text).elements.count("script") == 1
     assert "Failing tools" not in other
@@ -366,18 +365,19 @@ def test_all_of_it_works_with_the_keyboard() -> None:
 
 
 @BROWSER
-def test_a_phone_needs_no_sideways_scrolling() -> None:
-    """At 375 pixels, nothing is wider than the window, however long names are."""
+@pytest.mark.parametrize("width", [375, 768, 1001, 1280])
+def test_no_window_needs_sideways_scrolling(width: int) -> None:
+    """On a phone and wherever the tables begin, nothing is wider than the window, however long names are."""
     service = make_night("x" * 200)
     note_session(service, "y" * 200)
     with serving(service) as url, browsing() as browser:
-        browser.resize(375, 800, phone=True)
+        browser.resize(width, 800, phone=width < 1_000)
         for path in PATHS:
             browser.open(url + path)
             browser.run("document.querySelectorAll('details').forEach(each => each.open = true)")
 
             assert (path, browser.list_wide()) == (path, [])
-            assert browser.run("document.documentElement.scrollWidth") <= browser.run("innerWidth") == 375
+            assert browser.run("document.documentElement.scrollWidth") <= browser.run("innerWidth") == width
 
 
 @BROWSER
