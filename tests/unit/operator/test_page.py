@@ -20,7 +20,7 @@ from extproc.decision import ToolFailure
 from extproc.engine.orders import ALLOW, BLOCK, GRANT, ActiveOverride, Target
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
-from extproc.operator.admin.canary_page import route_canary
+from extproc.operator.admin.canary_page import route_canary, suggest_for_canary
 from extproc.operator.admin.coverage_report import CoveragePages, ServerState
 from extproc.operator.admin.loop_page import draw_charts, route_page
 from extproc.operator.admin.loop_report import LoopPages
@@ -230,6 +230,31 @@ def test_the_page_can_be_narrowed_down() -> None:
     assert "storm" not in text
     assert 'value="search_the_web"' in text
     assert '<option value="last" selected>' in text
+
+
+def test_browsers_get_pages_and_programs_json() -> None:
+    """About canaries and coverage, at the same path, with the same numbers and what to do next."""
+    with serving(make_night()) as url:
+        pages = {path: re.sub(r"\s+", " ", fetch(url + path, accept="text/html,*/*")[1]) for path in ("canary", "coverage")}
+        (canary,) = json.loads(fetch(f"{url}canary")[1])["canaries"]
+        coverage = json.loads(fetch(f"{url}coverage")[1])
+
+    assert canary["requests"]["compared"] == 7
+    for shown in ("agents-canary, canary of agents:", "<b>7</b> requests compared", canary["reasons"][0]):
+        assert shown in pages["canary"], shown
+    assert "<code>loopguard canary review --policy agents-canary</code>" in pages["canary"]
+    assert coverage["line"] in pages["coverage"]
+    assert "the policy files have errors" in pages["coverage"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "file", "promotes"), [("safe", "p.json", True), ("safe", "", False), ("keep_watching", "p.json", False)]
+)
+def test_only_a_safe_canary_is_promoted(verdict: str, file: str, promotes: bool) -> None:  # a case
+    """The command edits the policy's file, where it is in one."""
+    found = suggest_for_canary({"policy": "strict", "verdict": verdict}, file)
+
+    assert ("loopguard promote p.json --policy strict --percent 25 --write" in found.values()) is promotes
 
 
 def test_scripts_in_names_are_text() -> None:
