@@ -585,7 +585,7 @@ def test_a_timeline_has_steps_and_refusals_in_order() -> None:
     assert [(each.get("refused"), each.get("action"), each.get("status")) for each in timeline] == [
         (False, None, None),
         (False, "steer", 200),
-        ("max_tool_calls", None, None),
+        ("max_steps", None, None),
         (False, None, None),
     ]
 
