@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
+_STOPS = ("block", "kill")
+"""Orders that hold whatever others say."""
+
 _DOES = {"allow": "", "warn": "warn", "steer": "steer", "throttle": "throttle", "land": "land", "reject": "refuse"}
 
 
@@ -180,8 +183,8 @@ def _write_whom(row: Mapping[str, Any], _: float) -> str:
 
 def _write_done(row: Mapping[str, Any], now: float) -> str:
     """What is done now: the order in force, the action, or what a shadow policy would do."""
-    if row.get("orders"):
-        order = row["orders"][0]
+    if orders := row.get("orders"):
+        order = next((each for each in orders if each["kind"] in _STOPS), orders[0])
         return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
     if "sessions" in row:
         return "wait" if row["action"] != "allow" else "shadow: wait"

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from extproc.engine.orders import BLOCK, KILL
 from extproc.sessions.limits import write_grant
 
 _GRANTS = {"max_steps": "--steps 20", "max_tool_calls": "--tool-calls 20", "max_cost_per_session": "--cost 5"}
@@ -24,7 +25,7 @@ def suggest_for_loop(row: Mapping[str, Any], *, limited: bool) -> dict[str, str]
     return {
         "stop": _write("kill", caller=row["caller"], session=session) if limited else stop,
         "free": _write("allow", _LONG, caller=row["caller"], session=known, fingerprint="" if known else alike),
-        **_suggest_revoking(row["orders"]),
+        **_suggest_ending(row["orders"]),
     }
 
 
@@ -33,8 +34,14 @@ def suggest_for_incident(row: Mapping[str, Any]) -> dict[str, str]:
     return {
         "stop": _write("block", _SHORT, tool=row["tool"]),
         "free": _write("allow", _LONG, tool=row["tool"]),
-        **_suggest_revoking(row["orders"]),
+        **_suggest_ending(row["orders"]),
     }
+
+
+def _suggest_ending(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """How to end what was ordered about a row: while a block or a kill is in force, only that frees it, and no `allow` does."""
+    stops = [order for order in orders if order["kind"] in (BLOCK, KILL)]
+    return {"free": _revoke(stops[0])} if stops else _suggest_revoking(orders)
 
 
 def suggest_for_order(order: Mapping[str, Any]) -> dict[str, str]:
@@ -69,7 +76,11 @@ def _suggest_more(row: Mapping[str, Any], session: str) -> str:
 
 
 def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return {"revoke": f"loopguard overrides --revoke {shlex.quote(orders[0]['override'])}"} if orders else {}
+    return {"revoke": _revoke(orders[0])} if orders else {}
+
+
+def _revoke(order: Mapping[str, Any]) -> str:
+    return f"loopguard overrides --revoke {shlex.quote(order['override'])}"
 
 
 def _write(kind: str, more: str = "", **about: str) -> str:

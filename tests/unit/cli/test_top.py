@@ -150,6 +150,15 @@ def test_a_failing_tool_and_standing_orders_have_their_commands() -> None:
     ]
 
 
+def test_a_block_holds_whatever_a_newer_order_allows() -> None:
+    """That is what is shown as done now."""
+    block = {**ORDER, "kind": "block", "ends": "2026-11-02T03:35:00Z"}
+
+    lines = show(make_report(make_row(orders=[ORDER, block])), 80)
+
+    assert "blocked 21m" in next(line for line in lines if line.startswith("search_the_web"))
+
+
 def test_nothing_to_show() -> None:
     """No table, and words that say which nothing it is."""
     none = make_report()

@@ -177,7 +177,7 @@ def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
 
     for command, times in {
         f"loopguard block --caller {storm.tenant} --fingerprint ": 1,
-        f"loopguard allow --caller {storm.tenant} --fingerprint ": 1,
+        f"loopguard allow --caller {storm.tenant} --fingerprint ": 0,  # it would not lift the block
         f"loopguard kill --caller {'a' * 16} --session {'5' * 16}": 1,
         f"loopguard grant --session {'5' * 16} --caller {'a' * 16} --tool runner=1": 1,
         "loopguard overrides --revoke b1": 2,  # beside its row, and in the list of orders
