@@ -67,7 +67,7 @@ def note_session(service: Service, name: str = "ann", **changes: Any) -> None:  
     tools, limit = ((b"t", name, 3),), LIMITS.index("max_calls_per_tool")
     standing = Standing(limit, 3, 3, b"t", steps=1_234, blocks=1, cost=2 * 10**9, estimated=1, tools=tools)
     run = RunName("a" * 16, "agents", "enforce", "5" * 16)._replace(**changes)
-    service.reporter.sessions.note(run, [("x-user-id", name)], standing, name, (name,), b"", time.time())
+    service.reporter.sessions.note(run, [("x-user-id", name)], standing, name, (name,), b"", time.time(), agent="1" * 16)
 
 
 def make_night(name: str = "storm") -> Service:
@@ -157,7 +157,14 @@ def test_the_page_shows_sessions() -> None:
     with serving(service) as url:
         text, narrowed = (re.sub(r"\s+", " ", fetch(url + query)[1]) for query in ("", "?policy=other&sort=count"))
 
-    for shown in ("<h2>Sessions</h2>", "x-user-id: <b>runner</b>", "1,234", "~$2.00", "max_calls_per_tool: runner"):
+    for shown in (
+        "<h2>Sessions</h2>",
+        f"<code>{'1' * 16}</code> 1 requests",
+        "x-user-id: <b>runner</b>",
+        "1,234",
+        "~$2.00",
+        "max_calls_per_tool: runner",
+    ):
         assert shown in text, shown
     assert f'<a href="/sessions/{"5" * 16}">' in text
     assert "walker" in narrowed
@@ -387,6 +394,22 @@ def test_all_of_it_works_with_the_keyboard() -> None:
         browser.press("o")
         eventually(lambda: "Timeline" in browser.read(), "the page of the session")
         assert browser.problems == []
+
+
+@BROWSER
+def test_a_command_is_copied_without_the_clipboards_api() -> None:
+    """Browsers have it only on https and localhost; where nothing can be copied, the command is selected."""
+    with serving(make_night()) as url, browsing() as browser:
+        browser.open(url)
+        browser.run("paused = true; Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+        command = browser.read(".command code")
+
+        browser.click("document.querySelector('.command button')")
+        eventually(lambda: browser.read("#said") == f"copied: {command}", "a copied command")
+        browser.run("document.execCommand = () => false")
+        browser.click("document.querySelector('.command button')")
+        eventually(lambda: browser.read("#said") == f"select and copy: {command}", "what else can be done")
+        assert browser.run("getSelection().toString()") == command
 
 
 @BROWSER

@@ -594,7 +594,9 @@ def test_a_browser_gets_a_page() -> None:
     """What programs get as JSON, people get as a page that loads nothing; whatever a tool is called, it is text."""
     table = make_table()
     tools = ("<script>alert(1)</script>",)
-    note(table, Standing(steps=4, age_ms=1), 9, now=time.time(), tools=tools, errors=2, action="steer")
+    now = time.time()
+    note(table, Standing(steps=4, age_ms=1), 9, now=now, tools=tools, errors=2, action="steer", agent="1" * 16)
+    note(table, Standing(steps=5, age_ms=2), 10, now=now, agent="2" * 16, parent="1" * 16)
     with admin_of(table, shows=True) as client:
         page = httpx.get(f"http://{client.url}/sessions/{SESSION}", headers={"accept": "text/html,*/*"})
 
@@ -604,6 +606,8 @@ def test_a_browser_gets_a_page() -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page.text
     assert "2 failed" in page.text
     assert "note to the model" in page.text
+    assert "2 agents, 2 active" in page.text
+    assert f"│ </span><code>{'2' * 16}" in re.sub("├ ", "", page.text)
     assert "x-team: <b>red</b>" in page.text
 
 
