@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
 UV = UV_DEFAULT_INDEX="$(INDEX)" $(BIN)/uv --quiet pip install --python
 
-.PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients check bench precision chart reference clean
+.PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients check bench precision chart reference screenshots clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -153,6 +153,9 @@ chart: .venv/test.stamp ## the chart's values.schema.json and README, from its v
 reference: .venv/test.stamp ## docs/reference.md and the generated parts of docs/architecture.md, from the code
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python -m tests.support.architecture
+
+screenshots: .venv/test.stamp ## docs/images, of a made-up night through the real Envoy; takes Chromium
+	@$(BIN)/python -m tests.support.screenshots
 
 clean: ## forget .venv and what was generated
 	rm -rf .venv build dist extproc/pb *.egg-info

@@ -22,6 +22,7 @@ from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.operator.admin.canary_endpoints import CanaryEndpoints
+from extproc.operator.admin.canary_page import route_canary
 from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
@@ -139,6 +140,7 @@ class Server:
             *loop_pages.list_routes(),
             *session_pages.list_routes(),
             *coverage_pages.list_routes(),
+            route_canary(canaries.describe, self._list_files),
             *canaries.list_routes(),
             *route_overrides(self._overrides, credentials, lambda: self._loop),
         ]
@@ -340,6 +342,10 @@ class Server:
             refused=refusal.errors if refusal is not None else [],
             unenforced=len(self._list_unenforced()),
         )
+
+    def _list_files(self) -> dict[str, str]:
+        """The file of each policy."""
+        return {policy: file for policy, (file, _, _) in self._reloader.locate_policies().items()}
 
 
 def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Seen:

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from extproc.cli.commands import count, write_caller, write_coverage
+from extproc.cli.commands.overrides import write_order
 from extproc.logs import escape_controls
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
+_STOPS = ("block", "kill")
+"""Orders that hold whatever others say."""
+
 _DOES = {"allow": "", "warn": "warn", "steer": "steer", "throttle": "throttle", "land": "land", "reject": "refuse"}
 
 
@@ -75,11 +79,13 @@ class LoopScreen:
 
 
 def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
-    """The commands that stop or free each conversation, each below what it is about; `more` flags are added to each."""
+    """The commands that stop or free each row, each below what it is about and its orders; `more` flags are added to each."""
     lines = []
-    for row in report.get("conversations", ()):
-        about = f"{_write_what(row)}  {write_caller(row)}"
-        lines += ["", f"# {' '.join(about.splitlines())}", *[f"{command}{more}" for command in row["commands"].values()]]
+    for row in [*_list_incidents(report), *report["conversations"]] if "conversations" in report else ():
+        whom = f"for {_count_sessions(row)}" if "sessions" in row else f" {write_caller(row)}"
+        said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row.get("orders", ())]]
+        lines += ["", *[f"# {' '.join(text.splitlines())}" for text in said]]
+        lines += [f"{command}{more}" for command in row.get("commands", {}).values()]
     return lines
 
 
@@ -150,8 +156,12 @@ def _count_loops(report: Mapping[str, Any], now: float) -> list[str]:
 
 def _write_incident(row: Mapping[str, Any], now: float) -> str:
     """A tool that fails for many, in a line."""
-    whom = f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
-    return f"{row['tool']} fails for {whom} since {write_age(now - read_time(row['first_seen']))} ({row['policy']})"
+    since = write_age(now - read_time(row["first_seen"]))
+    return f"{row['tool']} fails for {_count_sessions(row)} since {since} ({row['policy']})"
+
+
+def _count_sessions(row: Mapping[str, Any]) -> str:
+    return f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
 
 
 def _list_incidents(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -173,11 +183,11 @@ def _write_whom(row: Mapping[str, Any], _: float) -> str:
 
 def _write_done(row: Mapping[str, Any], now: float) -> str:
     """What is done now: the order in force, the action, or what a shadow policy would do."""
+    if orders := row.get("orders"):
+        order = next((each for each in orders if each["kind"] in _STOPS), orders[0])
+        return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
     if "sessions" in row:
         return "wait" if row["action"] != "allow" else "shadow: wait"
-    if row["orders"]:
-        order = row["orders"][0]
-        return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
     does = _DOES.get(row["action"], row["action"])
     return does or (f"(would {_DOES.get(row['shadow'], row['shadow'])})" if row["shadow"] else "")
 

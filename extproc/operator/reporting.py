@@ -96,7 +96,7 @@ class Reporter:
             if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
                 loops[labels] = loops.get(labels, 0) + 1
         if sessions := evaluation.sessions:
-            self.report_sessions(sessions)
+            self.report_sessions(sessions, decision.steer or decision.lead)
         if evaluation.inspects:
             for policy in evaluation.list_compared_exactly():
                 metrics.compared_exactly.labels(policy).inc()
@@ -187,9 +187,10 @@ class Reporter:
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("what came after a note could not be reported", error)
 
-    def report_sessions(self, candidates: list[SessionCandidate]) -> None:
-        """Report the state of a request's sessions."""
+    def report_sessions(self, candidates: list[SessionCandidate], lead: Outcome | None = None) -> None:
+        """Report the state of a request's sessions; `lead` is what decided about it, None if it went on as it was."""
         metrics, now = self._metrics, time()
+        action = lead.action.value if lead is not None else ""
         for candidate in candidates:
             standing, policy, mode = candidate.standing, candidate.plan.id, candidate.guard.mode
             if candidate.session == UNNAMED:
@@ -205,7 +206,7 @@ class Reporter:
             agent = candidate.agent_name, candidate.parent_name
             tools, errors = candidate.list_newest_tools(), candidate.calls.failed
             run = self.sessions.note(
-                name, candidate.values, standing, candidate.model, tools, candidate.call, now, errors, *agent
+                name, candidate.values, standing, candidate.model, tools, candidate.call, now, errors, *agent, action
             )
             run.limits = candidate.limiter.list_limits(candidate.session)
             run.grant(candidate.list_grants() if candidate.overrides else (), now)

@@ -38,6 +38,7 @@ class CallRow(msgspec.Struct, array_like=True):
         model_ms: time that the upstream took, in milliseconds; 0 while that is not known.
         errors: number of results that are errors.
         retry: it repeats a step.
+        action: what was done to it, such as `steer` for a note to the model; empty if it was let through as it was.
     """
 
     name: bytes
@@ -51,11 +52,13 @@ class CallRow(msgspec.Struct, array_like=True):
     model_ms: int = 0
     errors: int = 0
     retry: bool = False
+    action: str = ""
 
     def absorb(self, other: CallRow) -> None:
         """Add what another replica knows of the same call."""
         self.model, self.tools = self.model or other.model, self.tools or other.tools
         self.errors, self.retry = self.errors or other.errors, self.retry or other.retry
+        self.action = self.action or other.action
         if other.settled:
             self.model_ms = other.model_ms
             self.status, self.tokens, self.settled, self.refused = other.status, other.tokens, True, other.refused

@@ -219,11 +219,12 @@ class SessionTable(Table[Run, SessionDocument]):
         errors: int = 0,
         agent: str = "",
         parent: str = "",
+        action: str = "",
     ) -> Run:
         """One request of a session, by the fields of its `RunName`; `standing` is its step's answer, `call` the step's name.
 
         `tools` are those that ran before it, and `errors` is the number of their results that are errors. `agent` and `parent`
-        are hashes of the names of its agent and of that agent's parent.
+        are hashes of the names of its agent and of that agent's parent. `action` is that of its `CallRow`.
         """
         run = self._get_or_begin(name, standing, now)
         if not run.caller and caller:
@@ -238,6 +239,8 @@ class SessionTable(Table[Run, SessionDocument]):
             added = run.add_call(call, model, tools, now)
             if errors or standing.retry:
                 added.errors, added.retry = errors, standing.retry
+            if action:
+                added.action = action
         return run
 
     def link(self, name: tuple[str, str, str, str], others: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from statistics import median
 from time import sleep
 from typing import NamedTuple
 
-from extproc.operator.admin.loop_page import REFRESH_SECONDS
+from extproc.operator.admin.html import REFRESH_SECONDS
 from tests.bench import samples
 from tests.bench.builds import SOURCES, explain_missing, find_compiled, serve
 from tests.bench.envoy_config import Listener, running_envoy

@@ -199,6 +199,7 @@ def test_a_surge_is_looked_into_and_only_one_caller_is_released() -> None:
     text = ALERTS["LoopguardLoopSurge"]["annotations"]["description"]
 
     assert "admin port (`/`)" in text
+    assert "`loopguard top --commands`" in text
     assert "`loopguard release`" in text
     assert "mode to shadow" not in text
 
@@ -225,6 +226,8 @@ class Case(NamedTuple):
 
 
 ENFORCED = 'loops_detected_total{policy="p",mode="enforce",action="reject"}'
+
+ALLOWED = 'requests_total{policy="p",mode="enforce",action="allow"}'
 
 CASES = {
     "every replica has vanished": Case("Gone", 40, 1, {"policy_info": "1x20"}),
@@ -285,8 +288,13 @@ CASES = {
         {'policy_reload_refused{instance="a"}': "0x10 1x30", 'policy_reload_refused{instance="b"}': "0x10 1x10 0x30"},
     ),
     "the replica that refused is gone": Case("PolicyReloadRefused", 30, 0, {"policy_reload_refused": "0x10 1x5 stale"}),
-    "two loops a second out of nowhere": Case("LoopSurge", 20, 1, {ENFORCED: "0+120x30"}),
-    "a loop every two seconds": Case("LoopSurge", 20, 0, {ENFORCED: "0+30x30"}),
+    "one looper with nine requests in ten seconds": Case("LoopSurge", 20, 1, {ENFORCED: "0+54x30"}),
+    "one looper whose model takes its time": Case("LoopSurge", 20, 1, {ENFORCED: "0+4x30"}),
+    "one looper under a shadow policy": Case(
+        "LoopSurge", 20, 1, {'loops_detected_total{policy="p",mode="shadow",action="steer"}': "0+54x30"}
+    ),
+    "a loop that was stopped at once": Case("LoopSurge", 20, 0, {ENFORCED: "0x5 3x30"}),
+    "two loops a minute": Case("LoopSurge", 20, 0, {ENFORCED: "0+2x30"}),
     "two loops a second as yesterday": Case("LoopSurge", 1600, 0, {ENFORCED: "0+120x1600"}),
     "twenty times what yesterday had": Case("LoopSurge", 1540, 1, {ENFORCED: "0+6x1500 9000+120x60"}),
     "a policy that counts nothing": Case(
@@ -295,6 +303,40 @@ CASES = {
     "a policy whose limit keys most do not have": Case(
         "MostlyUncounted", 40, 1, {'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60"}
     ),
+    "a policy for which a third has no limit key": Case(
+        "MostlyUncounted",
+        40,
+        0,
+        {
+            'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60",
+            'requests_total{policy="p",mode="enforce",action="allow"}': "0+12x60",
+        },
+    ),
+    "a third of the traffic has no limit key": Case(
+        "PartlyUncounted",
+        50,
+        1,
+        {
+            'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60",
+            'requests_total{policy="p",mode="enforce",action="allow"}': "0+12x60",
+        },
+    ),
+    "one request in thirty has no limit key": Case(
+        "PartlyUncounted",
+        50,
+        0,
+        {
+            'uncounted_total{policy="p",reason="missing_descriptor"}': "0+6x60",
+            'requests_total{policy="p",mode="enforce",action="allow"}': "0+180x60",
+        },
+    ),
+    "paths have changed, and no policy matches any more": Case(
+        "NothingMatches", 90, 1, {ALLOWED: "0+60x60 3600x60", "unmatched_total": "0x60 0+60x60"}
+    ),
+    "paths have changed, and a policy still matches": Case(
+        "NothingMatches", 90, 0, {ALLOWED: "0+60x120", "unmatched_total": "0x60 0+60x60"}
+    ),
+    "only what no policy is for": Case("NothingMatches", 90, 0, {"unmatched_total": "0+60x120"}),
     "a policy that lets most pass by": Case(
         "MostlyUncounted", 40, 0, {'uncounted_total{policy="p",reason="bypass"}': "0+6x60"}
     ),

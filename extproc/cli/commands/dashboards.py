@@ -1,4 +1,7 @@
-"""`loopguard dashboards`: writes the Grafana dashboard and the alerts for Prometheus, which the chart installs by itself."""
+"""`loopguard dashboards`: writes the Grafana dashboard and the alerts for Prometheus, which the chart installs by itself.
+
+Beside them, it writes an example that has Alertmanager send the alerts.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from pathlib import Path
 
 from extproc.errors import UsageError
 
-FILES = ("loopguard.json", "loopguard.rules.yaml")
+FILES = ("loopguard.json", "loopguard.rules.yaml", "alertmanager.yaml")
 
-HELP = "write the Grafana dashboard and the Prometheus alerts to a folder"
+HELP = "write the Grafana dashboard, the Prometheus alerts and an example for Alertmanager to a folder"
 EXAMPLES = """files:
   loopguard.json         a dashboard to import into Grafana, or to provision from the folder
   loopguard.rules.yaml   alerts, for rule_files in prometheus.yml
+  alertmanager.yaml      an example for Alertmanager, which sends them to Slack and PagerDuty
 
 examples:
   loopguard dashboards monitoring/

@@ -60,6 +60,15 @@ def describe(override: Mapping[str, Any]) -> str:
     return f"{override['override']}  {override['kind']:<7}  {', '.join(about)}  {policy}  until {override['ends']}  {words}"
 
 
+def write_order(order: Mapping[str, Any]) -> str:
+    """An order in force beside what it is about, in a few words."""
+    amounts = ", ".join(list_amounts(order))
+    given = f" {amounts}" if amounts else ""
+    who = f" by {order['who']}" if order.get("who") else ""
+    reason = f": {order['reason']}" if order.get("reason") else ""
+    return f"order: {order['kind']}{given}{who} until {order['ends']}{reason}"
+
+
 def list_amounts(override: Mapping[str, Any]) -> list[str]:
     """What a grant adds, in words."""
     amounts = [f"+{override[name]:.10g} {words}" for name, words in _GRANTED.items() if override.get(name)]

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from extproc.cli.commands import count, write_caller, write_coverage
-from extproc.cli.commands.overrides import list_amounts
+from extproc.cli.commands.overrides import write_order
 from extproc.engine.orders import GRANT
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import add_admin_flag, ask_all, open_clients
@@ -98,14 +98,6 @@ def _write_session(session: Mapping[str, Any]) -> str:
         said.append(f"granted: {_write_amounts(session['granted'])}")
     said += [write_order(order) for order in session.get("orders", ())]
     return "  ".join(said)
-
-
-def write_order(order: Mapping[str, Any]) -> str:
-    """An order in force, in a few words."""
-    amounts = ", ".join(list_amounts(order))
-    given = f" {amounts}" if amounts else ""
-    who = f" by {order['who']}" if order.get("who") else ""
-    return f"order: {order['kind']}{given}{who} until {order['ends']}"
 
 
 def _is_granted_since(session: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from extproc.errors import StoreError
 from extproc.operator.admin.credentials import Credentials
-from extproc.operator.admin.pages import ANSWER_SECONDS, Page, ask, read_json, route_page, send_page
+from extproc.operator.admin.pages import ANSWER_SECONDS, Page, ask, read_json, send_page
 from extproc.operator.canary.answers import AnswerBook
 from extproc.operator.canary.pairs import Pair, Pairs
 from extproc.operator.canary.report import describe_canaries
@@ -31,7 +31,7 @@ _LOOP = re.compile(r"[0-9a-f]{16}")
 
 
 class CanaryEndpoints:
-    """`/canary` and what is below it."""
+    """What is below `/canary`."""
 
     def __init__(
         self,
@@ -51,7 +51,6 @@ class CanaryEndpoints:
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
         return [
-            route_page("/canary", lambda: Page(HTTPStatus.OK, {"canaries": self.describe()})),
             Route("/canary/states", self._list_states),
             Route("/canary/samples", self._list_samples),
             Route("/canary/answers", self._answer, methods=["POST"]),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from extproc.decision import SEVERITY, Action
 from extproc.operator.admin.reports import OLDEST_FIRST, Selection, Sorts, matches, write_time
-from extproc.operator.admin.row_commands import suggest_for_loop
+from extproc.operator.admin.row_commands import suggest_for_incident, suggest_for_loop
 from extproc.operator.conversation_rows import ConversationRow
 from extproc.operator.incident_rows import SKETCHED, WINDOW_SECONDS, IncidentRow
 from extproc.operator.overrides import describe_override
@@ -76,7 +76,7 @@ def group_loops(rows: Iterable[ConversationRow], selection: Selection, known: Kn
             groups.append(group)
     sort = selection.sort or next(iter(GROUP_SORTS))
     groups.sort(key=GROUP_SORTS[sort], reverse=sort != OLDEST_FIRST)
-    incidents = [_describe_incident(own, folded.get(failure, []), known.now) for failure, own in failures.items()]
+    incidents = [_describe_incident(own, folded.get(failure, []), known) for failure, own in failures.items()]
     shown = [each for each in incidents if not selection.caller and _is_selected_incident(each, selection)]
     return {
         "known": number,
@@ -183,23 +183,27 @@ def _make_shown_row(row: ConversationRow, loops: Sequence[Mapping[str, Any]]) ->
     )
 
 
-def _describe_incident(own: Sequence[IncidentRow], folded: list[dict[str, Any]], now: float) -> dict[str, Any]:
+def _describe_incident(own: Sequence[IncidentRow], folded: list[dict[str, Any]], known: Known) -> dict[str, Any]:
     """A failing tool, whichever policies see it, with the looping conversations in it."""
-    last = max(incident.last for incident in own)
-    return {
-        "tool": own[0].tool,
-        "policies": sorted({incident.policy for incident in own}),
+    tool, last = own[0].tool, max(incident.last for incident in own)
+    policies = sorted({incident.policy for incident in own})
+    orders = known.orders.find(ShownRow(policies, (), {}, tools=[tool]))
+    described = {
+        "tool": tool,
+        "policies": policies,
         "first_seen": write_time(min(incident.began for incident in own)),
         "last_seen": write_time(last),
-        "active": now - last < WINDOW_SECONDS,
+        "active": known.now - last < WINDOW_SECONDS,
         "callers": Sketch([each for incident in own for each in incident.callers], SKETCHED).count(),
         "sessions": Sketch([each for incident in own for each in incident.sessions], SKETCHED).count(),
         "not_refused": max(incident.spared for incident in own),
         "action": max([each["action"] for each in folded], key=_RANKS.__getitem__, default=Action.ALLOW.value),
         **{name: sum(each[name] for each in folded) for name in (*_COUNTED, *_TOKENS)},
         **{name: sum_known(each[name] for each in folded) for name in _MONEY},
+        "orders": [describe_override(order) for order in orders],
         "conversations": [each for each in folded if each["caller"]],
     }
+    return {**described, "commands": suggest_for_incident(described)}
 
 
 def _add_up(groups: Sequence[Mapping[str, Any]], incidents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`/coverage`: the share of the traffic that is guarded, and what to change for the rest, as JSON."""
+"""`/coverage`: the share of the traffic that is guarded, and what to change for the rest, as JSON, or a page."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from math import floor
 from time import time
 from typing import Any, NamedTuple, TypeAlias
 
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.operator.admin.coverage_repairs import REPAIRS, UNKNOWN, UNSTEERED
+from extproc.operator.admin.html import prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import describe_view, write_time
 from extproc.operator.board import Board, View
@@ -83,7 +86,13 @@ class CoveragePages:
 
     def list_routes(self) -> list[Route]:
         """The routes of all pages."""
-        return [Route("/coverage", lambda _: send_page(Page(HTTPStatus.OK, self.report())))]
+        return [Route("/coverage", self._send)]
+
+    def _send(self, request: Request) -> Response:
+        report = self.report()
+        if prefers_html(request):
+            return send_html("coverage.html", report["at"], report=report)
+        return send_page(Page(HTTPStatus.OK, report))
 
     def report(self) -> dict[str, Any]:
         """The JSON of `/coverage`."""

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 if TYPE_CHECKING:
@@ -23,10 +24,24 @@ _POLICY = (
 )
 
 
+REFRESH_SECONDS = 3
+"""How often a page in a browser reads again."""
+
+_HTML = "text/html"
+
+_NOTES = {"steer": "note to the model", "land": "asked for a last answer", "throttle": "delayed", "warn": "warned"}
+"""What was done to a request that was let through, by the action."""
+
+
+def prefers_html(request: Request) -> bool:
+    """Whether a client is a browser, for a path that programs ask as well."""
+    return _HTML in request.headers.get("accept", "")
+
+
 def send_html(template: str, at: str, **values: object) -> HTMLResponse:
     """A page of a template, with these values, as of a time in the format of RFC 3339."""
     nonce = secrets.token_urlsafe(16)
-    html = _load(template).render(nonce=nonce, now=_read_time(at), **values)
+    html = _load(template).render(nonce=nonce, now=_read_time(at), refresh=REFRESH_SECONDS, notes=_NOTES, **values)
     headers = {
         "content-security-policy": _POLICY.format(nonce),
         "cache-control": "no-store",

@@ -1,7 +1,4 @@
-"""The page at the admin port's `/`: looping conversations, sessions and a chart of the last hour, for browsers and phones.
-
-A few lines of script refresh it.
-"""
+"""The page at the admin port's `/`: looping conversations, sessions and a chart of the last hour, for browsers and phones."""
 
 from __future__ import annotations
 
@@ -13,18 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.engine.orders import ActiveOverride, Grant
 from extproc.operator.admin.conversation_report import GROUP_SORTS
 from extproc.operator.admin.html import send_html
 from extproc.operator.admin.loop_report import ACTIONS, LoopPages
 from extproc.operator.admin.reports import Selection, read_selection
+from extproc.operator.admin.row_commands import suggest_for_order
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.after_notes import AFTER
 from extproc.operator.loop_rows import MINUTES
-
-REFRESH_SECONDS = 3
+from extproc.operator.overrides import describe_override
 
 _MAX_ROWS = 200
 _MAX_RUNS = 100
+_MAX_ORDERS = 100
 _MAX_CHARTS = 12
 
 _BAR = 6
@@ -88,16 +87,29 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Respons
     selection = read_selection(request.query_params, GROUP_SORTS)
     runs = sessions.report(request, Selection(selection.policy, selection.caller))
     charts = draw_charts(report["curves"])
+    orders = list(pages.list_orders())
     return send_html(
         "loops.html",
         report["at"],
         report={**report, "conversations": report["conversations"][:_MAX_ROWS]},
         charts=charts[:_MAX_CHARTS],
         more_charts=max(0, len(charts) - _MAX_CHARTS),
+        standing=[_describe_order(order) for order in orders[:_MAX_ORDERS]],
+        more_orders=max(0, len(orders) - _MAX_ORDERS),
         runs={**runs, "sessions": runs["sessions"][:_MAX_RUNS]},
         selection=selection,
         sorts=GROUP_SORTS,
         actions=dict(reversed(ACTIONS.items())),
         after=(*AFTER, "ended", "open"),
-        refresh=REFRESH_SECONDS,
     )
+
+
+def _describe_order(order: ActiveOverride) -> dict[str, Any]:
+    """An order with what it is about and adds, in pairs, and the command that ends it."""
+    shown = describe_override(order)
+    caller = shown.get("caller", {})
+    pairs = caller.items() if isinstance(caller, dict) else [("caller", caller)]
+    about = [(name, shown[name]) for name in ("session", "fingerprint", "tool") if name in shown]
+    more = [(f"+ {name.replace('_', ' ')}", shown[name]) for name in Grant._fields if name in shown]
+    tools = [(f"+ calls of {tool}", calls) for tool, calls in shown.get("tools", {}).items()]
+    return {**shown, "about": [*pairs, *about, *more, *tools], "commands": suggest_for_order(shown)}

@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from extproc.engine.orders import BLOCK, KILL
 from extproc.sessions.limits import write_grant
 
 _GRANTS = {"max_steps": "--steps 20", "max_tool_calls": "--tool-calls 20", "max_cost_per_session": "--cost 5"}
-_SHORT = "--for 30m"
+_SHORT, _LONG = "--for 30m", "--for 2h"
 
 
 def suggest_for_loop(row: Mapping[str, Any], *, limited: bool) -> dict[str, str]:
@@ -20,22 +21,43 @@ def suggest_for_loop(row: Mapping[str, Any], *, limited: bool) -> dict[str, str]
     alike = fingerprints.pop() if len(fingerprints) == 1 and all(len(loop["tools"]) < 2 for loop in loops) else ""  # noqa: PLR2004  # a cycle
     # A detector that keeps nothing of sessions knows only the caller and the fingerprint.
     known = session if loops and all(loop["session"] == session for loop in loops) else ""
-    stop = ("kill", session, "", "") if limited else ("block", session, "" if session else alike, _SHORT)
+    stop = _write("block", _SHORT, caller=row["caller"], session=session, fingerprint="" if session else alike)
     return {
-        "stop": _write(stop[0], row["caller"], *stop[1:]),
-        "free": _write("allow", row["caller"], known, "" if known else alike, "--for 2h"),
-        **_suggest_revoking(row["orders"]),
+        "stop": _write("kill", caller=row["caller"], session=session) if limited else stop,
+        "free": _write("allow", _LONG, caller=row["caller"], session=known, fingerprint="" if known else alike),
+        **_suggest_ending(row["orders"]),
     }
+
+
+def suggest_for_incident(row: Mapping[str, Any]) -> dict[str, str]:
+    """What may be done about all that call a failing tool: refuse it until its server is back, or don't refuse it at all."""
+    return {
+        "stop": _write("block", _SHORT, tool=row["tool"]),
+        "free": _write("allow", _LONG, tool=row["tool"]),
+        **_suggest_ending(row["orders"]),
+    }
+
+
+def _suggest_ending(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """How to end what was ordered about a row: while a block or a kill is in force, only that frees it, and no `allow` does."""
+    stops = [order for order in orders if order["kind"] in (BLOCK, KILL)]
+    return {"free": _revoke(stops[0])} if stops else _suggest_revoking(orders)
+
+
+def suggest_for_order(order: Mapping[str, Any]) -> dict[str, str]:
+    """What may be done about an order in force."""
+    return _suggest_revoking([order])
 
 
 def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str]:
     """What may be done about a session; `named`: its name can be given."""
     session = row["session"] if named else ""
+    about = {"caller": row["caller"], "session": session}
     found = {}
     if row["killed"]:
-        found["free"] = _write("release", row["caller"], session)
+        found["free"] = _write("release", **about)
     else:
-        found["stop"] = _write("kill", row["caller"], session)
+        found["stop"] = _write("kill", **about)
         if row["refused"]:
             found["free"] = _suggest_more(row, session)
     return {**found, **_suggest_revoking(row["orders"])}
@@ -44,19 +66,24 @@ def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str
 def _suggest_more(row: Mapping[str, Any], session: str) -> str:
     """The grant that the refusal itself names, or one of a usual amount; a release where no grant helps."""
     refused = row["refused"]
+    about = {"caller": row["caller"], "session": session}
     amount = _GRANTS.get(refused["limit"], "")
     if amount:
-        return _write("grant", row["caller"], session, "", amount)
+        return _write("grant", amount, **about)
     asked = refused["limit"], refused["tool"] or "", refused["used"], refused["allowed"]
     grant = write_grant(session, row["caller"], *asked) if session else ""
-    return grant or _write("release", row["caller"], session)
+    return grant or _write("release", **about)
 
 
 def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return {"revoke": f"loopguard overrides --revoke {shlex.quote(orders[0]['override'])}"} if orders else {}
+    return {"revoke": _revoke(orders[0])} if orders else {}
 
 
-def _write(kind: str, caller: str, session: str, fingerprint: str = "", more: str = "") -> str:
-    about = [("--caller", caller), ("--session", session), ("--fingerprint", fingerprint)]
-    said = [f"{flag} {shlex.quote(value)}" for flag, value in about if value]
+def _revoke(order: Mapping[str, Any]) -> str:
+    return f"loopguard overrides --revoke {shlex.quote(order['override'])}"
+
+
+def _write(kind: str, more: str = "", **about: str) -> str:
+    """A command about what these flags name; empty ones are left out."""
+    said = [f"--{flag} {shlex.quote(value)}" for flag, value in about.items() if value]
     return " ".join(["loopguard", kind, *said, *([more] if more else [])])

@@ -8,6 +8,7 @@ An answer's contents are never read. So a run counts as done if its last request
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from extproc.operator.admin.reports import write_time
@@ -60,14 +61,24 @@ def describe_usage(row: SessionRow) -> dict[str, Any]:
 
 def describe_steps(row: SessionRow) -> dict[str, Any]:
     """The newest calls of a run, the number of older steps, and refusals and grants in order."""
-    ends = [_find_end(call) for call in row.calls]
-    gaps = [None, *[call.at - max(ends[: place + 1]) for place, call in enumerate(row.calls[1:])]]
-    steps = [_describe_call(call, gap) for call, gap in zip(row.calls, gaps, strict=False)]
     return {
         "earlier_steps": max(0, row.steps - len([call for call in row.calls if not (call.retry or call.refused)])),
-        "steps": steps,
+        "steps": _describe_calls(row),
         "events": [_describe_event(event) for event in row.events],
     }
+
+
+def order_timeline(row: SessionRow) -> list[dict[str, Any]]:
+    """The newest calls, refusals and grants of a run in one list, in order; only calls have a `status`."""
+    calls = zip([call.at for call in row.calls], _describe_calls(row), strict=True)
+    events = zip([event.at for event in row.events], map(_describe_event, row.events), strict=True)
+    return [each for _, each in sorted([*calls, *events], key=itemgetter(0))]
+
+
+def _describe_calls(row: SessionRow) -> list[dict[str, Any]]:
+    ends = [_find_end(call) for call in row.calls]
+    gaps = [None, *[call.at - max(ends[: place + 1]) for place, call in enumerate(row.calls[1:])]]
+    return [_describe_call(call, gap) for call, gap in zip(row.calls, gaps, strict=False)]
 
 
 def describe_amounts(amounts: Amounts) -> dict[str, Any]:
@@ -112,4 +123,5 @@ def _describe_call(call: CallRow, gap: float | None) -> dict[str, Any]:
         "settled": call.settled,
         "refused": call.refused,
         "retry": call.retry,
+        "action": call.action or None,
     }

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.engine.orders import hash_descriptor
-from extproc.operator.admin.html import send_html
+from extproc.operator.admin.html import prefers_html, send_html
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
     Selection,
@@ -28,7 +28,7 @@ from extproc.operator.admin.reports import (
     write_time,
 )
 from extproc.operator.admin.row_commands import suggest_for_session
-from extproc.operator.admin.run_report import describe_amounts, describe_steps, describe_usage, explain_end
+from extproc.operator.admin.run_report import describe_amounts, describe_steps, describe_usage, explain_end, order_timeline
 from extproc.operator.agents import ACTIVE_SECONDS, order_tree
 from extproc.operator.board import View
 from extproc.operator.overrides import describe_override
@@ -47,7 +47,6 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 """Sort keys. The largest or latest comes first."""
 
 _DIGITS = 9
-_HTML = "text/html"
 
 
 class SessionPages(TablePages[SessionDocument]):
@@ -76,7 +75,9 @@ class SessionPages(TablePages[SessionDocument]):
         orders = OrderIndex(self.list_orders())
         runs = [{**describe_session(row, shows_callers=shown, orders=orders), **describe_steps(row)} for row in rows]
         report = {**describe_view(view, time()), "sessions": runs}
-        if _HTML in request.headers.get("accept", ""):
+        if prefers_html(request):
+            for run, row in zip(runs, rows, strict=True):
+                run["timeline"] = order_timeline(row)
             return send_html("run.html", report["at"], session=session, report=report)
         return send_page(Page(HTTPStatus.OK, report))
 

@@ -135,6 +135,30 @@ def test_commands_are_whole_lines_below_what_they_are_about() -> None:
     assert [line for line in lines if line.startswith("#")][-1].endswith("  \\x1b[2J team")
 
 
+def test_a_failing_tool_and_standing_orders_have_their_commands() -> None:
+    """A tool's are about all its callers; who gave an order, until when and why stands below what it is about."""
+    stop = {"stop": "loopguard block --tool crm.find --for 30m"}
+    order = {**ORDER, "reason": "incident 7\nloopguard kill --caller x"}
+    report = make_report(make_row(orders=[order]), incidents=({**INCIDENT, "commands": stop},))
+
+    lines = list_commands(report, "")
+
+    assert lines[:4] == ["", f"# {INCIDENT['tool']} fails for 4321 sessions of 120 callers", stop["stop"], ""]
+    assert lines[4:6] == [
+        f"# search_the_web  {CALLER}",
+        "# order: allow by eve@laptop until 2026-11-03T03:14:00Z: incident 7 loopguard kill --caller x",
+    ]
+
+
+def test_a_block_holds_whatever_a_newer_order_allows() -> None:
+    """That is what is shown as done now."""
+    block = {**ORDER, "kind": "block", "ends": "2026-11-02T03:35:00Z"}
+
+    lines = show(make_report(make_row(orders=[ORDER, block])), 80)
+
+    assert "blocked 21m" in next(line for line in lines if line.startswith("search_the_web"))
+
+
 def test_nothing_to_show() -> None:
     """No table, and words that say which nothing it is."""
     none = make_report()

@@ -16,12 +16,12 @@ from msgspec.structs import asdict, replace
 from starlette.testclient import TestClient
 
 from extproc.cli.main import make_parser
-from extproc.engine.orders import ALLOW, BLOCK, ActiveOverride, Target, hash_descriptor
+from extproc.engine.orders import ALLOW, BLOCK, KILL, RELEASE, ActiveOverride, Target, hash_descriptor
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.operator.admin.loop_report import LoopPages
 from extproc.operator.admin.pages import make_app
-from extproc.operator.admin.row_commands import suggest_for_session
+from extproc.operator.admin.row_commands import suggest_for_loop, suggest_for_session
 from extproc.operator.board import Board, unpack_all
 from extproc.operator.conversation_rows import MAX_LOOPS, ConversationDocument, ConversationRow
 from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument
@@ -311,6 +311,18 @@ def test_an_order_is_shown_at_what_it_is_about() -> None:
     assert row["commands"]["revoke"] == "loopguard overrides --revoke o"
 
 
+@pytest.mark.parametrize(("kind", "ending"), [(BLOCK, "free"), (KILL, "free"), (ALLOW, "revoke")])
+def test_what_frees_a_row_is_the_end_of_its_block(kind: str, ending: str) -> None:
+    """An `allow` would lift neither a block nor a kill, so it is not suggested while one is in force."""
+    orders = [{"override": "newer", "kind": RELEASE}, {"override": "it", "kind": kind}]
+    about = {"caller": "a" * 16, "session": "", "loops": []}
+
+    commands = suggest_for_loop({**about, "orders": orders[kind == ALLOW :]}, limited=False)
+
+    assert commands[ending] == "loopguard overrides --revoke it"
+    assert ("loopguard allow" in commands["free"]) is (ending == "revoke")
+
+
 def test_an_allowed_conversation_that_never_looped_is_no_row() -> None:
     """There is nothing to be seen about it."""
     service = make_service(policy("agents", ANY, **TURNS))
@@ -432,6 +444,10 @@ def test_an_incident_is_one_row_with_its_loops_in_it() -> None:
     assert (len(incident["conversations"]), incident["active"]) == (4, True)
     assert [row["descriptors"] for row in report["conversations"]] == [{"x-user-id": "dora"}]
     assert report["total"]["requests"] == 9
+    assert list(incident["commands"].values()) == [
+        "loopguard block --tool search --for 30m",
+        "loopguard allow --tool search --for 2h",
+    ]
     assert Replicas(service).ask(caller="x-user-id=dora")["incidents"] == []
     assert "database" not in json.dumps(report)
 

@@ -21,7 +21,7 @@ from extproc.metrics import Metrics
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.reports import Selection
-from extproc.operator.admin.run_report import describe_steps, explain_end
+from extproc.operator.admin.run_report import describe_steps, explain_end, order_timeline
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages, describe_session, report_sessions
 from extproc.operator.board import Board, View, unpack_all
@@ -33,6 +33,7 @@ from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import MAX_DOCUMENT
 from extproc.store.rules.session import LIMITS, Standing
+from tests.support.pages import Outline
 
 TENANT, OTHER = "a" * 16, "b" * 16
 SESSION = "5" * 16
@@ -569,19 +570,45 @@ def test_a_long_run_is_bounded() -> None:
     assert (report["earlier_steps"], len(report["steps"]), len(report["events"])) == (136, 64, 32)
 
 
+def test_a_timeline_has_steps_and_refusals_in_order() -> None:
+    """Whichever replica has seen them; a step says what was done to it, if it was not let through as it was."""
+    one, other = SessionTable(), SessionTable()
+    note(one, Standing(steps=1, age_ms=1_000), 1, now=1_001.0)
+    note(other, Standing(steps=2, age_ms=2_000), 2, now=1_002.0, action="steer")
+    note(one, Standing(2, 3, 3, steps=2, age_ms=3_000), now=1_003.0)
+    note(other, Standing(steps=3, age_ms=4_000), 3, now=1_004.0)
+    settle(one, Standing(steps=3, age_ms=5_000), 2, now=1_005.0)
+    (row,) = list_rows(one, other)
+
+    timeline = order_timeline(row)
+
+    assert [(each.get("refused"), each.get("action"), each.get("status")) for each in timeline] == [
+        (False, None, None),
+        (False, "steer", 200),
+        ("max_steps", None, None),
+        (False, None, None),
+    ]
+
+
 def test_a_browser_gets_a_page() -> None:
     """What programs get as JSON, people get as a page that loads nothing; whatever a tool is called, it is text."""
     table = make_table()
-    note(table, Standing(steps=4, age_ms=1), 9, now=time.time(), tools=("<script>alert(1)</script>",), errors=2)
+    tools = ("<script>alert(1)</script>",)
+    now = time.time()
+    note(table, Standing(steps=4, age_ms=1), 9, now=now, tools=tools, errors=2, action="steer", agent="1" * 16)
+    note(table, Standing(steps=5, age_ms=2), 10, now=now, agent="2" * 16, parent="1" * 16)
     with admin_of(table, shows=True) as client:
         page = httpx.get(f"http://{client.url}/sessions/{SESSION}", headers={"accept": "text/html,*/*"})
 
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "<script" not in page.text
+    assert Outline(page.text).elements.count("script") == 1
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page.text
     assert "2 failed" in page.text
-    assert "x-team=red" in page.text
+    assert "note to the model" in page.text
+    assert "2 agents, 2 active" in page.text
+    assert f"│ </span><code>{'2' * 16}" in re.sub("├ ", "", page.text)
+    assert "x-team: <b>red</b>" in page.text
 
 
 @pytest.mark.parametrize(

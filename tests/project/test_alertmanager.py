@@ -1,0 +1,171 @@
+"""The example for Alertmanager: its own tool accepts and routes it, and the real one posts to Slack and PagerDuty."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from extproc.cli.commands.dashboards import read_dashboard
+from extproc.cli.main import main
+from tests.support.harness import Process, eventually
+
+EXAMPLE = "alertmanager.yaml"
+AMTOOL = shutil.which("amtool")
+ALERTMANAGER = shutil.which("alertmanager") or shutil.which("prometheus-alertmanager")
+MISSING = "is not installed (Debian: prometheus-alertmanager):"
+needs_amtool = pytest.mark.skipif(AMTOOL is None, reason=f"amtool {MISSING} the example's routes are NOT tested")
+needs_alertmanager = pytest.mark.skipif(
+    ALERTMANAGER is None, reason=f"alertmanager {MISSING} what it posts to Slack and PagerDuty is NOT tested"
+)
+
+RULES = yaml.safe_load(read_dashboard("loopguard.rules.yaml"))["groups"][0]["rules"]
+ALERTS: dict[str, dict[str, Any]] = {rule["alert"]: rule for rule in RULES}
+LABELS = {"namespace": "agents", "job": "loopguard", "policy": "chat", "mode": "enforce"}
+
+
+def run_amtool(folder: Path, *arguments: str, labels: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command of amtool on the example, which `loopguard dashboards` has written to the folder."""
+    main(["dashboards", str(folder)])
+    given = [f"{name}={value}" for name, value in (labels or {}).items()]
+    command = [AMTOOL or "", *arguments, *given]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=60)
+
+
+@needs_amtool
+def test_amtool_accepts_the_example(tmp_path: Path) -> None:
+    """It is a complete configuration, with two receivers."""
+    done = run_amtool(tmp_path, "check-config", EXAMPLE)
+
+    assert done.returncode == 0, done.stderr
+    assert "2 receivers" in done.stdout
+
+
+@needs_amtool
+@pytest.mark.parametrize("name", ALERTS)
+def test_warnings_go_to_slack_and_critical_alerts_to_both(name: str, tmp_path: Path) -> None:
+    """Every alert of the rules has a receiver, by its severity."""
+    severity = ALERTS[name]["labels"]["severity"]
+    about = {"alertname": name, "severity": severity, **LABELS}
+
+    done = run_amtool(tmp_path, "config", "routes", "test", f"--config.file={EXAMPLE}", labels=about)
+
+    receivers = {"critical": "loopguard-pagerduty,loopguard-slack", "warning": "loopguard-slack"}
+    assert done.stdout.strip() == receivers[severity], done.stderr
+
+
+class Desk:
+    """Stands for Slack and PagerDuty: keeps what is posted, by path."""
+
+    def __init__(self) -> None:
+        """Listen on a free port."""
+        self.posted: list[tuple[str, dict[str, Any]]] = []
+        desk = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                desk.posted.append((self.path, json.loads(body)))
+                self.send_response(202 if "pagerduty" in self.path else 200)  # as they answer
+                self.end_headers()
+                self.wfile.write(b'{"status": "success", "dedup_key": "x"}' if "pagerduty" in self.path else b"ok")
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
+                """Silence."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def find(self, path: str, words: str) -> dict[str, Any]:
+        """Wait for a message with these words."""
+
+        def probe() -> dict[str, Any] | None:
+            found = [body for where, body in list(self.posted) if where == path and words in json.dumps(body)]
+            return found[0] if found else None
+
+        return eventually(probe, f"{words} at {path}")
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def alerting(folder: Path, desk: Desk) -> Iterator[str]:
+    """The URL of a real Alertmanager with the example, but for where PagerDuty and the secrets are, and how long it waits."""
+    main(["dashboards", str(folder)])
+    (folder / "slack-url").write_text(f"{desk.url}/slack")
+    (folder / "pagerduty-key").write_text("0123456789abcdef0123456789abcdef")
+    text = read_dashboard(EXAMPLE).replace("global:", f"global:\n  pagerduty_url: {desk.url}/pagerduty")
+    for written, used in (("/etc/alertmanager", str(folder)), ("group_wait: 30s", "group_wait: 0s"), ("l: 5m", "l: 1s")):
+        assert written in text
+        text = text.replace(written, used)
+    (folder / EXAMPLE).write_text(text)
+    flags = [f"--config.file={folder / EXAMPLE}", f"--storage.path={folder / 'data'}", "--web.listen-address=127.0.0.1:0"]
+    process = Process([ALERTMANAGER or "", *flags, "--cluster.listen-address="], folder / "alertmanager.log")
+    try:
+        yield f"http://{process.wait_for(r'(?i)listening on.*?(127[.]0[.]0[.]1:[0-9]+)')[1]}"
+    finally:
+        process.stop()
+
+
+def make_alert(name: str, **labels: str) -> dict[str, Any]:
+    """An alert as Prometheus sends it."""
+    about = {"alertname": name, **ALERTS[name]["labels"], **LABELS, **labels}
+
+    def fill(text: str) -> str:
+        return re.sub(r"{{ \$labels\.(\w+) }}", lambda found: about.get(found[1], ""), text).replace(
+            "{{ $value | humanize }}", "0.9"
+        )
+
+    texts = {key: fill(text) for key, text in ALERTS[name]["annotations"].items()}
+    return {"labels": about, "annotations": texts, "generatorURL": "http://prometheus.example/graph"}
+
+
+@needs_alertmanager
+def test_slack_and_pagerduty_are_told_what_to_do(tmp_path: Path) -> None:
+    """A looper is a warning in Slack, with the command that shows whom to stop; an outage rings, and silences what follows."""
+    desk = Desk()
+    try:
+        with alerting(tmp_path, desk) as url:
+
+            def post(*alerts: dict[str, Any]) -> None:
+                httpx.post(f"{url}/api/v2/alerts", json=list(alerts)).raise_for_status()
+
+            post(make_alert("LoopguardLoopSurge"))
+            looper = desk.find("/slack", "LoopguardLoopSurge")
+            post(make_alert("LoopguardGone"))
+            called = desk.find("/pagerduty", "trigger")
+            gone = desk.find("/slack", "LoopguardGone")
+            post(make_alert("LoopguardMostlyUncounted"), make_alert("LoopguardStoreDown"))
+            desk.find("/pagerduty", "store")
+    finally:
+        desk.close()
+
+    (message,) = looper["attachments"]
+    assert looper["channel"] == "#agents"
+    assert message["title"] == "LoopguardLoopSurge (warning)"
+    assert "*agents/loopguard: 0.9 loops/s in chat.*" in message["text"]
+    assert "`loopguard top --commands`" in message["text"]
+    assert gone["attachments"][0]["color"] == "danger"
+    event = called["payload"]
+    assert (event["severity"], event["component"], event["group"]) == ("critical", "loopguard", "agents")
+    assert event["summary"] == "agents/loopguard: no replica can be scraped any more."
+    assert "failure_mode_allow" in event["custom_details"]["what to do"]
+    assert called["routing_key"] == "0123456789abcdef0123456789abcdef"
+    said = json.dumps(desk.posted)
+    assert "LoopguardMostlyUncounted" not in said
+    assert "LoopSurge" not in json.dumps([body for path, body in desk.posted if path == "/pagerduty"])

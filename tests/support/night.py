@@ -1,0 +1,99 @@
+"""A night's scene, through the real Envoy: three agents loop, a client polls honestly, a tool is down, and others work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack
+from tests.support.turn_writers import Did, as_chat
+
+CHAT, RUNS = "/v1/chat/completions", "/agents/v1/chat/completions"
+USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+STEERED: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 8}, **USER}
+POLICIES = bundle(
+    policy("hooks", {"pathPrefix": "/hook"}, action="warn", threshold_identical_requests=5, **USER),
+    policy("polls", {"pathPrefix": "/jobs"}, threshold_identical_requests=3, cooldown_seconds=600, **USER),
+    policy("chat", {"pathExact": CHAT}, **STEERED),
+    policy(
+        "runs",
+        {"pathExact": RUNS},
+        session={"keys": ["header:x-session-id"]},
+        session_limits={"max_steps": 200, "max_cost_per_session": 20.0, "prices": {"*": {"input": 2.5, "output": 10}}},
+        **STEERED,
+    ),
+    policy("chat-strict", {"pathExact": CHAT}, mode="shadow", canary_of="chat", similarity="turns", **USER),
+)
+
+WRONG = "error: the query must not be empty; give at least one keyword, such as a product or a customer"
+DOWN = "error: connection refused by the customer database at 10.0.0.9, which has been down for a while"
+
+
+@dataclass
+class Scene:
+    """What happens, to callers whose names end with `who`; `tool` is down."""
+
+    made: Stack
+    who: str
+    tool: str
+
+    def send(self, path: str, user: str, body: bytes = b"{}", **headers: str) -> int:
+        """Send a request, and return the status of its answer."""
+        named = {f"x-{name.replace('_', '-')}": value for name, value in headers.items()}
+        given = {"x-user-id": f"{user}-{self.who}", "content-type": "application/json", **named}
+        return self.made.send(path, method="POST", body=body, headers=given).status
+
+    def storm(self) -> int:
+        """A webhook that is delivered again and again."""
+        return self.send("/hook/billing", "storm", b'{"invoice": 7}')
+
+    def chat(self, turns: int) -> int:
+        """An agent without a session, that makes the same mistake."""
+        return self.send(CHAT, "stuck", write(f"Find {self.who} a hotel", "book_hotel", WRONG, turns))
+
+    def run(self, turns: int) -> int:
+        """An agent with a session, that makes another."""
+        body = write(f"Search for {self.who}", "search_the_web", WRONG, turns)
+        return self.send(RUNS, "spender", body, session_id=f"session-{self.who}")
+
+    def poll(self) -> int:
+        """A client that waits for a build."""
+        return self.send("/jobs/42", "poller")
+
+    def work(self, steps: int = 3) -> set[int]:
+        """Agents that make progress, on all routes."""
+        return {
+            self.send(path, f"healthy-{number}", json.dumps({"messages": [{"role": "user", "content": f"{step}"}]}).encode())
+            for step in range(steps)
+            for number in range(2)
+            for path in (CHAT, RUNS, "/hook/fine", "/jobs/7")
+            if path in (CHAT, RUNS) or not step
+        }
+
+    def break_tool(self) -> None:
+        """An outage of a tool: six agents of three callers get nothing else from it, and go on, also to the other replica."""
+        for more in range(3):
+            for task in ("invoice", "lead"):
+                for caller in ("ann", "bob", "cid"):
+                    turns = [Did(((self.tool, {"q": task}),), (DOWN,), "", f"{task}: try {n}", n) for n in range(1, 9 + more)]
+                    self.send(CHAT, caller, json.dumps(as_chat(turns)).encode())
+            self.send("/hook/fine", "healthy-0")
+
+    def begin(self) -> None:
+        """Until three in the morning."""
+        assert [self.storm() for _ in range(9)] == [200] * 9
+        assert [self.chat(turns) for turns in range(1, 7)] == [200] * 6
+        assert [self.run(turns) for turns in range(1, 7)] == [200] * 6
+        assert [self.poll() for _ in range(4)] == [200, 200, 429, 429]
+        self.break_tool()
+        assert self.work() == {200}
+
+
+def write(task: str, tool: str, result: str, turns: int) -> bytes:
+    """A conversation in which an agent calls a tool with the same argument, and thinks something else each time."""
+    did = [Did(((tool, {"q": ""}),), (result,), "", f"{task}: attempt {number}", number) for number in range(1, turns + 1)]
+    document = as_chat(did)
+    document["messages"][1]["content"] = task
+    return json.dumps({**document, "model": "gpt-4o"}).encode()

@@ -1,0 +1,97 @@
+"""Make the screenshots in docs/images, of a scene that runs through the real Envoy and two replicas.
+
+python -m tests.support.screenshots            writes them; needs Chromium
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from extproc.cli.main import main
+from tests.support import ROOT
+from tests.support.browser import CHROMIUM, Browser, browsing
+from tests.support.harness import Loopguard, eventually, stack
+from tests.support.night import POLICIES, Scene
+from tests.support.servers import server
+from tests.support.usage import Model, whole
+
+FOLDER = ROOT / "docs" / "images"
+SIZES = {"loops": (1100, 700), "session": (1100, 560), "phone": (375, 480)}
+SCHEMES = ("light", "dark")
+
+_TOKENS = 18_250
+_ANSWER = whole(model="gpt-4o", usage={"prompt_tokens": _TOKENS, "completion_tokens": 214})
+_ROW = "[...document.querySelectorAll('.row')].find(row => row.innerText.includes('spender-7'))"
+_LINK = f"{_ROW}.querySelector(\"a[href^='/sessions/']\").getAttribute('href')"
+
+
+@contextmanager
+def playing() -> Iterator[str]:
+    """The URL of the page after the scene, in which somebody has killed one of the agents, and let the poller pass."""
+    model = Model()
+    model.reply = _ANSWER
+    try:
+        with tempfile.TemporaryDirectory(prefix="lg") as name, server() as valkey:
+            tokens = Path(name) / "tokens"
+            tokens.write_text("correct-horse-battery-staple")
+            flags = (
+                "--store",
+                f"redis://{valkey.address}",
+                "--show-callers",
+                "--admin-token-file",
+                str(tokens),
+                "--price",
+                "2.50",
+            )
+            with stack(POLICIES, *flags, replicas=2, upstream=model.address) as made:
+                scene = Scene(made, "7", "crm.find")
+                scene.begin()
+                eventually(lambda: _has_settled(made.loopguard), "what the answers have cost")
+                asked = ["--admin", made.loopguard.admin_url, "--token-file", str(tokens)]
+                main(
+                    ["kill", "--session", f"header:x-session-id=session-{scene.who}", "--reason", "runaway, incident 7", *asked]
+                )
+                main(["allow", "--caller", "x-user-id=poller-7", "--for", "2h", "--reason", "waits for a build", *asked])
+                eventually(lambda: scene.run(7) == 429 and scene.poll() == 200, "the orders")
+                eventually(lambda: "crm.find" in made.loopguard.get("/")[1], "all of it on the page")
+                yield made.loopguard.admin_url
+    finally:
+        model.stop()
+
+
+def _has_settled(loopguard: Loopguard) -> bool:
+    """Whether Envoy has told what became of the requests of the agent's session."""
+    sessions = json.loads(loopguard.get("/sessions")[1])["sessions"]
+    return any(session["usage"]["input_tokens"] >= 6 * _TOKENS for session in sessions)
+
+
+def take_all(browser: Browser, url: str, folder: Path) -> list[Path]:
+    """Take every screenshot, in both color schemes."""
+    taken = []
+    for name, (width, height) in SIZES.items():
+        browser.resize(width, height, phone=name == "phone")
+        for scheme in SCHEMES:
+            browser.prefer(scheme)
+            browser.open(f"{url}/")
+            browser.run("paused = true")
+            if name == "session":
+                browser.open(f"{url}{browser.run(_LINK)}")
+            if name == "phone":
+                browser.run(f"{_ROW}.scrollIntoView()")
+            taken.append(folder / f"{name}-{scheme}.png")
+            browser.take_screenshot(taken[-1])
+    return taken
+
+
+if __name__ == "__main__":
+    if CHROMIUM is None:
+        sys.exit("chromium is not installed (Debian: chromium)")
+    FOLDER.mkdir(exist_ok=True)
+    with playing() as page, browsing() as tab:
+        for path in take_all(tab, page, FOLDER):
+            print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")  # noqa: T201  # a command
