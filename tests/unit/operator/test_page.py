@@ -159,7 +159,7 @@ def test_the_page_shows_sessions() -> None:
 
     for shown in (
         "<h2>Sessions</h2>",
-        f"<code>{'1' * 16}</code> 1 requests",
+        f"<code>{'1' * 16}</code> 1 request,",
         "x-user-id: <b>runner</b>",
         "1,234",
         "~$2.00",
