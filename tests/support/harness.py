@@ -169,11 +169,11 @@ class Loopguard(Process):
         code = f"{self._preamble}\nimport sys\nfrom extproc.cli.main import main\nsys.exit(main())"
         return super()._start([sys.executable, "-P", "-c", code, *arguments], environment)
 
-    def get(self, path: str) -> tuple[int, str]:
+    def get(self, path: str, **headers: str) -> tuple[int, str]:
         """Status and body of an admin page."""
         connection = http.client.HTTPConnection("127.0.0.1", self._admin, timeout=PATIENCE)
         try:
-            connection.request("GET", path)
+            connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
         finally:

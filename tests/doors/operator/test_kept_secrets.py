@@ -125,9 +125,10 @@ def look_around(made: Stack, events: Path) -> Iterator[tuple[str, bytes]]:
     """What the replicas, Envoy and the commands tell, by where."""
     for guard in made.replicas:
         for page in PAGES + [f"/sessions/{run['session']}" for run in json.loads(guard.get("/sessions")[1])["sessions"]]:
-            status, text = guard.get(page)
-            assert status == 200, (page, text)
-            yield page, text.encode()
+            for accept in ("*/*", "text/html"):
+                status, text = guard.get(page, accept=accept)
+                assert status == 200, (page, text)
+                yield f"{page} as {accept}", text.encode()
         yield "Loopguard's log", guard.output().encode()
     yield "the access log", made.envoy.output().encode()
     yield "events", events.read_bytes()

@@ -159,7 +159,7 @@ def test_the_page_shows_sessions() -> None:
 
     for shown in (
         "<h2>Sessions</h2>",
-        f"<code>{'1' * 16}</code> 1 requests",
+        f"<code>{'1' * 16}</code> 1 request,",
         "x-user-id: <b>runner</b>",
         "1,234",
         "~$2.00",
@@ -322,10 +322,26 @@ def test_a_chart_stacks_its_actions() -> None:
     assert other.policy == "a"
 
 
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """One for all tests, because it takes a second to start."""
+    with browsing() as made:
+        yield made
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Browser:
+    """The window of a desktop."""
+    chromium.resize(1280, 900)
+    chromium.prefer("light")
+    chromium.problems.clear()
+    return chromium
+
+
 @BROWSER
-def test_a_browser_shows_it_and_runs_nothing_else() -> None:
+def test_a_browser_shows_it_and_runs_nothing_else(browser: Browser) -> None:
     """In Chromium the table and the curves are there, and no script that a client has put into a name has run."""
-    with serving(make_night(SCRIPT)) as url, browsing() as browser:
+    with serving(make_night(SCRIPT)) as url:
         browser.open(url)
 
         assert browser.run("document.title").startswith("2 active")
@@ -335,10 +351,10 @@ def test_a_browser_shows_it_and_runs_nothing_else() -> None:
 
 
 @BROWSER
-def test_the_page_is_live() -> None:
+def test_the_page_is_live(browser: Browser) -> None:
     """What happens while the page is open is on it a moment later, without a reload, unless it is paused."""
     service = make_night()
-    with serving(service) as url, browsing() as browser:
+    with serving(service) as url:
         browser.open(url)
         assert "latecomer" not in browser.read("main")
         repeat(service, headers("/hook/late", x_user_id="latecomer", end=True), times=4)
@@ -355,11 +371,11 @@ def find_copied(browser: Browser, word: str) -> str:
 
 
 @BROWSER
-def test_all_of_it_works_with_the_keyboard() -> None:
+def test_all_of_it_works_with_the_keyboard(browser: Browser) -> None:
     """Every control is reached with Tab, and shows that it has the focus, also after a refresh; shortcuts are listed."""
     service = make_night()
     note_session(service)
-    with serving(service) as url, browsing() as browser:
+    with serving(service) as url:
         browser.open(url)
         browser.run("paused = true")
         missed = set(browser.run(f"[...document.querySelectorAll({CONTROLS})].map({NAMED})"))
@@ -397,9 +413,9 @@ def test_all_of_it_works_with_the_keyboard() -> None:
 
 
 @BROWSER
-def test_a_command_is_copied_without_the_clipboards_api() -> None:
+def test_a_command_is_copied_without_the_clipboards_api(browser: Browser) -> None:
     """Browsers have it only on https and localhost; where nothing can be copied, the command is selected."""
-    with serving(make_night()) as url, browsing() as browser:
+    with serving(make_night()) as url:
         browser.open(url)
         browser.run("paused = true; Object.defineProperty(navigator, 'clipboard', { value: undefined })")
         command = browser.read(".command code")
@@ -414,11 +430,11 @@ def test_a_command_is_copied_without_the_clipboards_api() -> None:
 
 @BROWSER
 @pytest.mark.parametrize("width", [375, 768, 1001, 1280])
-def test_no_window_needs_sideways_scrolling(width: int) -> None:
+def test_no_window_needs_sideways_scrolling(browser: Browser, width: int) -> None:
     """On a phone and wherever the tables begin, nothing is wider than the window, however long names are."""
     service = make_night("x" * 200)
     note_session(service, "y" * 200)
-    with serving(service) as url, browsing() as browser:
+    with serving(service) as url:
         browser.resize(width, 800, phone=width < 1_000)
         for path in PATHS:
             browser.open(url + path)
@@ -430,11 +446,11 @@ def test_no_window_needs_sideways_scrolling(width: int) -> None:
 
 @BROWSER
 @pytest.mark.parametrize(("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 29)")])
-def test_text_can_be_read_in_both_color_schemes(scheme: str, paper: str) -> None:
+def test_text_can_be_read_in_both_color_schemes(browser: Browser, scheme: str, paper: str) -> None:
     """Colors follow the system's scheme, and all text has enough contrast."""
     service = make_night()
     note_session(service)
-    with serving(service) as url, browsing() as browser:
+    with serving(service) as url:
         browser.prefer(scheme)
         for path in PATHS:
             browser.open(url + path)
