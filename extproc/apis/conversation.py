@@ -214,9 +214,11 @@ class KnownMessages:
         actions: what `turn.py` reads in it; None if unknown.
         pieces: the bytes from the assistant's first message to the end of the newest message.
         transcript: what `chain.py` reads in all of them; None if unknown.
+        digests: what `digests.py` has recorded of an earlier body, or of this one; None for nothing.
+        same: number of messages that are the same there, from the first one on.
     """
 
-    __slots__ = ("actions", "ends", "pieces", "shown", "speakers", "starts", "transcript")
+    __slots__ = ("actions", "digests", "ends", "pieces", "same", "shown", "speakers", "starts", "transcript")
 
     def __init__(self, earlier: KnownMessages | None, count: int) -> None:
         """Copy this many messages of an earlier body."""
@@ -227,6 +229,8 @@ class KnownMessages:
         self.actions: list[Any] = earlier.actions[:count] if earlier is not None else []
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
+        self.digests: Any = None if earlier is None else earlier.digests
+        self.same: int = 0 if earlier is None else min(count, earlier.same)
 
     def add(self, data: bytes, at: int, raws: list[Raw], speakers: list[str], first: int, pieces: list[_Piece]) -> bool:  # noqa: PLR0913  # all that is known of a body
         """Add new messages, and cut their bytes into pieces. Small pieces that are no longer among the newest are merged.

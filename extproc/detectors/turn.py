@@ -162,12 +162,14 @@ class KnownAction(NamedTuple):
         names: as in `Turn`.
         id: digest of the action, 16 bytes.
         hash: digest of the action, 8 bytes, as in `Turn`.
+        calls: as in `Turn`.
     """
 
     ignored: frozenset[str]
     names: tuple[str, ...]
     id: bytes
     hash: bytes
+    calls: bool
 
 
 class Turn:
@@ -197,6 +199,7 @@ class Turn:
         "_normalizes",
         "_opening",
         "_reading",
+        "_reduced",
         "_result",
         "_result_id",
         "_returned",
@@ -238,6 +241,7 @@ class Turn:
         self._normalizes: bool | None = None
         self._normal: str | None = None
         self._normal_id: bytes | None = None
+        self._reduced: Reduced | None = None
         self._failed = False
         self._failure: Failure | None = None
         self._failure_id: bytes | None = None
@@ -277,7 +281,8 @@ class Turn:
             small = 0 < len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT
             if message is not None and message.known is not None and message.joined is None and free and small:
                 spelled = action.spelled
-                kept = KnownAction(self._reading.ignored, action.names, digest(spelled, _ID), digest(spelled))
+                calls = bool(action.places)
+                kept = KnownAction(self._reading.ignored, action.names, digest(spelled, _ID), digest(spelled), calls)
                 self.known_action = message.known.actions[message.place] = kept
         return self._action
 
@@ -302,6 +307,19 @@ class Turn:
     def names(self) -> tuple[str, ...]:
         """The tools, or the first word of the command."""
         return self.known_action.names if self.known_action is not None else self.action.names
+
+    @property
+    def calls(self) -> bool:
+        """Whether the names are of tools that were called, and not words of a text."""
+        return self.known_action.calls if self.known_action is not None else bool(self.action.places)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The indexes of the assistant's first and last message in the turn, the same for most; -1 if the server has them."""
+        message = self._message
+        if message is None:
+            return -1, -1
+        return message.joined[0].place if message.joined is not None else message.place, message.place
 
     @property
     def result(self) -> str:
@@ -454,6 +472,11 @@ class Turn:
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
+        if self._reduced is None:
+            self._reduced = self._reduce()
+        return self._reduced
+
+    def _reduce(self) -> Reduced:
         raw = digest(self.result.encode())
         return Reduced(
             self.known,
@@ -553,7 +576,7 @@ _encode: Final = json.Encoder().encode
 def encode_turn(turn: AnyTurn) -> bytes:
     """A turn as an entry of a ring: flags, three hashes, as much of its first name as fits, or its words, and its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
-    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
+    flags = write_flags(kept)
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
     return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
@@ -566,10 +589,20 @@ def decode_turn(entry: bytes) -> Reduced:
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
     rest = entry[REST:]
     name = rest.decode("utf-8", "ignore")
-    known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
+    known, returned, failed, evidence = read_flags(flags)
     names, words = ((name,), b"") if name else ((), _read_bits(rest[:_WORDS_BITS], _DIGEST))
     failure = get_failure_id(entry)
-    return Reduced(known, returned, failed, action, raw, normalized, names, flags & _EVIDENCE, words, failure)
+    return Reduced(known, returned, failed, action, raw, normalized, names, evidence, words, failure)
+
+
+def write_flags(turn: Reduced) -> int:
+    """What is known of a turn beside hashes and names, in one byte."""
+    return _KNOWN * turn.known | _RETURNED * turn.returned | _ERROR * turn.failed | turn.evidence
+
+
+def read_flags(flags: int) -> tuple[bool, bool, bool, int]:
+    """Whether a turn is known, whether it returned anything, whether it failed, and its evidence; see `write_flags`."""
+    return flags & _KNOWN != 0, flags & _RETURNED != 0, flags & _ERROR != 0, flags & _EVIDENCE
 
 
 def get_failure_id(entry: bytes) -> bytes:

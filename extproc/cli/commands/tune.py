@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     with open_logs(options) as (logs, entries):
         for entry in entries:
             sweep.add(entry.recorded)
+            logs.add_problems(entry.place, sweep.take_problems())
     pairs, tenants = sweep.list_pairs(), sweep.tenants.count()
     advice = recommend(pairs, sweep.requests, tenants, options.max_touched)
     source = next(policy for source in policies.sources for policy in source.policies if policy.id == detector.policy)
