@@ -27,10 +27,10 @@ from zlib import crc32
 from extproc.bounded import LRU
 from extproc.detectors.arguments import is_for_thinking
 from extproc.detectors.base import Memory
-from extproc.detectors.chain import ChainPlace
+from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, read_flags, write_flags
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, encode_turn
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -208,7 +208,9 @@ def _write(  # noqa: PLR0913  # as `write_digest`
 
 def _find_place(history: History, keeps: int) -> ChainPlace | None:
     in_text = keeps >= 0 and history.reading is not None and history.reading.in_text
-    return None if history.elsewhere or in_text else history.find_place(prefilled=keeps > 0)
+    if history.reading is None or history.elsewhere or in_text:
+        return None
+    return find_place(history.reading.conversation, prefilled=keeps > 0)
 
 
 def _list_entries(history: History, reading: Reading, prefix: bytes, secret: bytes) -> tuple[bytes, list[bytes]]:
@@ -301,7 +303,7 @@ def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
         if left < 0:
             break
         parts.append(bytes((len(shown),)) + shown.encode())
-    return bytes((write_flags(kept), flags)) + b"".join(parts)
+    return encode_turn(kept)[:1] + bytes((flags,)) + b"".join(parts)
 
 
 class RecordedTurn(NamedTuple):
@@ -340,8 +342,8 @@ class Digest(NamedTuple):
     turns: tuple[RecordedTurn, ...]
 
 
-class _Reader:
-    """Reads parts of a digest, one after the other."""
+class _Parts:
+    """The parts of a digest, read one after the other."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -387,26 +389,26 @@ class DigestReader:
             raise DamagedDigestError from None
         if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
             raise DamagedDigestError
-        return self._read(_Reader(data[:-_CHECK]))
+        return self._read(_Parts(data[:-_CHECK]))
 
-    def _read(self, reader: _Reader) -> Digest:
-        version, first, second = reader.take(3)
+    def _read(self, parts: _Parts) -> Digest:
+        version, first, second = parts.take(3)
         if version != _VERSION:
             raise DamagedDigestError
-        shaped, size = reader.take(_SHAPE), reader.take_number(4)
-        most = reader.take_number(4) if first & _SHORTENED else 0
-        identity = reader.take(_SIZE) if second & _IDENTIFIED else b""
-        nested = (reader.take_number(1), reader.take(_SIZE)) if second & _NESTED else (0, b"")
+        shaped, size = parts.take(_SHAPE), parts.take_number(4)
+        most = parts.take_number(4) if first & _SHORTENED else 0
+        identity = parts.take(_SIZE) if second & _IDENTIFIED else b""
+        nested = (parts.take_number(1), parts.take(_SIZE)) if second & _NESTED else (0, b"")
         place = None
         if first & _PLACED:
-            depth, node = reader.take_number(2), reader.take(_SIZE)
-            parent, own, before = [reader.take(_SIZE) if second & flag else b"" for flag in (_PARENT, _OWN, _BEFORE)]
+            depth, node = parts.take_number(2), parts.take(_SIZE)
+            parent, own, before = [parts.take(_SIZE) if second & flag else b"" for flag in (_PARENT, _OWN, _BEFORE)]
             place = ChainPlace.restore(node, parent, own, before, depth)
-        start = b"" if first & _WHOLE else reader.take(_SIZE)
-        entries = [reader.take(reader.take_number(1)) for _ in range(reader.take_number(1))]
-        if not reader.is_over or second & _KEEPS > _KEEPS_NONE:
+        start = b"" if first & _WHOLE else parts.take(_SIZE)
+        entries = [parts.take(parts.take_number(1)) for _ in range(parts.take_number(1))]
+        if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        turns = [_unpack(_Reader(entry)) for entry in entries]
+        turns = [_unpack(_Parts(entry)) for entry in entries]
         return Digest(shaped, size, most, (first, second), identity, nested, place, self._extend(start, entries, turns))
 
     def _extend(self, start: bytes, entries: Sequence[bytes], turns: list[RecordedTurn]) -> tuple[RecordedTurn, ...]:
@@ -422,24 +424,26 @@ class DigestReader:
         return listed
 
 
-def _unpack(reader: _Reader) -> RecordedTurn:
+def _unpack(parts: _Parts) -> RecordedTurn:
     """The turn of an entry."""
-    flags, more = reader.take(2)
+    flags, more = parts.take(2)
     if more & _UNREADABLE:
         return RecordedTurn(None, hides=True)
-    known, returned, failed, evidence = read_flags(flags)
-    action, raw = reader.take(_SIZE) if known else _NONE, reader.take(_SIZE)
-    normalized = reader.take(_SIZE) if more & _CHANGED else raw
-    words = reader.take(_SIZE) if more & _SPOKE else b""
-    failure = reader.take(_FAILURE) if more & _FAILED else b""
+    kept = decode_turn(bytes((flags,)) + bytes(3 * _SIZE))  # as rings have them
+    action, raw = parts.take(_SIZE) if kept.known else _NONE, parts.take(_SIZE)
+    normalized = parts.take(_SIZE) if more & _CHANGED else raw
+    words = parts.take(_SIZE) if more & _SPOKE else b""
+    failure = parts.take(_FAILURE) if more & _FAILED else b""
     names: list[str] = []
-    while not reader.is_over:
+    while not parts.is_over:
         try:
-            names.append(reader.take(reader.take_number(1)).decode("ascii"))
+            names.append(parts.take(parts.take_number(1)).decode("ascii"))
         except UnicodeDecodeError:
             raise DamagedDigestError from None
     size = _LONG_ACTION if more & _LONG else 0
-    turn = Reduced(known, returned, failed, action, raw, normalized, tuple(names), evidence, words, failure, size)
+    turn = Reduced(
+        kept.known, kept.returned, kept.failed, action, raw, normalized, tuple(names), kept.evidence, words, failure, size
+    )
     return RecordedTurn(turn, hides=more & _HIDES != 0)
 
 
@@ -449,6 +453,7 @@ class RecordedHistory(History):
     def __init__(self, digest: Digest, turns: Iterator[AnyTurn]) -> None:
         first, _ = digest.flags
         super().__init__(turns, elsewhere=first & _ELSEWHERE != 0, after=b"known" if first & _AFTER else b"")
+        self.place = digest.place
         self._digest = digest
 
     def count_nested(self) -> tuple[int, bytes]:
@@ -463,10 +468,6 @@ class RecordedHistory(History):
         """See `History`."""
         keeps = self._digest.flags[1] & _KEEPS
         return -1 if keeps == _KEEPS_NONE else keeps
-
-    def find_place(self, *, prefilled: bool) -> ChainPlace | None:  # noqa: ARG002  # it is known only as it was
-        """See `History`."""
-        return self._digest.place
 
     def keep(self, *, named: bool) -> KeptTurn | None:
         """See `History`.

@@ -33,7 +33,7 @@ from typing import Final, Generic, TypeVar
 from extproc.apis import open_conversation
 from extproc.decision import WEAK, Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
-from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.chain import ChainPlace
 from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find_extra, find_similar_error
 from extproc.detectors.nesting import count_nested
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
@@ -115,6 +115,7 @@ class History(Newest[AnyTurn]):
         again: places of turns that equal the newest one, among the first `compared` turns.
         compared: number of turns that were compared with the newest one, including itself.
         reading: reads the turns of a request; None for other turns.
+        place: its place in the chain, if there is no reading; None if unknown.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class History(Newest[AnyTurn]):
         self.again: list[int] = []
         self.compared = 1
         self.reading = reading
+        self.place: ChainPlace | None = None
         self._since: int | None = None
         self.elsewhere = elsewhere
         self.after = after
@@ -161,10 +163,6 @@ class History(Newest[AnyTurn]):
             place = 1
         turn = self.at(place)
         return place if isinstance(turn, Turn) and not _only_speaks(turn) else -1
-
-    def find_place(self, *, prefilled: bool) -> ChainPlace | None:
-        """See `chain.find_place`."""
-        return find_place(self.reading.conversation, prefilled=prefilled) if self.reading is not None else None
 
     def keep(self, *, named: bool) -> KeptTurn | None:
         """What is kept of a request for its session; None if it has no new turn. `named`: the session has a name."""

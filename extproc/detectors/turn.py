@@ -472,13 +472,10 @@ class Turn:
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
-        if self._reduced is None:
-            self._reduced = self._reduce()
-        return self._reduced
-
-    def _reduce(self) -> Reduced:
+        if self._reduced is not None:
+            return self._reduced
         raw = digest(self.result.encode())
-        return Reduced(
+        made = Reduced(
             self.known,
             self._returned,
             self.failed,
@@ -491,6 +488,8 @@ class Turn:
             self.failure_id if self.failed else b"",
             self.action.size,
         )
+        self._reduced = made
+        return made
 
     def _read_result(self) -> str:
         """Results in the order of their calls, each once, then anything else that was said, except by the harness."""
@@ -576,7 +575,7 @@ _encode: Final = json.Encoder().encode
 def encode_turn(turn: AnyTurn) -> bytes:
     """A turn as an entry of a ring: flags, three hashes, as much of its first name as fits, or its words, and its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
-    flags = write_flags(kept)
+    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
     return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
@@ -589,20 +588,10 @@ def decode_turn(entry: bytes) -> Reduced:
     action, raw, normalized = [entry[1 + number * _DIGEST : 1 + (number + 1) * _DIGEST] for number in range(3)]
     rest = entry[REST:]
     name = rest.decode("utf-8", "ignore")
-    known, returned, failed, evidence = read_flags(flags)
+    known, returned, failed = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _ERROR)]
     names, words = ((name,), b"") if name else ((), _read_bits(rest[:_WORDS_BITS], _DIGEST))
     failure = get_failure_id(entry)
-    return Reduced(known, returned, failed, action, raw, normalized, names, evidence, words, failure)
-
-
-def write_flags(turn: Reduced) -> int:
-    """What is known of a turn beside hashes and names, in one byte."""
-    return _KNOWN * turn.known | _RETURNED * turn.returned | _ERROR * turn.failed | turn.evidence
-
-
-def read_flags(flags: int) -> tuple[bool, bool, bool, int]:
-    """Whether a turn is known, whether it returned anything, whether it failed, and its evidence; see `write_flags`."""
-    return flags & _KNOWN != 0, flags & _RETURNED != 0, flags & _ERROR != 0, flags & _EVIDENCE
+    return Reduced(known, returned, failed, action, raw, normalized, names, flags & _EVIDENCE, words, failure)
 
 
 def get_failure_id(entry: bytes) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 from extproc.bounded import Memo
 from extproc.decision import WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
 from extproc.detectors.base import HistorySimilarity, Memory
-from extproc.detectors.chain import ChainPlace
+from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.digests import find_shape, write_digest
 from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
@@ -141,7 +141,9 @@ class Turns(HistorySimilarity):
         place = (
             None
             if history.elsewhere or (kept is not None and kept.in_text)
-            else history.find_place(prefilled=kept is not None and kept.place > 0)
+            else find_place(history.reading.conversation, prefilled=kept is not None and kept.place > 0)
+            if history.reading is not None
+            else history.place
         )
         if kept is None:
             begins = place is not None and not place.parent

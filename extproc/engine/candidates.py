@@ -196,17 +196,17 @@ class RequestBody:
             composite = compose(self.head, sums, caller)
             fingerprint, check = digest(composite, sums)
             self._sums, self._caller = sums, caller
-            self._names = composite, fingerprint, check, self._hash_tenant(caller)
+            recorded = self.recorded.tenants.get(caller) if self.recorded is not None else None
+            self._names = composite, fingerprint, check, hash_tenant(caller) if recorded is None else recorded
         return self._names
 
     def find_tenant(self, caller: str) -> str:
         """Hash of the caller's descriptors."""
         tenant = self._names[3]
-        return tenant if tenant and caller == self._caller else self._hash_tenant(caller)
-
-    def _hash_tenant(self, caller: str) -> str:
-        tenant = self.recorded.tenants.get(caller) if self.recorded is not None else None
-        return hash_tenant(caller) if tenant is None else tenant
+        if tenant and caller == self._caller:
+            return tenant
+        recorded = self.recorded.tenants.get(caller) if self.recorded is not None else None
+        return hash_tenant(caller) if recorded is None else recorded
 
     def find_session(
         self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
@@ -534,7 +534,10 @@ class LoopCandidate(Candidate):
         if not detector.needs_body:
             sums = NO_BODY
         elif detector.looks:
-            document = body.open_for(detector)
+            if body.recorded is None:
+                document = body.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends)
+            else:
+                document = body.open_for(detector)
             sums = self._compare(body, document) if not document.shortened else self._compare_excerpt(body, document)
         self.body_crc32 = sums.crc32
         self.composite, self.fingerprint, check, self.tenant = body.name(sums, self.caller)
@@ -600,7 +603,7 @@ class LoopCandidate(Candidate):
         similarity, rings = self.detector.similarity, self.plan.rings
         if self.claim is not None:
             self.contradicted = similarity.contradicts(self.claim, document)
-        if rings is not None and self.looks_for_session:
+        if similarity.remembers and rings is not None and not self.is_anonymous:
             self.session = body.find_session(rings, self._in_head, document, self.plan, self.caller)
             named = self.session != ""
             self.compared, self.repeat, self.memory = similarity.compare_in_session(document, named=named)
