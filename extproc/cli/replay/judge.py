@@ -64,12 +64,12 @@ class Replayed:
             return None
         self._now = recorded.time
         content = recorded.content
-        if content is None:
+        if body is not None:
             evaluation.recorded = body
-            if body is not None:
-                for group in evaluation.groups:
-                    self._find_tenants(group, recorded.record.tenants, body)
-                    self._check_settings(group, body)
+            for group in evaluation.groups:
+                self._find_tenants(group, recorded.record.tenants, body)
+                self._check_settings(group, body)
+        if content is None:
             evaluation.read_body(recorded.sums, recorded.unknown, None, "no_body")
             return evaluation
         # This reads headers that a partial record does not have; they were read when it was recorded.
@@ -95,7 +95,7 @@ class Replayed:
                 self._problems.append(("earlier_turns" if isinstance(error, UnknownTurnsError) else "damaged_turns", ""))
             else:
                 found[digest.shape] = digest
-        return RecordedBody(record.sessions, found)
+        return RecordedBody(record.sessions, found if recorded.content is None else {})
 
     def _check_settings(self, group: CandidateGroup, body: RecordedBody) -> None:
         """Note detectors that would have seen other turns."""
