@@ -248,9 +248,11 @@ class KnownMessages:
         pieces: the bytes from the assistant's first message to the end of the newest message.
         transcript: what `chain.py` reads in all of them; None if unknown.
         beside: what is around them.
+        digests: what `digests.py` has recorded of an earlier body, or of this one; None for nothing.
+        same: number of messages that are the same there, from the first one on.
     """
 
-    __slots__ = ("actions", "beside", "ends", "pieces", "shown", "speakers", "starts", "transcript")
+    __slots__ = ("actions", "beside", "digests", "ends", "pieces", "same", "shown", "speakers", "starts", "transcript")
 
     def __init__(self, earlier: KnownMessages | None, count: int, beside: Beside) -> None:
         """Copy this many messages of an earlier body."""
@@ -262,6 +264,8 @@ class KnownMessages:
         self.actions: list[Any] = earlier.actions[:count] if earlier is not None else []
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
+        self.digests: Any = None if earlier is None else earlier.digests
+        self.same: int = 0 if earlier is None else min(count, earlier.same)
 
     def find_same(self, raws: list[Raw], count: int, first: int) -> list[bool]:
         """Which messages of another body, from the one with index `count` on, are equal to those with the same index here.

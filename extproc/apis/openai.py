@@ -79,11 +79,15 @@ def _look_back(body: Json) -> Before:
     return NOTHING_BEFORE if given is None else Before(after=write_canonical(given))
 
 
+_LONGEST_NOTHING: Final = 8
+"""Maximum length of a list without calls, in bytes, such as `null` beside a text; ABSENT has none."""
+
+
 def _find_raw(message: Json) -> Raw:
     if message.function_call is not ABSENT or message.refusal is not ABSENT:
         return ABSENT
     calls: Raw = message.tool_calls
-    raw: Raw = message.content if calls is ABSENT else calls
+    raw: Raw = message.content if len(calls) <= _LONGEST_NOTHING else calls
     return raw
 
 

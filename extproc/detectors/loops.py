@@ -33,7 +33,9 @@ from typing import Final, Generic, TypeVar
 from extproc.apis import open_conversation
 from extproc.decision import WEAK, Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
+from extproc.detectors.chain import ChainPlace
 from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find_extra, find_similar_error
+from extproc.detectors.nesting import count_nested
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
     NORMALIZED,
@@ -112,6 +114,8 @@ class History(Newest[AnyTurn]):
         after: reference to what the request continues there; empty if there is none.
         again: places of turns that equal the newest one, among the first `compared` turns.
         compared: number of turns that were compared with the newest one, including itself.
+        reading: reads the turns of a request; None for other turns.
+        place: its place in the chain, if there is no reading; None if unknown.
     """
 
     def __init__(
@@ -122,14 +126,51 @@ class History(Newest[AnyTurn]):
         self._taken = []
         self.again: list[int] = []
         self.compared = 1
-        self._reading = reading
+        self.reading = reading
+        self.place: ChainPlace | None = None
         self._since: int | None = None
         self.elsewhere = elsewhere
         self.after = after
 
-    def read_words(self) -> str:
-        """What the user says in the request's newest message; empty if it is anything else."""
-        return self._reading.read_words() if self._reading is not None else ""
+    @property
+    def ignored(self) -> frozenset[str]:
+        """The names of arguments that are thoughts to its reading."""
+        return self.reading.ignored if self.reading is not None else THOUGHTS
+
+    def count_nested(self) -> tuple[int, bytes]:
+        """How often the user's newest message begins with the same words, and their digest; see `nesting.py`."""
+        times, words = count_nested(self.reading.read_words()) if self.reading is not None else (0, "")
+        return times, digest(words.encode()) if times else b""
+
+    def is_prefilled(self) -> bool:
+        """Whether the newest turn is a prefill, with which the model's answer is to begin, and so no turn yet.
+
+        A prefill has at most two words, or begins an earlier answer, too. Anything else that the assistant says is new.
+        """
+        newest = self.at(0)
+        if not isinstance(newest, Turn) or not _only_speaks(newest):
+            return False
+        said = newest.said
+        begun = any(turn.said.startswith(said) for turn in self.newest(MAX_TURNS)[1:] if isinstance(turn, Turn))
+        return begun or len(said.split()) <= _PREFILLED_WORDS
+
+    def find_newest(self) -> int:
+        """The place of the newest turn to keep for the session; -1 if the request has no new turn."""
+        place = 0
+        if _only_speaks(self.at(0)):
+            if not self.is_prefilled():
+                return -1
+            place = 1
+        turn = self.at(place)
+        return place if isinstance(turn, Turn) and not _only_speaks(turn) else -1
+
+    def keep(self, *, named: bool) -> KeptTurn | None:
+        """What is kept of a request for its session; None if it has no new turn. `named`: the session has a name."""
+        place = self.find_newest()
+        turn = self.at(place) if place >= 0 else None
+        if not isinstance(turn, Turn):
+            return None
+        return KeptTurn(self, place, turn.reduce(), turn.identify() if named else None, in_text=turn.in_text)
 
     def count_since_person(self) -> int:
         """The number of turns since a person's newest message; MAX_TURNS if there is none."""
@@ -156,7 +197,7 @@ class KeptTurn:
     """What is kept of a request for its session: its newest turn, and where that belongs in the ring.
 
     Attributes:
-        newest: that turn.
+        newest: that turn, reduced.
         place: its place among the turns that the request shows.
         entry: its entry for the ring.
         identity: digest of 8 bytes, the same for a retry, even with another model; empty if the session has no name.
@@ -166,17 +207,17 @@ class KeptTurn:
 
     __slots__ = ("_before", "complete", "entry", "identity", "in_text", "newest", "place")
 
-    def __init__(self, history: History, place: int, newest: Turn, *, named: bool) -> None:
-        """Take what is needed from the history, without keeping the request."""
+    def __init__(self, history: History, place: int, newest: Reduced, identity: bytes | None, *, in_text: bool) -> None:
+        """Take what is needed from the history, without keeping the request; see `Turn.identify` for `identity`."""
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
-        self.newest = newest.reduce()
-        self.in_text = newest.in_text
+        self.newest = newest
+        self.in_text = in_text
         self.place = place
-        self.entry = encode_turn(self.newest)
+        self.entry = encode_turn(newest)
         self.identity = b""
-        if named:
-            self.identity = digest(b"%b %d %b %b" % (history.after, shown, newest.identify(), self.entry))
+        if identity is not None:
+            self.identity = digest(b"%b %d %b %b" % (history.after, shown, identity, self.entry))
         self.complete = place + shown == MAX_TURNS
         self._before = before.action_hash if before is not None else None
 
@@ -251,6 +292,9 @@ class TurnRule:
         Raises:
             NotCounted: there is no conversation, or it cannot be read.
         """
+        if document.recorded is not None:
+            recorded: History = document.recorded.open_history(self._ignored, named=self._limits.names_any)
+            return recorded
         conversation = open_conversation(document)
         reading = Reading(conversation, document, self._ignored)
         turns = reading.read_turns()
@@ -260,6 +304,8 @@ class TurnRule:
         if conversation.before.in_words:
             newest = history.at(0)
             history.elsewhere = newest is None or not newest.known
+        if document.histories is not None:
+            document.histories.append(history)
         return history
 
     def find_loop(self, history: History) -> Repeat | None:
@@ -272,7 +318,7 @@ class TurnRule:
         if newest is None or history.at(self._fewest - 1) is None:
             return None
         found = self._find_loop(history)
-        if found is None and _is_prefill(history):
+        if found is None and history.is_prefilled():
             history = History(iter(history.newest(MAX_TURNS)[1:]))
             found = self._find_loop(history)
         if found is not None and (since := history.count_since_person()) < MAX_TURNS:
@@ -405,30 +451,6 @@ def _changes(history: History, place: int) -> bool:
     return turn is not None and turn.evidence & CHANGES != 0
 
 
-def keep_newest(history: History, *, named: bool) -> KeptTurn | None:
-    """What is kept of a request for its session; None if it has no new turn. `named`: the session has a name."""
-    place = 0
-    if _only_speaks(history.at(0)):
-        if not _is_prefill(history):
-            return None
-        place = 1
-    turn = history.at(place)
-    return KeptTurn(history, place, turn, named=named) if isinstance(turn, Turn) and not _only_speaks(turn) else None
-
-
 def _only_speaks(turn: AnyTurn | None) -> bool:
     """Whether the assistant only says something, and nothing follows."""
     return isinstance(turn, Turn) and not turn.answered and not turn.action.places
-
-
-def _is_prefill(history: History) -> bool:
-    """Whether the newest turn is a prefill, with which the model's answer is to begin, and so no turn yet.
-
-    A prefill has at most two words, or begins an earlier answer, too. Anything else that the assistant says is new.
-    """
-    newest = history.at(0)
-    if not isinstance(newest, Turn) or not _only_speaks(newest):
-        return False
-    said = newest.said
-    begun = any(turn.said.startswith(said) for turn in history.newest(MAX_TURNS)[1:] if isinstance(turn, Turn))
-    return begun or len(said.split()) <= _PREFILLED_WORDS

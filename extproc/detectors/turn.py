@@ -162,12 +162,14 @@ class KnownAction(NamedTuple):
         names: as in `Turn`.
         id: digest of the action, 16 bytes.
         hash: digest of the action, 8 bytes, as in `Turn`.
+        calls: as in `Turn`.
     """
 
     ignored: frozenset[str]
     names: tuple[str, ...]
     id: bytes
     hash: bytes
+    calls: bool
 
 
 class Turn:
@@ -197,6 +199,7 @@ class Turn:
         "_normalizes",
         "_opening",
         "_reading",
+        "_reduced",
         "_result",
         "_result_id",
         "_returned",
@@ -238,6 +241,7 @@ class Turn:
         self._normalizes: bool | None = None
         self._normal: str | None = None
         self._normal_id: bytes | None = None
+        self._reduced: Reduced | None = None
         self._failed = False
         self._failure: Failure | None = None
         self._failure_id: bytes | None = None
@@ -277,7 +281,8 @@ class Turn:
             small = 0 < len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT
             if message is not None and message.known is not None and message.joined is None and free and small:
                 spelled = action.spelled
-                kept = KnownAction(self._reading.ignored, action.names, digest(spelled, _ID), digest(spelled))
+                calls = bool(action.places)
+                kept = KnownAction(self._reading.ignored, action.names, digest(spelled, _ID), digest(spelled), calls)
                 self.known_action = message.known.actions[message.place] = kept
         return self._action
 
@@ -302,6 +307,19 @@ class Turn:
     def names(self) -> tuple[str, ...]:
         """The tools, or the first word of the command."""
         return self.known_action.names if self.known_action is not None else self.action.names
+
+    @property
+    def calls(self) -> bool:
+        """Whether the names are of tools that were called, and not words of a text."""
+        return self.known_action.calls if self.known_action is not None else bool(self.action.places)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The indexes of the assistant's first and last message in the turn, the same for most; -1 if the server has them."""
+        message = self._message
+        if message is None:
+            return -1, -1
+        return message.joined[0].place if message.joined is not None else message.place, message.place
 
     @property
     def result(self) -> str:
@@ -454,8 +472,10 @@ class Turn:
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
+        if self._reduced is not None:
+            return self._reduced
         raw = digest(self.result.encode())
-        return Reduced(
+        made = Reduced(
             self.known,
             self._returned,
             self.failed,
@@ -468,6 +488,8 @@ class Turn:
             self.failure_id if self.failed else b"",
             self.action.size,
         )
+        self._reduced = made
+        return made
 
     def _read_result(self) -> str:
         """Results in the order of their calls, each once, then anything else that was said, except by the harness."""

@@ -13,20 +13,20 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, ClassVar, Final
 
-from extproc.apis import open_conversation
 from extproc.bounded import Memo
 from extproc.decision import WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.digests import find_shape, write_digest
 from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, follow, keep_newest
-from extproc.detectors.nesting import count_nested
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, follow
 from extproc.detectors.tools import find_window_errors
-from extproc.detectors.turn import MISSING, Turn, digest
+from extproc.detectors.turn import MISSING, Turn
 from extproc.logs import escape_controls
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted
+from extproc.request.hash_key import HashKey
 from extproc.request.quoting import quote_all
 
 MAX_THRESHOLD = 8
@@ -72,6 +72,7 @@ class Turns(HistorySimilarity):
     Attributes:
         rule: the rule with the lowest threshold.
         last_step: the number of the strictest action.
+        ignored: names of arguments that are thoughts.
         needs_equal_results: turns whose results all differ, in more than numbers, are no loop.
         looks_back: a loop, or a history that has left one, comes with what the history showed before its newest turn.
     """
@@ -82,6 +83,8 @@ class Turns(HistorySimilarity):
     default_threshold: ClassVar[int | None] = 3
 
     def __init__(self, keys: SimilarityKeys) -> None:
+        self.ignored = frozenset(keys.ignore_arguments)
+        self._shape = find_shape(self.ignored)
         rules = [self._make_rule(step, notes=place == 0) for place, step in enumerate(keys.list_steps(self.default_threshold))]
         self.rule = rules[0]
         self._rules = list(enumerate(rules))[::-1]
@@ -105,7 +108,7 @@ class Turns(HistorySimilarity):
             keys.make_limits(self.default_threshold),
             max_cycle=keys.max_cycle,
             normalize_results=keys.normalize_results,
-            ignored=frozenset(keys.ignore_arguments),
+            ignored=self.ignored,
             filled=filled,
             extra=frozenset(keys.extra_rules),
             notes=notes,
@@ -132,13 +135,15 @@ class Turns(HistorySimilarity):
         if history.elsewhere and not (named and history.after):  # a plain prompt contains all turns as text
             return *self.compare(document), None
         found = self.find_loop(history)
-        kept = keep_newest(history, named=named)
+        kept = history.keep(named=named)
         if kept is not None and kept.in_text and not named:  # one text contains all turns
             return *self.compare(document), None
         place = (
             None
             if history.elsewhere or (kept is not None and kept.in_text)
-            else find_place(open_conversation(document), prefilled=kept is not None and kept.place > 0)
+            else find_place(history.reading.conversation, prefilled=kept is not None and kept.place > 0)
+            if history.reading is not None
+            else history.place
         )
         if kept is None:
             begins = place is not None and not place.parent
@@ -152,7 +157,7 @@ class Turns(HistorySimilarity):
 
     def _find_nested(self, history: History) -> tuple[bytes, Repeat] | None:
         """The loop of a nested prompt, if the assistant has not done anything yet. It is weak."""
-        times, words = count_nested(history.read_words())
+        times, words = history.count_nested()
         step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
         if step < 0:
             return None
@@ -160,7 +165,7 @@ class Turns(HistorySimilarity):
         if self._patient is not None:
             reach = next((reach for reach, rule in self._patient if rule.threshold <= times), None)
             found = found._replace(step=min(step, reach or 0), held=reach is None)
-        return digest(words.encode()), found
+        return words, found
 
     def find_loop(self, history: History) -> Repeat | None:
         """The loop that the newest of these turns is part of, by the strictest rule that finds one; None for none."""
@@ -260,6 +265,17 @@ class Turns(HistorySimilarity):
             return super().advise(outcome, method, path)
         what, _ = _explain(repeat)
         return Advice(f"{what}. {_WIDESPREAD}", repeat.reason.strip(), _WAIT, _FAILING)
+
+    @property
+    def shape(self) -> bytes:
+        """See `Similarity`."""
+        return self._shape
+
+    def write_digest(self, document: Document, key: HashKey, memory: Memory | None, most: int) -> str:
+        """See `Similarity`."""
+        found: list[History] = [history for history in document.histories or () if history.ignored == self.ignored]
+        limit = most if document.shortened else 0
+        return write_digest(found, key, memory, len(document), limit)
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:

@@ -16,6 +16,7 @@ from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, read_place
+from extproc.detectors.digests import NOT_RECORDED, Digest, RecordedDocument
 from extproc.engine.orders import (
     ALLOW,
     BLOCK,
@@ -36,6 +37,7 @@ from extproc.engine.orders import (
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
+from extproc.request.hash_key import HashKey
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
@@ -99,6 +101,34 @@ class _Calls:
 _CALLS: Final = _Calls()
 
 
+class RecordedBody:
+    """What was recorded of a request's body.
+
+    Attributes:
+        tenants: hashes of callers, as they were live, by the caller's descriptors.
+        sessions: names of sessions, by `SessionNames.id`.
+        digests: digests of turns by `Digest.shape`, or under an empty key the reason why there are none.
+    """
+
+    __slots__ = ("digests", "sessions", "tenants")
+
+    def __init__(self, sessions: dict[str, str], digests: dict[bytes, Digest | NotCounted]) -> None:
+        self.tenants: dict[str, str] = {}
+        self.sessions = sessions
+        self.digests = digests
+
+    def find_session(self, names: SessionNames) -> str:
+        """See `SessionNames.find`.
+
+        Raises:
+            NotCounted: the session was not looked for in these places.
+        """
+        found = self.sessions.get(names.id)
+        if found is None and b"" not in self.digests:
+            raise NotCounted(NOT_RECORDED)
+        return found or ""
+
+
 class RequestBody:
     """A request's body and what is derived from it, for all candidates that read it.
 
@@ -113,6 +143,7 @@ class RequestBody:
         unreadable: why not.
         excerpt: of a body that is too long to inspect, else None.
         scope: attachment name.
+        recorded: what was recorded of it, if the request is replayed without its body.
         changing: (policy, limit key) of values just found to change with every request, so that they name no session.
     """
 
@@ -132,6 +163,7 @@ class RequestBody:
         "excerpt",
         "head",
         "path",
+        "recorded",
         "scope",
         "sums",
         "unreadable",
@@ -157,6 +189,7 @@ class RequestBody:
         self.document = document
         self.unreadable = unreadable
         self.excerpt: Document | None = None
+        self.recorded: RecordedBody | None = None
         self.scope = scope
 
     def name(self, sums: Body, caller: str) -> tuple[str, str, str, str]:
@@ -165,18 +198,24 @@ class RequestBody:
             composite = compose(self.head, sums, caller)
             fingerprint, check = digest(composite, sums)
             self._sums, self._caller = sums, caller
-            self._names = composite, fingerprint, check, hash_tenant(caller)
+            recorded = self.recorded.tenants.get(caller) if self.recorded is not None else None
+            self._names = composite, fingerprint, check, hash_tenant(caller) if recorded is None else recorded
         return self._names
 
     def find_tenant(self, caller: str) -> str:
         """Hash of the caller's descriptors."""
         tenant = self._names[3]
-        return tenant if tenant and caller == self._caller else hash_tenant(caller)
+        if tenant and caller == self._caller:
+            return tenant
+        recorded = self.recorded.tenants.get(caller) if self.recorded is not None else None
+        return hash_tenant(caller) if recorded is None else recorded
 
     def find_session(
         self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
     ) -> str:
         """See `SessionNames.find`."""
+        if self.recorded is not None and self.recorded.digests:
+            return self.recorded.find_session(names)
         again = values is self._values and document is self._looked
         if not again or (self._session and names is not self._searched):  # a name's hash depends on who looks for it
             self._session = name = names.find(values, document)
@@ -207,9 +246,18 @@ class RequestBody:
             return document
         if ends and document is not None and most != self._most:
             self.excerpt, self._most = make_excerpt(Excerpt(LIST_PATHS, most), bytes(document)), most
+            if self.excerpt is not None and document.histories is not None:
+                self.excerpt.histories = []
         if ends and self.excerpt is not None and len(self.excerpt) <= most:
             return self.excerpt
         raise NotCounted(self.unreadable if document is None else "inspect_limit")
+
+    def open_for(self, detector: Detector) -> Document:
+        """The document for a detector, also a recorded one; see `open`."""
+        similarity, most = detector.similarity, detector.max_inspect_bytes
+        if self.recorded is not None and self.recorded.digests and similarity.shape:
+            return RecordedDocument(self.recorded.digests, most)
+        return self.open(most, ends=similarity.reads_ends)
 
 
 def make_excerpt(excerpt: Excerpt, data: bytes | memoryview) -> Document | None:
@@ -489,7 +537,10 @@ class LoopCandidate(Candidate):
         if not detector.needs_body:
             sums = NO_BODY
         elif detector.looks:
-            document = body.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends)
+            if body.recorded is None:
+                document = body.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends)
+            else:
+                document = body.open_for(detector)
             sums = self._compare(body, document) if not document.shortened else self._compare_excerpt(body, document)
         self.body_crc32 = sums.crc32
         self.composite, self.fingerprint, check, self.tenant = body.name(sums, self.caller)
@@ -539,6 +590,16 @@ class LoopCandidate(Candidate):
         if isinstance(hit, Hit) and not detector.stateless and (self._count.count > 1 or detector.threshold <= _TWICE):
             counted.append((LOG if hit.window_type == "sliding_log" else TALLY, hit.key))
         return counted
+
+    @property
+    def looks_for_session(self) -> bool:
+        """Whether the request's session is looked for."""
+        return self.detector.similarity.remembers and not self.is_anonymous
+
+    def write_digest(self, document: Document, key: HashKey) -> str:
+        """See `Similarity`, for a document that was compared."""
+        detector = self.detector
+        return detector.similarity.write_digest(document, key, self.memory, detector.max_inspect_bytes)
 
     def _compare(self, body: RequestBody, document: Document) -> Body:
         """Look into the body; returns the sums of what is compared in its place."""

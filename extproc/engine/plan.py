@@ -21,7 +21,7 @@ from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors, read_plainly
-from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
+from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf, identify_keys
 from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
@@ -385,6 +385,7 @@ class Plan:
         counts_failed: requests stay counted if their upstream fails.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
         secrets: see `_list_secrets`.
+        callers: names the limit keys; see `identify_keys`.
         root_names: finds the session at the root of a request's agents.
     """
 
@@ -394,6 +395,7 @@ class Plan:
         "_descriptors",
         "_missing",
         "aliases",
+        "callers",
         "counts_failed",
         "detectors",
         "guards_strangers",
@@ -438,6 +440,8 @@ class Plan:
         self._missing = spec.missing_descriptor
         self.refuses_uncountable = spec.uncountable == "reject"
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
+        keys = [*self._descriptors, *[item for item, _ in self._body_descriptors]]
+        self.callers = identify_keys([part for key in keys for part in (key.name, *[each.key for each in key.list_sources()])])
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         missing = self._missing if self.tells_callers_apart else ""
         self.merges_strangers = missing == "share"

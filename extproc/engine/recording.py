@@ -4,22 +4,26 @@ A record is a JSON object, the metadata `record`; docs/replay.md lists its field
 those of headers, claims and query parameters, and the address. Equal values have equal hashes, so callers can be told apart and
 requests compared, but the log shows no names, and no secrets of a query. Hashes of API keys and other secrets are keyed, and
 are recorded even if other values are plain. Only headers and claims that a policy of the request reads are recorded; a missing
-one is recorded as None. Of the body, the record has the length and two checksums.
+one is recorded as None. Of the body, the record has the length, two checksums, and digests of the turns that it shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote, urlencode
 
+from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Plan
 from extproc.request.fingerprint import Body, is_too_long, write_crc32
 from extproc.request.http import MAX_DESCRIPTOR, Facts, HttpRequest
 from extproc.request.limit_keys import VENDOR_SESSION
 from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, SECRET_PARAMETER, list_places
 from extproc.sessions.names import find_vendor_headers
+
+_MOST_DIGESTS: Final = 2
+"""Maximum number of digests in a record: one, or two while a canary with other `ignore_arguments` watches."""
 
 VERSION = 1
 """Version of the records' format."""
@@ -84,6 +88,28 @@ def record_body(head: dict[str, Any], body: Body | None, reason: str, now: float
         sums = {"body_bytes": body.length, "body_crc32": write_crc32(body.crc32), "body_adler32": write_crc32(body.adler32)}
         return {**record, **sums}
     return {**record, "unknown": reason} if reason else record
+
+
+def record_callers(record: dict[str, Any], evaluation: Evaluation) -> None:
+    """Add the callers' hashes to a record with hashed values, by the limit keys that name them; call it after the body."""
+    found = {each.plan.callers: each.tenant for group in evaluation.groups for each in group.candidates if each.tenant}
+    if found:
+        record["tenants"] = found
+
+
+def record_turns(record: dict[str, Any], evaluation: Evaluation) -> None:
+    """Add digests of turns to a record, if a detector compares turns; call it when all candidates have read the body."""
+    digests = evaluation.write_digests(_MOST_DIGESTS)
+    if not digests:
+        return
+    record["turns"] = digests
+    found = {
+        each.plan.rings.id: each.session
+        for each, _ in evaluation.list_readers()
+        if each.plan.rings is not None and each.looks_for_session
+    }
+    if found:
+        record["sessions"] = found
 
 
 def _list_reads(plan: Plan, request: HttpRequest) -> list[tuple[str, str]]:

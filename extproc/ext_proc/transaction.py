@@ -21,7 +21,7 @@ from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
-from extproc.engine.recording import record_body, record_head
+from extproc.engine.recording import record_body, record_callers, record_head, record_turns
 from extproc.errors import StoreError
 from extproc.ext_proc.answers.go_on import LAST_HEADERS, find_warning, let_go_on, make_metadata, make_wait, replace_body
 from extproc.ext_proc.answers.metadata import SESSIONS, write_sessions
@@ -165,6 +165,7 @@ class Transaction:
             service.reporter.coverage.unmatched += 1
         elif service.settings.record:
             self._record = record_head(request, facts, evaluation.plans, plain=service.reporter.show_callers)
+            evaluation.records = True
         return evaluation
 
     def kill(self, request: HttpRequest, switch: Switch) -> Reply | None:
@@ -223,6 +224,8 @@ class Transaction:
             evaluation.read_body(sums, reason, content)
         if evaluation.is_overridden and (blocked := self.block(evaluation)) is not None:
             return blocked
+        if self._record is not None:
+            self._record_read(self._record, evaluation)
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow) if evaluation.shadow.candidates else ()
@@ -232,6 +235,20 @@ class Transaction:
             if isinstance(counts, HERE):
                 return self._answer(kind, evaluation, counts, shadow_counts)
         return self._judge_later(kind, evaluation, counts, shadow_counts)
+
+    def _record_read(self, record: dict[str, Any], evaluation: Evaluation) -> None:
+        """Add what the body shows to the record. For large bodies, this counts as inspection."""
+        large = evaluation.size > _SMALL
+        began = thread_time() if large else 0.0
+        try:
+            if not self._service.reporter.show_callers:
+                record_callers(record, evaluation)
+            record_turns(record, evaluation)
+        except Exception as error:  # noqa: BLE001  # a record must not affect the request
+            self._service.reporter.report_failure("internal error, request not recorded completely", error)
+        if large:
+            watches = not evaluation.enforcing.inspects
+            self._service.budget.spend(evaluation.find_tenant(), thread_time() - began, shadow=watches)
 
     def _inspect(
         self,

@@ -94,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
     with open_logs(options) as (logs, entries):
         for entry in entries:
             sweep.add(entry.recorded)
+            logs.add_problems(entry.place, sweep.take_problems())
     pairs, tenants = sweep.list_pairs(), sweep.tenants.count()
     advice = recommend(pairs, sweep.requests, tenants, options.max_touched)
     source = _find_policy(policies, detector.policy)

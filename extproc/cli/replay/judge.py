@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from extproc.cli.replay.records import Recorded
 from extproc.decision import Decision
+from extproc.detectors.digests import (
+    NOT_RECORDED,
+    DamagedDigestError,
+    Digest,
+    DigestReader,
+    UnknownTurnsError,
+    find_other_key,
+)
+from extproc.detectors.turns import Turns
+from extproc.engine.candidates import LoopCandidate, RecordedBody
 from extproc.engine.counting import HERE, Counting, Counts
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import CandidateGroup, Evaluation
@@ -15,6 +25,9 @@ from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import PROCESS_KEY, HashKey, RecordedKey
 from extproc.request.http import HttpRequest, explain_unknowable_body
 from extproc.store.memory import MemoryStore
+
+_MOST_LISTS = 200_000
+"""Lists of turns that are kept for later requests to go on from, at 1 KB or less each."""
 
 
 class Replayed:
@@ -27,6 +40,8 @@ class Replayed:
         self._key = key
         self._recorded_key = RecordedKey(key.secret)
         self._metrics = Metrics()
+        self._digests = DigestReader(_MOST_LISTS)
+        self._problems: list[tuple[str, str]] = []
         self._now = 0  # by the log
         self._store = MemoryStore(self._metrics, max_entries, lambda: self._now)
 
@@ -35,14 +50,25 @@ class Replayed:
         """The number of live fingerprints dropped for lack of room, which makes some counts too low."""
         return int(self._metrics.registry.get_sample_value("loopguard_store_evictions_total") or 0)
 
+    def take_problems(self) -> list[tuple[str, str]]:
+        """What was wrong with the newest record: kinds as in `logs.PROBLEMS`, each with an example."""
+        found, self._problems = self._problems, []
+        return found
+
     def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
         """Evaluate a recorded request up to the point where it is counted; None if no policy matches it."""
+        body = self._read_digests(recorded)
         key = self._recorded_key if recorded.partial else self._key
         evaluation = self._engine.prepare(request, pinned=self._pinned, key=key)
         if evaluation is None:
             return None
         self._now = recorded.time
         content = recorded.content
+        if body is not None:
+            evaluation.recorded = body
+            for group in evaluation.groups:
+                self._find_tenants(group, recorded.record.tenants, body)
+                self._check_settings(group, body)
         if content is None:
             evaluation.read_body(recorded.sums, recorded.unknown, None, "no_body")
             return evaluation
@@ -50,6 +76,46 @@ class Replayed:
         reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
         evaluation.read_body(None if reason else NO_BODY.plus(content), reason, content)
         return evaluation
+
+    def _read_digests(self, recorded: Recorded) -> RecordedBody | None:
+        """What was recorded of the body; None if only checksums were."""
+        record = recorded.record
+        if not record.turns and not record.tenants:
+            return None
+        found: dict[bytes, Digest | NotCounted] = {}
+        for text in record.turns:
+            try:
+                digest = self._digests.read(text)
+            except NotCounted as why:
+                found[b""] = why.renew()
+                if why.reason == NOT_RECORDED:
+                    self._problems.append(("unrecorded_turns", ""))
+            except (DamagedDigestError, UnknownTurnsError) as error:
+                found[b""] = NotCounted(NOT_RECORDED)
+                self._problems.append(("earlier_turns" if isinstance(error, UnknownTurnsError) else "damaged_turns", ""))
+            else:
+                found[digest.shape] = digest
+        return RecordedBody(record.sessions, found if recorded.content is None else {})
+
+    def _check_settings(self, group: CandidateGroup, body: RecordedBody) -> None:
+        """Note detectors that would have seen other turns."""
+        for candidate in group.candidates if body.digests else ():
+            if not isinstance(candidate, LoopCandidate) or not isinstance(candidate.detector.similarity, Turns):
+                continue
+            detector, rings = candidate.detector, candidate.plan.rings
+            key = find_other_key(body.digests, candidate.detector.similarity.ignored, detector.max_inspect_bytes)
+            if not key and candidate.looks_for_session and rings is not None and rings.id not in body.sessions:
+                key = "" if b"" in body.digests else "session.keys"
+            if key:
+                told = f"{detector.policy}: set its {key} to what it was in the policy of serve --record"
+                self._problems.append(("other_settings", told))
+
+    def _find_tenants(self, group: CandidateGroup, tenants: Mapping[str, str], body: RecordedBody) -> None:
+        """Give a group's candidates the hashes that their callers had live."""
+        for candidate in group.candidates:
+            tenant = tenants.get(candidate.plan.callers)
+            if tenant and not candidate.plan.reads_body:
+                body.tenants[candidate.caller] = tenant
 
 
 class Judge(Replayed):

@@ -29,6 +29,7 @@ _LAST = 253_402_300_800
 _MAX_BYTES = 2**53
 _REASON = re.compile(r"[a-z][a-z_]{0,39}\Z")
 _SUM = re.compile(r"[0-9a-f]{8}\Z")
+_HASH = re.compile(r"(?:[0-9a-f]{16})?\Z")
 _LONG_VALUE = "x" * (MAX_DESCRIPTOR + 1)
 _LONG_QUERY = "&" * (MAX_MARKS + 1)
 
@@ -62,6 +63,9 @@ class Record(msgspec.Struct, gc=False):
     body_crc32: str = ""
     body_adler32: str = ""
     unknown: str = ""
+    tenants: dict[str, str] = {}
+    sessions: dict[str, str] = {}
+    turns: list[str] = []
 
 
 class _Version(msgspec.Struct):
@@ -173,6 +177,8 @@ def parse_line(line: bytes) -> Recorded:
         raise UnusableError("version", f"it is {record.record:g}")
     if record.unknown and not _REASON.match(record.unknown):
         raise UnusableError("invalid", "its body is unknown for a reason that is not known")
+    if not all(_HASH.match(name) for name in [*record.tenants.values(), *record.sessions.values()]):
+        raise UnusableError("invalid", "a caller or a session is not a hash of 16 hex digits")
     try:
         return Recorded(_read_time(record.time), record, in_field, _read_body(record), _read_sums(record))
     except ValueError as error:

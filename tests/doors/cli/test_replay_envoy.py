@@ -7,13 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from extproc.cli.main import main
+from extproc.cli.replay.records import parse_line
 from tests.support.documents import bundle, policy
 from tests.support.harness import Stack, eventually, stack
+from tests.support.random_agents import PATHS, Agent
+from tests.support.recorded import Replay
 
 KEYS = ["header:x-user-id", "ip:address"]
 POLICIES = bundle(
@@ -65,7 +69,7 @@ def read_log(gate: Stack, sent: int) -> list[dict[str, Any]]:
 
 
 def test_a_replayed_access_log_gives_the_same_decisions(recorded: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    """For policies that compare bodies to the byte each count is the live one; what looks into bodies is not counted."""
+    """Each count is the live one, and so is each reason for none."""
     gate = recorded
     sent = send_traffic(gate)
     entries = read_log(gate, sent)
@@ -79,16 +83,15 @@ def test_a_replayed_access_log_gives_the_same_decisions(recorded: Stack, capsys:
     found = {item["policy"]: item for item in document["policies"]}
     for name, item in found.items():
         metric = partial(gate.loopguard.metric, policy=name)
-        if name != "turns":
-            assert {word: item[word] for word in WORDS} == {
-                word: metric("requests_total", action=action) for word, action in WORDS.items()
-            }
-            assert item["requests"] == metric("requests_total")
-            assert item["uncounted"] == {why: metric("uncounted_total", reason=why) for why in item["uncounted"]}
+        assert {word: item[word] for word in WORDS} == {
+            word: metric("requests_total", action=action) for word, action in WORDS.items()
+        }
+        assert item["requests"] == metric("requests_total")
+        assert item["uncounted"] == {why: metric("uncounted_total", reason=why) for why in item["uncounted"]}
         assert sum(item["uncounted"].values()) == metric("uncounted_total")
     assert [found[name]["refused"] > 0 for name in ("reject", "log", "bodiless", "canary")] == [True] * 4
     assert found["reject"]["uncounted"]["grpc"] == 4
-    assert (found["turns"]["requests"], found["turns"]["uncounted"]) == (0, {"no_body": 10, "no_messages": 10})
+    assert (found["turns"]["requests"], found["turns"]["uncounted"]) == (0, {"no_messages": 20})
     assert Counter(entry.get("loop_action") for entry in entries)["reject"] == sum(
         item["refused"] for item in document["policies"] if item["mode"] == "enforce"
     )
@@ -108,7 +111,7 @@ def test_the_access_log_names_no_caller(recorded: Stack) -> None:
 
 
 def test_names_are_recorded_where_the_operator_wants_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --show-callers fingerprints and tenants of a replay are those of the live log."""
+    """With --show-callers, fingerprints of a replay are those of the live log, too."""
     with stack(POLICIES, "--record", "--show-callers") as gate:
         for _ in range(3):
             gate.send("/reject/plain?x=1", headers={"x-user-id": "ann"})
@@ -130,8 +133,8 @@ def write(folder: Path) -> Path:
     return file
 
 
-def test_a_hash_of_a_replay_is_said_to_stand_for_no_caller_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Blocking a caller by it gets a note; the hash from the live log blocks the caller."""
+def test_a_caller_of_a_replay_can_be_blocked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A replay shows the live hashes of callers. Its fingerprints are its own, which is said if one is to be blocked."""
     admin = tmp_path / "admin.sock"
     with stack(POLICIES, "--record", "--admin-socket", str(admin)) as gate:
         for _ in range(3):
@@ -146,9 +149,56 @@ def test_a_hash_of_a_replay_is_said_to_stand_for_no_caller_here(tmp_path: Path, 
             assert main(["block", *about, "--admin", f"unix:{admin}"]) == 0
             return capsys.readouterr().err
 
-        assert worst["tenant"] != entry["tenant"]
-        assert f"this does nothing: the caller {worst['tenant']} was not reported" in block("--caller", worst["tenant"])
+        assert worst["tenant"] == entry["tenant"]
         assert f"the fingerprint {worst['fingerprint']} was not" in block("--fingerprint", worst["fingerprint"])
         assert gate.send("/reject/other", headers={"x-user-id": "ann"}).status == 200
-        assert block("--fingerprint", entry["fingerprint"]) == block("--caller", entry["tenant"]) == ""
+        assert block("--caller", worst["tenant"]) == ""
         assert gate.send("/reject/another", headers={"x-user-id": "ann"}).status == 429
+
+
+def test_agents_are_replayed_from_the_access_log_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each action of live and shadow policies that compare turns, and each caller, is the same in a replay of Envoy's log."""
+    keys: dict[str, Any] = {"similarity": "turns", "limit_keys": ["header:x-user-id"]}
+    policies = [
+        policy("live", {"pathPrefix": "/v1/"}, **keys, action="warn", escalate={"reject": 5}, weak_threshold=6),
+        policy("canary", {"pathPrefix": "/v1/"}, **keys, mode="shadow", canary_of="live", threshold_identical_requests=2),
+    ]
+    random = Random(5)
+    agents = [agent for agent in (Agent(random, str(number)) for number in range(40)) if PATHS[agent.shape].startswith("/v1/")]
+    with stack(bundle(*policies), "--record") as gate:
+        for sent in range(150):
+            agent = random.choice(agents[:5])
+            gate.send(
+                f"{PATHS[agent.shape]}?number={sent}",
+                method="POST",
+                body=json.dumps(agent.write()).encode(),
+                headers={"x-user-id": agent.sent["x_user_id"], "content-type": "application/json"},
+            )
+            agent.step()
+        entries = read_log(gate, 150)
+        log = tmp_path / "access.log"
+        log.write_text(gate.envoy.output())
+        counted = {each: gate.loopguard.metric("requests_total", policy=each) for each in ("live", "canary")}
+    entries.sort(key=lambda entry: float(entry["loop_record"]["time"]))
+    replay = Replay(*policies)
+
+    differences = []
+    for entry in entries:
+        judged = replay.judge.judge(parse_line(json.dumps(entry).encode()))
+        assert judged is not None
+        _, decision = judged
+        found = (decision.lead, decision.shadow)
+        actions = tuple(None if outcome is None else outcome.action.value for outcome in found)
+        tenants = {outcome.tenant for outcome in decision.trace}
+        live = entry.get("loop_action"), entry.get("loop_shadow_action")
+        if actions != live or tenants - {entry.get("tenant")}:
+            differences.append((entry["path"], live, actions))
+    assert differences == []
+    assert replay.judge.take_problems() == []
+    assert Counter(entry.get("loop_action") for entry in entries).keys() == {None, "warn", "reject"}
+    file = tmp_path / "policies.json"
+    file.write_text(json.dumps(bundle(*policies)))
+    assert main(["replay", "--policy", str(file), "--json", str(log)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {item["policy"]: item["requests"] for item in document["policies"]} == counted
+    assert {item["tenant"] for item in document["worst"]} <= {entry["tenant"] for entry in entries}

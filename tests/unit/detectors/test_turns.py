@@ -16,7 +16,7 @@ from extproc.decision import Repeat
 from extproc.detectors import make_similarity
 from extproc.detectors.extra_rules import SIMILAR_ERROR
 from extproc.detectors.keys import SimilarityKeys, Tool
-from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule, keep_newest
+from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule
 from extproc.detectors.tools import Limit, ToolLimits
 from extproc.detectors.turn import MAX_ENTRY, decode_turn, encode_turn
 from extproc.detectors.turns import Turns
@@ -751,7 +751,7 @@ def test_a_hostile_body_has_a_verdict_or_a_reason(name: str, threshold: int) -> 
     try:
         history = rule.read(Document(HOSTILE[name][0]()))
         rule.find_loop(history)
-        kept = keep_newest(history, named=True)
+        kept = history.keep(named=True)
         entries = [encode_turn(turn) for turn in history.newest(32)]
         recalled = kept.extend(entries) if kept is not None else None
         if recalled is not None:

@@ -1,0 +1,544 @@
+"""Digests of turns: what `serve --record` keeps of a conversation, so that `turns` can decide again without its texts.
+
+A digest has an entry for each turn: keyed hashes of action, result and words, flags, and the names of tools. A client sends its
+history again with each request, so a digest only has the turns that are new, and the id of the list of turns that they
+continue. An id is a hash of all entries of its list, so equal ids mean equal lists, whichever replica wrote them. A list that
+this process has not recorded yet is written whole, and so is every list from time to time, because logs are rotated.
+
+What a process has recorded is kept with the messages; see `KnownMessages`. A turn is recorded again if any byte of its messages
+has changed, or if anything else has come behind them.
+
+A digest is at most `LONGEST` characters long, whatever a client sends. It is written as base64. A text that begins with a
+hyphen stands for a missing digest: it is the reason for which `turns` did not count the request.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from binascii import Error as Base64Error
+from binascii import b2a_base64
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+from zlib import crc32
+
+from extproc.bounded import LRU
+from extproc.detectors.arguments import is_for_thinking
+from extproc.detectors.base import Memory
+from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
+from extproc.detectors.results import MAX_NORMALIZED
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, encode_turn
+from extproc.request.document import Document, NotCounted, start_looking
+from extproc.request.hash_key import HashKey
+
+LONGEST: Final = 8_192
+"""Maximum length of a digest, in characters."""
+
+NOT_RECORDED: Final = "not_recorded"
+"""The reason why a request is not counted whose digest does not have what a policy compares."""
+
+_VERSION: Final = 1
+_MISSING: Final = "-"
+_PURPOSE: Final = b"turn digests"
+_SIZE: Final = 8
+_NONE: Final = bytes(_SIZE)
+_CHECK: Final = 4
+_SHAPE: Final = 4
+_FAILURE: Final = 3
+_LONG_ACTION: Final = 60
+"""Minimum size of an action that is recorded as long, as in `extra_rules.py`, which needs no other size."""
+
+_ENOUGH: Final = (MAX_TURNS + 1) * MAX_NORMALIZED
+
+_MOST_SINCE: Final = MAX_TURNS
+"""Number of turns after which a list is written whole again."""
+
+_MOST_MARKS: Final = 4 * MAX_TURNS
+_LONGEST_NAMES: Final = 128
+_LONGEST_NAME: Final = 64
+_TOOL: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/-]{0,63}")
+_COMMAND: Final = re.compile(r"[a-z][a-z_.+-]{0,31}")
+"""Names that are recorded: of tools, and words of a text that begin an action. Of others, a keyed hash is."""
+
+_THINKS: Final = "think"
+
+# Flags of an entry, in its second byte.
+_CHANGED, _SPOKE, _FAILED, _LONG, _UNREADABLE, _HIDES = 1, 2, 4, 8, 16, 32
+
+# Flags of a digest.
+_ELSEWHERE, _AFTER, _IN_TEXT, _PREFILLED, _SHORTENED, _PLACED, _WHOLE = 1, 2, 4, 8, 16, 32, 64
+_KEEPS, _IDENTIFIED, _NESTED, _PARENT, _OWN, _BEFORE = 3, 4, 8, 16, 32, 64
+_KEEPS_NONE: Final = 2
+
+
+class DamagedDigestError(Exception):
+    """A digest that `write_digest` has not written."""
+
+
+class UnknownTurnsError(Exception):
+    """A digest continues turns that are not in the log."""
+
+
+class _Mark(NamedTuple):
+    """What was recorded of one turn.
+
+    Attributes:
+        place: index of the assistant's newest message in it.
+        end: index of the message behind the turn's last one.
+        id: of the list of turns that ends with it.
+        entry: its entry.
+        since: number of entries since a list was written whole.
+    """
+
+    place: int
+    end: int
+    id: bytes
+    entry: bytes
+    since: int
+
+
+class _Marks:
+    """What this process has recorded of one conversation, the oldest turn first, and what else has shaped the entries."""
+
+    __slots__ = ("hints", "marks", "offer", "secret")
+
+    def __init__(self, secret: bytes, hints: dict[str, bool], offer: str) -> None:
+        self.secret = secret
+        self.hints = hints
+        self.offer = offer
+        self.marks: list[_Mark] = []
+
+
+def find_shape(ignored: frozenset[str]) -> bytes:
+    """A digest of the setting on which the entries depend: the names of arguments that are thoughts."""
+    return _find_shape(ignored)
+
+
+@lru_cache(64)
+def _find_shape(ignored: frozenset[str]) -> bytes:
+    return blake2b("\0".join(sorted(ignored)).encode("utf-8", "surrogatepass"), digest_size=_SHAPE).digest()
+
+
+@lru_cache(4)
+def _derive(secret: bytes) -> bytes:
+    return HashKey(secret).start(_PURPOSE, 32).digest()
+
+
+def _hide(prefix: bytes, value: bytes) -> bytes:
+    """The keyed hash of a hash; the prefix is derived from the key."""
+    return blake2b(prefix + value, digest_size=_SIZE).digest()
+
+
+def _go_on(start: bytes, entry: bytes) -> bytes:
+    """The id of a list with one more entry."""
+    return blake2b(start + entry, digest_size=_SIZE).digest()
+
+
+def write_missing(reason: str) -> str:
+    """What stands for the digest of a request that `turns` did not count."""
+    return _MISSING + reason
+
+
+def write_digest(histories: Sequence[History], key: HashKey, memory: Memory | None, size: int, most: int) -> str:
+    """Record the history that detectors have judged.
+
+    Args:
+        histories: the history, as often as it was read.
+        key: for the hashes.
+        memory: what is kept of the request for its session; None if that is unknown.
+        size: of the document, in bytes.
+        most: if older messages were left out of it, the maximum length of a body to inspect; else 0.
+
+    Returns:
+        the digest, or the reason for a missing one.
+    """
+    readings = [history.reading for history in histories]
+    reading = readings[0] if readings else None
+    if reading is None or any(each is None or each.left < 0 for each in readings):  # some results were not compared in full
+        return write_missing(NOT_RECORDED)
+    reading.left = _ENOUGH
+    start_looking()
+    try:
+        return _write(histories[0], reading, _derive(key.secret), key.secret, memory, size, most)
+    except NotCounted:  # more of the history is read than for a verdict
+        return write_missing(NOT_RECORDED)
+    finally:
+        start_looking()
+
+
+def _write(  # noqa: PLR0913  # as `write_digest`
+    history: History, reading: Reading, prefix: bytes, secret: bytes, memory: Memory | None, size: int, most: int
+) -> str:
+    newest = history.at(0)
+    keeps = history.find_newest()
+    first = _ELSEWHERE * history.elsewhere | _AFTER * bool(history.after) | _SHORTENED * (most > 0)
+    first |= _IN_TEXT * reading.in_text | _PREFILLED * (keeps > 0 or history.is_prefilled())
+    second = keeps if keeps >= 0 else _KEEPS_NONE
+    parts = [size.to_bytes(4, "big")]
+    if most:
+        parts.append(most.to_bytes(4, "big"))
+    if memory is not None and memory.identity:
+        second |= _IDENTIFIED
+        parts.append(_hide(prefix, memory.identity))
+    times, words = history.count_nested() if newest is None or not newest.known else (0, b"")
+    if times:
+        second |= _NESTED
+        parts.append(bytes((times,)) + _hide(prefix, words))
+    place = memory.place if memory is not None else _find_place(history, keeps)
+    if place is not None:
+        first |= _PLACED
+        second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
+        parts.append(place.depth.to_bytes(2, "big"))
+        parts += [_hide(prefix, part) for part in (place.node, place.parent, place.own, place.before) if part]
+    start, entries = _list_entries(history, reading, prefix, secret)
+    if start:
+        parts.append(start)
+    else:
+        first |= _WHOLE
+    parts.append(bytes((len(entries),)))
+    for entry in entries:
+        parts.append(bytes((len(entry),)))
+        parts.append(entry)
+    written = bytes((_VERSION, first, second)) + _find_shape(reading.ignored) + b"".join(parts)
+    return b2a_base64(written + crc32(written).to_bytes(_CHECK, "big"), newline=False).rstrip(b"=").decode()
+
+
+def _find_place(history: History, keeps: int) -> ChainPlace | None:
+    in_text = keeps >= 0 and history.reading is not None and history.reading.in_text
+    if history.reading is None or history.elsewhere or in_text:
+        return None
+    return find_place(history.reading.conversation, prefilled=keeps > 0)
+
+
+def _list_entries(history: History, reading: Reading, prefix: bytes, secret: bytes) -> tuple[bytes, list[bytes]]:
+    """The id of the list that was recorded, empty for none, and the entries behind it; what is written is marked."""
+    newest = history.at(0)
+    if newest is None:
+        return b"", []
+    newest.reduce()  # which looks for hints
+    known = reading.conversation.known
+    if known is None or reading.in_text or history.elsewhere:
+        return b"", [_pack(turn, prefix) for turn in history.newest(MAX_TURNS)[::-1]]
+    marked = _find_marks(known, reading, secret)
+    marks = marked.marks
+    added: list[tuple[int, int, bytes]] = []  # place, end and entry of each new turn, the newest first
+    end, at = len(known.ends), len(marks)
+    for number in range(MAX_TURNS):
+        turn = history.at(number)
+        if not isinstance(turn, Turn):
+            at = 0
+            break
+        begins, place = turn.span
+        while at and marks[at - 1].place > place:
+            at -= 1
+        if at and marks[at - 1].place == place and marks[at - 1].end == end:
+            break
+        added.append((place, end, _pack(turn, prefix)))
+        end = begins
+    else:
+        at = 0  # what was recorded is no longer looked at
+    del marks[at:]
+    added.reverse()
+    start, since = (marks[-1].id, marks[-1].since + len(added)) if marks else (b"", 0)
+    if since > _MOST_SINCE:
+        added = [*[(mark.place, mark.end, mark.entry) for mark in marks], *added][-MAX_TURNS:]
+        start, since = b"", 0
+        marks.clear()
+    way = start or _NONE
+    for place, end, entry in added:
+        way = _go_on(way, entry)
+        marks.append(_Mark(place, end, way, entry, since))
+    del marks[:-_MOST_MARKS]
+    return start, [entry for _, _, entry in added]
+
+
+def _find_marks(known: Any, reading: Reading, secret: bytes) -> _Marks:  # noqa: ANN401  # KnownMessages
+    """What was recorded of messages that are the same here."""
+    if known.digests is None:
+        known.digests = {}
+    all_marks: dict[frozenset[str], _Marks] = known.digests
+    for each in all_marks.values():
+        while each.marks and each.marks[-1].end > known.same:
+            each.marks.pop()
+    known.same = len(known.ends)
+    hints, offer = reading.hints or {}, reading.conversation.find_offer()
+    found = all_marks.get(reading.ignored)
+    if found is None or found.secret != secret or found.offer != offer or found.hints != hints:
+        found = all_marks[reading.ignored] = _Marks(secret, hints, offer)
+    return found
+
+
+def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
+    """The entry of a turn."""
+    try:
+        kept = turn.reduce()
+        calls = isinstance(turn, Turn) and turn.calls
+    except NotCounted:
+        return bytes((0, _UNREADABLE))
+    hashes = [kept.action_hash] if kept.known else []
+    hashes.append(kept.raw)
+    flags = 0
+    if kept.normalized != kept.raw:
+        flags |= _CHANGED
+        hashes.append(kept.normalized)
+    if kept.words:
+        flags |= _SPOKE
+        hashes.append(kept.words)
+    parts = [_hide(prefix, hashed) for hashed in hashes]
+    if kept.failure_id:
+        flags |= _FAILED
+        parts.append(_hide(prefix, kept.failure_id)[:_FAILURE])
+    if kept.action_size >= _LONG_ACTION:
+        flags |= _LONG
+    left = _LONGEST_NAMES
+    for name in kept.names:
+        safe = (_TOOL if calls else _COMMAND).fullmatch(name) is not None
+        shown = name if safe else _THINKS if is_for_thinking(name) else f"#{_hide(prefix, name.encode()).hex()}"
+        left -= len(shown) + 1
+        if not safe or left < 0:
+            flags |= _HIDES
+        if left < 0:
+            break
+        parts.append(bytes((len(shown),)) + shown.encode())
+    return encode_turn(kept)[:1] + bytes((flags,)) + b"".join(parts)
+
+
+class RecordedTurn(NamedTuple):
+    """A turn of a digest.
+
+    Attributes:
+        turn: the turn; None if it could not be read.
+        hides: some names of its tools are unknown.
+    """
+
+    turn: Reduced | None
+    hides: bool
+
+
+class Digest(NamedTuple):
+    """A digest that was read.
+
+    Attributes:
+        shape: see `find_shape`.
+        size: of the document, in bytes.
+        most: maximum length of a body to inspect, if older messages were left out; else 0.
+        flags: of the first and of the second byte.
+        identity: see `KeptTurn`.
+        nested: see `History.count_nested`.
+        place: in the chain; None if unknown.
+        turns: that are looked at, the oldest first.
+    """
+
+    shape: bytes
+    size: int
+    most: int
+    flags: tuple[int, int]
+    identity: bytes
+    nested: tuple[int, bytes]
+    place: ChainPlace | None
+    turns: tuple[RecordedTurn, ...]
+
+
+class _Parts:
+    """The parts of a digest, read one after the other."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, size: int) -> bytes:
+        """The next bytes."""
+        self._at += size
+        if self._at > len(self._data):
+            raise DamagedDigestError
+        return self._data[self._at - size : self._at]
+
+    def take_number(self, size: int) -> int:
+        """The next bytes as a number."""
+        return int.from_bytes(self.take(size), "big")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything was read."""
+        return self._at == len(self._data)
+
+
+class DigestReader:
+    """Reads digests in the order of their requests, and puts the lists of turns together."""
+
+    def __init__(self, most: int) -> None:
+        """Start without any; keeps the newest `most` lists."""
+        self._lists: LRU[bytes, tuple[RecordedTurn, ...]] = LRU(most)
+
+    def read(self, text: str) -> Digest:
+        """A digest.
+
+        Raises:
+            NotCounted: it stands for a missing one.
+            DamagedDigestError: it is none.
+            UnknownTurnsError: it continues turns that are not known.
+        """
+        if text.startswith(_MISSING):
+            raise NotCounted(text[1:] if re.fullmatch("[a-z][a-z_]{0,39}", text[1:]) else NOT_RECORDED)
+        try:
+            data = b64decode(text + "=" * (-len(text) % 4), validate=True)
+        except (Base64Error, ValueError):
+            raise DamagedDigestError from None
+        if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
+            raise DamagedDigestError
+        return self._read(_Parts(data[:-_CHECK]))
+
+    def _read(self, parts: _Parts) -> Digest:
+        version, first, second = parts.take(3)
+        if version != _VERSION:
+            raise DamagedDigestError
+        shaped, size = parts.take(_SHAPE), parts.take_number(4)
+        most = parts.take_number(4) if first & _SHORTENED else 0
+        identity = parts.take(_SIZE) if second & _IDENTIFIED else b""
+        nested = (parts.take_number(1), parts.take(_SIZE)) if second & _NESTED else (0, b"")
+        place = None
+        if first & _PLACED:
+            depth, node = parts.take_number(2), parts.take(_SIZE)
+            parent, own, before = [parts.take(_SIZE) if second & flag else b"" for flag in (_PARENT, _OWN, _BEFORE)]
+            place = ChainPlace.restore(node, parent, own, before, depth)
+        start = b"" if first & _WHOLE else parts.take(_SIZE)
+        entries = [parts.take(parts.take_number(1)) for _ in range(parts.take_number(1))]
+        if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
+            raise DamagedDigestError
+        turns = [_unpack(_Parts(entry)) for entry in entries]
+        return Digest(shaped, size, most, (first, second), identity, nested, place, self._extend(start, entries, turns))
+
+    def _extend(self, start: bytes, entries: Sequence[bytes], turns: list[RecordedTurn]) -> tuple[RecordedTurn, ...]:
+        """The whole list; also kept under its id."""
+        before = self._lists.use(start) if start else ()
+        if before is None:
+            raise UnknownTurnsError
+        listed, way = before, start or _NONE
+        for entry, turn in zip(entries, turns, strict=True):
+            way = _go_on(way, entry)
+            listed = (*listed, turn)[-MAX_TURNS:]
+            self._lists.put(way, listed)
+        return listed
+
+
+def _unpack(parts: _Parts) -> RecordedTurn:
+    """The turn of an entry."""
+    flags, more = parts.take(2)
+    if more & _UNREADABLE:
+        return RecordedTurn(None, hides=True)
+    kept = decode_turn(bytes((flags,)) + bytes(3 * _SIZE))  # as rings have them
+    action, raw = parts.take(_SIZE) if kept.known else _NONE, parts.take(_SIZE)
+    normalized = parts.take(_SIZE) if more & _CHANGED else raw
+    words = parts.take(_SIZE) if more & _SPOKE else b""
+    failure = parts.take(_FAILURE) if more & _FAILED else b""
+    names: list[str] = []
+    while not parts.is_over:
+        try:
+            names.append(parts.take(parts.take_number(1)).decode("ascii"))
+        except UnicodeDecodeError:
+            raise DamagedDigestError from None
+    size = _LONG_ACTION if more & _LONG else 0
+    turn = Reduced(
+        kept.known, kept.returned, kept.failed, action, raw, normalized, tuple(names), kept.evidence, words, failure, size
+    )
+    return RecordedTurn(turn, hides=more & _HIDES != 0)
+
+
+class RecordedHistory(History):
+    """The turns of a recorded request."""
+
+    def __init__(self, digest: Digest, turns: Iterator[AnyTurn]) -> None:
+        first, _ = digest.flags
+        super().__init__(turns, elsewhere=first & _ELSEWHERE != 0, after=b"known" if first & _AFTER else b"")
+        self.place = digest.place
+        self._digest = digest
+
+    def count_nested(self) -> tuple[int, bytes]:
+        """See `History`."""
+        return self._digest.nested
+
+    def is_prefilled(self) -> bool:
+        """See `History`."""
+        return self._digest.flags[0] & _PREFILLED != 0
+
+    def find_newest(self) -> int:
+        """See `History`."""
+        keeps = self._digest.flags[1] & _KEEPS
+        return -1 if keeps == _KEEPS_NONE else keeps
+
+    def keep(self, *, named: bool) -> KeptTurn | None:
+        """See `History`.
+
+        Raises:
+            NotCounted: the request did not name its session when it was recorded.
+        """
+        place = self.find_newest()
+        turn = self.at(place) if place >= 0 else None
+        if turn is None:
+            return None
+        if named and not self._digest.identity:
+            raise NotCounted(NOT_RECORDED)
+        in_text = self._digest.flags[0] & _IN_TEXT != 0
+        kept = KeptTurn(self, place, turn.reduce(), None, in_text=in_text)
+        kept.identity = self._digest.identity if named else b""
+        return kept
+
+
+def find_other_key(digests: Mapping[bytes, Digest | NotCounted], ignored: frozenset[str], most: int) -> str:
+    """The key of a detector whose value differs from the recorded one, so that it would see other turns; empty for none.
+
+    Args:
+        digests: by shape.
+        ignored: the detector's `ignore_arguments`.
+        most: its `max_inspect_bytes`.
+    """
+    found = digests.get(_find_shape(ignored), digests.get(b""))
+    if found is None:
+        return "ignore_arguments"
+    if isinstance(found, NotCounted):
+        return ""
+    return "max_inspect_bytes" if found.size > most or (found.most or most) != most else ""
+
+
+class RecordedDocument(Document):
+    """The body of a recorded request, of which only its turns are known."""
+
+    def __init__(self, digests: dict[bytes, Digest | NotCounted], most: int) -> None:
+        """Take the digests, or why there are none, by shape; an empty one stands for any.
+
+        `most`: maximum length of a body to inspect, in bytes.
+        """
+        super().__init__(b"")
+        self.recorded = self
+        self._digests = digests
+        self._most = most
+
+    def open_history(self, ignored: frozenset[str], *, named: bool) -> History:
+        """The turns, for a detector that ignores these arguments; `named`: it has rules for tools by name.
+
+        Raises:
+            NotCounted: they were recorded with other settings, or not counted then.
+        """
+        found = self._digests.get(_find_shape(ignored), self._digests.get(b""))
+        if isinstance(found, NotCounted):
+            raise found.renew()
+        if found is None or find_other_key(self._digests, ignored, self._most):
+            raise NotCounted(NOT_RECORDED)
+        if named and any(turn.hides for turn in found.turns):
+            raise NotCounted(NOT_RECORDED)
+        return RecordedHistory(found, _read_turns(found.turns))
+
+    def data(self) -> bytes:
+        """See `Document`; raises NotCounted."""
+        raise NotCounted("no_body")
+
+
+def _read_turns(turns: Sequence[RecordedTurn]) -> Iterator[AnyTurn]:
+    """The turns, the newest first; raises NotCounted where one could not be read."""
+    for recorded in turns[::-1]:
+        if recorded.turn is None:
+            raise NotCounted(NOT_RECORDED)
+        yield recorded.turn
