@@ -146,7 +146,7 @@ class Settings:
     admin: Address = option(
         "127.0.0.1:9900", parse_address, "where the page of loops, /metrics and others are served", "HOST:PORT"
     )
-    admin_token_file: str = option("", str, "file of tokens, one per line, that may create overrides on the admin port", "PATH")
+    admin_token_file: str = option("", str, "file of tokens, one per line, for overrides and reviews on the admin port", "PATH")
     admin_socket: str = option("", str, "serve it on a Unix socket too, for this server's user only", "PATH")
     store: str = option("memory://", str, "where counts are kept", "URL")
     store_timeout: float = option(0.05, _parse_timeout, "how long a request waits for the store", "SECONDS")

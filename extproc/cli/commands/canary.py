@@ -261,7 +261,7 @@ def _print_verdicts(clients: Sequence[AdminClient], policies: Collection[str]) -
 def _name_people(canary: dict[str, Any]) -> str:
     """Who has answered about a canary's loops."""
     people = canary["review"]["people"] if canary["review"] is not None else []
-    return f" (answered by {', '.join(people)})" if people else ""
+    return escape_controls(f" (answered by {', '.join(people)})") if people else ""
 
 
 def _print_canaries(canaries: Sequence[dict[str, Any]]) -> None:
