@@ -43,8 +43,8 @@ from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames, hash_session
 from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, ROOT_ID, digest_agent, identify_agent
+from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
-from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY
 from extproc.store.rules.tree import NO_LIMITS, TreeStep

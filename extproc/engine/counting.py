@@ -20,8 +20,8 @@ from extproc.metrics import Metrics
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
+from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import Trail
-from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Settlement
 from extproc.store.rules.take_back import TakeBack
 

@@ -45,7 +45,7 @@ from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import Marks, cut_notes, frame_answer
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.trees import NO_AGENT, WireAgent
-from extproc.store.rules.root import AnyPush
+from extproc.store.pushes import AnyPush
 from extproc.store.rules.session import Step
 from extproc.store.rules.take_back import COUNTED
 from extproc.store.rules.windows import UNCOUNTED, Hit

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
+from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import Trail
 from extproc.store.rules.documents import Documents
-from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Question
 
 

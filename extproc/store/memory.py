@@ -23,10 +23,11 @@ from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.memory_chains import MemoryChains
+from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
-from extproc.store.rules.root import AnyPush, RootSearch, find_root
+from extproc.store.rules.root import RootSearch, find_root
 from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
 from extproc.store.rules.take_back import CHAIN, TakeBack, take_from_chain, take_from_log, take_from_tally
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit, Tally, log, read_log_times, tally

@@ -18,9 +18,9 @@ from extproc.metrics import Metrics
 from extproc.store.backend import RedisBackend, find_part
 from extproc.store.known_refusals import KnownRefusals
 from extproc.store.pending import Pending
+from extproc.store.pushes import AnyPush
 from extproc.store.remote_documents import RemoteDocuments
 from extproc.store.rules.chain import Trail
-from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Question, Step
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import Count, Hit

@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any, Final
 
 from extproc.errors import StoreError
+from extproc.store.pushes import AnyPush
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
 from extproc.store.rules.chain import ChainLink, read_trail
 from extproc.store.rules.ring import read_entries, split_records
-from extproc.store.rules.root import ROOT_SIZE, AnyPush, RootSearch
+from extproc.store.rules.root import ROOT_SIZE, RootSearch
 from extproc.store.rules.session import Question, Settlement, Step, pack_question, read_standing, weigh
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit

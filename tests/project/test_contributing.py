@@ -13,7 +13,10 @@ EXAMPLES = {
     "A detector": (("extproc", "tests/support"), r'detectors\.tail|"tail"|\bTail\b|, tail,'),
     "An API": (("extproc", "tests/unit/cli"), r"Ollama's own|apis.ollama|\"eval_count\"|/api/generate\""),
     "A session limit": (("extproc",), r'max_steps|"--steps"|"steps": "steps"|grant\.steps'),
-    "A kind of state in the store": (("extproc/store", "tests/support"), r"rules\.root import|\broot\.(py|lua)|`root`"),
+    "A kind of state in the store": (
+        ("extproc/store", "tests/support"),
+        r"rules\.root import|\broot\.(py|lua)|`root`|for a root\b",
+    ),
     "A field of a refusal": (("extproc", "tests/unit/ext_proc"), r"x-loopguard-count"),
     "A command": (("extproc",), r"\bhealthcheck\b"),
 }

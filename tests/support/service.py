@@ -21,8 +21,8 @@ from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingRespo
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
+from extproc.store.pushes import AnyPush
 from extproc.store.rules.documents import Documents, MemoryDocuments
-from extproc.store.rules.root import AnyPush
 from extproc.store.rules.session import Question
 from tests.support.engine import make_engine
 

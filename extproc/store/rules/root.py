@@ -6,10 +6,7 @@ followed by one step at each agent's beginning, and circles of parents cost noth
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeAlias
-
-from extproc.store.rules.chain import ChainLink
-from extproc.store.rules.ring import Push
+from typing import Final, NamedTuple
 
 ROOT_SIZE: Final = 8
 """Bytes of a session's name."""
@@ -29,11 +26,6 @@ class RootSearch(NamedTuple):
     parent_key: str
     parent: bytes
     ttl_ms: int
-
-
-AnyPush: TypeAlias = Push | ChainLink | RootSearch
-"""What is asked before anything is counted. A push is answered with the ring's entries, a link with a `Trail`, a search with a
-list of the root alone."""
 
 
 def find_root(own: bytes | None, parents: bytes | None, asked: RootSearch) -> bytes:

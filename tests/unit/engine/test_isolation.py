@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from extproc.engine.candidates import Kept
 from extproc.ext_proc.budget import BURST_SECONDS
 from extproc.ext_proc.service import Service
-from extproc.store.rules.root import AnyPush
+from extproc.store.pushes import AnyPush
 from extproc.store.rules.session import Question
 from tests.support.documents import policy
 from tests.support.examples import examples

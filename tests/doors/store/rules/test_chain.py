@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.store.memory import MemoryStore
+from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import MAX_ENTRIES, MAX_RETRIES, ChainLink, Trail
-from extproc.store.rules.root import AnyPush
 from tests.support.chains import STEPS, Model, Sent, make_link
 from tests.support.servers import Driver
 from tests.support.windows import make_push
