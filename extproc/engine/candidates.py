@@ -41,7 +41,7 @@ from extproc.request.hash_key import HashKey
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
-from extproc.sessions.names import Rings, SessionNames, hash_session
+from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
@@ -154,7 +154,6 @@ class RequestBody:
         "_names",
         "_place",
         "_placed",
-        "_searched",
         "_session",
         "_sums",
         "_values",
@@ -177,7 +176,6 @@ class RequestBody:
         self._names = ("", "", "", "")
         self._values: Sequence[str] | None = None
         self._looked: Document | None = None
-        self._searched: SessionNames | None = None
         self._placed: Document | None = None
         self._place: ChainPlace | None = None
         self._session = ""
@@ -216,10 +214,9 @@ class RequestBody:
         """See `SessionNames.find`."""
         if self.recorded is not None and self.recorded.digests:
             return self.recorded.find_session(names)
-        again = values is self._values and document is self._looked
-        if not again or (self._session and names is not self._searched):  # a name's hash depends on who looks for it
+        if values is not self._values or document is not self._looked:
             self._session = name = names.find(values, document)
-            self._values, self._looked, self._searched = values, document, names
+            self._values, self._looked = values, document
             changing = names.watch(values, name, document, None if plan.reads_body else caller)
             if changing:
                 self.changing = [*self.changing, (plan.id, changing)]
@@ -659,6 +656,7 @@ class SessionCandidate(Candidate):
         "_grants",
         "_limits",
         "_nameless",
+        "_parent",
         "_place",
         "_stopped",
         "_unknown",
@@ -693,6 +691,7 @@ class SessionCandidate(Candidate):
         self._limits = limiter.limits
         self._agent_limits = NO_LIMITS
         self._agent_id = ROOT_ID
+        self._parent = ROOT_ID.digest
         self._body: RequestBody | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
@@ -795,7 +794,8 @@ class SessionCandidate(Candidate):
         self._agent_id = identify_agent(agent.key, agent.name)
         self.agent_name = self._agent_id.name
         if not agent.hangs:
-            self.parent_name = hash_session(agent.key, agent.parent) if agent.parent else ""
+            parent = identify_agent(agent.key, agent.parent) if agent.parent else ROOT_ID
+            self.parent_name, self._parent = parent.name, parent.digest
             return name
         root = roots.find(tenant, self.agent_name)
         if not root:
@@ -820,9 +820,10 @@ class SessionCandidate(Candidate):
     def _place_below(self, root: str, parent: str) -> None:
         """Set the agent's parent, which is empty directly below the root; in a circle, the root is no agent."""
         self.parent_name = "" if parent == root else parent
+        self._parent = digest_agent(self.parent_name)
         if self.agent_name == root:
             self.agent_name = self.parent_name = ""
-            self._agent_id = ROOT_ID
+            self._agent_id, self._parent = ROOT_ID, ROOT_ID.digest
 
     def _ask(self, body: RequestBody) -> None:
         """Make what the store is asked to count."""
@@ -852,7 +853,7 @@ class SessionCandidate(Candidate):
         if self.overrides:
             limits = NO_LIMITS if self.is_allowed else self.limiter.extend_agents(sum_agent_grants(self.overrides))
         self._agent_limits = limits
-        return self.limiter.make_tree_step(keys, self._agent_id.digest, digest_agent(self.parent_name), limits)
+        return self.limiter.make_tree_step(keys, self._agent_id.digest, self._parent, limits)
 
     def _identify(self, body: RequestBody, keys: SessionKeys) -> bytes:
         """What identifies a request that is sent again; ids and results of a history that shows all its turns do not count."""

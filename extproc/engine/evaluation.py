@@ -153,8 +153,7 @@ class CandidateGroup:
                 self.candidates.append(candidate)
                 self.needs_body = self.needs_body or candidate.needs_body
             if plan.limiter is not None and request.method != "HEAD" and asks_model(request.path):  # others are not steps
-                names = plan.limiter.names
-                named = session if names.reads_like(plan.rings) else names.read(request, caller)
+                named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
                 limited = self._limit(plan, plan.limiter, values, joined, named)
                 limited.labels, limited.agent = labels, _read_agent(plan.limiter, request, named)
         except NotCounted as why:

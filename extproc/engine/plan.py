@@ -140,10 +140,9 @@ def _compile_bypass(entry: Bypass) -> _BypassRule:
 def _make_names(session: Session, rings: Rings | None, agents: AgentNames) -> SessionNames:
     """Where limits look for a session's name; the rings' object if they look in the same places."""
     keys = session.list_budget_keys()
-    alike = rings if keys == session.keys else None
-    if alike is not None and not agents.same:
-        return alike
-    return SessionNames(keys, usual=not session.has_own_keys, same=agents.same, alike=alike)
+    if rings is not None and keys == session.keys and not agents.same:
+        return rings
+    return SessionNames(keys, usual=not session.has_own_keys, same=agents.same)
 
 
 @cache

@@ -62,23 +62,14 @@ class SessionNames:
         id: the same for all that look in the same places.
     """
 
-    def __init__(
-        self,
-        limit_keys: Sequence[str],
-        *,
-        usual: bool = False,
-        same: Mapping[str, str] | None = None,
-        alike: SessionNames | None = None,
-    ) -> None:
+    def __init__(self, limit_keys: Sequence[str], *, usual: bool = False, same: Mapping[str, str] | None = None) -> None:
         """Compile.
 
         Args:
             limit_keys: in the order in which they are tried.
             usual: these are the default keys, some of which are read as clients mean them.
             same: for keys that name the same sessions as another one, that other key. Default: for `usual` keys, as clients do.
-            alike: others with the same keys.
         """
-        self._alike = alike
         known = same if same is not None else _SAME if usual else {}
         keys = [_open_vendors(key) for key in compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])]
         self._keys = keys
@@ -90,17 +81,6 @@ class SessionNames:
         self._headers = [key.argument if key.read is HttpRequest.read_header and key.argument != "host" else "" for key in keys]
         self._changing = ChangingNames()
         self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
-
-    def reads_like(self, other: SessionNames | None) -> bool:
-        """Whether `read` returns the same for others; not if either has found keys that change with every request."""
-        if other is None or other is self:
-            return other is self
-        return other is self._alike and not self.leaves_out and not other.leaves_out
-
-    @property
-    def leaves_out(self) -> bool:
-        """Whether `read` leaves out keys of some callers, because they change with every request."""
-        return self._changing.finds_any
 
     def list_keys(self) -> list[Descriptor]:
         """The descriptors that may contain the name."""
