@@ -142,7 +142,8 @@ def _write_run(session: Mapping[str, Any]) -> list[str]:
         else:
             about = f" of {event['tool']}" if event["tool"] else ""
             often = f", {event['times']} times" if event["times"] > 1 else ""
-            lines.append(f"  {event['at']}  refused: {event['refused']}{about}, {event['used']} of {event['allowed']}{often}")
+            used = f", {event['used']} of {event['allowed']}" if event["used"] or event["allowed"] else ""  # a kill has none
+            lines.append(f"  {event['at']}  refused: {event['refused']}{about}{used}{often}")
     if session["earlier_steps"]:
         lines.append(f"  {count(session['earlier_steps'], 'earlier step')} not shown")
     return lines

@@ -242,6 +242,6 @@ def test_a_night_with_the_page(made: tuple[Stack, dict[str, str]]) -> None:
         browser.click("document.querySelector('.row[data-key^=loop] a[href^=\"/sessions/\"]')")
         eventually(lambda: "Timeline" in browser.read("main"), "the session")
         run = browser.read("main")
-        for words in ("killed: operator", "search_the_web", "note to the model", "refused", "kill by "):
+        for words in ("killed: operator", "search_the_web", "note to the model", "times: killed", "kill by "):
             assert words in run, run
         assert browser.problems == []
