@@ -169,6 +169,7 @@ def _tune_runs(options: argparse.Namespace, policies: PolicySet, policy_id: str,
     with open_logs(options) as (logs, entries):
         for entry in entries:
             runs.add(entry.recorded)
+            logs.add_problems(entry.place, runs.take_problems())
     every = runs.list_all()
     found: advice.TurnsAdvice | advice.LimitsAdvice
     if detector is None:

@@ -19,9 +19,10 @@ from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import Recorded
 from extproc.decision import WEAK, Action, Decision
 from extproc.detectors.chain import Transcript
+from extproc.detectors.digests import Digest
 from extproc.detectors.keys import TurnsKeys
 from extproc.detectors.turns import MAX_THRESHOLD, MAX_TOOL_THRESHOLD
-from extproc.engine.candidates import SessionCandidate
+from extproc.engine.candidates import RecordedBody, SessionCandidate
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
 from extproc.operator.conversation_table import name_conversation
@@ -103,6 +104,7 @@ class RunCollector(Judge):
         self.requests = self.uncounted = self.nameless = self.dropped = 0
         self._sessions = sessions
         self._runs: LRU[tuple[str, str], RecordedRun] = LRU(max_entries)
+        self._names: LRU[tuple[str, bytes], bytes] = LRU(max_entries)  # of conversations, by tenant and place
 
     def add(self, recorded: Recorded) -> None:
         """Count the next request."""
@@ -114,7 +116,7 @@ class RunCollector(Judge):
             self.uncounted += bool(evaluation.list_left_out())
             return
         self.requests += 1
-        name = _name_session(evaluation) if self._sessions else _name_conversation(evaluation, decision)
+        name = _name_session(evaluation) if self._sessions else self._name_conversation(evaluation, decision)
         if name is None:
             self.nameless += 1
             return
@@ -127,6 +129,23 @@ class RunCollector(Judge):
             if candidate.standing is not None:
                 run.steps = max(run.steps, candidate.standing.steps)
                 run.tool_calls = max(run.tool_calls, candidate.standing.tool_calls)
+
+    def _name_conversation(self, evaluation: Evaluation, decision: Decision) -> tuple[str, str] | None:
+        """The conversation; None if it has no name, or no turn yet, because the first turn is part of the name."""
+        tenant, conversation = name_conversation(evaluation, decision.trace)
+        if evaluation.recorded is not None and conversation.startswith(_NO_NAME):
+            return self._follow(tenant, evaluation.recorded)
+        return None if conversation.startswith(_NO_NAME) or not _shows_turns(evaluation) else (tenant, conversation)
+
+    def _follow(self, tenant: str, recorded: RecordedBody) -> tuple[str, str] | None:
+        """The conversation of a request without its body: that of the request which it continues, by its place in the chain."""
+        digests = [digest for digest in recorded.digests.values() if isinstance(digest, Digest) and digest.turns]
+        place = digests[0].place if digests else None
+        if place is None:
+            return None
+        name = (self._names.use((tenant, place.parent)) or place.node) if place.parent else place.node
+        self._names.put((tenant, place.node), name)
+        return tenant, name.hex()
 
     def list_all(self) -> list[RecordedRun]:
         """All runs."""
@@ -154,12 +173,6 @@ def read_loops(decision: Decision) -> RequestLoops:
         elif kind == _WEAK and repeat.strength == WEAK and not (repeat.held or repeat.notes_only):
             weak = max(weak, int(number))
     return RequestLoops(found, strong, weak)
-
-
-def _name_conversation(evaluation: Evaluation, decision: Decision) -> tuple[str, str] | None:
-    """The conversation; None if it has no name, or no turn yet, because the first turn is part of the name."""
-    tenant, conversation = name_conversation(evaluation, decision.trace)
-    return None if conversation.startswith(_NO_NAME) or not _shows_turns(evaluation) else (tenant, conversation)
 
 
 def _shows_turns(evaluation: Evaluation) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from hypothesis import strategies as st
 
 from extproc.cli.main import main
 from extproc.cli.replay.advice import find_percentile, list_thresholds, recommend_limits, recommend_turns
-from extproc.cli.replay.runs import THRESHOLDS, WEAK_THRESHOLDS, RecordedRun
+from extproc.cli.replay.records import parse_line
+from extproc.cli.replay.runs import THRESHOLDS, WEAK_THRESHOLDS, RecordedRun, RunCollector
+from extproc.policy.loader import parse
+from extproc.request.hash_key import HashKey
 from tests.support.access_logs import USER, make_record, write_lines
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
+from tests.support.recorded import SECRET, Recorder
 from tests.support.turn_writers import Did, as_chat
 
 TURNS = policy("p", ANY, similarity="turns", threshold_identical_requests=3, **USER)
@@ -57,6 +62,11 @@ class Tuned:
         capsys.readouterr()
         self.code = main(["tune", "--policy", str(folder / "policies.json"), *flags, str(folder / "records.ndjson")])
         self.out, self.error = capsys.readouterr()
+
+
+def describe(run: RecordedRun) -> tuple[int, ...]:
+    """All that is known of a run."""
+    return tuple(int(getattr(run, name)) for name in RecordedRun.__slots__)
 
 
 def replay(folder: Path, capsys: pytest.CaptureFixture[str], *policies: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -114,6 +124,24 @@ def test_the_advice_is_a_policy_that_validates(tmp_path: Path, capsys: pytest.Ca
     assert main(["validate", str(tmp_path / "tuned.json")]) == 0
     capsys.readouterr()
     assert replay(tmp_path, capsys, ready | {"id": "ready"})["ready"]["tenants_touched"] == 7
+
+
+def test_runs_are_the_same_without_their_bodies() -> None:
+    """What `serve --record` keeps of turns is enough: each run is found, and has gone as far."""
+    tuned = parse({"p": json.dumps(TURNS).encode()}, datetime.now(UTC)).sources[0].policies[0]
+    bodies, digests = (RunCollector(tuned, "default", 1_000, HashKey(SECRET), sessions=False) for _ in range(2))
+    recorder = Recorder(TURNS)
+
+    for record in make_traffic():
+        bodies.add(parse_line(json.dumps(record).encode()))
+        recorder.send(record["body"], x_user_id=record["headers"]["X-User-Id"])
+    for line in recorder.lines:
+        digests.add(parse_line(line.encode()))
+        assert digests.take_problems() == []
+
+    with_bodies, without = (sorted(map(describe, each.list_all())) for each in (bodies, digests))
+    assert without == with_bodies
+    assert (len(without), digests.requests, digests.nameless) == (45, bodies.requests, bodies.nameless)
 
 
 @pytest.mark.parametrize("percentile", ["50", "90", "99"])
