@@ -211,24 +211,24 @@ class Beside:
 
     Attributes:
         body: a struct of all shapes' keys.
-        tail: the bytes from the end of the newest message on; empty if they are not kept.
+        behind: the bytes from the end of the newest message on; empty if they are not kept.
         size: length of these bytes, and of the values of keys that are kept.
         hints: a tool may say whether it only reads.
         declares: some tools, and whether one of them may be declared; None if that is unknown.
     """
 
-    __slots__ = ("body", "declares", "hints", "size", "tail")
+    __slots__ = ("behind", "body", "declares", "hints", "size")
 
     def __init__(self, body: Any) -> None:  # noqa: ANN401  # made at run time
         self.body = body
-        self.tail = b""
+        self.behind = b""
         self.size = 0
         self.hints = True
         self.declares: tuple[frozenset[str], bool] | None = None
 
-    def keep(self, tail: bytes) -> None:
+    def keep(self, behind: bytes) -> None:
         """Prepare for being cached: keep no more of the request's bytes than needed."""
-        self.tail, self.size = tail, len(tail)
+        self.behind, self.size = behind, len(behind)
         for name in self.body.__struct_fields__:
             value = getattr(self.body, name)
             if type(value) is Raw and value is not ABSENT:
@@ -752,7 +752,7 @@ class _KnownShape:
                 made.add(shape.name_speaker(value))
         if not made.cut(data, end, raws, first, matched):
             return None
-        if not beside.tail:
+        if not beside.behind:
             beside.keep(data[made.ends[-1] :])
         goes_on = known is not None and count == len(known.ends)
         if known is not None and goes_on and not new and known.beside is beside:
@@ -782,9 +782,9 @@ class _KnownShape:
             ValueError: it is not JSON, or has other types than expected.
         """
         view, cached = memoryview(data), b"{}" if count else b""
-        if beside is not None and data.endswith(beside.tail, end):
-            with suppress(ValueError, RecursionError):  # if the list ends before the tail
-                raws = _decode_raws(b"".join([b"[", cached, view[end : len(data) - len(beside.tail)], b"]"]))
+        if beside is not None and data.endswith(beside.behind, end):
+            with suppress(ValueError, RecursionError):  # if the list ends earlier
+                raws = _decode_raws(b"".join([b"[", cached, view[end : len(data) - len(beside.behind)], b"]"]))
                 return beside, raws[1:] if count else raws
         body = self._decode(b"".join([view[:key], self._name, cached, view[end:]]))
         if body.new is None or any(value is not ABSENT for value in self._get_typed(body)):
