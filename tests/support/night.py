@@ -72,14 +72,16 @@ class Scene:
             if path in (CHAT, RUNS) or not step
         }
 
-    def break_tool(self) -> None:
+    def break_tool(self, rounds: int = 3) -> set[int]:
         """An outage of a tool: six agents of three callers get nothing else from it, and go on, also to the other replica."""
-        for more in range(3):
+        statuses = set()
+        for more in range(rounds):
             for task in ("invoice", "lead"):
                 for caller in ("ann", "bob", "cid"):
                     turns = [Did(((self.tool, {"q": task}),), (DOWN,), "", f"{task}: try {n}", n) for n in range(1, 9 + more)]
-                    self.send(CHAT, caller, json.dumps(as_chat(turns)).encode())
+                    statuses.add(self.send(CHAT, caller, json.dumps(as_chat(turns)).encode()))
             self.send("/hook/fine", "healthy-0")
+        return statuses
 
     def begin(self) -> None:
         """Until three in the morning."""
@@ -87,7 +89,7 @@ class Scene:
         assert [self.chat(turns) for turns in range(1, 7)] == [200] * 6
         assert [self.run(turns) for turns in range(1, 7)] == [200] * 6
         assert [self.poll() for _ in range(4)] == [200, 200, 429, 429]
-        self.break_tool()
+        assert 200 in self.break_tool()  # they wait, once it is known that it is not their fault
         assert self.work() == {200}
 
 

@@ -65,9 +65,10 @@ class Shift(Scene):
         assert (ran.returncode, ran.stderr) == (0, ""), ran.stderr
         return ran.stdout
 
-    def read_orders(self) -> list[str]:
-        """The orders that apply on each replica."""
-        return [replica.get("/overrides")[1] for replica in self.made.replicas]
+    def list_orders(self) -> list[set[str]]:
+        """The names of the orders that apply on each replica."""
+        documents = [json.loads(replica.get("/overrides")[1]) for replica in self.made.replicas]
+        return [{order["override"] for order in document["overrides"]} for document in documents]
 
 
 @pytest.fixture(scope="module")
@@ -171,18 +172,18 @@ def end_the_night(shift: Shift, screen: Screen) -> None:
     outage = find(rows, f"{shift.tool} fails for 6 sessions of 3 callers", "wait")
     assert not [row.text for row in rows if "healthy" in row.text]
 
+    known = shift.list_orders()[0]
     shift.type(screen, storm, "block")
     shift.type(screen, stuck, "block")
     shift.type(screen, spender, "kill")
     shift.type(screen, poller, "allow")
     shift.type(screen, outage, "block")
-    eventually(
-        lambda: all(len(json.loads(orders)["overrides"]) >= 5 for orders in shift.read_orders()), "all orders everywhere"
-    )
+    eventually(lambda: all(len(orders - known) == 5 for orders in shift.list_orders()), "all orders everywhere")  # as typed
 
     assert [shift.storm() for _ in range(4)] == [429] * 4
     assert [shift.chat(turns) for turns in (7, 7, 7, 7)] == [429] * 4
     assert [shift.run(turns) for turns in (7, 7, 1, 2)] == [429] * 4
+    assert shift.break_tool(1) == {429}
     assert [shift.poll() for _ in range(8)] == [200] * 8
     assert shift.work() == {200}
 
@@ -193,9 +194,11 @@ def end_the_night(shift: Shift, screen: Screen) -> None:
         row = find(after, f"{words[0]}-{shift.who}", words[1])
         assert "overrides" in row.commands, row
 
-    # The build is done, and the tool is back: what was ordered is taken back from the same screen.
+    # The build is done: what was ordered is taken back from the same screen.
     shift.type(screen, find(after, f"poller-{shift.who}", "allow"), "overrides")
-    eventually(lambda: all("poll" not in orders for orders in shift.read_orders()), "no allowance any more")
+    revoked = shift.done[-1].split()[-1]
+    eventually(lambda: not any(revoked in orders for orders in shift.list_orders()), "no allowance any more")
+    assert shift.poll() == 429  # it has been counted all the while
     assert len(shift.done) == 6
     # Twice a look; a command is copied, and run.
     assert screen.steps == 2 + 2 * len(shift.done)
