@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import load_policies
 from extproc.cli.replay.command import add_log_flags, compile_policies, open_logs, print_lines, write_file
+from extproc.detectors.turns import MAX_THRESHOLD as MAX_OF_TURNS
 from extproc.errors import BundleErrors, UsageError
 from extproc.logs import escape_controls
 from extproc.objects import MAX_SECONDS, MAX_THRESHOLD
@@ -25,12 +26,14 @@ EXAMPLES = """examples:
   loopguard tune --policy candidate.json access.log
   loopguard tune --policy policies/ --id chat --windows 30,60,300 --thresholds 3,5,8 access.log --output tuned.json
 
-Tries every pair of a window and a threshold in one pass over the logs. `loopguard replay` reads the same logs.
+Tries every pair of a window and a threshold in one pass over the logs; `turns` has thresholds only. `loopguard replay` reads
+the same logs.
 
 exit code: 0 there is a recommendation, 1 there is none, or a log cannot be read; 2 usage"""
 
 _WINDOWS = "15,30,60,120,300,600"
 _THRESHOLDS = "3,4,5,7,10,15"
+_THRESHOLDS_OF_TURNS = "2,3,4,5,6,7,8"
 _MAX_VALUES = 12
 _PERCENT = 1.0
 
@@ -38,7 +41,7 @@ _PERCENT = 1.0
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_log_flags(parser)
     parser.add_argument("--id", metavar="POLICY", help="the policy; required if there are several")
-    parser.add_argument("--detector", metavar="NAME", help="its detector; required if several have a window")
+    parser.add_argument("--detector", metavar="NAME", help="its detector; required if several can be tuned")
     parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
     parser.add_argument("--thresholds", default=_THRESHOLDS, metavar="N,...", help=f"default {_THRESHOLDS}")
     parser.add_argument(
@@ -49,24 +52,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from extproc.cli.replay.tune import Sweep, recommend, write_policy  # noqa: PLC0415  # as in `replay`
+    from extproc.cli.replay.tune import Sweep, TurnSweep, recommend, write_policy  # noqa: PLC0415  # as in `replay`
 
     policies = load_policies(options.policy)
     engine = compile_policies(policies)
     detector = _find_detector(engine, options.id, options.detector)
     if not 0 <= options.max_touched <= 100:  # noqa: PLR2004  # percent
         raise UsageError("--max-touched must be a share between 0 and 100")
-    windows = _read_numbers("--windows", options.windows, MAX_SECONDS, detector.window_seconds, 1)
-    thresholds = _read_numbers("--thresholds", options.thresholds, MAX_THRESHOLD, detector.threshold, 2)
     key = read_hash_key(options.hash_key_file)
-    sweep = Sweep(engine, (detector.policy, detector.name), windows, thresholds, options.max_entries, key)
+    source = next(policy for source in policies.sources for policy in source.policies if policy.id == detector.policy)
+    sweep: Sweep | TurnSweep
+    if detector.stateless:
+        windows = [0]
+        given = options.thresholds if options.thresholds != _THRESHOLDS else _THRESHOLDS_OF_TURNS
+        thresholds = _read_numbers("--thresholds", given, MAX_OF_TURNS, detector.threshold, 2)
+        sweep = TurnSweep(source, detector.name, thresholds, options.max_entries, key)
+    else:
+        windows = _read_numbers("--windows", options.windows, MAX_SECONDS, detector.window_seconds, 1)
+        thresholds = _read_numbers("--thresholds", options.thresholds, MAX_THRESHOLD, detector.threshold, 2)
+        sweep = Sweep(engine, (detector.policy, detector.name), windows, thresholds, options.max_entries, key)
     with open_logs(options) as (logs, entries):
         for entry in entries:
             sweep.add(entry.recorded)
             logs.add_problems(entry.place, sweep.take_problems())
     pairs, tenants = sweep.list_pairs(), sweep.tenants.count()
     advice = recommend(pairs, sweep.requests, tenants, options.max_touched)
-    source = next(policy for source in policies.sources for policy in source.policies if policy.id == detector.policy)
     ready = None if advice.pair is None else write_policy(source, detector.name, advice.pair)
     problems = _find_problems(ready)
     if options.output is not None and ready is not None:
@@ -104,16 +114,19 @@ def _find_detector(engine: Engine, policy: str | None, name: str | None) -> Dete
             raise UsageError(f"several policies act; choose one with --id: {known}")
         raise UsageError(f"--id must name one of the policies that act: {known}")
     detectors = [detector for detector in plans[0].detectors if name in (None, detector.name)]
-    counting = [detector for detector in detectors if not detector.stateless]
+    counting = [detector for detector in detectors if _may_tune(detector)]
     if not counting and detectors:
         kinds = ", ".join(detector.similarity_name for detector in detectors)
-        raise UsageError(
-            f"{plans[0].id} has no window to tune: {kinds} finds loops in the request itself; see `precision --vary`"
-        )
+        raise UsageError(f"{plans[0].id} cannot be tuned by a log: {kinds} finds loops in bodies; see `precision --vary`")
     if len(counting) != 1:
-        known = ", ".join(detector.name for detector in plans[0].detectors if not detector.stateless)
+        known = ", ".join(detector.name for detector in plans[0].detectors if _may_tune(detector))
         raise UsageError(f"--detector must name one of these detectors of {plans[0].id}: {known}")
     return counting[0]
+
+
+def _may_tune(detector: Detector) -> bool:
+    """Whether a log shows what a detector compares: it counts, or compares turns."""
+    return not detector.stateless or bool(detector.similarity.shape)
 
 
 def _read_numbers(flag: str, text: str, highest: int, own: int, lowest: int) -> list[int]:
@@ -152,7 +165,7 @@ def _print_tables(
 
     console = make_console()
     found = {(pair.window_seconds, pair.threshold): pair for pair in pairs}
-    table = make_table("#threshold", *(f"#{window} s" for window in windows))
+    table = make_table("#threshold", *(f"#{window} s" if window else "#acts on" for window in windows))
     for threshold in thresholds:
         cells = []
         for window in windows:

@@ -6,15 +6,19 @@ threshold affects counts, because of a cooldown or because refused requests do n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from extproc.cli.replay.judge import Replayed
+from extproc.cli.replay.judge import Judge, Replayed
 from extproc.cli.replay.records import Recorded
+from extproc.decision import Action
 from extproc.engine.candidates import Candidate, LoopCandidate
 from extproc.engine.engine import Engine
 from extproc.operator.sketch import Sketch
 from extproc.policy.bundle import Policy
+from extproc.policy.loader import parse
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.store.rules.windows import Hit
 
@@ -23,6 +27,11 @@ FEWEST_TENANTS = 20
 """With fewer, a recommendation comes with a warning."""
 
 _KEPT = 1_024
+
+_NOT_TUNED = frozenset({"canary_of", "enforce_percent", "ramp_by", "ramp_seed", "keep_counts", "session_limits", "rules"})
+"""Keys that decide nothing about the requests on which a detector acts."""
+
+_LONGEST_ID = 100
 
 
 class WindowPair(NamedTuple):
@@ -112,6 +121,53 @@ class Sweep(Replayed):
         return [WindowPair(*key, cell.requests, cell.tenants.count()) for key, cell in self._cells.items()]
 
 
+class TurnSweep(Judge):
+    """Judges requests by all thresholds of one detector that compares turns, which has no window; see `Sweep`."""
+
+    def __init__(self, policy: Policy, detector: str, thresholds: Sequence[int], max_entries: int, key: HashKey) -> None:
+        """Compile a policy for each threshold; raises BundleErrors if that is impossible."""
+        entry = _find_entry(policy.model_dump(mode="json", by_alias=True, exclude_unset=True), policy, detector)
+        documents = [_vary(policy, entry, threshold) for threshold in thresholds]
+        text = json.dumps({"bundle_version": 1, "policies": documents}).encode()
+        now = datetime.now(UTC)
+        super().__init__(Engine(parse({"policy": text}, now), now), max_entries, key)
+        self.requests = self.uncounted = 0
+        self.tenants = Sketch(size=4 * _KEPT)
+        self._cells = {f"{policy.id[:_LONGEST_ID]}.{threshold}": (threshold, _Cell()) for threshold in thresholds}
+
+    def add(self, recorded: Recorded) -> None:
+        """Judge one request."""
+        judged = self.judge(recorded)
+        if judged is None:
+            return
+        evaluation, decision = judged
+        self.uncounted += not decision.trace and any(evaluation.list_left_out())
+        self.requests += bool(decision.trace)
+        for outcome in decision.trace:
+            self.tenants.add(outcome.tenant)
+            if outcome.action is not Action.ALLOW:
+                _, cell = self._cells[outcome.policy]
+                cell.requests += 1
+                cell.tenants.add(outcome.tenant)
+
+    def list_pairs(self) -> list[WindowPair]:
+        """What each threshold would have done."""
+        cells = self._cells.values()
+        return [WindowPair(0, threshold, cell.requests, cell.tenants.count()) for threshold, cell in cells]
+
+
+def _vary(policy: Policy, entry: dict[str, Any], threshold: int) -> dict[str, Any]:
+    """The policy with one detector, which acts from this threshold on."""
+    document = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    spec = {key: value for key, value in document["spec"].items() if key not in _NOT_TUNED}
+    varied = {**entry, "threshold_identical_requests": threshold}
+    varied.pop("escalate", None)  # it acts on no other requests
+    if "weak_threshold" in varied:
+        varied["weak_threshold"] = max(varied["weak_threshold"], threshold)
+    name = f"{policy.id[:_LONGEST_ID]}.{threshold}"
+    return {**document, "id": name, "spec": {**spec, "mode": "shadow", "loop_detection": varied}}
+
+
 def recommend(pairs: Sequence[WindowPair], requests: int, tenants: int, percent: float) -> Recommendation:
     """The pair that acts on the most requests of few callers, and why.
 
@@ -147,15 +203,22 @@ def recommend(pairs: Sequence[WindowPair], requests: int, tenants: int, percent:
 
 
 def _describe(pair: WindowPair) -> str:
-    return f"{pair.threshold} within {pair.window_seconds} s"
+    return f"{pair.threshold} within {pair.window_seconds} s" if pair.window_seconds else f"threshold {pair.threshold}"
 
 
 def write_policy(policy: Policy, detector: str, pair: WindowPair) -> dict[str, Any]:
     """The policy with this pair as the detector's window and threshold."""
     document = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    entry = _find_entry(document, policy, detector)
+    if pair.window_seconds:
+        entry["window_seconds"] = pair.window_seconds
+    entry["threshold_identical_requests"] = pair.threshold
+    return document
+
+
+def _find_entry(document: dict[str, Any], policy: Policy, detector: str) -> dict[str, Any]:
+    """The detector's entry in a policy's document."""
     loops = document["spec"]["loop_detection"]
     enabled = [name for name, _ in policy.spec.detectors()]
-    entries = [entry for entry in loops if entry.get("enabled")] if isinstance(loops, list) else [loops]
-    entry = entries[enabled.index(detector)]
-    entry["window_seconds"], entry["threshold_identical_requests"] = pair.window_seconds, pair.threshold
-    return document
+    entries: list[dict[str, Any]] = [entry for entry in loops if entry.get("enabled")] if isinstance(loops, list) else [loops]
+    return entries[enabled.index(detector)]

@@ -271,6 +271,34 @@ def test_the_command_reports_turns_of_an_access_log(tmp_path: Any, capsys: pytes
     assert f"warning: 1 line: its digest of turns is damaged ({log}:7)" in printed.err
 
 
+def test_thresholds_of_turns_are_tuned_from_an_access_log(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: ANN401  # a folder
+    """Each threshold says what a replay with it says; the ready policy has the recommended one."""
+    recorder = Recorder(ONE)
+    for times in range(8):
+        recorder.send(as_chat(loop(times)), x_user_id="ann")
+        recorder.send(as_chat(loop(min(times, 3), result="x" * 300)), x_user_id="bob")
+    log, policies = tmp_path / "access.log", tmp_path / "policies.json"
+    policies.write_text(
+        json.dumps(bundle(policy("one", ANY, **BY_USER, weak_threshold=4, escalate={"reject": 5}, action="warn")))
+    )
+    log.write_text("\n".join(recorder.lines) + "\n")
+
+    code = main(["tune", "--policy", str(policies), "--json", "--thresholds", "2,3,5", str(log)])
+    document = json.loads(capsys.readouterr().out)
+
+    def count(threshold: int) -> int:
+        found = Replay(policy("one", ANY, **BY_USER, threshold_identical_requests=threshold)).add(recorder.lines)
+        return sum(judged is not None and judged.verdicts[0].action != "allow" for judged in found)
+
+    assert code == 0
+    assert {pair["threshold"]: pair["requests"] for pair in document["pairs"]} == {
+        number: count(number) for number in (2, 3, 5)
+    }
+    assert document["recommendation"] == {"window_seconds": 0, "threshold": 5, "requests": 3, "tenants": 1}
+    assert document["ready"]["spec"]["loop_detection"]["threshold_identical_requests"] == 5
+    assert document["uncounted"] == 0
+
+
 def test_nothing_is_kept_without_record() -> None:
     """Without --record, no digest is written, and conversations keep none."""
     service = make_service(ONE)

@@ -153,9 +153,9 @@ def test_little_traffic_is_said_to_be_little() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ((), "several policies act; choose one with --id: p, q, turns"),
-        (("--id", "unknown"), "--id must name one of the policies that act: p, q, turns"),
-        (("--id", "turns"), "has no window to tune: turns finds loops in the request itself"),
+        ((), "several policies act; choose one with --id: p, q, calls"),
+        (("--id", "unknown"), "--id must name one of the policies that act: p, q, calls"),
+        (("--id", "calls"), "calls cannot be tuned by a log: tool_calls finds loops in bodies"),
         (("--id", "q"), "--detector must name one of these detectors of q: a, b"),
         (("--id", "p", "--windows", "0"), "--windows must be up to 12 numbers between 1 and"),
         (("--id", "p", "--thresholds", "1,x"), "--thresholds must be up to 12 numbers between 2 and"),
@@ -169,7 +169,7 @@ def test_usage_errors_are_one_line(
     counted = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3}
     several = policy("q", ANY, **USER)
     several["spec"]["loop_detection"] = [{"name": "a", **counted}, {"name": "b", **counted, "window_seconds": 9}]
-    document = bundle(policy("p", ANY, **USER), several, policy("turns", ANY, similarity="turns", **USER))
+    document = bundle(policy("p", ANY, **USER), several, policy("calls", ANY, similarity="tool_calls", **USER))
 
     tuned = Tuned(tmp_path, capsys, document, *flags)
 
