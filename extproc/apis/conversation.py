@@ -260,32 +260,40 @@ class KnownMessages:
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
 
-    def find_same(self, raws: list[Raw], count: int, first: int) -> list[bool]:
-        """Which messages of another body, from the one with index `count` on, are equal to those with the same index here.
+    def add(self, raws: list[Raw], shape: Shape, earlier: KnownMessages | None, first: int) -> list[Any]:
+        """Add new messages. Those that are equal to an earlier body's, with the same index, show what they showed there.
 
-        `first`: the offset of the first piece, before which both bodies are equal.
+        Args:
+            raws: the messages.
+            shape: their shape.
+            earlier: what is cached of the earlier body; None if nothing is.
+            first: the offset of the first piece, before which both bodies are equal.
+
+        Returns:
+            the messages as structs of the shape; None for those that are equal.
+
+        Raises:
+            ValueError: a message is no object, or has other types than expected.
         """
-        found: list[bool] = []
-        pieces, at, start = self.pieces, 0, first
-        for number in range(count, min(count + len(raws), len(self.ends))):
+        values: list[Any] = []
+        pieces, at, start = earlier.pieces if earlier is not None else [], 0, first
+        for number, raw in enumerate(raws, len(self.speakers)):
+            equal = False
             while at < len(pieces) and pieces[at][2] <= number:
                 start = pieces[at][0]
                 at += 1
-            if at == len(pieces):  # all that tells the assistant's messages is behind them
-                break
-            raw, begins = raws[number - count], self.starts[number] - start
-            equal = len(raw) == self.ends[number] - self.starts[number]
-            behind = raw if begins >= 0 else bytes(raw)[-begins:]
-            found.append(equal and pieces[at][1].startswith(behind, max(begins, 0)))
-        return found + [False] * (len(raws) - len(found))
-
-    def add(self, values: list[Any], shape: Shape, earlier: KnownMessages | None) -> None:
-        """Add messages, as structs of the shape; None for one that is equal to that of an earlier body."""
-        for number, value in enumerate(values, len(self.speakers)):
-            same = earlier if value is None else None
+            if earlier is not None and at < len(pieces):
+                begins = earlier.starts[number] - start
+                behind = raw if begins >= 0 else bytes(raw)[-begins:]
+                equal = len(raw) == earlier.ends[number] - earlier.starts[number]
+                equal = equal and pieces[at][1].startswith(behind, max(begins, 0))
+            value = None if equal else shape.decode(raw)
+            values.append(value)
+            same = earlier if equal else None
             self.speakers.append(shape.name_speaker(value) if same is None else same.speakers[number])
             self.shown.append(None if same is None else same.shown[number])
             self.actions.append(None if same is None else same.actions[number])
+        return values
 
     def cut(self, data: bytes, at: int, raws: list[Raw], first: int, pieces: list[_Piece]) -> bool:
         """Find where the messages are, and cut their bytes into pieces. Small ones that are no longer the newest are merged.
@@ -726,12 +734,10 @@ class _KnownShape:
         try:
             beside = known.beside if known is not None else None
             body, raws = self._decode_rest(data, key, end, count, beside)
-            same = known.find_same(raws, count, first) if known is not None else []
-            new = [None if place < len(same) and same[place] else shape.decode(raw) for place, raw in enumerate(raws)]
+            made = KnownMessages(known, count)
+            new = made.add(raws, shape, known, first)
         except (NotCounted, ValueError, RecursionError):
             return None
-        made = KnownMessages(known, count)
-        made.add(new, shape, known)
         if not made.cut(data, end, raws, first, matched):
             return None
         made.beside = beside if beside is not None and beside.body is body else Beside(body, data[made.ends[-1] :])
