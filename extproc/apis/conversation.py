@@ -211,7 +211,7 @@ class Beside:
 
     Attributes:
         body: a struct of all shapes' keys.
-        behind: the bytes from the end of the newest message on; empty if they are not kept.
+        behind: the bytes from the end of the newest message on.
         size: length of these bytes, and of the values of keys that are kept.
         hints: a tool may say whether it only reads.
         declares: some tools, and whether one of them may be declared; None if that is unknown.
@@ -219,20 +219,17 @@ class Beside:
 
     __slots__ = ("behind", "body", "declares", "hints", "size")
 
-    def __init__(self, body: Any) -> None:  # noqa: ANN401  # made at run time
+    def __init__(self, body: Any, behind: bytes) -> None:  # noqa: ANN401  # made at run time
+        """Take a struct, which then keeps no more of the request's bytes than it needs, and the bytes behind the messages."""
         self.body = body
-        self.behind = b""
-        self.size = 0
+        self.behind = behind
+        self.size = len(behind)
         self.hints = True
         self.declares: tuple[frozenset[str], bool] | None = None
-
-    def keep(self, behind: bytes) -> None:
-        """Prepare for being cached: keep no more of the request's bytes than needed."""
-        self.behind, self.size = behind, len(behind)
-        for name in self.body.__struct_fields__:
-            value = getattr(self.body, name)
+        for name in body.__struct_fields__:
+            value = getattr(body, name)
             if type(value) is Raw and value is not ABSENT:
-                setattr(self.body, name, value.copy())
+                setattr(body, name, value.copy())
                 self.size += len(value)
 
 
@@ -247,16 +244,16 @@ class KnownMessages:
         actions: what `turn.py` reads in it; None if unknown.
         pieces: the bytes from the assistant's first message to the end of the newest message.
         transcript: what `chain.py` reads in all of them; None if unknown.
-        beside: what is around them.
+        beside: what the body has beside them; None only while they are read.
         digests: what `digests.py` has recorded of an earlier body, or of this one; None for nothing.
         same: number of messages that are the same there, from the first one on.
     """
 
     __slots__ = ("actions", "beside", "digests", "ends", "pieces", "same", "shown", "speakers", "starts", "transcript")
 
-    def __init__(self, earlier: KnownMessages | None, count: int, beside: Beside) -> None:
+    def __init__(self, earlier: KnownMessages | None, count: int) -> None:
         """Copy this many messages of an earlier body."""
-        self.beside = beside
+        self.beside: Beside | None = None
         self.starts: list[int] = earlier.starts[:count] if earlier is not None else []
         self.ends: list[int] = earlier.ends[:count] if earlier is not None else []
         self.speakers: list[str] = earlier.speakers[:count] if earlier is not None else []
@@ -267,36 +264,40 @@ class KnownMessages:
         self.digests: Any = None if earlier is None else earlier.digests
         self.same: int = 0 if earlier is None else min(count, earlier.same)
 
-    def find_same(self, raws: list[Raw], count: int, first: int) -> list[bool]:
-        """Which messages of another body, from the one with index `count` on, are equal to those with the same index here.
+    def add(self, raws: list[Raw], shape: Shape, earlier: KnownMessages | None, first: int) -> list[Any]:
+        """Add new messages. Those that are equal to an earlier body's, with the same index, show what they showed there.
 
-        `first`: the offset of the first piece, before which both bodies are equal.
+        Args:
+            raws: the messages.
+            shape: their shape.
+            earlier: what is cached of the earlier body; None if nothing is.
+            first: the offset of the first piece, before which both bodies are equal.
+
+        Returns:
+            the messages as structs of the shape; None for those that are equal.
+
+        Raises:
+            ValueError: a message is no object, or has other types than expected.
         """
-        found: list[bool] = []
-        pieces, at, start = self.pieces, 0, first
-        for number in range(count, min(count + len(raws), len(self.ends))):
+        values: list[Any] = []
+        pieces, at, start = earlier.pieces if earlier is not None else [], 0, first
+        for number, raw in enumerate(raws, len(self.speakers)):
+            equal = False
             while at < len(pieces) and pieces[at][2] <= number:
                 start = pieces[at][0]
                 at += 1
-            if at == len(pieces):  # all that tells the assistant's messages is behind them
-                break
-            raw, begins = raws[number - count], self.starts[number] - start
-            equal = len(raw) == self.ends[number] - self.starts[number]
-            behind = raw if begins >= 0 else bytes(raw)[-begins:]
-            found.append(equal and pieces[at][1].startswith(behind, max(begins, 0)))
-        return found + [False] * (len(raws) - len(found))
-
-    def take(self, earlier: KnownMessages, number: int) -> None:
-        """Add what an earlier body showed in a message."""
-        self.speakers.append(earlier.speakers[number])
-        self.shown.append(earlier.shown[number])
-        self.actions.append(earlier.actions[number])
-
-    def add(self, speaker: str) -> None:
-        """Add the next message, of which nothing else is known."""
-        self.speakers.append(speaker)
-        self.shown.append(None)
-        self.actions.append(None)
+            if earlier is not None and at < len(pieces):
+                begins = earlier.starts[number] - start
+                behind = raw if begins >= 0 else bytes(raw)[-begins:]
+                equal = len(raw) == earlier.ends[number] - earlier.starts[number]
+                equal = equal and pieces[at][1].startswith(behind, max(begins, 0))
+            value = None if equal else shape.decode(raw)
+            values.append(value)
+            same = earlier if equal else None
+            self.speakers.append(shape.name_speaker(value) if same is None else same.speakers[number])
+            self.shown.append(None if same is None else same.shown[number])
+            self.actions.append(None if same is None else same.actions[number])
+        return values
 
     def cut(self, data: bytes, at: int, raws: list[Raw], first: int, pieces: list[_Piece]) -> bool:
         """Find where the messages are, and cut their bytes into pieces. Small ones that are no longer the newest are merged.
@@ -333,7 +334,8 @@ class KnownMessages:
 
 
 def _measure(head: bytes, known: KnownMessages) -> int:
-    return len(head) + (known.pieces[-1][0] if known.pieces else 0) + known.beside.size + _MESSAGE_BYTES * len(known.ends)
+    beside = known.beside.size if known.beside is not None else 0
+    return len(head) + (known.pieces[-1][0] if known.pieces else 0) + beside + _MESSAGE_BYTES * len(known.ends)
 
 
 _KNOWN: Final[Memo[bytes, KnownMessages]] = Memo(_MOST_BYTES, _measure)
@@ -444,11 +446,6 @@ class Conversation:
     def elsewhere(self) -> bool:
         """Whether earlier turns are not in the messages: the server keeps them, or a plain prompt contains them."""
         return bool(self.before.after) or self.before.in_words
-
-    @property
-    def beside(self) -> Beside | None:
-        """What is cached of the keys beside the messages; None if nothing is."""
-        return self.known.beside if self.known is not None else None
 
     @property
     def shows_lists(self) -> bool:
@@ -739,32 +736,25 @@ class _KnownShape:
             matched.append(piece)
             end, count = piece[0], piece[2]
         try:
-            beside, raws = self._decode_rest(data, key, end, count, known.beside if known is not None else None)
-            same = known.find_same(raws, count, first) if known is not None else []
-            new = [None if place < len(same) and same[place] else shape.decode(raw) for place, raw in enumerate(raws)]
+            beside = known.beside if known is not None else None
+            body, raws = self._decode_rest(data, key, end, count, beside)
+            made = KnownMessages(known, count)
+            new = made.add(raws, shape, known, first)
         except (NotCounted, ValueError, RecursionError):
             return None
-        made = KnownMessages(known, count, beside)
-        for place, value in enumerate(new):
-            if value is None and known is not None:
-                made.take(known, count + place)
-            else:
-                made.add(shape.name_speaker(value))
         if not made.cut(data, end, raws, first, matched):
             return None
-        if not beside.behind:
-            beside.keep(data[made.ends[-1] :])
+        made.beside = beside if beside is not None and beside.body is body else Beside(body, data[made.ends[-1] :])
         goes_on = known is not None and count == len(known.ends)
-        if known is not None and goes_on and not new and known.beside is beside:
+        if known is not None and goes_on and not new and known.beside is made.beside:
             made = known
         _KNOWN.put(head, made)
-        body = beside.body
         conversation = Conversation(shape, [None] * count + new, body, body.model or "", data)
         conversation.known = made
         conversation.earlier = known if goes_on else None
         return conversation
 
-    def _decode_rest(self, data: bytes, key: int, end: int, count: int, beside: Beside | None) -> tuple[Beside, list[Raw]]:
+    def _decode_rest(self, data: bytes, key: int, end: int, count: int, beside: Beside | None) -> tuple[Any, list[Raw]]:
         """Decode what is not cached.
 
         Args:
@@ -775,7 +765,7 @@ class _KnownShape:
             beside: what another body with equal messages, up to there, had beside them; None if that is unknown.
 
         Returns:
-            what is beside the messages, and those that are not cached.
+            a struct of the keys beside the messages, that of `beside` if they are equal, and the messages that are not cached.
 
         Raises:
             NotCounted: other keys may have messages.
@@ -785,12 +775,12 @@ class _KnownShape:
         if beside is not None and data.endswith(beside.behind, end):
             with suppress(ValueError, RecursionError):  # if the list ends earlier
                 raws = _decode_raws(b"".join([b"[", cached, view[end : len(data) - len(beside.behind)], b"]"]))
-                return beside, raws[1:] if count else raws
+                return beside.body, raws[1:] if count else raws
         body = self._decode(b"".join([view[:key], self._name, cached, view[end:]]))
         if body.new is None or any(value is not ABSENT for value in self._get_typed(body)):
             raise NotCounted(AMBIGUOUS)
         raws, body.new = body.new, None
-        return Beside(body), raws[1:] if count else raws
+        return body, raws[1:] if count else raws
 
 
 def find_checked(document: Document) -> tuple[int, int] | None:

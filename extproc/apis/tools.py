@@ -85,7 +85,7 @@ class ToolReader:
 
     def find_hints(self, conversation: Conversation) -> dict[str, bool]:
         """Which tools only read, by name, as far as the request says so."""
-        beside = conversation.beside
+        beside = conversation.known.beside if conversation.known is not None else None
         if beside is not None and not beside.hints:
             return {}
         for key in TOOL_KEYS:
@@ -100,7 +100,7 @@ class ToolReader:
         conversation = document.conversation
         if not isinstance(conversation, Conversation) or not conversation.shows_lists:
             return self._may_hold(bytes(document), tools)
-        beside = conversation.beside
+        beside = conversation.known.beside if conversation.known is not None else None
         if beside is not None and beside.declares is not None and beside.declares[0] == tools:
             return beside.declares[1]
         found = False

@@ -375,23 +375,19 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
     ('missing', '')
     """
     beginning = text[:SAID_WITHIN]
-    if beginning != _LAST.beginning or failed != _LAST.failed:
-        _LAST.kind = _read_failure(beginning.lower(), failed=failed)
-        _LAST.beginning, _LAST.failed = beginning, failed
-    return _LAST.kind
-
-
-def _read_failure(beginning: str, *, failed: bool) -> Failure:
-    said = _unescape(beginning)
+    if beginning == _LAST.beginning and failed == _LAST.failed:
+        return _LAST.kind
+    kind: Failure = NO_FAILURE
+    lower = beginning.lower()
+    said = _unescape(lower)
     may_fail = _may_fail(said)
-    if not failed and not (may_fail and _has_stem(beginning)):
-        return NO_FAILURE
-    if may_fail:
-        said = _leave_out_denials(said)
-        line = _find_line(said)
-        if line:
-            return _tell_kind(line)
-    return _tell_kind(said[:_LONGEST_LINE]) if failed or _is_marked(said) else NO_FAILURE
+    if failed or (may_fail and _has_stem(lower)):
+        said = _leave_out_denials(said) if may_fail else said
+        line = _find_line(said) if may_fail else ""
+        if line or failed or _is_marked(said):
+            kind = _tell_kind(line or said[:_LONGEST_LINE])
+    _LAST.beginning, _LAST.failed, _LAST.kind = beginning, failed, kind
+    return kind
 
 
 def find_complaint(text: str) -> str:

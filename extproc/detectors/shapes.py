@@ -45,9 +45,8 @@ class Stays:
     def find(self, shape: str) -> Take:
         """What to take from lines of a shape, which is no longer than `LONGEST_SHAPE`."""
         known = self._known.get(shape)
-        return self._search(shape) if known is None else known
-
-    def _search(self, shape: str) -> Take:
+        if known is not None:
+            return known
         if self._unless and self._unless in shape:
             self._known.put(shape, True)
             return True
