@@ -43,7 +43,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", metavar="POLICY", help="the policy; required if there are several")
     parser.add_argument("--detector", metavar="NAME", help="its detector; required if several can be tuned")
     parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
-    parser.add_argument("--thresholds", default=_THRESHOLDS, metavar="N,...", help=f"default {_THRESHOLDS}")
+    parser.add_argument(
+        "--thresholds", default=_THRESHOLDS, metavar="N,...", help=f"default {_THRESHOLDS}; for turns {_THRESHOLDS_OF_TURNS}"
+    )
     parser.add_argument(
         "--max-touched", type=float, default=_PERCENT, metavar="PERCENT", help="maximum share of callers affected (default 1)"
     )
