@@ -212,7 +212,7 @@ class RequestBody:
         self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
     ) -> str:
         """See `SessionNames.find`."""
-        if self.recorded is not None and self.recorded.digests:
+        if self.recorded is not None and self.recorded.digests and names is plan.rings:
             return self.recorded.find_session(names)
         if values is not self._values or document is not self._looked:
             self._session = name = names.find(values, document)

@@ -94,7 +94,7 @@ def record_callers(record: dict[str, Any], evaluation: Evaluation) -> None:
     """Add the callers' hashes to a record with hashed values, by the limit keys that name them; call it after the body."""
     found = {each.plan.callers: each.tenant for group in evaluation.groups for each in group.candidates if each.tenant}
     if found:
-        record["tenants"] = found
+        record["tenants"] = record.get("tenants", {}) | found  # of a part that was decided without the body
 
 
 def record_turns(record: dict[str, Any], evaluation: Evaluation) -> None:

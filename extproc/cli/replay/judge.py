@@ -55,9 +55,8 @@ class Replayed:
         found, self._problems = self._problems, []
         return found
 
-    def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
+    def _prepare(self, recorded: Recorded, request: HttpRequest, body: RecordedBody | None) -> Evaluation | None:
         """Evaluate a recorded request up to the point where it is counted; None if no policy matches it."""
-        body = self._read_digests(recorded)
         key = self._recorded_key if recorded.partial else self._key
         evaluation = self._engine.prepare(request, pinned=self._pinned, key=key)
         if evaluation is None:
@@ -128,11 +127,11 @@ class Judge(Replayed):
 
     def judge(self, recorded: Recorded) -> tuple[Evaluation, Decision] | None:
         """What the policies decide about the next request; None if no policy is asked."""
-        request = recorded.make_request()
+        request, body = recorded.make_request(), self._read_digests(recorded)  # later requests go on from these
         if self._is_killed(request, recorded.time):
             self.killed += 1
             return None
-        evaluation = self._prepare(recorded, request)
+        evaluation = self._prepare(recorded, request, body)
         if evaluation is None:
             self.unmatched += 1
             return None

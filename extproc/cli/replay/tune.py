@@ -72,7 +72,7 @@ class Sweep(Replayed):
 
     def add(self, recorded: Recorded) -> None:
         """Count one request."""
-        evaluation = self._prepare(recorded, recorded.make_request())
+        evaluation = self._prepare(recorded, recorded.make_request(), self._read_digests(recorded))
         if evaluation is None:
             return
         candidates = [each for group in evaluation.groups for each in group.candidates if isinstance(each, LoopCandidate)]

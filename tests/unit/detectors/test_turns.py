@@ -769,6 +769,20 @@ def test_nearly_right_bodies_are_judged(value: dict[str, Any]) -> None:
         verdict(value, 2)
 
 
+@pytest.mark.parametrize("nothing", [None, []])
+def test_no_calls_beside_a_text_hide_no_action(nothing: object) -> None:
+    """A client that writes an empty `tool_calls` in each answer has the same actions in its texts."""
+    value = as_text([Did((("cat", {"path": "notes"}),), ("error: no such file",))] * 4, STYLES["fence"])
+    for message in value["messages"]:
+        if message["role"] == "assistant":
+            message["tool_calls"] = nothing
+
+    found = verdict(value, 4)
+
+    assert found is not None
+    assert (found.rule, found.count) == (REPEAT, 4)
+
+
 def test_keys_in_escapes_hide_nothing() -> None:
     """A key is the same key however it is spelled."""
     data = json.dumps(as_chat([Did((("run", {"path": "src/a.py"}),), ("x",))] * 3))
