@@ -263,7 +263,7 @@ class Decoder:
     def _adapt(self, block: bytes) -> Block | None:
         """Decode a block that differs from the model in only one literal; None for any other block."""
         model = self._cache.model
-        if model is None or not (block.startswith(model.start) and block.endswith(model.end)):
+        if model is None or not (block.startswith(model.start) and block.endswith(model.end, len(model.start))):
             return None
         encoded = block[len(model.start) : len(block) - len(model.end)]
         first = encoded[0] if encoded else _INDEXED

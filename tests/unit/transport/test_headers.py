@@ -49,7 +49,13 @@ def huffman(text: bytes) -> bytes:
     return bytes(HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(text))
 
 
+_EMPTY = (b"", b"")
+_SCHEME = (b":scheme", b"")
+_OVERLAP = [[_SCHEME, _EMPTY], [_EMPTY, (b":method", b""), _EMPTY, _EMPTY, _SCHEME], [_EMPTY, _EMPTY, _SCHEME]]
+
+
 @given(st.lists(PAIRS, max_size=5), st.booleans(), st.sampled_from([0, 100, 4_096]))
+@example(blocks=_OVERLAP, coded=False, table=0)  # start and end of the model match in the same bytes
 def test_what_another_encoder_sends_is_understood(blocks: list[Pairs], coded: bool, table: int) -> None:
     """Blocks of a connection decode to what was encoded, with a dynamic table of any size and without one."""
     encoder, decoder = Encoder(), Decoder(Cache())
