@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol, TypeAlias
 
 from extproc.decision import SEVERITY, Action
 from extproc.errors import LoopguardError, UsageError
@@ -86,6 +86,10 @@ class UnreachableError(LoopguardError):
     """The receiver cannot take them now."""
 
 
+_Queued: TypeAlias = tuple[str, str, float, Mapping[str, object]]
+"""Kind, subject, time in seconds since 1970, and data."""
+
+
 class Sink(Protocol):
     """Where events go."""
 
@@ -104,7 +108,7 @@ class Events:
         self._sink = sink
         self._source = source
         self._counter = metrics.events
-        self._queue: deque[tuple[str, str, float, Mapping[str, object]]] = deque()
+        self._queue: deque[_Queued] = deque()
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._reminder = Reminder(_REMIND_SECONDS)
@@ -124,20 +128,27 @@ class Events:
         self._ending.set()
         self._wake.set()
         self._thread.join(_LAST_SECONDS)
-        self._drop(len(self._queue), "the process ends")
+        self._drop(len(self._take(MAX_QUEUED)), "the process ends")
 
     def _run(self) -> None:
         while not (self._ending.is_set() and not self._queue):
             self._wake.wait()
             self._wake.clear()
             self._ending.wait(_GATHER_SECONDS)  # what happens together goes together
-            while self._queue:
-                batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
+            while batch := self._take(MAX_BATCH):
                 try:
                     self._deliver([write_event(*event, source=self._source) for event in batch])
                 except Exception as error:  # noqa: BLE001  # whatever it is, the next events may fare better
                     self._drop(len(batch), f"{type(error).__name__}: {error}")
         self._sink.close()
+
+    def _take(self, most: int) -> list[_Queued]:
+        """Remove the oldest events from the queue. `close` does so as well, if the thread has not finished by then."""
+        taken: list[_Queued] = []
+        with suppress(IndexError):  # the queue is empty
+            while len(taken) < most:
+                taken.append(self._queue.popleft())
+        return taken
 
     def _deliver(self, events: Sequence[bytes]) -> None:
         """Send events, with as many attempts as necessary."""

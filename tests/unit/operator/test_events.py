@@ -164,6 +164,22 @@ def test_a_dead_receiver_costs_a_bounded_queue() -> None:
     eventually(lambda: count(metrics, "dropped") == MAX_QUEUED + 1_000, "an end of the batch that was on its way")
 
 
+def test_what_is_left_at_the_end_is_dropped_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may be slower than the end of the process: it finds nothing in the queue any more."""
+    monkeypatch.setattr(events_module, "_LAST_SECONDS", 0.01)
+    metrics, sink = Metrics(), Stuck()
+    events = Events(sink, "test", metrics)
+    for _ in range(1_000):
+        events.emit("loop_began", "p", {})
+    events.close()
+    left = count(metrics, "dropped")
+    sink.free.set()
+    eventually(lambda: not events._thread.is_alive(), "the end of the thread")
+
+    assert 0 < left <= 1_000
+    assert count(metrics, "dropped") == 1_000
+
+
 def test_loops_are_told_when_they_begin_escalate_and_end() -> None:
     """Each once, in OpenTelemetry's names for agent and tool; callers by their values only where they are shown."""
     told: list[tuple[str, str, dict[str, Any]]] = []
