@@ -215,7 +215,7 @@ _TEXTS = """texts are not kept; start the servers with --shadow-sample-bodies to
 
 
 def _print_loop(row: dict[str, Any]) -> None:
-    """Print what was compared, and who was it."""
+    """Print what was compared, and whose it is."""
     for name, value in row.items():
         if name in _NOT_SHOWN or value in ("", [], None):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands import load_policies
@@ -16,6 +16,7 @@ from extproc.objects import MAX_SECONDS, MAX_THRESHOLD
 from extproc.request.hash_key import read_hash_key
 
 if TYPE_CHECKING:
+    from extproc.cli.replay.logs import Logs
     from extproc.cli.replay.tune import WindowPair
     from extproc.engine.engine import Engine
     from extproc.engine.plan import Detector, Plan
@@ -30,8 +31,8 @@ EXAMPLES = """examples:
   loopguard tune --policy sessions.json --limits --percentile 99.5 records.ndjson --output tuned.json
 
 For a detector with a window, tries every pair of a window and a threshold in one pass over the logs. For `turns`, finds the
-thresholds of a note, a last answer and a refusal, and the weak threshold; with --limits, limits of sessions. Both take records
-with bodies. `loopguard replay` reads the same logs.
+thresholds of a note, a last answer and a refusal, and the weak threshold, also in records without bodies. With --limits, finds
+limits of sessions, which takes records with bodies. `loopguard replay` reads the same logs.
 
 exit code: 0 there is a recommendation, 1 there is none, or a log cannot be read; 2 usage"""
 
@@ -56,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_PERCENTILE,
         metavar="PERCENT",
-        help="of runs that --limits let through (default 99)",
+        help="share of the runs that went on for which --limits must be enough (default 99)",
     )
     parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
     parser.add_argument(
@@ -99,9 +100,6 @@ def run(options: argparse.Namespace) -> int:
     advice = recommend(pairs, sweep.requests, tenants, options.max_touched)
     source = _find_policy(policies, detector.policy)
     ready = None if advice.pair is None else write_policy(source, detector.name, advice.pair)
-    problems = _find_problems(ready)
-    if options.output is not None and ready is not None:
-        write_file(options.output, json.dumps(ready, indent=2) + "\n")
     document = {
         "tune": 1,
         "policy": detector.policy,
@@ -114,13 +112,21 @@ def run(options: argparse.Namespace) -> int:
         "recommendation": None if advice.pair is None else advice.pair._asdict(),
         "reason": advice.reason,
         "ready": ready,
-        "problems": problems,
     }
+    return _report(options, logs, document, lambda: _print_tables(document, pairs, windows, thresholds, advice.pair))
+
+
+def _report(options: argparse.Namespace, logs: Logs, document: dict[str, Any], show: Callable[[], None]) -> int:
+    """Write the ready policy, and print the document, by `show` for people; returns the exit code."""
+    ready = document["ready"]
+    problems = document["problems"] = _find_problems(ready)
+    if options.output is not None and ready is not None:
+        write_file(options.output, json.dumps(ready, indent=2) + "\n")
     if options.json:
         print(json.dumps(document))
     else:
-        _print_tables(document, pairs, windows, thresholds, advice.pair)
-    print_lines(logs, sweep.evictions)
+        show()
+    print_lines(logs, document["evicted"])
     for problem in problems:
         print(escape_controls(f"warning: the policy needs another change as well: {problem}"), file=sys.stderr)
     return 1 if ready is None or (options.strict and logs.problems.harmful) else 0
@@ -181,10 +187,7 @@ def _tune_runs(options: argparse.Namespace, policies: PolicySet, policy_id: str,
         found = advice.recommend_turns(every, thresholds, options.max_touched, own)
         tables = {"thresholds": [row._asdict() for row in advice.list_thresholds(every)]}
         tables["weak_thresholds"] = [row._asdict() for row in advice.list_weak_thresholds(every)]
-        ready = advice.write_turns(policy, detector, found.keys) if found.keys else None
-    problems = _find_problems(ready)
-    if options.output is not None and ready is not None:
-        write_file(options.output, json.dumps(ready, indent=2) + "\n")
+        ready = advice.write_detector(policy, detector, found.keys) if found.keys else None
     document = {
         "tune": 1,
         "policy": policy_id,
@@ -199,16 +202,8 @@ def _tune_runs(options: argparse.Namespace, policies: PolicySet, policy_id: str,
         "recommendation": found.keys or None,
         "reason": "; ".join(found.reasons),
         "ready": ready,
-        "problems": problems,
     }
-    if options.json:
-        print(json.dumps(document))
-    else:
-        _print_runs(document, found.reasons, tables)
-    print_lines(logs, runs.evictions + runs.dropped)
-    for problem in problems:
-        print(escape_controls(f"warning: the policy needs another change as well: {problem}"), file=sys.stderr)
-    return 1 if ready is None or (options.strict and logs.problems.harmful) else 0
+    return _report(options, logs, document, lambda: _print_runs(document, found.reasons, tables))
 
 
 _TITLES = {

@@ -215,7 +215,7 @@ def find_percentile(ascending: Sequence[int], percentile: float) -> int:
     return ascending[max(1, ceil(len(ascending) * percentile / 100)) - 1]
 
 
-def write_turns(policy: Policy, detector: str, keys: dict[str, Any]) -> dict[str, Any]:
+def write_detector(policy: Policy, detector: str, keys: dict[str, Any]) -> dict[str, Any]:
     """The policy with these keys of its detector."""
     document: dict[str, Any] = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
     entry = find_entry(policy, document, detector)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from extproc.cli.replay.advice import write_detector
 from extproc.cli.replay.judge import Replayed
 from extproc.cli.replay.records import Recorded
 from extproc.engine.candidates import Candidate, LoopCandidate
@@ -152,10 +153,6 @@ def _describe(pair: WindowPair) -> str:
 
 def write_policy(policy: Policy, detector: str, pair: WindowPair) -> dict[str, Any]:
     """The policy with this pair as the detector's window and threshold."""
-    document = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    loops = document["spec"]["loop_detection"]
-    enabled = [name for name, _ in policy.spec.detectors()]
-    entries = [entry for entry in loops if entry.get("enabled")] if isinstance(loops, list) else [loops]
-    entry = entries[enabled.index(detector)]
-    entry["window_seconds"], entry["threshold_identical_requests"] = pair.window_seconds, pair.threshold
-    return document
+    return write_detector(
+        policy, detector, {"window_seconds": pair.window_seconds, "threshold_identical_requests": pair.threshold}
+    )

@@ -70,15 +70,12 @@ class CanaryEndpoints:
     async def _list_samples(self, _: Request) -> Response:
         answers = await ask(self._read_answers(), self._find_loop()) or {}
         samples = []
-        for pair in self._list_sampled():
+        for pair in self._pairs.list_pairs():
             given = answers.get(pair.pairing.identity, {})
             for sample in pair.samples.list_kept() if pair.samples is not None else ():
                 own = {person: answer.answer for person, answer in given.get(sample["id"], {}).items()}
                 samples.append({**sample, "canary": pair.pairing.identity, "answers": own})
         return send_page(Page(HTTPStatus.OK, {"kept": self._pairs.samples > 0, "samples": samples}))
-
-    def _list_sampled(self) -> list[Pair]:
-        return [pair for pair in self._pairs.list_pairs() if pair.samples is not None]
 
     async def _answer(self, request: Request) -> Response:
         """Keep a person's answer; raises HTTPException if it cannot be kept."""
