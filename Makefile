@@ -15,8 +15,8 @@ WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
 # What goes through a door waits most of the time: eight workers keep two processors busy.
 WAITING := -n 8 --no-loadscope-reorder
 # CI tests with DEEP=1: also what takes long (memory, a million entries, every depth, a build, gRPC by grpcio).
-# Properties get 50 examples, and without a profile, as in test-pure, 100: all of them would take another minute.
-EXTENT := --hypothesis-profile half $(if $(DEEP),,-m 'not deep')
+# Properties get 25 examples, and without a profile, as in test-pure, 100: all of them would take minutes.
+EXTENT := --hypothesis-profile quarter $(if $(DEEP),,-m 'not deep')
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # uv takes a tenth of pip's time, from pip's index. Where it fails, pip installs: only pip reads all of its own settings.
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)

@@ -23,7 +23,7 @@ from tests.support.command import GOOD, written
 
 # These machines are noisy: how long an example takes says nothing about the code.
 settings.register_profile("loopguard", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("half", settings.get_profile("loopguard"), max_examples=50)
+settings.register_profile("quarter", settings.get_profile("loopguard"), max_examples=25)
 settings.register_profile("quick", settings.get_profile("loopguard"), max_examples=10)
 settings.load_profile("loopguard")
 

@@ -373,6 +373,7 @@ def test_promtool_accepts_the_rules() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.deep
 @needs_promtool
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_alerts_fire_when_they_should(case: Case, tmp_path: Path) -> None:

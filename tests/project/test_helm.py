@@ -63,6 +63,10 @@ def strict(schema: Any) -> Any:  # noqa: ANN401  # raw JSON
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
+needs_schemas = pytest.mark.deep
+"""Schemas of all of Istio's and Prometheus's kinds take seconds to import."""
+
+
 @cache
 def find_validators() -> dict[str, jsonschema.Draft202012Validator]:
     """What validates objects of kinds that are not Kubernetes' own."""
@@ -106,6 +110,7 @@ def test_lint_is_content(values: Values) -> None:
     assert [found for found in report["messages"] if found["severity"] > 1] == []
 
 
+@needs_schemas
 @pytest.mark.parametrize("kubernetes", KUBERNETES)
 @each_case
 def test_every_object_is_what_kubernetes_takes(values: Values, kubernetes: str) -> None:
@@ -115,6 +120,7 @@ def test_every_object_is_what_kubernetes_takes(values: Values, kubernetes: str) 
     assert [wrong for item in made if (wrong := wrong_with(item, kubernetes))] == []
 
 
+@needs_schemas
 @pytest.mark.parametrize(
     ("kind", "place", "complaint"),
     [
@@ -663,6 +669,7 @@ def test_alerts_and_dashboards_are_the_files() -> None:
 # ---- The chart as a package
 
 
+@needs_schemas
 def test_the_values_of_the_readme_are_good() -> None:
     """What its README needs at least, and what it recommends for production, renders to objects that Kubernetes takes."""
     shown = re.findall(r"```yaml\n(.*?)```", (CHART / "README.md").read_text(), re.DOTALL)

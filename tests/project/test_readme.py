@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from doctest import ELLIPSIS, OutputChecker
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +100,13 @@ def read_lines(page: Path) -> Iterator[Line]:
 # ---- What cannot be typed here
 
 
+@cache
+def _ask_for_help(*program: str) -> str:
+    """What a module of Python says for `--help`."""
+    asked = [sys.executable, "-m", *program, "--help"]
+    return subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
 def _has_target(command: str) -> None:
     """Make knows how to do it."""
     target = shlex.split(command, comments=True)[1]
@@ -109,21 +117,15 @@ def _has_flags(command: str) -> None:
     """Make knows how to do it, and the benchmark takes these flags with these values."""
     _has_target(command)
     given = [word.removeprefix("ARGS=") for word in shlex.split(command, comments=True)[2:]]
-    told = subprocess.run([sys.executable, "-m", "tests.bench", "--help"], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert [argument for words in given for argument in words.split() if argument not in told.stdout] == []
+    told = _ask_for_help("tests.bench")
+    assert [argument for words in given for argument in words.split() if argument not in told] == []
 
 
 def _has_canary_flags(command: str) -> None:
     """The command takes these flags."""
     question, *arguments = shlex.split(command, comments=True)[2:]
-    told = subprocess.run(
-        [sys.executable, "-m", "extproc.cli", "canary", question, "--help"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert [argument for argument in arguments if argument.startswith("--") and argument not in told.stdout] == []
+    told = _ask_for_help("extproc.cli", "canary", question)
+    assert [argument for argument in arguments if argument.startswith("--") and argument not in told] == []
 
 
 def _has_a_project(command: str) -> None:

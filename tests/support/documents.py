@@ -1,9 +1,11 @@
-"""Policy documents for tests, written as briefly as a test wants to say it."""
+"""Policy documents for tests, written as briefly as a test wants to say it, and configuration read back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+import yaml
 
 _SPEC = (
     "limit_keys",
@@ -33,3 +35,8 @@ def policy(identity: str, selector: Mapping[str, object], *, mode: str = "enforc
 def bundle(*policies: Mapping[str, object], **more: object) -> dict[str, Any]:
     """A bundle document."""
     return {"bundle_version": 1, "policies": list(policies), **more}
+
+
+def read_yaml(text: str) -> Any:  # noqa: ANN401  # whatever the document holds
+    """A document of ours, read in a tenth of the time that `safe_load` takes."""
+    return yaml.load(text, yaml.CSafeLoader)

@@ -9,14 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
 from extproc.policy.loader import PolicySet, parse
 from tests.support import ROOT
-from tests.support.documents import bundle, policy
+from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import ENVOY
 
 UPSTREAM = "127.0.0.1:8080"
@@ -101,7 +100,7 @@ end
 
 def choose_late(text: str) -> str:
     """A filter in front that sends what comes below /late/ to another route, as claims or the choice of a model do."""
-    made = yaml.safe_load(text)
+    made = read_yaml(text)
     (manager,) = find_places(made, "static_resources.listeners[].filter_chains[].filters[].typed_config")
     lua = {
         "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",

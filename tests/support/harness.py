@@ -23,13 +23,13 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
 from extproc.policy.loader import load
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
+from tests.support.documents import read_yaml
 from tests.support.spawner import Spawned
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Envoy(Process):
             hasty: leave its timeouts as they are, for tests about these.
         """
         policies = folder / "policies" if (folder / "policies").exists() else find_preset(DEFAULT_PRESET)
-        configuration = yaml.safe_load(edit(render_bootstrap(load([str(policies)], datetime.now(UTC)), options)))
+        configuration = read_yaml(edit(render_bootstrap(load([str(policies)], datetime.now(UTC)), options)))
         if not hasty:
             be_patient(configuration)
         config, admin = folder / "envoy.yaml", folder / "envoy-admin.txt"

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.support.documents import read_yaml
 from tests.support.chart import CASES, Object, Values, objects, of_kind
 from tests.support.chart.istio import http_manager, without_loopguard
 from tests.support.harness import Stack
@@ -71,7 +71,7 @@ def retry_policy(retry: Object) -> Object:
 
 def gateway_configuration(text: str, values: Values) -> str:
     """An Envoy as Envoy Gateway would configure it: the filter is off, and on where targeted."""
-    made = without_loopguard(yaml.safe_load(text))
+    made = without_loopguard(read_yaml(text))
     made_of = objects(values)
     (extension,) = of_kind(made_of, "EnvoyExtensionPolicy")
     (client,) = of_kind(made_of, "ClientTrafficPolicy")

@@ -19,7 +19,7 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     """Ten times the log, of ten times as many callers, paths and loops, takes next to nothing more."""
     (tmp_path / "policies.json").write_text(json.dumps(bundle(policy("p", ANY, window_seconds=1, **USER))))
     peaks = []
-    for count in (10_000, 100_000):
+    for count in (5_000, 50_000):
         log = tmp_path / "access.log"
         log.write_bytes(write_lines(make_record(n / 300, f"u{n // 3}", path=f"/v1/{n // 3}") for n in range(count)))
         code = (

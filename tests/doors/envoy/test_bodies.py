@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import threading
@@ -14,9 +15,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
-from tests.support.documents import bundle, policy
+from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
 from tests.support.uploads import Upload, send
 
@@ -126,7 +126,7 @@ def write_mode(mode: str, response_mode: str) -> dict[str, str]:
 
 def in_every_mode(config: str) -> str:
     """The same configuration with routes in the modes that their paths name; Envoy is patient, and passes trailers on."""
-    document = yaml.safe_load(config.replace("timeout: 0.15s", "timeout: 30s"))  # of keepalive: this machine may be busy
+    document = read_yaml(config.replace("timeout: 0.15s", "timeout: 30s"))  # of keepalive: this machine may be busy
     manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     manager["http_protocol_options"] = {"enable_trailers": True}
     guard = next(item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.ext_proc")
@@ -136,7 +136,7 @@ def in_every_mode(config: str) -> str:
         if len(named) == 2:
             overrides = route["typed_per_filter_config"]["envoy.filters.http.ext_proc"]["overrides"]
             overrides["processing_mode"] = write_mode(*named)
-    return str(yaml.safe_dump(document))
+    return json.dumps(document)
 
 
 def guard(cases: Sequence[Case], *more: dict[str, Any], **selector: object) -> dict[str, Any]:

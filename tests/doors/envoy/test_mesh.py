@@ -21,7 +21,7 @@ import yaml
 from tests.support import ROOT
 from tests.support.chart import CASES, Object, Values, merged, objects, of_kind, rendered
 from tests.support.chart.istio import HCM, http_manager, patched, without_loopguard
-from tests.support.documents import bundle, policy
+from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import ENVOY, Process, Stack, be_patient, envoy_version, eventually, stack
 from tests.support.meshes import FILTER, ISTIO, cluster_names, each_istio, envoy_filter, gateway_configuration
 
@@ -117,7 +117,7 @@ def configuration(text: str, values: Values, routes: dict[str, str], edit: Calla
         routes: names by path prefix, the first that matches is taken.
         edit: changes the configuration last.
     """
-    made = without_loopguard(yaml.safe_load(text))
+    made = without_loopguard(read_yaml(text))
     listed = [
         {"name": name, "match": {"prefix": prefix}, "route": {"cluster": "upstream", "timeout": "0s"}}
         for prefix, name in routes.items()

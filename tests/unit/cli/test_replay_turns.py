@@ -52,7 +52,7 @@ def make_cache() -> Memo[bytes, conversation.KnownMessages]:
     return Memo(2**25, conversation._measure)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(8, 24))])
 def test_a_replay_decides_as_live(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of every API, on two replicas: each verdict, loop and tenant is the live one, with nothing to complain about."""
     random = Random(seed)

@@ -338,6 +338,7 @@ def browser(chromium: Browser) -> Browser:
     return chromium
 
 
+@pytest.mark.deep
 @BROWSER
 def test_a_browser_shows_it_and_runs_nothing_else(browser: Browser) -> None:
     """In Chromium the table and the curves are there, and no script that a client has put into a name has run."""
@@ -350,6 +351,7 @@ def test_a_browser_shows_it_and_runs_nothing_else(browser: Browser) -> None:
         assert browser.problems == []
 
 
+@pytest.mark.deep
 @BROWSER
 def test_the_page_is_live(browser: Browser) -> None:
     """What happens while the page is open is on it a moment later, without a reload, unless it is paused."""
@@ -370,6 +372,7 @@ def find_copied(browser: Browser, word: str) -> str:
     return text if text.startswith(f"loopguard {word} ") else ""
 
 
+@pytest.mark.deep
 @BROWSER
 def test_all_of_it_works_with_the_keyboard(browser: Browser) -> None:
     """Every control is reached with Tab, and shows that it has the focus, also after a refresh; shortcuts are listed."""
@@ -412,6 +415,7 @@ def test_all_of_it_works_with_the_keyboard(browser: Browser) -> None:
         assert browser.problems == []
 
 
+@pytest.mark.deep
 @BROWSER
 def test_a_command_is_copied_without_the_clipboards_api(browser: Browser) -> None:
     """Browsers have it only on https and localhost; where nothing can be copied, the command is selected."""
@@ -428,6 +432,7 @@ def test_a_command_is_copied_without_the_clipboards_api(browser: Browser) -> Non
         assert browser.run("getSelection().toString()") == command
 
 
+@pytest.mark.deep
 @BROWSER
 @pytest.mark.parametrize("width", [375, 768, 1001, 1280])
 def test_no_window_needs_sideways_scrolling(browser: Browser, width: int) -> None:
@@ -444,6 +449,7 @@ def test_no_window_needs_sideways_scrolling(browser: Browser, width: int) -> Non
             assert browser.run("document.documentElement.scrollWidth") <= browser.run("innerWidth") == width
 
 
+@pytest.mark.deep
 @BROWSER
 @pytest.mark.parametrize(("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 29)")])
 def test_text_can_be_read_in_both_color_schemes(browser: Browser, scheme: str, paper: str) -> None:

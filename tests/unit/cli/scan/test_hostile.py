@@ -55,12 +55,11 @@ class TestLines:
         assert scanned.count("too_long") == 2
         assert [place.line for place in scanned.problems["too_long"].places] == [2, 6]
 
-    @pytest.mark.deep
-    def test_a_line_of_gigabytes_takes_no_memory(self, tmp_path: Path) -> None:
-        """A sparse file of 2 GB with one line is skipped in pieces."""
+    def test_a_long_line_takes_no_memory(self, tmp_path: Path) -> None:
+        """A sparse file of 256 MB with one line is skipped in pieces."""
         file = tmp_path / "f"
         file.write_bytes(LINES[0])
-        os.truncate(file, 2**31)
+        os.truncate(file, 2**28)
         tracemalloc.start()
 
         scanned = scan_file(file, longest=2**20)
@@ -68,7 +67,7 @@ class TestLines:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert scanned.count("too_long") == 1
-        assert scanned.read == 2**31
+        assert scanned.read == 2**28
         assert peak < 2**25
 
     def test_a_long_document_is_skipped(self, tmp_path: Path) -> None:
