@@ -23,7 +23,6 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, TypeVar
 
-
 from extproc.cli.envoy_config.options import EnvoyOptions
 from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.documents import read_yaml
 from tests.support.chart import CASES, Object, Values, objects, of_kind
 from tests.support.chart.istio import http_manager, without_loopguard
+from tests.support.documents import read_yaml
 from tests.support.harness import Stack
 
 ISTIO = {name: values for name, values in CASES.items() if values.get("istio", {}).get("enabled")}
