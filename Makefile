@@ -15,8 +15,9 @@ WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
 # What goes through a door waits most of the time: eight workers keep two processors busy.
 WAITING := -n 8 --no-loadscope-reorder
 # CI tests with DEEP=1: also what takes long (memory, a million entries, every depth, a build, gRPC by grpcio).
-# Properties get 25 examples, and without a profile, as in test-pure, 100: all of them would take minutes.
-EXTENT := --hypothesis-profile quarter $(if $(DEEP),,-m 'not deep')
+# Properties get 25 examples here, and 100 where pytest is called without a profile.
+EXAMPLES := --hypothesis-profile quarter
+EXTENT := $(EXAMPLES) $(if $(DEEP),,-m 'not deep')
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # uv takes a tenth of pip's time, from pip's index. Where it fails, pip installs: only pip reads all of its own settings.
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
@@ -83,8 +84,8 @@ test: ## all tests except slow ones, with the real Envoy 1.40 (DEEP=1: all, as i
 	*) $(MAKE) --no-print-directory test-compiled ;; \
 	esac
 
-test-pure: .venv/test.stamp ## all tests on the sources
-	@$(BIN)/python -m pytest $(WORKERS)
+test-pure: .venv/test.stamp ## all tests on the sources, with slow ones
+	@$(BIN)/python -m pytest $(WAITING) $(EXAMPLES)
 
 # First one process rewrites the asserts of all tests, which takes 10 s of CPU: each of seven workers would do it for itself.
 test-sources: .venv/test.stamp
