@@ -51,14 +51,12 @@ from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.tree import (
     AGENT_LIMITS,
     ANSWER_SIZE,
-    Admission,
+    Tree,
     TreeStanding,
     TreeStep,
-    admit,
     pack_tree,
     read_tree,
     weigh_tree,
-    write_stamp,
 )
 from extproc.store.rules.windows import Hit
 
@@ -471,13 +469,13 @@ class Ledger:
         paid: number of settled calls that cost something.
         marks: marks of the newest histories, newest last, `_MARK` bytes each: the number of calls, and `Step.total`.
         records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
-        stamp: `began`, as the session's tree has it; empty before the tree is asked for.
+        tree: the session's tree of agents, which is stored beside the ledger; None before it is asked for.
     """
 
     __slots__ = (
         "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "failures", "identities",
         "idle_ms", "killed", "last", "marks", "model_ms", "names", "narrowed_at", "open", "paid", "records", "renewed",
-        "reserved", "stamp", "steps", "tokens", "tool_calls",
+        "reserved", "steps", "tokens", "tool_calls", "tree",
     )  # fmt: skip
 
     def __init__(self, state: bytes | None, now: int, steps: int = 0) -> None:
@@ -491,7 +489,7 @@ class Ledger:
         self.tool_calls = self.narrowed_at = 0
         self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
         self.renewed = False
-        self.stamp = b""
+        self.tree: Tree | None = None
         self.identities: dict[bytes, int] = {}
         self.open: list[_Reservation] = []
         self.counts = self.names = self.marks = self.records = b""
@@ -546,17 +544,11 @@ class Ledger:
         return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms
 
     def is_large(self) -> bool:
-        """Whether it knows many tool calls, which take a lot of memory unpacked."""
-        return len(self.records) > _RECORDS * KNOWN
+        """Whether it knows many tool calls or agents, which take a lot of memory unpacked."""
+        return len(self.records) > _RECORDS * KNOWN or (self.tree is not None and self.tree.is_large())
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
         """Let a request through or refuse it, at the store's time `now`; `shared`: excess sessions share this ledger."""
-        return self.take_step_in_tree(asked, None, now, shared=shared)[0]
-
-    def take_step_in_tree(
-        self, asked: Step, tree: bytes | None, now: int, *, shared: bool = False
-    ) -> tuple[Standing, Admission | None]:
-        """The same with the session's stored tree of agents; returns what to store of it, too."""
         self.idle_ms = asked.limits.idle_ms
         self._close_old(now)
         identity = asked.identity
@@ -568,23 +560,23 @@ class Ledger:
             times = self.identities.get(identity, -1)
         retry = times >= 0 and times % _OFFER < MAX_RETRIES_PER_STEP
         limit, used, allowed, tool = self._find_limit(asked, retry)
-        admission: Admission | None = None
+        tree: TreeStanding | None = None
+        over, agents_used, agents_allowed = -1, 0, 0
         if asked.tree is not None:
-            if not self.stamp:
-                self.stamp = write_stamp(self.began)
-            admission = admit(tree, asked.tree, self.stamp, now, passes=not limit)
+            if self.tree is None:
+                self.tree = Tree()
+            tree, over, agents_used, agents_allowed = self.tree.admit(asked.tree, now, passes=not limit)
         if limit:
             self._block(asked.limits, waits=limit == _MONEY and self.cost < allowed)
-        elif admission is not None and admission[2] >= 0:
+        elif over >= 0:
             self.blocks = min(self.blocks + 1, _MAX)  # an agent that did not begin kills no session
-            limit, used, allowed = _FIRST_OF_AGENTS + admission[2], admission[3], admission[4]
+            limit, used, allowed = _FIRST_OF_AGENTS + over, agents_used, agents_allowed
         else:
             self._let_through(asked, identity if retry else asked.identity, retry, now)
         self._close_old(now)
         standing = self._describe(now, limit, used, allowed, tool, shared, retry)
-        if admission is not None:
-            standing.tree = admission[1]
-        return standing, admission
+        standing.tree = tree
+        return standing
 
     def settle(self, asked: Settlement, now: int) -> Standing:
         """Close a call. If it is not open (any more), nothing changes."""
