@@ -1,7 +1,8 @@
 """Trees of agents: which agent of a session sends a request, and which session is at the root.
 
 Claude Code and Codex name the root in every request. opencode names each agent's parent: the root of an agent is that of its
-parent. A replica that has seen the parent knows it; else the store is asked at the agent's first request.
+parent. A replica that has seen the parent knows it; else the store finds it at the agent's first request, in the step that
+counts the request.
 """
 
 from __future__ import annotations

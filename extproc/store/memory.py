@@ -28,7 +28,7 @@ from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.root import RootSearch, find_root
-from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
+from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter, move_step
 from extproc.store.rules.take_back import CHAIN, TakeBack, take_from_chain, take_from_log, take_from_tally
 from extproc.store.rules.tree import Tree
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit, Tally, log, read_log_times, tally
@@ -138,7 +138,9 @@ class MemoryStore:
     def _answer(self, asked: Step | Settlement | TakeBack, now: int) -> Standing | Count:
         if isinstance(asked, TakeBack):
             return self._take_back(asked)
-        return self._step(asked, now) if isinstance(asked, Step) else self._settle(asked, now)
+        if not isinstance(asked, Step):
+            return self._settle(asked, now)
+        return self._step(asked, now) if asked.search is None else self._step_below_root(asked, asked.search, now)
 
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms
@@ -182,6 +184,13 @@ class MemoryStore:
             ledger = Ledger(None, now, 0 if shared else asked.earlier)
         standing = ledger.take_step(asked, now, shared=shared)
         self._keep_ledger(key, ledger, now)
+        return standing
+
+    def _step_below_root(self, asked: Step, search: RootSearch, now: int) -> Standing:
+        """A step of the session that a search finds."""
+        root = self._find_root(search, now)
+        standing = self._step(move_step(asked, root), now)
+        standing.root = root
         return standing
 
     def _settle(self, asked: Settlement, now: int) -> Standing:

@@ -47,10 +47,12 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
+from extproc.store.rules.root import ROOT_SIZE, RootSearch, pack_search
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.tree import (
     AGENT_LIMITS,
     ANSWER_SIZE,
+    ROOT,
     Tree,
     TreeStanding,
     TreeStep,
@@ -185,18 +187,20 @@ class Step:
         offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 if unknown.
         earlier: number of steps with which a new ledger of the session begins.
         tree: its place in the session's tree of agents; None if these have no limits.
+        search: finds the session at the root of the agent that asks; see `move_step`. None if the session is known.
     """
 
     __slots__ = (
-        "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "shared", "tenant",
-        "tools", "total", "tree",
+        "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "search", "shared",
+        "tenant", "tools", "total", "tree",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
         total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int], offer: int = 0,
-        earlier: int = 0, tree: TreeStep | None = None,
+        earlier: int = 0, tree: TreeStep | None = None, search: RootSearch | None = None,
     ) -> None:  # fmt: skip
+        self.search = search
         self.tree = tree
         self.earlier = earlier
         self.offer = offer
@@ -275,6 +279,7 @@ class Standing:
         tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with limits of their own, and
             the others that came first. A name has up to 64 characters.
         tree: of its agents; None if they have no limits, and after a settlement.
+        root: the name of the session in which the request was counted, 8 bytes; empty if the question said it.
         tokens: of all settled calls.
         model_ms: time that the upstream took for all settled calls, in milliseconds.
         failures: number of failed calls.
@@ -282,7 +287,8 @@ class Standing:
 
     __slots__ = (
         "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "failures", "killed",
-        "limit", "model_ms", "reserved", "retry", "shared", "steps", "tokens", "tool", "tool_calls", "tools", "tree", "used",
+        "limit", "model_ms", "reserved", "retry", "root", "shared", "steps", "tokens", "tool", "tool_calls", "tools", "tree",
+        "used",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -308,8 +314,10 @@ class Standing:
         model_ms: int = 0,
         failures: int = 0,
         tree: TreeStanding | None = None,
+        root: bytes = b"",
     ) -> None:
         self.tree = tree
+        self.root = root
         self.tokens = tokens
         self.model_ms = model_ms
         self.failures = failures
@@ -361,6 +369,7 @@ class Standing:
             self.tokens,
             self.model_ms,
             self.failures,
+            self.root,
         )
         return self.limit, self.used, self.allowed, self.tool, *counted, *money, *rest
 
@@ -369,7 +378,7 @@ _SHOWN: Final = (
     *("limit", "used", "allowed", "tool"),
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),
-    *("killed", "age_ms", "shared", "retry", "tools", "tree", "tokens", "model_ms", "failures"),
+    *("killed", "age_ms", "shared", "retry", "tools", "tree", "tokens", "model_ms", "failures", "root"),
 )
 
 
@@ -452,6 +461,26 @@ def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
         began, count = now, 0
     room = count < limits.max_sessions
     return _BEGUN.pack(now, began, count + room), room
+
+
+def move_step(asked: Step, root: bytes) -> Step:
+    """A step whose session was taken to be its agent's parent, as a step of the session at the root of that.
+
+    The keys of both differ in the session's name, and are in one hash slot.
+    """
+    search, place = asked.search, asked.tree
+    if search is None or search.parent == root:
+        return asked
+    old, new = f"{search.parent.hex()}:", f"{root.hex()}:"
+    if place is not None:
+        agent, parent = place.agent, search.parent
+        if agent == root:  # in a circle, the root is no agent
+            agent = parent = ROOT
+        place = TreeStep(place.key.replace(old, new, 1), place.shared, place.limits, agent, parent)
+    return Step(
+        asked.key.replace(old, new, 1), asked.tenant, asked.shared, asked.limits, asked.identity, asked.call, asked.reserve,
+        asked.calls, asked.total, asked.newest, asked.tools, asked.grants, asked.offer, asked.earlier, place,
+    )  # fmt: skip
 
 
 class Ledger:
@@ -980,10 +1009,11 @@ def pack_name(name: str) -> bytes:
 _STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQQQQQQIB")
 """Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
 estimated, reserved, age_ms; tokens, of four kinds; model_ms, failures; and the number of tools that follow, packed as in a
-ledger. If `shared` has the bit `_IN_TREE`, the tree's answer stands before them."""
+ledger. If `shared` has the bit `_IN_TREE`, the tree's answer stands before them; then, with the bit `_OF_ROOT`, the root."""
 
 _SHARED: Final = 1
 _IN_TREE: Final = 2
+_OF_ROOT: Final = 4
 
 
 def read_standing(answer: bytes) -> Standing:
@@ -993,6 +1023,8 @@ def read_standing(answer: bytes) -> Standing:
         tree, start = None, _STANDING.size
         if shared & _IN_TREE:
             tree, start = read_tree(answer, start), start + ANSWER_SIZE
+        root = answer[start : start + ROOT_SIZE] if shared & _OF_ROOT else b""
+        start += len(root)
         names = start + tools * _COUNTED
         listed = list_tools(answer[start:names], answer[names:])
     except (struct.error, IndexError):
@@ -1005,7 +1037,7 @@ def read_standing(answer: bytes) -> Standing:
     return Standing(
         limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
         reserved, killed, age, shared & _SHARED != 0, retry != 0, listed, (given, taken, read, written), model_ms, failures,
-        tree,
+        tree, root,
     )  # fmt: skip
 
 
@@ -1020,7 +1052,7 @@ _STEP: Final = 3
 
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]:
-    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, tools of older calls, tree.
+    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, tools of older calls, place.
 
     A settlement has its tokens and `model_ms` where a step has its last numbers.
     """
@@ -1033,7 +1065,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
     else:
         kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
         records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
-        earlier, tree = asked.earlier, pack_tree(asked.tree)
+        earlier, tree = asked.earlier, pack_tree(asked.tree) + pack_search(asked.search)
         grants, calls, flags = asked.grants, cut_calls(asked), flags + _OFFERED * asked.offer
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])
