@@ -42,7 +42,7 @@ from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
-from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, ROOT_ID, digest_agent, identify_agent
+from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import RootSearch
@@ -794,10 +794,6 @@ class SessionCandidate(Candidate):
         empty, and the store is asked first, because operators' orders about the root change the question.
         """
         agent, roots, tenant = self.agent, self.limiter.roots, self.tenant
-        if agent is ROOT_AGENT:
-            if not roots.find(tenant, name):
-                roots.keep(tenant, name, name)
-            return name
         self._agent_id = identify_agent(agent.key, agent.name)
         self.agent_name = self._agent_id.name
         if not agent.hangs:
@@ -807,11 +803,7 @@ class SessionCandidate(Candidate):
         root = roots.find(tenant, self.agent_name)
         if not root:
             search = roots.make_search(scope, tenant, self.agent_name, name)
-            root = roots.find(tenant, name)
-            if root:
-                roots.keep(tenant, self.agent_name, root)
-                self.pushes = [search]
-            elif self._standing is not None and self._standing.name_sessions:
+            if self._standing is not None and self._standing.name_sessions:
                 self.pushes, self.waits = [search], True
             else:
                 self._search, root = search, name

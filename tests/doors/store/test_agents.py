@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -195,6 +196,49 @@ def test_an_agent_takes_no_round_trip_more(
     assert taken == [1.0] * len(order)
     assert sessions == 1
     assert [count for count, _ in steps] == [9, 10]
+
+
+def name_agent(client: str, root: int, agent: int, parent: int) -> dict[str, str]:
+    """The headers of an agent by its number and that of the one that started it; 0 is the root."""
+    top, own, above = f"root{root}", f"agent{root}-{agent}", f"agent{root}-{parent}" if parent else ""
+    if client == "opencode":
+        return {"x_session_id": own, "x_parent_session_id": above or top} if agent else {"x_session_id": top}
+    if client == "codex":
+        return {"session_id": top, "thread_id": own, "x_codex_parent_thread_id": above or top} if agent else {"session_id": top}
+    started = {"x_claude_code_parent_agent_id": above} if above else {}
+    return {"x_claude_code_session_id": top, **({"x_claude_code_agent_id": own, **started} if agent else {})}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("client", ["claude code", "codex", "opencode"])
+def test_two_replicas_answer_as_one_that_keeps_all_in_memory(valkey: Server, client: str, seed: int) -> None:
+    """Of random trees, with retries and agents that claim other parents later; wherever each request goes."""
+    random = Random(f"{client} {seed}")
+    limits: dict[str, Any] = {"max_agents": 6, "max_depth": 2, "max_steps": 30, "max_concurrent_agents": 5}
+    asked: list[tuple[Any, dict[str, str], int]] = []
+    for number in range(120):
+        if asked and random.random() < 0.15:
+            body, names, _ = random.choice(asked[-5:])
+        else:
+            agent = random.choice([0, *range(1, 12)])
+            parent = random.randrange(max(1, agent)) if random.random() < 0.9 else random.randrange(14)
+            names = name_agent(client, random.randrange(2), agent, parent if agent else 0)
+            body = turns(2, number=str(number))
+        asked.append((body, names, random.randrange(2)))
+
+    async def main() -> tuple[list[bool], list[bool], set[Any], set[Any]]:
+        async with replicas(valkey, **limits) as services:
+            alone = make_service(limited(**limits))
+            here = [await judge(alone, body, x_team="t", **names) for body, names, _ in asked]
+            there = [await judge(services[replica], body, x_team="t", **names) for body, names, replica in asked]
+            known = {run.name for service in services for run in service.reporter.sessions.copy()}
+            return here, there, known, {run.name for run in alone.reporter.sessions.copy()}
+
+    here, there, known, expected = asyncio.run(main())
+
+    assert there == here
+    assert known == expected
+    assert 0 < sum(here) < len(here)
 
 
 async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401  # of an order
