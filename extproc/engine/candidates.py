@@ -42,10 +42,11 @@ from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
-from extproc.sessions.trees import NO_AGENT, ROOT_AGENT, ROOT_ID, digest_agent, identify_agent
+from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
-from extproc.store.rules.session import LIMITS, Settlement, Standing, Step
+from extproc.store.rules.root import RootSearch
+from extproc.store.rules.session import LIMITS, Settlement, Standing, Step, move_step
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY
 from extproc.store.rules.tree import NO_LIMITS, TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
@@ -658,6 +659,7 @@ class SessionCandidate(Candidate):
         "_nameless",
         "_parent",
         "_place",
+        "_search",
         "_stopped",
         "_unknown",
         "agent",
@@ -695,6 +697,7 @@ class SessionCandidate(Candidate):
         self._body: RequestBody | None = None
         self._earlier_steps = 0
         self._place: ChainPlace | None = None
+        self._search: RootSearch | None = None
         self._stopped = False
         self._nameless = False
         self._unknown = False
@@ -785,12 +788,12 @@ class SessionCandidate(Candidate):
         return name if not name or self.agent is NO_AGENT else self._find_root(name, body.scope)
 
     def _find_root(self, name: str, scope: str) -> str:
-        """The session at the root of an agent's tree, given the one that its request names; empty if only the store knows."""
+        """The session at the root of an agent's tree, given the one that its request names.
+
+        If only the store knows, that one is taken for the root, and the question about the step finds the root; or it is
+        empty, and the store is asked first, because operators' orders about the root change the question.
+        """
         agent, roots, tenant = self.agent, self.limiter.roots, self.tenant
-        if agent is ROOT_AGENT:
-            if not roots.find(tenant, name):
-                roots.keep(tenant, name, name)
-            return name
         self._agent_id = identify_agent(agent.key, agent.name)
         self.agent_name = self._agent_id.name
         if not agent.hangs:
@@ -799,12 +802,11 @@ class SessionCandidate(Candidate):
             return name
         root = roots.find(tenant, self.agent_name)
         if not root:
-            self.pushes = [roots.make_search(scope, tenant, self.agent_name, name)]
-            root = roots.find(tenant, name)
-            if root:
-                roots.keep(tenant, self.agent_name, root)
+            search = roots.make_search(scope, tenant, self.agent_name, name)
+            if self._standing is not None and self._standing.name_sessions:
+                self.pushes, self.waits = [search], True
             else:
-                self.waits = True
+                self._search, root = search, name
         self._place_below(root, name)
         return root
 
@@ -816,6 +818,14 @@ class SessionCandidate(Candidate):
         self.limiter.roots.keep(self.tenant, self.agent_name, root)
         self._place_below(root, self.parent_name)
         self._name_session(root)
+
+    def _take_root(self, found: bytes) -> None:
+        """Take the root of the agent, in whose session the store has counted the request."""
+        root, step = found.hex(), self.hit
+        self.limiter.roots.keep(self.tenant, identify_agent(self.agent.key, self.agent.name).name, root)
+        if isinstance(step, Step) and root != self.session:
+            self._place_below(root, self.session)
+            self.hit, self.session = move_step(step, found), root
 
     def _place_below(self, root: str, parent: str) -> None:
         """Set the agent's parent, which is empty directly below the root; in a circle, the root is no agent."""
@@ -843,6 +853,7 @@ class SessionCandidate(Candidate):
             allowed=self.is_allowed,
             earlier=0 if unnamed else self._earlier_steps,
             tree=None if unnamed else self._place_in_tree(keys),
+            search=self._search,
         )
 
     def _place_in_tree(self, keys: SessionKeys) -> TreeStep | None:
@@ -863,7 +874,7 @@ class SessionCandidate(Candidate):
         if place is not None:
             return place.identify(self.calls.offer)
         own = self._agent_id.checksum  # two agents with the same task do not repeat each other
-        return identify(body.head, body.sums, keys.checksum ^ own)
+        return identify(body.head, body.sums, own if self.agent.hangs and own else keys.checksum ^ own)
 
     def name_request(self) -> None:
         """See `Candidate`; worked out on demand, because it is rarely needed and expensive."""
@@ -878,6 +889,8 @@ class SessionCandidate(Candidate):
         if not isinstance(count, Standing):
             raise TypeError("a step is answered with a standing")
         self.standing = count
+        if count.root:
+            self._take_root(count.root)
         if count.limit or self.limiter.gives_notice:
             self.name_request()
         if self.session == UNNAMED:

@@ -21,6 +21,7 @@ from extproc.sessions.session_limits import MAX_AGENTS as MOST_AGENTS
 from extproc.sessions.session_limits import Notice, Price, Session, SessionLimits, UnnamedLimits
 from extproc.sessions.trees import AgentNames, Roots
 from extproc.store.rules.chain import ChainLink
+from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import LIMITS, NANO_DOLLARS, Limits, Standing, Step
 from extproc.store.rules.tree import AGENT_LIMITS, NO_LIMITS, AgentLimits, TreeStep
 
@@ -453,6 +454,7 @@ class SessionGuard:
         allowed: bool,
         earlier: int = 0,
         tree: TreeStep | None = None,
+        search: RootSearch | None = None,
     ) -> Step:
         """The store's question about a request.
 
@@ -467,6 +469,7 @@ class SessionGuard:
             allowed: an operator has ordered to let it through.
             earlier: number of steps in its history, for a ledger that begins with them.
             tree: the result of `make_tree_step`.
+            search: finds the session; the keys are those of the agent's parent.
         """
         return Step(
             keys.ledger,
@@ -484,6 +487,7 @@ class SessionGuard:
             calls.offer,
             earlier,
             tree,
+            search,
         )
 
     def extend_agents(self, granted: tuple[int, int, int, int]) -> AgentLimits:

@@ -1,7 +1,8 @@
 """Trees of agents: which agent of a session sends a request, and which session is at the root.
 
 Claude Code and Codex name the root in every request. opencode names each agent's parent: the root of an agent is that of its
-parent. A replica that has seen the parent knows it; else the store is asked at the agent's first request.
+parent. The store finds it at an agent's first request to a replica, in the step that counts the request. From then on, the
+replica knows it.
 """
 
 from __future__ import annotations
@@ -46,9 +47,6 @@ class WireAgent:
 NO_AGENT: Final = WireAgent("", "", "", hangs=False)
 """Of a request in which nothing names an agent."""
 
-ROOT_AGENT: Final = WireAgent("", "", "", hangs=False)
-"""Of a session whose agents name only their parents."""
-
 
 class _Key:
     """A limit key that may name an agent.
@@ -84,7 +82,7 @@ class AgentNames:
         same: limit keys with values that name the same sessions as those of another one.
     """
 
-    __slots__ = ("_forms", "_roots", "same")
+    __slots__ = ("_forms", "same")
 
     def __init__(self, session: Session) -> None:
         """Compile a policy's keys, or those of known clients."""
@@ -100,7 +98,6 @@ class AgentNames:
                 if key in keys
             }
         self.same = {key: form.key for key, form in self._forms.items() if form.hangs}
-        self._roots = frozenset(self.same.values())
 
     def list_keys(self) -> list[Descriptor]:
         """The descriptors that may name an agent."""
@@ -110,10 +107,10 @@ class AgentNames:
         """The agent that sends a request, given the limit key that names its session, and the value of that."""
         form = self._forms.get(key)
         if form is None:
-            return ROOT_AGENT if key in self._roots else NO_AGENT
+            return NO_AGENT
         name = _read_first(form.agent, request)
         if not name or name == session:
-            return ROOT_AGENT if key in self._roots else NO_AGENT
+            return NO_AGENT
         if form.hangs:
             return WireAgent(form.key, name, session, hangs=True)
         parent = _read_first(form.parent, request)
@@ -146,11 +143,11 @@ class Roots:
         self._known: Memo[tuple[str, str], str] = Memo(_ROOTS)
 
     def find(self, tenant: str, session: str) -> str:
-        """The root of a session; empty if unknown."""
+        """The root of an agent; empty if unknown."""
         return self._known.get((tenant, session)) or ""
 
     def keep(self, tenant: str, session: str, root: str) -> None:
-        """Keep the root of a session, which is itself if it is no agent."""
+        """Keep the root of an agent."""
         self._known.put((tenant, session), root)
 
     def make_search(self, scope: str, tenant: str, agent: str, parent: str) -> RootSearch:

@@ -28,8 +28,9 @@ from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
 from extproc.store.rules.root import RootSearch, find_root
-from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter
+from extproc.store.rules.session import Ledger, Limits, Question, Settlement, Standing, Step, enter, move_step
 from extproc.store.rules.take_back import CHAIN, TakeBack, take_from_chain, take_from_log, take_from_tally
+from extproc.store.rules.tree import Tree
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit, Tally, log, read_log_times, tally
 
 DEFAULT_MAX_ENTRIES = 1_000_000
@@ -54,9 +55,11 @@ _LATELY_MS: Final = 60_000
 """A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
 
 # A packed Tally costs 64 bytes, a tuple of ints twice that, and the garbage collector never visits it. Every entry but a log
-# begins with the time of its last use, and the time until which it is kept regardless of its lifetime. For a tree of agents,
-# the latter is the time at which its session began.
+# begins with the time of its last use, and the time until which it is kept regardless of its lifetime.
 _TIMES: Final = struct.Struct("<qq")
+_LEDGER: Final = struct.Struct("<qqI")
+"""These times, and the length of the session's tree of agents, which stands before the ledger."""
+
 _TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
 
@@ -135,7 +138,9 @@ class MemoryStore:
     def _answer(self, asked: Step | Settlement | TakeBack, now: int) -> Standing | Count:
         if isinstance(asked, TakeBack):
             return self._take_back(asked)
-        return self._step(asked, now) if isinstance(asked, Step) else self._settle(asked, now)
+        if not isinstance(asked, Step):
+            return self._settle(asked, now)
+        return self._step(asked, now) if asked.search is None else self._step_below_root(asked, asked.search, now)
 
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms
@@ -169,7 +174,7 @@ class MemoryStore:
         limits, key = asked.limits, asked.key
         ledger = self._at_hand.use(key)
         if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():  # usually; it stays unpacked
-            return ledger.take_step(asked, now) if asked.tree is None else self._step_in_tree(ledger, asked, now, shared=False)
+            return ledger.take_step(asked, now)
         ledger = self._take_ledger(key, limits, now)
         shared = ledger is None and not self._enter(asked, now)
         if shared:
@@ -177,32 +182,15 @@ class MemoryStore:
             ledger = self._take_ledger(key, limits, now)
         if ledger is None:
             ledger = Ledger(None, now, 0 if shared else asked.earlier)
-        if asked.tree is None:
-            standing = ledger.take_step(asked, now, shared=shared)
-        else:
-            standing = self._step_in_tree(ledger, asked, now, shared=shared)
+        standing = ledger.take_step(asked, now, shared=shared)
         self._keep_ledger(key, ledger, now)
         return standing
 
-    def _step_in_tree(self, ledger: Ledger, asked: Step, now: int, *, shared: bool) -> Standing:
-        """A step of a session whose agents are counted, too."""
-        place, lifetime = asked.tree, asked.limits.idle_ms
-        if place is None:
-            return ledger.take_step(asked, now, shared=shared)
-        key = place.shared if shared else place.key
-        entries = self._shards[hash(key) % len(self._shards)].get(lifetime)
-        entry = entries.pop(key, None) if entries is not None else None
-        standing, admission = ledger.take_step_in_tree(asked, entry if isinstance(entry, bytes) else None, now, shared=shared)
-        state = admission[0] if admission is not None else b""
-        if entries is not None and entry is not None and state:  # as `_take` and `_put` do, in half the time
-            entries[key] = state
-            self._bytes += len(state) - len(entry)
-            return standing
-        if entry is not None:
-            self._entries -= 1
-            self._bytes -= len(entry)
-        if state:
-            self._put(key, lifetime, state, now)
+    def _step_below_root(self, asked: Step, search: RootSearch, now: int) -> Standing:
+        """A step of the session that a search finds."""
+        root = self._find_root(search, now)
+        standing = self._step(move_step(asked, root), now)
+        standing.root = root
         return standing
 
     def _settle(self, asked: Settlement, now: int) -> Standing:
@@ -228,7 +216,7 @@ class MemoryStore:
             entry = self._take(key, limits.idle_ms)
             if entry is None:
                 return None
-            ledger = Ledger(bytes(entry[_TIMES.size :]), now)
+            ledger = _open_ledger(bytes(entry), now)
         if not ledger.is_over(limits, now):
             return ledger
         self._drop_at_hand(key)
@@ -264,7 +252,8 @@ class MemoryStore:
         return True
 
     def _put_away(self, key: str, ledger: Ledger, now: int) -> None:
-        self._put(key, ledger.idle_ms, _TIMES.pack(ledger.last, 0) + ledger.pack(), now)
+        tree = ledger.tree.pack() if ledger.tree is not None else b""
+        self._put(key, ledger.idle_ms, b"".join([_LEDGER.pack(ledger.last, 0, len(tree)), tree, ledger.pack()]), now)
 
     def _push(self, pushed: Push, now: int) -> list[bytes]:
         entry = self._take(pushed.key, pushed.ttl_ms)
@@ -353,6 +342,17 @@ class MemoryStore:
                 return
             position = (position + 1) % len(self._shards)
             shard = self._shards[position]
+
+
+def _open_ledger(entry: bytes, now: int) -> Ledger:
+    """Unpack a ledger and its tree."""
+    size: int
+    _, _, size = _LEDGER.unpack_from(entry)
+    start = _LEDGER.size
+    ledger = Ledger(entry[start + size :], now)
+    if size:
+        ledger.tree = Tree(entry[start : start + size])
+    return ledger
 
 
 def _read_tally(entry: bytes) -> Tally:

@@ -139,7 +139,7 @@ def count_call(hit: Hit, times: int = 1, now: int | None = None, owed: int = 0) 
     return ScriptCall(_LOG if is_log else _TALLY, hit, arguments, owed)
 
 
-_SESSION = Script("session", partial(_read_each, read_standing), ("tree",))
+_SESSION = Script("session", partial(_read_each, read_standing), ("tree", "root"))
 
 
 def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall:
@@ -147,8 +147,12 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     arguments = (-1 if now is None else now, *pack_question(asked))
     if not isinstance(asked, Step):
         return ScriptCall(_SESSION, asked, arguments, weight=1)
-    tree = asked.tree
-    others = (asked.tenant, asked.shared) if tree is None else (asked.tenant, asked.shared, tree.key, tree.shared)
+    tree, search = asked.tree, asked.search
+    others: tuple[str, ...] = (asked.tenant, asked.shared)
+    if tree is not None:
+        others = (*others, tree.key, tree.shared)
+    if search is not None:
+        others = (*others, search.key, search.parent_key)
     return ScriptCall(_SESSION, asked, arguments, 0, others, weigh(asked))
 
 
@@ -164,7 +168,7 @@ def take_back_call(asked: TakeBack) -> ScriptCall:
     return ScriptCall(_TAKE_BACK, asked, (asked.kind.encode(),))
 
 
-_ROOT = Script("root", partial(_read_each, lambda value: [_check_root(value)]))
+_ROOTS = Script("roots", partial(_read_each, lambda value: [_check_root(value)]), ("root",))
 
 
 def _check_root(value: bytes) -> bytes:
@@ -178,7 +182,7 @@ def push_call(pushed: AnyPush, now: int | None = None) -> ScriptCall:
     if isinstance(pushed, ChainLink):
         return _link_call(pushed, now)
     if isinstance(pushed, RootSearch):
-        return ScriptCall(_ROOT, pushed, (pushed.parent, pushed.ttl_ms), 0, (pushed.parent_key,))
+        return ScriptCall(_ROOTS, pushed, (pushed.parent, pushed.ttl_ms), 0, (pushed.parent_key,))
     _, entry, request, size, ttl = pushed
     return ScriptCall(_RING, pushed, (entry, request, size, ttl, -1 if now is None else now))
 

@@ -2,7 +2,8 @@
 
 Every step is of a session whose ledger knows seven tool calls, and shows one more. The room is measured in a process of its own
 (`python -m tests.bench.sessions COUNT`), as that of fingerprints is. Then the dearest steps that there are, by Valkey's own
-clock: what one script takes, every other client of the server waits for.
+clock: what one script takes, every other client of the server waits for. At last whole requests of agents of known sessions,
+with and without limits on agents.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from statistics import median
 from time import thread_time
 from typing import Any, cast
 
+from extproc.ext_proc.stream import Stream
 from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store import Store, open_store
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import RECORD, SUCCEEDED, Limits, Question, Settlement, Step, add_up
 from extproc.store.rules.windows import Hit
+from tests.bench import samples
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress
-from tests.bench.timing import cpu_us, difference, interleaved, process_cpu, resident_mb
+from tests.bench.timing import at_one_clock, cpu_us, difference, interleaved, process_cpu, resident_mb
 from tests.support.servers import Server, server
 
 TITLE = "sessions: a step in addition to a hit, in the store; 1,000,000 sessions in memory"
@@ -36,6 +39,9 @@ _LIMIT_STALL_MS = 50
 _LONG = 4_900
 _LIMIT_SCRIPT_US = 1_000
 _LIMIT_LEDGER_KB = 16
+_LIMIT_AGENTS_US = 2
+_ROOTS, _AGENTS = 20, 10
+_ON_AGENTS = {"max_agents": 50, "max_depth": 5, "max_concurrent_agents": 20, "max_spawns_per_minute": 30}
 _LIMITS = Limits(
     3_600_000,
     _MILLION,
@@ -229,6 +235,53 @@ def _run_long(*, quick: bool) -> list[Row]:
     ]
 
 
+class _Agents:
+    """Requests of sessions whose agents take turns, each named by Claude Code's headers."""
+
+    def __init__(self, count: int) -> None:
+        self._begun, self._later = self._write(0, _ROOTS * _AGENTS), self._write(_ROOTS * _AGENTS, count)
+
+    def _write(self, first: int, count: int) -> list[tuple[bytes, bytes]]:
+        heads = [
+            samples.headers_message(user=f"user-{root}", more=_name_agent(root, agent))
+            for agent in range(_AGENTS)
+            for root in range(_ROOTS)
+        ]
+        return [
+            (heads[number % len(heads)], samples.body_message(samples.chat_body(number)))
+            for number in range(first, first + count)
+        ]
+
+    def measure(self, limits: dict[str, int]) -> float:
+        """Microseconds for a request of an agent that has begun, with these limits on agents."""
+        policy = samples.budget()
+        del policy["spec"]["session"]
+        policy["spec"]["session_limits"] |= limits
+        serving = samples.service(samples.engine([policy]))
+
+        def work(pairs: Sequence[tuple[bytes, bytes]]) -> None:
+            for headers, body in pairs:
+                stream = Stream(serving)
+                stream.receive(headers)
+                stream.receive(body)
+                stream.close()
+
+        work(self._begun)
+        spent = at_one_clock(lambda: cpu_us(lambda: work(self._later), len(self._later)))
+        labels = {"policy": "policy-00000", "mode": "enforce", "action": "allow"}
+        if serving.metrics.registry.get_sample_value("loopguard_requests_total", labels) != len(self._begun) + len(self._later):
+            raise RuntimeError("not every request was counted and let through")
+        return spent
+
+
+def _name_agent(root: int, agent: int) -> dict[str, str]:
+    """Headers of an agent; 0 is the session itself, and the first half of the others has started the second."""
+    session = {"x-claude-code-session-id": f"5f0c9f8e-7a1b-4c2d-9e3f-{root:012d}"}
+    parent = agent - _AGENTS // 2
+    started = {"x-claude-code-parent-agent-id": f"agent-{root}-{parent}"} if parent > 0 else {}
+    return {**session, "x-claude-code-agent-id": f"agent-{root}-{agent}", **started} if agent else session
+
+
 def run(*, quick: bool) -> list[Row]:
     """Measure in memory, on Valkey, and the room that sessions take."""
     rounds, count = (5, 1_000) if quick else (15, 5_000)
@@ -242,6 +295,8 @@ def run(*, quick: bool) -> list[Row]:
     spent = {name: median(cpu[name] for cpu, _ in served) for name in served[0][0]}
     trips = {name: median(made[name] for _, made in served) for name in served[0][1]}
     progress("sessions: a million", 3, 3)
+    agents = _Agents(500 if quick else 2_000)
+    asked = interleaved(rounds, {"limited": lambda: agents.measure(_ON_AGENTS), "unlimited": lambda: agents.measure({})})
     sessions = _MILLION // 10 if quick else _MILLION
     room = run_module("tests.bench.sessions", str(sessions))
     return [
@@ -258,6 +313,13 @@ def run(*, quick: bool) -> list[Row]:
         Row("round trips, with a step vs. without", trips["hit and step"] / trips["hit"], "x", 1),
         Row(f"{sessions:,} sessions begin: memory", room["mb"], "MB", None, f"{room['kept']:,.0f} are kept"),
         Row(f"{sessions:,} sessions begin: longest call", room["longest_ms"], "ms", _LIMIT_STALL_MS, "CPU"),
+        Row(
+            "in memory: limits on agents, in addition to other limits",
+            difference(asked, "limited", "unlimited"),
+            "us",
+            _LIMIT_AGENTS_US,
+            f"{_ROOTS} sessions of {_AGENTS} agents",
+        ),
         *_run_long(quick=quick),
     ]
 

@@ -355,7 +355,12 @@ class Driver:
         """The same under keys of this driver's, which have their digits already."""
         keys = ("key", "tenant", "shared") if isinstance(asked, Step) else ("key",)
         tree = asked.tree if isinstance(asked, Step) else None
-        more = {} if tree is None else {"tree": replace(tree, key=self.name(tree.key), shared=self.name(tree.shared))}
+        search = asked.search if isinstance(asked, Step) else None
+        more: dict[str, Any] = {}
+        if tree is not None:
+            more["tree"] = replace(tree, key=self.name(tree.key), shared=self.name(tree.shared))
+        if search is not None:
+            more["search"] = search._replace(key=self.name(search.key), parent_key=self.name(search.parent_key))
         return replace(asked, **more, **{key: self.name(getattr(asked, key)) for key in keys})
 
     def find_root(self, agent: str, parent: str, ttl_ms: int = 60_000, now: int | None = None) -> bytes:

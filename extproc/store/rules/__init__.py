@@ -9,7 +9,7 @@
 | `take_back` | takes back requests that their upstream failed | those of `tally`, `sliding_log` and `chain` |
 | `session` | what a session has used up, and the number of sessions of a tenant | packed |
 | `tree` | the agents below a session; asked by `session` in the same step | packed |
-| `root` | the session at the root of an agent whose requests name only its parent | a version and a digest |
+| `root` | the root session of an agent that names only its parent; asked by `roots` and `session` | a version and a digest |
 | `documents` | documents by name, each until its end | a sorted set, a hash and a string |
 
 The Python of `tally` and `sliding_log` is in `windows.py`; the other modules have the rules' names.

@@ -1,11 +1,14 @@
 """The root session of an agent whose requests name only its parent, as opencode's do; the rule of `root.lua`.
 
+A step of a session can bring the question along, so that it needs no round trip of its own: see `session.move_step`.
+
 The first request that asks decides: an agent's root never changes, whatever later requests claim. So a chain of parents is
 followed by one step at each agent's beginning, and circles of parents cost nothing.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import Final, NamedTuple
 
 ROOT_SIZE: Final = 8
@@ -31,3 +34,11 @@ class RootSearch(NamedTuple):
 def find_root(own: bytes | None, parents: bytes | None, asked: RootSearch) -> bytes:
     """The agent's root session, 8 bytes, which is kept under its key; given what is kept under its own and its parent's."""
     return own or parents or asked.parent
+
+
+_ASKED: Final = struct.Struct(">8sI")
+
+
+def pack_search(asked: RootSearch | None) -> bytes:
+    """Pack a question that a step brings along; empty if there is none."""
+    return b"" if asked is None else _ASKED.pack(asked.parent, asked.ttl_ms)

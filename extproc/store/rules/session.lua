@@ -2,17 +2,19 @@
 --
 -- KEYS     for each step three keys, all in one hash slot: the session's ledger, the number of the tenant's sessions, the
 --          ledger that excess sessions share; if it has a place in a tree, also the key of that tree, and of the tree of excess
---          sessions; for each settlement the ledger's key. A single step may come with its first key only; then there is room
---          for the session, and its agents have no limits
+--          sessions; if its session is to be found, also the agent's own key and its parent's, as roots.lua has them; for each
+--          settlement the ledger's key. A single step may come with its first key only; then there is room for the session, its
+--          agents have no limits, and its session is the one in the key. If a session is found, its ledger and tree are named
+--          like those in KEYS, in the same slot
 -- ARGV     for each step or settlement, or once if they are the same for all, seven values: now_ms (-1: the server's clock);
 --          the question, packed as ASKED, in which a settlement has its tokens and model_ms in place of records, earlier,
 --          shown, newest and total; the tools that have limits, packed as TOOL; the names of tools in the history, each
 --          with its digest and length before it; the newest tool calls in the history; the tools of older calls, packed as TOOL;
---          the place in the tree, packed as TREE_ASKED, or nothing
--- returns  for each the session's state, packed as STANDING, its tree's as TREE_ANSWER if it has one, a number for each tool as
---          TOOL, and the tools' names
+--          the place in the tree, packed as TREE_ASKED, or nothing; then the search for the session, packed as ROOT_ASKED, or nothing
+-- returns  for each the session's state, packed as STANDING, its tree's as TREE_ANSWER if it has one, its name if it was to be
+--          found, a number for each tool as TOOL, and the tools' names
 --
--- tree.lua is loaded before this file. Formats, rules and names are those of session.py. The value decides; the key's own expiry
+-- tree.lua and root.lua are loaded before this file. Formats, rules and names are those of session.py. The value decides; the key's own expiry
 -- only collects garbage.
 
 local VERSION = 4
@@ -36,7 +38,8 @@ local MONEY = 4
 local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
 local RETRY, NARROWED = 1, 2
 local ENDS, OFFERED, FINISHES = 2, 4, 16
-local SHARED, IN_TREE, FIRST_OF_AGENTS = 1, 2, 7
+local SHARED, IN_TREE, OF_ROOT, FIRST_OF_AGENTS = 1, 2, 4, 7
+local ROOT_ASKED, ROOT_ASKED_SIZE = '>c8I4', 12
 local OFFER, OFFERS_TOOLS, OFFERS_NONE = 64, 1, 2
 local GARBAGE_MS = 1000
 
@@ -457,19 +460,44 @@ local function close(l, at, asked)
   if l.killed == 0 and asked.errors >= 0 and l.consecutive_errors >= asked.errors then l.killed = 2 end
 end
 
-local function describe(l, now, shared, retry, limit, used, allowed, tool, tree)
-  local bits = (shared and SHARED or 0) + (tree and IN_TREE or 0)
+local function describe(l, now, shared, retry, limit, used, allowed, tool, tree, root)
+  local bits = (shared and SHARED or 0) + (tree and IN_TREE or 0) + (root and OF_ROOT or 0)
   local standing = struct.pack(STANDING, limit, l.killed, bits, retry and 1 or 0, tool or '\0\0\0\0', used, allowed,
     l.steps, l.tool_calls, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.cost, l.estimated, l.reserved,
     math.max(0, now - l.began), l.input, l.output, l.cache_read, l.cache_write, l.model_ms, l.failures, #l.counts / TOOL_SIZE)
-  return standing .. (tree or '') .. l.counts .. l.names
+  return standing .. (tree or '') .. (root or '') .. l.counts .. l.names
 end
 
 local function keep_tree(key, tree, asked)
   if tree == '' then redis.call('DEL', key) else redis.call('SET', key, tree, 'PX', asked.idle + GARBAGE_MS) end
 end
 
-local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, asked)
+local function write_hex(name)
+  return (string.gsub(name, '.', function(byte) return string.format('%02x', string.byte(byte)) end)) .. ':'
+end
+
+local function move_key(key, old, new) -- the key of the same state of another session
+  local from, to = string.find(key, old, 1, true)
+  return from and sub(key, 1, from - 1) .. new .. sub(key, to + 1) or key
+end
+
+local function move_step(key, tree_key, asked, root) -- see session.py
+  if root == asked.parent then return key, tree_key end
+  local old, new = write_hex(asked.parent), write_hex(root)
+  if tree_key then
+    asked.tree.parent = asked.parent
+    if asked.tree.agent == root then asked.tree.agent, asked.tree.parent = ROOT, ROOT end
+    tree_key = move_key(tree_key, old, new)
+  end
+  return move_key(key, old, new), tree_key
+end
+
+local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, own_key, parent_key, asked)
+  local root = nil
+  if own_key then
+    root = find_root(own_key, parent_key, asked.parent, asked.root_ttl)
+    key, tree_key = move_step(key, tree_key, asked, root)
+  end
   local l = recall(key, asked)
   local shared = not l and tenant and not enter(tenant, asked)
   if shared then
@@ -502,7 +530,7 @@ local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, ask
   end
   close_old(l, asked.now)
   keep(key, l, asked)
-  return describe(l, asked.now, shared, retry, limit, used, allowed, tool, answer)
+  return describe(l, asked.now, shared, retry, limit, used, allowed, tool, answer, root)
 end
 
 local function settle(key, asked)
@@ -527,14 +555,21 @@ while next_key <= #KEYS do
   asked.estimated, asked.narrows, asked.ends = estimated == 1, flags % ENDS == 1, flags % OFFERED >= ENDS
   asked.offer, asked.finishes = math.floor(flags % FINISHES / OFFERED), flags >= FINISHES
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
-  local keys = 3
-  if ARGV[at + 7] ~= '' then keys, asked.tree = 5, read_tree_question(ARGV[at + 7]) end
+  local keys, place = 3, ARGV[at + 7]
+  local tree_key, shared_tree_key, own_key, parent_key = nil, nil, nil, nil
+  if #place >= TREE_ASKED_SIZE then
+    tree_key, shared_tree_key = KEYS[next_key + keys], KEYS[next_key + keys + 1]
+    keys, asked.tree = keys + 2, read_tree_question(place)
+  end
+  if #place % TREE_ASKED_SIZE > 0 then
+    own_key, parent_key = KEYS[next_key + keys], KEYS[next_key + keys + 1]
+    keys = keys + 2
+    asked.parent, asked.root_ttl = struct.unpack(ROOT_ASKED, place, #place - ROOT_ASKED_SIZE + 1)
+  end
   if asked.now == -1 then asked.now = server_now end
   if asked.kind == STEP then
-    local tree_key, shared_tree_key = nil, nil
-    if asked.tree then tree_key, shared_tree_key = KEYS[next_key + 3], KEYS[next_key + 4] end
-    answers[#answers + 1] =
-      take_step(KEYS[next_key], KEYS[next_key + 1], KEYS[next_key + 2], tree_key, shared_tree_key, asked)
+    answers[#answers + 1] = take_step(KEYS[next_key], KEYS[next_key + 1], KEYS[next_key + 2], tree_key, shared_tree_key,
+      own_key, parent_key, asked)
     next_key = next_key + keys
   else
     answers[#answers + 1] = settle(KEYS[next_key], asked)

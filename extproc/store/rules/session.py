@@ -47,18 +47,18 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
+from extproc.store.rules.root import ROOT_SIZE, RootSearch, pack_search
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.tree import (
     AGENT_LIMITS,
     ANSWER_SIZE,
-    Admission,
+    ROOT,
+    Tree,
     TreeStanding,
     TreeStep,
-    admit,
     pack_tree,
     read_tree,
     weigh_tree,
-    write_stamp,
 )
 from extproc.store.rules.windows import Hit
 
@@ -187,18 +187,20 @@ class Step:
         offer: `OFFERS_TOOLS`, `OFFERS_NONE`, or 0 if unknown.
         earlier: number of steps with which a new ledger of the session begins.
         tree: its place in the session's tree of agents; None if these have no limits.
+        search: finds the session at the root of the agent that asks; see `move_step`. None if the session is known.
     """
 
     __slots__ = (
-        "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "shared", "tenant",
-        "tools", "total", "tree",
+        "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "search", "shared",
+        "tenant", "tools", "total", "tree",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
         total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int], offer: int = 0,
-        earlier: int = 0, tree: TreeStep | None = None,
+        earlier: int = 0, tree: TreeStep | None = None, search: RootSearch | None = None,
     ) -> None:  # fmt: skip
+        self.search = search
         self.tree = tree
         self.earlier = earlier
         self.offer = offer
@@ -277,6 +279,7 @@ class Standing:
         tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with limits of their own, and
             the others that came first. A name has up to 64 characters.
         tree: of its agents; None if they have no limits, and after a settlement.
+        root: the name of the session in which the request was counted, 8 bytes; empty if the question said it.
         tokens: of all settled calls.
         model_ms: time that the upstream took for all settled calls, in milliseconds.
         failures: number of failed calls.
@@ -284,7 +287,8 @@ class Standing:
 
     __slots__ = (
         "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "failures", "killed",
-        "limit", "model_ms", "reserved", "retry", "shared", "steps", "tokens", "tool", "tool_calls", "tools", "tree", "used",
+        "limit", "model_ms", "reserved", "retry", "root", "shared", "steps", "tokens", "tool", "tool_calls", "tools", "tree",
+        "used",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -310,8 +314,10 @@ class Standing:
         model_ms: int = 0,
         failures: int = 0,
         tree: TreeStanding | None = None,
+        root: bytes = b"",
     ) -> None:
         self.tree = tree
+        self.root = root
         self.tokens = tokens
         self.model_ms = model_ms
         self.failures = failures
@@ -363,6 +369,7 @@ class Standing:
             self.tokens,
             self.model_ms,
             self.failures,
+            self.root,
         )
         return self.limit, self.used, self.allowed, self.tool, *counted, *money, *rest
 
@@ -371,7 +378,7 @@ _SHOWN: Final = (
     *("limit", "used", "allowed", "tool"),
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),
-    *("killed", "age_ms", "shared", "retry", "tools", "tree", "tokens", "model_ms", "failures"),
+    *("killed", "age_ms", "shared", "retry", "tools", "tree", "tokens", "model_ms", "failures", "root"),
 )
 
 
@@ -456,6 +463,26 @@ def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
     return _BEGUN.pack(now, began, count + room), room
 
 
+def move_step(asked: Step, root: bytes) -> Step:
+    """A step whose session was taken to be its agent's parent, as a step of the session at the root of that.
+
+    The keys of both differ in the session's name, and are in one hash slot.
+    """
+    search, place = asked.search, asked.tree
+    if search is None or search.parent == root:
+        return asked
+    old, new = f"{search.parent.hex()}:", f"{root.hex()}:"
+    if place is not None:
+        agent, parent = place.agent, search.parent
+        if agent == root:  # in a circle, the root is no agent
+            agent = parent = ROOT
+        place = TreeStep(place.key.replace(old, new, 1), place.shared, place.limits, agent, parent)
+    return Step(
+        asked.key.replace(old, new, 1), asked.tenant, asked.shared, asked.limits, asked.identity, asked.call, asked.reserve,
+        asked.calls, asked.total, asked.newest, asked.tools, asked.grants, asked.offer, asked.earlier, place,
+    )  # fmt: skip
+
+
 class Ledger:
     """The unpacked ledger of a session. Attributes that are not listed here are those of `Standing`.
 
@@ -471,13 +498,13 @@ class Ledger:
         paid: number of settled calls that cost something.
         marks: marks of the newest histories, newest last, `_MARK` bytes each: the number of calls, and `Step.total`.
         records: the newest tool calls, in the order in which they were first seen, `KNOWN` bytes each.
-        stamp: `began`, as the session's tree has it; empty before the tree is asked for.
+        tree: the session's tree of agents, which is stored beside the ledger; None before it is asked for.
     """
 
     __slots__ = (
         "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "failures", "identities",
         "idle_ms", "killed", "last", "marks", "model_ms", "names", "narrowed_at", "open", "paid", "records", "renewed",
-        "reserved", "stamp", "steps", "tokens", "tool_calls",
+        "reserved", "steps", "tokens", "tool_calls", "tree",
     )  # fmt: skip
 
     def __init__(self, state: bytes | None, now: int, steps: int = 0) -> None:
@@ -491,7 +518,7 @@ class Ledger:
         self.tool_calls = self.narrowed_at = 0
         self.blocks = self.consecutive_blocks = self.consecutive_errors = self.killed = 0
         self.renewed = False
-        self.stamp = b""
+        self.tree: Tree | None = None
         self.identities: dict[bytes, int] = {}
         self.open: list[_Reservation] = []
         self.counts = self.names = self.marks = self.records = b""
@@ -546,17 +573,11 @@ class Ledger:
         return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms
 
     def is_large(self) -> bool:
-        """Whether it knows many tool calls, which take a lot of memory unpacked."""
-        return len(self.records) > _RECORDS * KNOWN
+        """Whether it knows many tool calls or agents, which take a lot of memory unpacked."""
+        return len(self.records) > _RECORDS * KNOWN or (self.tree is not None and self.tree.is_large())
 
     def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
         """Let a request through or refuse it, at the store's time `now`; `shared`: excess sessions share this ledger."""
-        return self.take_step_in_tree(asked, None, now, shared=shared)[0]
-
-    def take_step_in_tree(
-        self, asked: Step, tree: bytes | None, now: int, *, shared: bool = False
-    ) -> tuple[Standing, Admission | None]:
-        """The same with the session's stored tree of agents; returns what to store of it, too."""
         self.idle_ms = asked.limits.idle_ms
         self._close_old(now)
         identity = asked.identity
@@ -568,23 +589,23 @@ class Ledger:
             times = self.identities.get(identity, -1)
         retry = times >= 0 and times % _OFFER < MAX_RETRIES_PER_STEP
         limit, used, allowed, tool = self._find_limit(asked, retry)
-        admission: Admission | None = None
+        tree: TreeStanding | None = None
+        over, agents_used, agents_allowed = -1, 0, 0
         if asked.tree is not None:
-            if not self.stamp:
-                self.stamp = write_stamp(self.began)
-            admission = admit(tree, asked.tree, self.stamp, now, passes=not limit)
+            if self.tree is None:
+                self.tree = Tree()
+            tree, over, agents_used, agents_allowed = self.tree.admit(asked.tree, now, passes=not limit)
         if limit:
             self._block(asked.limits, waits=limit == _MONEY and self.cost < allowed)
-        elif admission is not None and admission[2] >= 0:
+        elif over >= 0:
             self.blocks = min(self.blocks + 1, _MAX)  # an agent that did not begin kills no session
-            limit, used, allowed = _FIRST_OF_AGENTS + admission[2], admission[3], admission[4]
+            limit, used, allowed = _FIRST_OF_AGENTS + over, agents_used, agents_allowed
         else:
             self._let_through(asked, identity if retry else asked.identity, retry, now)
         self._close_old(now)
         standing = self._describe(now, limit, used, allowed, tool, shared, retry)
-        if admission is not None:
-            standing.tree = admission[1]
-        return standing, admission
+        standing.tree = tree
+        return standing
 
     def settle(self, asked: Settlement, now: int) -> Standing:
         """Close a call. If it is not open (any more), nothing changes."""
@@ -988,10 +1009,11 @@ def pack_name(name: str) -> bytes:
 _STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQQQQQQIB")
 """Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
 estimated, reserved, age_ms; tokens, of four kinds; model_ms, failures; and the number of tools that follow, packed as in a
-ledger. If `shared` has the bit `_IN_TREE`, the tree's answer stands before them."""
+ledger. If `shared` has the bit `_IN_TREE`, the tree's answer stands before them; then, with the bit `_OF_ROOT`, the root."""
 
 _SHARED: Final = 1
 _IN_TREE: Final = 2
+_OF_ROOT: Final = 4
 
 
 def read_standing(answer: bytes) -> Standing:
@@ -1001,6 +1023,8 @@ def read_standing(answer: bytes) -> Standing:
         tree, start = None, _STANDING.size
         if shared & _IN_TREE:
             tree, start = read_tree(answer, start), start + ANSWER_SIZE
+        root = answer[start : start + ROOT_SIZE] if shared & _OF_ROOT else b""
+        start += len(root)
         names = start + tools * _COUNTED
         listed = list_tools(answer[start:names], answer[names:])
     except (struct.error, IndexError):
@@ -1013,7 +1037,7 @@ def read_standing(answer: bytes) -> Standing:
     return Standing(
         limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
         reserved, killed, age, shared & _SHARED != 0, retry != 0, listed, (given, taken, read, written), model_ms, failures,
-        tree,
+        tree, root,
     )  # fmt: skip
 
 
@@ -1028,7 +1052,7 @@ _STEP: Final = 3
 
 
 def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes]:
-    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, tools of older calls, tree.
+    """Pack a question for a remote store: head, tools with limits, tools' names, newest calls, tools of older calls, place.
 
     A settlement has its tokens and `model_ms` where a step has its last numbers.
     """
@@ -1041,7 +1065,7 @@ def pack_question(asked: Step | Settlement) -> tuple[bytes, bytes, bytes, bytes,
     else:
         kind, estimated, identity, money = _STEP, False, asked.identity, min(asked.reserve, MAX_RESERVE)
         records, shown, newest, total = count_records(asked), len(asked.calls) // RECORD, asked.newest, asked.total
-        earlier, tree = asked.earlier, pack_tree(asked.tree)
+        earlier, tree = asked.earlier, pack_tree(asked.tree) + pack_search(asked.search)
         grants, calls, flags = asked.grants, cut_calls(asked), flags + _OFFERED * asked.offer
         limited = b"".join([_TOOL.pack(tool, allowed) for tool, allowed in limits.tools])
         names = b"".join([tool + pack_name(name) for tool, name in pick_names(asked)])

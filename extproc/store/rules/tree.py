@@ -14,7 +14,7 @@ A tree knows its newest `MAX_AGENTS` agents. One that is forgotten and returns i
 from __future__ import annotations
 
 import struct
-from typing import Final, TypeAlias
+from typing import Final
 
 AGENT_LIMITS: Final = ("max_depth", "max_agents", "max_concurrent_agents", "max_spawns_per_minute")
 """In the order in which they are checked."""
@@ -114,113 +114,173 @@ class TreeStanding:
 
 
 # In the byte order of most processors. Remote stores use network byte order, and begin with a version.
-# The head: when the tree was last used, when its session began; the numbers of agents and of refused requests.
 _NUMBERS: Final = struct.Struct("<II")
-_NUMBER: Final = 4
-_HEAD_SIZE: Final = 2 * 8 + _NUMBERS.size
+"""The numbers of agents and of refused requests."""
+
 _AGENT: Final = struct.Struct("<8sHqq")
 """The agent's digest and depth, when it began, and when its newest request came. The agent of the newest request is last."""
 
+_HEAD_SIZE: Final = _NUMBERS.size
 _SIZE: Final = _AGENT.size
-_DIGEST: Final = 8
-_TIME: Final = struct.Struct("<q")
-_STAMP: Final = _TIME.size
-"""Where a head has the time at which its session began."""
+_RECENT: Final = 64
+"""Number of agents that are kept unpacked."""
+
+_LARGE: Final = 256
 
 
-_STAMP_END: Final = 2 * _STAMP
+class _Agent:
+    """An agent that has begun: its depth, when it began, and when its newest request came."""
 
-Admission: TypeAlias = tuple[bytes, TreeStanding, int, int, int]
-"""What a tree says to a request: the tree as it is stored now (empty if there is nothing to store), how it stands, the place in
-`AGENT_LIMITS` of the limit that refuses the request (-1 for none), and the used and allowed amounts of that."""
+    __slots__ = ("depth", "first", "last")
+
+    def __init__(self, depth: int, first: int, last: int) -> None:
+        self.depth = depth
+        self.first = first
+        self.last = last
 
 
-def write_stamp(began: int) -> bytes:
-    """When a session began, as its tree has it."""
-    return _TIME.pack(began)
+class Tree:
+    """The unpacked tree of a session.
 
-
-def admit(state: bytes | None, asked: TreeStep, began: bytes, now: int, *, passes: bool) -> Admission:
-    """Let the agent of a request begin, or note that it goes on.
-
-    Args:
-        state: the stored tree; None for none.
-        asked: the request's place.
-        began: the result of `write_stamp` for the session; a tree of an earlier session is forgotten.
-        now: the store's time.
-        passes: no limit of the session refuses the request.
+    Attributes:
+        agents: number of agents that have begun.
+        refused: number of requests that were refused because of `AGENT_LIMITS`.
+        recent: the agents of the newest requests by their digests, that of the newest request last.
+        older: those before, packed.
     """
-    agents = refused = 0
-    nodes = b""
-    if state is not None and state[_STAMP:_STAMP_END] == began:
-        agents, refused = _read_number(state, _STAMP_END), _read_number(state, _STAMP_END + _NUMBER)
-        time = _TIME.pack(now)
-        if not asked.agent:
-            return time + state[_STAMP:], TreeStanding(agents, refused), -1, 0, 0
-        at = _find(state, asked.agent, _HEAD_SIZE)
-        if at >= 0:  # as for nearly all requests of agents
-            depth = state[at + _DIGEST] + 256 * state[at + _DIGEST + 1]
-            kept = b"".join([time, state[_STAMP:at], state[at + _SIZE :], state[at : at + _SIZE - _STAMP], time])
-            return kept, TreeStanding(agents, refused, depth), -1, 0, 0
-        nodes = state[_HEAD_SIZE:]
-    agent, limit, used, allowed, depth, begins = asked.agent, -1, 0, 0, 0, False
-    if agent and passes:
-        depth = _find_depth(nodes, asked)
-        limit, used, allowed = _find_limit(nodes, agents, depth, asked.limits, now)
+
+    __slots__ = ("agents", "older", "recent", "refused")
+
+    def __init__(self, state: bytes = b"") -> None:
+        """Begin a tree, or unpack a stored one."""
+        agents: int = 0
+        refused: int = 0
+        if state:
+            agents, refused = _NUMBERS.unpack_from(state)
+        self.agents = agents
+        self.refused = refused
+        self.older = state[_HEAD_SIZE:]
+        self.recent: dict[bytes, _Agent] = {}
+
+    def pack(self) -> bytes:
+        """The tree as it is stored."""
+        return b"".join([_NUMBERS.pack(self.agents, self.refused), self.older, *self._pack_recent(len(self.recent))])
+
+    def is_large(self) -> bool:
+        """Whether it knows many agents."""
+        return len(self.older) > _LARGE * _SIZE
+
+    def admit(self, asked: TreeStep, now: int, *, passes: bool) -> tuple[TreeStanding, int, int, int]:
+        """Let the agent of a request begin, or note that it goes on.
+
+        Args:
+            asked: the request's place.
+            now: the store's time.
+            passes: no limit of the session refuses the request.
+
+        Returns:
+            how the tree stands, the place in `AGENT_LIMITS` of the limit that refuses the request (-1 for none), and the used
+            and allowed amounts of that.
+        """
+        agent = asked.agent
+        if not agent:
+            return TreeStanding(self.agents, self.refused), -1, 0, 0
+        known = self.recent.pop(agent, None) or self._take_older(agent)
+        if known is not None:  # as for nearly all requests of agents
+            known.last = now
+            self._keep(agent, known)
+            return TreeStanding(self.agents, self.refused, known.depth), -1, 0, 0
+        if not passes:
+            return TreeStanding(self.agents, self.refused), -1, 0, 0
+        depth = self._find_depth(asked.parent)
+        limit, used, allowed = self._find_limit(depth, asked.limits, now)
         if limit >= 0:
-            refused = min(refused + 1, _MAX)
-        else:
-            begins, agents = True, min(agents + 1, _MAX)
-            nodes = nodes[-(MAX_AGENTS - 1) * _SIZE :] + _AGENT.pack(agent, depth, now, now)
-    standing = TreeStanding(agents, refused, depth, begins)
-    kept = b"".join([_TIME.pack(now), began, _NUMBERS.pack(agents, refused), nodes]) if agents or refused else b""
-    return kept, standing, limit, used, allowed
+            self.refused = min(self.refused + 1, _MAX)
+            return TreeStanding(self.agents, self.refused, depth), limit, used, allowed
+        self.agents = min(self.agents + 1, _MAX)
+        self.older = self.older[max(0, len(self.older) - (MAX_AGENTS - 1 - len(self.recent)) * _SIZE) :]
+        self._keep(agent, _Agent(depth, now, now))
+        return TreeStanding(self.agents, self.refused, depth, began=True), -1, 0, 0
 
+    def _keep(self, name: bytes, agent: _Agent) -> None:
+        """Keep an agent as that of the newest request."""
+        self.recent[name] = agent
+        if len(self.recent) > _RECENT:
+            self.older = b"".join([self.older, *self._pack_recent(_RECENT // 2)])
+            self.recent = dict(list(self.recent.items())[_RECENT // 2 :])
 
-def _read_number(state: bytes, at: int) -> int:
-    """One of `_NUMBERS`, in less time than unpacking takes."""
-    return state[at] + (state[at + 1] << 8) + (state[at + 2] << 16) + (state[at + 3] << 24)
+    def _pack_recent(self, number: int) -> list[bytes]:
+        """The first recent agents, packed."""
+        first = list(self.recent.items())[:number]
+        return [_AGENT.pack(name, agent.depth, agent.first, agent.last) for name, agent in first]
 
-
-def _find(joined: bytes, agent: bytes, start: int = 0) -> int:
-    """The offset of an agent among those that begin at `start`; -1 if it is unknown."""
-    at = joined.find(agent, start)
-    while at >= 0 and (at - start) % _SIZE:
-        at = joined.find(agent, at + 1)
-    return at
-
-
-def _find_depth(nodes: bytes, asked: TreeStep) -> int:
-    if not asked.parent:
-        return 1
-    at = _find(nodes, asked.parent)
-    return min(int.from_bytes(nodes[at + _DIGEST : at + _DIGEST + 2], "little") + 1, _MAX_DEPTH) if at >= 0 else _UNKNOWN_DEPTH
-
-
-def _find_limit(nodes: bytes, agents: int, depth: int, limits: AgentLimits, now: int) -> tuple[int, int, int]:
-    """The limit that refuses another agent, a place in `AGENT_LIMITS`; its used and allowed amounts."""
-    if 0 <= limits.depth < depth:
-        return 0, depth, limits.depth
-    if 0 <= limits.agents <= agents:
-        return 1, agents, limits.agents
-    if limits.concurrent < 0 and limits.spawns < 0:
-        return -1, 0, 0
-    active = spawns = 0
-    at = len(nodes) - _SIZE
-    while at >= 0:  # the newest requests are last
+    def _take_older(self, name: bytes) -> _Agent | None:
+        """Take out an older agent; None if it is unknown."""
+        at = self._find_older(name)
+        if at < 0:
+            return None
+        depth: int
         first: int
         last: int
-        _, _, first, last = _AGENT.unpack_from(nodes, at)
-        if now - last >= max(limits.idle_ms, MINUTE_MS):
-            break
-        active += now - last < limits.idle_ms
-        spawns += now - first < MINUTE_MS
+        _, depth, first, last = _AGENT.unpack_from(self.older, at)
+        self.older = self.older[:at] + self.older[at + _SIZE :]
+        return _Agent(depth, first, last)
+
+    def _find_older(self, name: bytes) -> int:
+        """The offset of an older agent; -1 if it is unknown."""
+        at = self.older.find(name)
+        while at >= 0 and at % _SIZE:
+            at = self.older.find(name, at + 1)
+        return at
+
+    def _find_depth(self, parent: bytes) -> int:
+        """The depth of a new agent, given the one that started it."""
+        if not parent:
+            return 1
+        depth: int = _UNKNOWN_DEPTH - 1
+        known = self.recent.get(parent)
+        at = self._find_older(parent) if known is None else -1
+        if known is not None:
+            depth = known.depth
+        elif at >= 0:
+            _, depth, _, _ = _AGENT.unpack_from(self.older, at)
+        return min(depth + 1, _MAX_DEPTH)
+
+    def _find_limit(self, depth: int, limits: AgentLimits, now: int) -> tuple[int, int, int]:
+        """The limit that refuses another agent, a place in `AGENT_LIMITS`; its used and allowed amounts."""
+        if 0 <= limits.depth < depth:
+            return 0, depth, limits.depth
+        if 0 <= limits.agents <= self.agents:
+            return 1, self.agents, limits.agents
+        if limits.concurrent < 0 and limits.spawns < 0:
+            return -1, 0, 0
+        active = spawns = 0
+        for first, last in self._list_newest(now - max(limits.idle_ms, MINUTE_MS)):
+            active += now - last < limits.idle_ms
+            spawns += now - first < MINUTE_MS
+            if 0 <= limits.concurrent <= active:
+                break
         if 0 <= limits.concurrent <= active:
             return 2, active, limits.concurrent
-        at -= _SIZE
-    if 0 <= limits.concurrent <= active:
-        return 2, active, limits.concurrent
-    return (3, spawns, limits.spawns) if 0 <= limits.spawns <= spawns else (-1, 0, 0)
+        return (3, spawns, limits.spawns) if 0 <= limits.spawns <= spawns else (-1, 0, 0)
+
+    def _list_newest(self, since: int) -> list[tuple[int, int]]:
+        """When agents with a request after `since` began, and when their newest requests came; the newest request first."""
+        found: list[tuple[int, int]] = []
+        for agent in reversed(self.recent.values()):
+            if agent.last <= since:
+                return found
+            found.append((agent.first, agent.last))
+        at = len(self.older) - _SIZE
+        while at >= 0:
+            first: int
+            last: int
+            _, _, first, last = _AGENT.unpack_from(self.older, at)
+            if last <= since:
+                break
+            found.append((first, last))
+            at -= _SIZE
+        return found
 
 
 _ASKED: Final = struct.Struct(">8s8siiiiQ")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from random import Random
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from extproc.metrics import Metrics
 from extproc.operator.overrides import OverrideService
 from extproc.settings import Settings
 from extproc.store import open_store
+from extproc.store.remote import RemoteStore
 from extproc.store.rules.tree import AgentLimits
 from tests.support.conversations import judge
 from tests.support.harness import PATIENCE
@@ -85,7 +87,7 @@ def test_a_client_that_starts_a_thousand_agents_gets_as_many_as_it_may(valkey: S
 
 
 def test_a_chain_of_agents_has_one_root_on_all_replicas(valkey: Server) -> None:
-    """Each request of opencode names only a parent. Only an agent's first request on a replica may ask twice."""
+    """Each request of opencode names only a parent, and the replica may not have seen that."""
     last = 12
 
     async def main() -> tuple[list[bool], list[int], list[int]]:
@@ -150,6 +152,93 @@ def test_what_is_no_tree_counts_as_nothing(valkey: Server, change: str) -> None:
         again = store.account([ask_in_tree(2, 1, AgentLimits())], 2)[0]
 
     assert tell_tree(first).tree == tell_tree(again).tree == (1, 0, 1, True)
+
+
+def claude_code(agent: int) -> dict[str, str]:
+    """As `opencode`, of a client that names the root as well."""
+    started = {"x_claude_code_parent_agent_id": f"agent{agent - 1}"} if agent > 1 else {}
+    return {"x_claude_code_session_id": "root", **({"x_claude_code_agent_id": f"agent{agent}", **started} if agent else {})}
+
+
+def codex(agent: int) -> dict[str, str]:
+    """The same for Codex, whose root is an agent of its own name."""
+    started = {"x_codex_parent_thread_id": f"agent{agent - 1}"} if agent else {}
+    return {"session_id": "agent0", "thread_id": f"agent{agent}", **started}
+
+
+def count_trips(services: Sequence[Service]) -> float:
+    """Round trips of all replicas to the store until now."""
+    stores = [cast("RemoteStore", service.counting.store) for service in services]
+    return sum(store._metrics.registry.get_sample_value("loopguard_store_batch_size_count") or 0.0 for store in stores)
+
+
+@pytest.mark.parametrize("limits", [{"max_agents": 9}, {"max_steps": 99}])
+@pytest.mark.parametrize("client", [claude_code, codex, opencode])
+def test_an_agent_takes_no_round_trip_more(
+    valkey: Server, client: Callable[[int], dict[str, str]], limits: dict[str, int]
+) -> None:
+    """Every request takes one, the first ones of agents on a replica that has not seen their parents as well."""
+    order = [(0, 0), (1, 0), (2, 1), (3, 0), (3, 1), (0, 1), (1, 1), (2, 0), (3, 0), (3, 1)]
+
+    async def main() -> tuple[list[float], list[tuple[int, int]], int]:
+        async with replicas(valkey, **limits) as services:
+            taken = []
+            for number, (agent, replica) in enumerate(order):
+                before = count_trips(services)
+                assert not await judge(services[replica], turns(2, number=str(number)), x_team="t", **client(agent))
+                taken.append(count_trips(services) - before)
+            assert not await judge(services[1], turns(2, number="9"), x_team="t", **client(3))  # a retry
+            runs = [run for service in services for run in service.reporter.sessions.copy()]
+            return taken, sorted((run.standing.steps, len(run.agents)) for run in runs), len({run.name for run in runs})
+
+    taken, steps, sessions = asyncio.run(main())
+
+    assert taken == [1.0] * len(order)
+    assert sessions == 1
+    assert [count for count, _ in steps] == [9, 10]
+
+
+def name_agent(client: str, root: int, agent: int, parent: int) -> dict[str, str]:
+    """The headers of an agent by its number and that of the one that started it; 0 is the root."""
+    top, own, above = f"root{root}", f"agent{root}-{agent}", f"agent{root}-{parent}" if parent else ""
+    if client == "opencode":
+        return {"x_session_id": own, "x_parent_session_id": above or top} if agent else {"x_session_id": top}
+    if client == "codex":
+        return {"session_id": top, "thread_id": own, "x_codex_parent_thread_id": above or top} if agent else {"session_id": top}
+    started = {"x_claude_code_parent_agent_id": above} if above else {}
+    return {"x_claude_code_session_id": top, **({"x_claude_code_agent_id": own, **started} if agent else {})}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("client", ["claude code", "codex", "opencode"])
+def test_two_replicas_answer_as_one_that_keeps_all_in_memory(valkey: Server, client: str, seed: int) -> None:
+    """Of random trees, with retries and agents that claim other parents later; wherever each request goes."""
+    random = Random(f"{client} {seed}")
+    limits: dict[str, Any] = {"max_agents": 6, "max_depth": 2, "max_steps": 30, "max_concurrent_agents": 5}
+    asked: list[tuple[Any, dict[str, str], int]] = []
+    for number in range(120):
+        if asked and random.random() < 0.15:
+            body, names, _ = random.choice(asked[-5:])
+        else:
+            agent = random.choice([0, *range(1, 12)])
+            parent = random.randrange(max(1, agent)) if random.random() < 0.9 else random.randrange(14)
+            names = name_agent(client, random.randrange(2), agent, parent if agent else 0)
+            body = turns(2, number=str(number))
+        asked.append((body, names, random.randrange(2)))
+
+    async def main() -> tuple[list[bool], list[bool], set[Any], set[Any]]:
+        async with replicas(valkey, **limits) as services:
+            alone = make_service(limited(**limits))
+            here = [await judge(alone, body, x_team="t", **names) for body, names, _ in asked]
+            there = [await judge(services[replica], body, x_team="t", **names) for body, names, replica in asked]
+            known = {run.name for service in services for run in service.reporter.sessions.copy()}
+            return here, there, known, {run.name for run in alone.reporter.sessions.copy()}
+
+    here, there, known, expected = asyncio.run(main())
+
+    assert there == here
+    assert known == expected
+    assert 0 < sum(here) < len(here)
 
 
 async def order_at_one(services: list[Service], **order: Any) -> None:  # noqa: ANN401  # of an order

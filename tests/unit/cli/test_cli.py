@@ -691,6 +691,20 @@ def test_init_prints_the_policy_for_agents(capsys: pytest.CaptureFixture[str], t
     assert "'agents', 'interactive', 'agentic', 'webhook', 'canary'" in refused.err
 
 
+def test_init_prints_limits_of_sessions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of steps, calls and money, and of one tool by itself; with a last answer instead of an error when calls are used up."""
+    made = Run(capsys, "init", "--preset", "sessions")
+    file = tmp_path / "sessions.json"
+    file.write_text(made.out)
+    checked = Run(capsys, "validate", "--strict", str(file))
+
+    assert (made.code, made.err, checked.code) == (0, "", 0)
+    limits = Policy.model_validate(json.loads(made.out)).spec.session_limits
+    assert limits is not None
+    assert (limits.max_steps, limits.max_tool_calls, limits.max_cost_per_session) == (16, 50, 5.0)
+    assert (limits.max_tool_calls_mode, limits.max_calls_per_tool) == ("finish", {"issue_refund": 1})
+
+
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     """The schema of policy files, and nothing else, stands on stdout."""
     run = Run(capsys, "schema")

@@ -644,7 +644,12 @@ def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
 
 def run_sessions(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What `loopguard sessions` prints."""
-    assert main(["sessions", *arguments]) == 0
+    return run_main(capsys, "sessions", *arguments)
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command prints."""
+    assert main(list(arguments)) == 0
     return capsys.readouterr().out
 
 
@@ -666,6 +671,28 @@ def test_the_command_prints_sessions_and_runs(capsys: pytest.CaptureFixture[str]
     assert lines[5].endswith("gpt-4o  failed  tokens unknown  search")
     assert lines[6].endswith("gpt-4o  under way  tokens unknown  search")
     assert none == "none of 1 session matches\n"
+
+
+def test_top_shows_trees(capsys: pytest.CaptureFixture[str]) -> None:
+    """`top --tree` has each agent below the one that started it, with what refused it; `--json` has the same as data."""
+    table, now = make_table(), time.time()
+    note(table, Standing(steps=4), 9, now=now, agent="1" * 16)
+    note(table, Standing(steps=5), 10, now=now, agent="2" * 16, parent="1" * 16)
+    note(table, Standing(LIMITS.index("max_agents"), 2, 2, steps=5), 11, now=now, agent="3" * 16)
+
+    with admin_of(table) as client:
+        shown, data = [run_main(capsys, "top", "--tree", *flags, "--admin", client.url) for flags in (["--once"], ["--json"])]
+
+    lines = [line for line in shown.splitlines() if line.startswith("  ")]
+    assert lines[0] == "  2 agents, 2 active"
+    assert [line.split("  1 request")[0] for line in lines[1:]] == [
+        f"    {'1' * 16}",
+        f"      {'2' * 16}",
+        f"    {'3' * 16}",
+    ]
+    assert shown.rstrip().endswith("refused: max_agents")
+    (session,) = json.loads(data)["sessions"]
+    assert [agent["level"] for agent in session["agents"]["tree"]] == [1, 2, 1]
 
 
 def test_the_command_says_that_there_is_no_session(capsys: pytest.CaptureFixture[str]) -> None:

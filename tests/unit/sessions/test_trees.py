@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from extproc.cli.commands import grant
+from extproc.cli.commands.top import order_sessions
 from extproc.engine.orders import (
     ALLOW,
     BLOCK,
@@ -364,3 +365,7 @@ def test_sessions_without_names_are_linked_by_what_started_them() -> None:
     steps = {session["session"]: session["total_step_count"] for session in describe(service)}
     links = [(session["total_step_count"], session["started_by"]) for session in describe(service) if session["started_by"]]
     assert [(own, steps[by]) for own, by in links] == [(1, 2)]
+    ((agent, parent),) = [(each["session"], each["started_by"]) for each in describe(service) if each["started_by"]]
+    for sessions in (describe(service), describe(service)[::-1]):
+        ordered = [session["session"] for session in order_sessions({"sessions": sessions})]
+        assert ordered[ordered.index(parent) + 1] == agent

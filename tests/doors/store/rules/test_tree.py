@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,11 +11,12 @@ from hypothesis import strategies as st
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.root import RootSearch
+from extproc.store.rules.session import Step
 from extproc.store.rules.tree import MAX_AGENTS, AgentLimits, weigh_tree
 from tests.support.examples import examples
 from tests.support.ledger import limit, make_step
 from tests.support.servers import Driver
-from tests.support.trees import AGENT_LIMITS_OF_ALL_KINDS, TREE_MOVES, PlainTree, ask_in_tree, play_tree, tell_tree
+from tests.support.trees import AGENT_LIMITS_OF_ALL_KINDS, TREE_MOVES, PlainTree, Told, ask_in_tree, play_tree, tell_tree
 
 CASES = {
     "no limits": (AgentLimits(), [(0, agent, agent - 1, "") for agent in range(1, 40)]),
@@ -131,6 +134,68 @@ def test_a_store_keeps_trees_as_the_rules_say(
     found = play_tree(moves, session, limits, lambda asked, now: tell_tree(store.account([asked], now)[0]))
 
     assert found == play_tree(moves, session, limits, PlainTree().ask)
+
+
+LARGE = [AgentLimits(), AgentLimits(depth=9, concurrent=900), AgentLimits(spawns=900), AgentLimits(agents=3_000)]
+
+
+def test_a_store_keeps_large_trees_as_the_rules_say(store: Driver) -> None:
+    """First more agents than memory keeps unpacked, then more than are known at all. Most requests are of recent agents."""
+    random, session, plain = Random(30), limit(idle_ms=86_400_000), PlainTree()
+    now, begun = 1_000_000, 1
+    found: list[Told] = []
+    expected: list[Told] = []
+    for _ in range(60):
+        now += random.choice([0, 100, 3_000])
+        asked: list[Step] = []
+        for limits in LARGE * 15:
+            begun += random.random() < 0.4
+            agent, parent = max(0, begun - int(random.expovariate(1 / 100))), random.randrange(begun)
+            asked.append(ask_in_tree(len(found) + len(asked), agent, limits, parent, session))
+        found += [tell_tree(standing) for standing in store.account(asked, now)]
+        expected += [plain.ask(one, now) for one in asked]
+
+    assert found == expected
+    assert found[-1].tree[0] > MAX_AGENTS
+
+
+def search(store: Driver, agent: int, parent: int) -> tuple[RootSearch, Step]:
+    """A search for an agent's root, and a step that brings it along, under the keys of the agent's parent."""
+    key, above = (f"root:{one:016x}:7f" for one in (agent, parent))
+    asked = RootSearch(key, above, parent.to_bytes(8), 60_000)
+    step = ask_in_tree(agent, agent, AgentLimits(depth=5), 0, limit(), key=f"session:p::{parent:016x}:7f", search=asked)
+    step.tree.key = f"tree:p::{parent:016x}:7f"  # type: ignore[union-attr]
+    return asked._replace(key=store.name(key), parent_key=store.name(above)), step
+
+
+def test_a_step_finds_the_root_of_its_agent(store: Driver) -> None:
+    """It is counted in the root's session, below the parent that it names, as if the root had been asked for before.
+
+    The agents are a child, its child and grandchild, another child, one in a circle with it, one that is its own parent, and
+    the first child again, whose retry claims another parent.
+    """
+    pairs = [(2, 1), (3, 2), (4, 3), (5, 1), (6, 5), (7, 7), (2, 9), (1, 4)]
+    told = []
+    for agent, parent in pairs:
+        (standing,) = store.account([search(store, agent, parent)[1]], 1_000)
+        told.append((int.from_bytes(standing.root), standing.steps, standing.tree.depth if standing.tree else None))
+    roots = [int.from_bytes(store.push([search(store, agent, parent)[0]])[0][0]) for agent, parent in pairs]
+
+    assert told == [(1, 1, 1), (1, 2, 2), (1, 3, 3), (1, 4, 1), (1, 5, 2), (7, 1, 1), (1, 5, 1), (1, 6, 0)]
+    assert roots == [root for root, _, _ in told]
+
+
+def test_steps_that_find_roots_are_counted_together_as_one_by_one(store: Driver) -> None:
+    """Replicas ask in batches, in which some steps have a place in a tree, and some a root to find."""
+    steps = [search(store, agent, parent)[1] for agent, parent in [(2, 1), (3, 2), (4, 3)]]
+    steps[1].tree = None
+    plain = make_step(9, limit(), key="session:p::0000000000000001:7f")
+
+    standings = store.account([steps[0], plain, *steps[1:]], 1_000)
+
+    assert [int.from_bytes(standing.root) for standing in standings] == [1, 0, 1, 1]
+    assert [standing.steps for standing in standings] == [1, 2, 3, 4]
+    assert [standing.tree.agents if standing.tree else None for standing in standings] == [1, None, None, 2]
 
 
 def test_a_tree_of_any_depth_and_size_is_bounded(store: Driver) -> None:
