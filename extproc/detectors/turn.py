@@ -441,9 +441,15 @@ class Turn:
     def words(self) -> bytes:
         """A digest, 8 bytes, of what a user says, without digits; empty if there is nothing, or if it answers an action."""
         if self._words is None:
-            said = [] if self.names or self.returned else self._list_words()
+            said = self._list_words() if self._may_be_spoken_to() and not self.names and not self.returned else []
             self._words = digest(" ".join(said).encode()) if said else b""
         return self._words
+
+    def _may_be_spoken_to(self) -> bool:
+        """Whether a user says something, and no tool is known to be called: a check without reading what the calls are."""
+        if self.known_action is not None or USER not in [message.speaker for message in self._behind]:
+            return False
+        return not _acts(self)
 
     def _list_words(self) -> list[str]:
         said: list[str] = []
