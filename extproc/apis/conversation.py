@@ -372,6 +372,10 @@ class Message:
         """The message as a struct of the shape; empty for a part of another message."""
         return self.shape.message() if self._conversation is None else self._conversation.open_message(self.place)
 
+    def show_raw(self) -> bytes:
+        """The message as it is written; empty if it is not cached."""
+        return self._conversation.show_raw(self.place) if self._conversation is not None else b""
+
     def divide(self, said: Sequence[tuple[str, str]]) -> list[Message]:
         """Make messages from parts of its text, given as speakers and texts."""
         return [Message(self.shape, speaker, self.place, None, [Part(TEXT, text)]) for speaker, text in said]
@@ -564,6 +568,10 @@ class Conversation:
         """Check the number of messages; raises NotCounted if there are too many."""
         if len(self._messages) > MAX_STEPS:
             raise NotCounted("inspect_limit")
+
+    def show_raw(self, place: int) -> bytes:
+        """A message as it is written; empty if it is not cached."""
+        return self._data[self.known.starts[place] : self.known.ends[place]] if self.known is not None else b""
 
     def open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
         """A message as a struct of the shape; empty if its values have unexpected types."""

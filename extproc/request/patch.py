@@ -482,8 +482,7 @@ class Patch:
     def _list_edits(self) -> list[_Edit]:
         """The changes as replacements of bytes."""
         edits = [_Edit(value.start, value.end, text) for value, text in self._new.items()]
-        for text, tail in self._tails.items():
-            edits.append(_Edit(text.end - 1, text.end - 1, encode_basestring_ascii(tail)[1:-1].encode()))
+        edits += [_Edit(text.end - 1, text.end - 1, _escape(tail)) for text, tail in self._tails.items()]
         for value, gone in self._gone.items():
             edits += _list_removals(self._children[value], gone)
         for value, added in self._added.items():
@@ -555,6 +554,13 @@ class Patch:
                 return False
         left += [(child, bytes(item)) for child, item in zip(kept, items, strict=False)]
         return [bytes(item) for item in items[len(kept) :]] == [text for _, text in added]
+
+
+def _escape(text: str) -> bytes:
+    """A text in a JSON string, as Python's `json` writes it, which takes long for a note of ours."""
+    made = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    made = made.replace("\u201c", "\\u201c").replace("\u201d", "\\u201d")
+    return (made if made.isascii() and made.isprintable() else encode_basestring_ascii(text)[1:-1]).encode()
 
 
 def _get_end(value: Value) -> int:
