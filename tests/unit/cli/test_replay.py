@@ -506,9 +506,9 @@ def test_a_rule_is_compared_with_what_is_there_without_it(tmp_path: Path, capsys
 def test_bodies_show_what_came_after_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of two agents that would have been steered, one went another way and one landed, which is how its loop is counted."""
     stuck, other = Did((("read", {"path": "a"}),), ("error: no such file",)), Did((("list", {}),), ("a.txt",))
-    ladder = {"similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 6}}
+    ladder: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 6}}
     policies = bundle(policy("p", ANY, limit_keys=["header:x-user-id"], **ladder))
-    lines = []
+    lines: list[object] = []
     for user, turns in (("ann", [*[stuck] * 3, other]), ("bob", [stuck] * 6)):
         for count in range(1, len(turns) + 1):
             shown = [turn._replace(thought=f"{user} {number}", number=number) for number, turn in enumerate(turns[:count], 1)]
