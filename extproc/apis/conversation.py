@@ -372,6 +372,10 @@ class Message:
         """The message as a struct of the shape; empty for a part of another message."""
         return self.shape.message() if self._conversation is None else self._conversation.open_message(self.place)
 
+    def show_raw(self) -> bytes:
+        """The message as it is written; empty if it is not cached."""
+        return self._conversation.show_raw(self.place) if self._conversation is not None else b""
+
     def divide(self, said: Sequence[tuple[str, str]]) -> list[Message]:
         """Make messages from parts of its text, given as speakers and texts."""
         return [Message(self.shape, speaker, self.place, None, [Part(TEXT, text)]) for speaker, text in said]
@@ -565,6 +569,10 @@ class Conversation:
         if len(self._messages) > MAX_STEPS:
             raise NotCounted("inspect_limit")
 
+    def show_raw(self, place: int) -> bytes:
+        """A message as it is written; empty if it is not cached."""
+        return self._data[self.known.starts[place] : self.known.ends[place]] if self.known is not None else b""
+
     def open_message(self, place: int) -> Any:  # noqa: ANN401  # of the shape's
         """A message as a struct of the shape; empty if its values have unexpected types."""
         value = self._messages[place]
@@ -649,8 +657,12 @@ class Shapes:
                 return shape, given
         raise NotCounted("no_messages")
 
-    def locate_results(self, patch: Patch) -> list[Place]:
+    def locate_results(self, patch: Patch, document: Document | None = None) -> list[Place]:
         """Where a note can be put into the newest results of a conversation, or else into the user's last message.
+
+        Args:
+            patch: the edit of the body.
+            document: the same body as policies have read it, so that its messages need not be found again, if there is one.
 
         Returns:
             places in the body, newest last; empty if the API has none, or it is unclear.
@@ -663,10 +675,10 @@ class Shapes:
             return []
         if patch.is_text(given):
             return [Place(given)]
+        known = _find_known(document, patch.data)
+        newest = _read_newest(patch, shape, given) if known is None else _read_known(patch, *known)
         places: list[Place] = []
-        for number, whole in enumerate(patch.open_newest(given)):
-            message = read_message(patch, shape, patch.shorten(whole))
-            speaker = shape.name_speaker(message)
+        for number, (speaker, message, whole) in enumerate(newest):
             if speaker == ASSISTANT or number == _MAX_NEWEST:
                 break
             found = shape.locate(patch, message, whole) if speaker else []
@@ -783,11 +795,35 @@ class _KnownShape:
         return body, raws[1:] if count else raws
 
 
-def find_checked(document: Document) -> tuple[int, int] | None:
-    """Offsets of the first message and behind the last one, all of them JSON; None if the document was not read as cached."""
-    found = document.conversation
-    known: KnownMessages | None = found.known if isinstance(found, Conversation) else None
-    return (known.starts[0], known.ends[-1]) if known is not None else None
+def find_checked(document: Document | None, data: bytes) -> tuple[int, int] | None:
+    """Offsets of the first message in a body and behind the last one, all of them JSON; None if no such document is known."""
+    found = _find_known(document, data)
+    return (found[1].starts[0], found[1].ends[-1]) if found is not None else None
+
+
+def _find_known(document: Document | None, data: bytes) -> tuple[Conversation, KnownMessages] | None:
+    """The conversation in a document with this body, if it was read as cached."""
+    found = document.conversation if document is not None and bytes(document) == data else None
+    return (found, found.known) if isinstance(found, Conversation) and found.known is not None else None
+
+
+def _read_newest(patch: Patch, shape: Shape, given: Value) -> Iterator[tuple[str, Any, Value]]:
+    """The messages of a list, last first: who says each, what is needed of it as a struct of the shape, and where it is.
+
+    Raises:
+        NotCounted: they are ambiguous, or too large.
+    """
+    for whole in patch.open_newest(given):
+        message = read_message(patch, shape, patch.shorten(whole))
+        yield shape.name_speaker(message), message, whole
+
+
+def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) -> Iterator[tuple[str, Any, Value]]:
+    """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
+    for place in range(len(conversation) - 1, -1, -1):
+        whole = patch.open_known(known.starts[place], known.ends[place])
+        patch.open_fields(whole)  # which fails if a key is repeated, whoever speaks
+        yield known.speakers[place], conversation.open_message(place), whole
 
 
 def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's

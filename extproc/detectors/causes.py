@@ -65,8 +65,8 @@ _NEAR: Final = 0.4
 _EQUAL: Final = frozenset({REPEAT, RESULT, ERROR, ""})
 """Rules by which all results are equal."""
 
-_WORTH_QUOTING: Final = re.compile(r"[^\W\d_]{2}.*[^>]$|[^\W_]{1,32}$")
-"""A line with a word in it that is more than a tag."""
+_WORD: Final = re.compile(r"[^\W\d_]{2}.")
+"""The start of a word that is not the end of a line."""
 
 _AROUND: Final = " .,'\"`"
 _OPEN: Final = "\u201c"
@@ -168,7 +168,7 @@ def _quote_line(result: str, *, failed: bool) -> str:
         place = text.lower().find(said)
         said = text[place : place + len(said)] if place >= 0 else said
     else:
-        said = next((line for line in (lines[::-1] if traced else lines) if _WORTH_QUOTING.search(line)), "")
+        said = next((line for line in (lines[::-1] if traced else lines) if _is_worth_quoting(line)), "")
     if said.endswith(":") and said in lines:  # a heading
         said = " ".join([said, *[line for line in lines[lines.index(said) + 1 :] if line][:1]])
     plain = said[: 2 * _LONGEST_QUOTE].replace(_OPEN, " ").replace(_CLOSE, " ")
@@ -176,6 +176,12 @@ def _quote_line(result: str, *, failed: bool) -> str:
         plain = "".join([letter if letter.isprintable() else " " for letter in plain])
     plain = plain.strip(_AROUND)
     return f"{_OPEN}{plain[:_LONGEST_QUOTE]}{'...' if len(plain) > _LONGEST_QUOTE else ''}{_CLOSE}" if plain else ""
+
+
+def _is_worth_quoting(line: str) -> bool:
+    """Whether a line has a word in it, and is more than a tag."""
+    last = line[-1:]
+    return last.isalnum() or (last != ">" and _WORD.search(line) is not None)
 
 
 def _list_names(names: Sequence[str], word: str = "and") -> str:

@@ -301,6 +301,8 @@ class Turn:
             other._mark = find_mark(other.action).decode("latin-1")
         if self._action is not None or message is None or message.joined is not None or not other._mark:
             return True
+        if not may_hold(message.show_raw().decode("latin-1"), other._mark):  # which need not be decoded
+            return False
         return may_hold(bytes(message.shape.find_raw(message.value)).decode("latin-1"), other._mark)
 
     @property
@@ -441,9 +443,15 @@ class Turn:
     def words(self) -> bytes:
         """A digest, 8 bytes, of what a user says, without digits; empty if there is nothing, or if it answers an action."""
         if self._words is None:
-            said = [] if self.names or self.returned else self._list_words()
+            said = self._list_words() if self._may_be_spoken_to() and not self.names and not self.returned else []
             self._words = digest(" ".join(said).encode()) if said else b""
         return self._words
+
+    def _may_be_spoken_to(self) -> bool:
+        """Whether a user says something, and no tool is known to be called: a check without reading what the calls are."""
+        if self.known_action is not None or USER not in [message.speaker for message in self._behind]:
+            return False
+        return not _acts(self)
 
     def _list_words(self) -> list[str]:
         said: list[str] = []

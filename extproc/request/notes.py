@@ -173,7 +173,9 @@ def frame_answer(text: str, marks: Marks) -> str:
 
 
 def _write_plain(text: str) -> str:
-    plain = _ODD.sub(" ", text.strip()[:_LONGEST])
+    plain = text.strip()[:_LONGEST]
+    if not plain.replace("\n", " ").isprintable():  # a fast check: no odd character is printable
+        plain = _ODD.sub(" ", plain)
     # Of a text that is not ASCII, `translate` takes ten times as long.
     return "\n" + plain.replace('"', "'").replace("\\", "/").replace(chr(_RARE), "-") + "\n"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from json import dumps
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, ValidationError, defstruct, json
@@ -55,6 +55,9 @@ _SPACE: Final = b" \t\n\r"
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
 _NEXT: Final = re.compile(rb"[ \t\n\r]*+,?[ \t\n\r]*+")
 _END: Final = re.compile(rb"[ \t\n\r]*+\}\Z")
+_SPACED: Final = b'": '
+"""What is between key and value in the output of Python's `json`; other programs write no space."""
+
 _FIRST: Final = re.compile(rb'\[[ \t\n\r]*+(\{[ \t\n\r]*+"[^"\\]{1,64}+")')
 _OPENING: Final = b'{"'
 """How a list's first object begins, with its first key, and any object without white space."""
@@ -63,6 +66,7 @@ _decode_fields: Final = json.Decoder(dict[str, Raw]).decode
 _decode_items: Final = json.Decoder(list[Raw]).decode
 _decode_objects: Final = json.Decoder(list[defstruct("Element", [], gc=False)]).decode  # type: ignore[misc]  # made at run time
 _decode_text: Final = json.Decoder(str).decode
+_decode_raw: Final = json.Decoder(Raw).decode
 
 
 class Value:
@@ -153,7 +157,7 @@ class Patch:
         if self.is_object(self.root):
             self._open_object(self.root)
         else:
-            self.decode(self._text, json.Decoder(Raw).decode)
+            self.decode(self._text, _decode_raw)
 
     def _open_around(self, start: int, end: int) -> None:
         """Open the root, decoding only what is around some elements of a list that is one of its members."""
@@ -284,6 +288,11 @@ class Patch:
             self._children[value] = found
         return found
 
+    def open_known(self, start: int, end: int) -> Value:
+        """An element of a list, by its offsets; as after `open_newest`, an edit of it is verified without the others."""
+        self.take(1)
+        return Value("", start, start, end, None)
+
     def open_newest(self, value: Value) -> Iterator[Value]:
         """The elements of a list, last first; an edit of one is verified without the others.
 
@@ -381,14 +390,23 @@ class Patch:
         end, found = value.end, list[Value]()
         fields: dict[str, Raw] = self.decode(memoryview(text)[value.start : end], _decode_fields)
         self.take(len(fields))
-        place = value.start + 1
+        place, before = value.start + 1, b'"'
+        comma, colon = b',"', b'":'
         for name, item in fields.items():
-            key = _KEY.match(text, place, end)
-            if key is None or not text.startswith(item, key.end()):
-                raise NotCounted(AMBIGUOUS)
-            place = key.end() + len(item)
-            found.append(Value(name, key.start(1), key.end(), place, value))
-        if _END.match(text, place, end) is None:
+            key = before + name.encode()
+            if not found and text.startswith(_SPACED, place + len(key)):
+                comma, colon = b', "', _SPACED
+            key += colon
+            at, start = place + len(before) - 1, place + len(key)
+            if not (text.startswith(key, place) and text.startswith(item, start) and "\\" not in name):
+                match = _KEY.match(text, place, end)  # it is written in an unusual way
+                if match is None or not text.startswith(item, match.end()):
+                    raise NotCounted(AMBIGUOUS)
+                at, start = match.start(1), match.end()
+            place = start + len(item)
+            found.append(Value(name, at, start, place, value))
+            before = comma
+        if place + 1 != end and _END.match(text, place, end) is None:  # only a bracket is left, or also space
             raise NotCounted(AMBIGUOUS)
         return found
 
@@ -464,7 +482,7 @@ class Patch:
     def _list_edits(self) -> list[_Edit]:
         """The changes as replacements of bytes."""
         edits = [_Edit(value.start, value.end, text) for value, text in self._new.items()]
-        edits += [_Edit(text.end - 1, text.end - 1, dumps(tail)[1:-1].encode()) for text, tail in self._tails.items()]
+        edits += [_Edit(text.end - 1, text.end - 1, _escape(tail)) for text, tail in self._tails.items()]
         for value, gone in self._gone.items():
             edits += _list_removals(self._children[value], gone)
         for value, added in self._added.items():
@@ -481,6 +499,9 @@ class Patch:
         Each value with a change inside is decoded, starting from the outermost one that is verified as a whole. The bytes
         around that one are unchanged, because no edit reaches beyond it.
         """
+        if not (self._new or self._gone or self._added):
+            self._verify_tails(edits)
+            return
         touched: set[Value] = set()
         wholes: dict[Value, None] = {}
         for value in [*self._new, *self._tails, *self._gone, *self._added]:
@@ -508,6 +529,14 @@ class Patch:
             if not same:
                 raise NotCounted(UNVERIFIED)
 
+    def _verify_tails(self, edits: Sequence[_Edit]) -> None:
+        """Check strings that are extended: each is still one string, so JSON around it is read as before."""
+        for value, edit in zip(sorted(self._tails, key=_get_end), edits, strict=True):
+            self.decode(self._view(value), _decode_raw)
+            tail = self.decode(b'"%b"' % edit.text, _decode_text)
+            if not self.is_text(value) or edit.start != value.end - 1 or tail != self._tails[value]:
+                raise NotCounted(UNVERIFIED)
+
     def _compare(self, value: Value, new: bytes, left: list[tuple[Value, bytes]]) -> bool:
         """Whether an object or a list has the expected members; members still to be compared are added to `left`."""
         children, gone, added = self._children[value], self._gone.get(value, ()), self._added.get(value, [])
@@ -525,6 +554,17 @@ class Patch:
                 return False
         left += [(child, bytes(item)) for child, item in zip(kept, items, strict=False)]
         return [bytes(item) for item in items[len(kept) :]] == [text for _, text in added]
+
+
+def _escape(text: str) -> bytes:
+    """A text in a JSON string, as Python's `json` writes it, which takes long for a note of ours."""
+    made = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    made = made.replace("\u201c", "\\u201c").replace("\u201d", "\\u201d")
+    return (made if made.isascii() and made.isprintable() else encode_basestring_ascii(text)[1:-1]).encode()
+
+
+def _get_end(value: Value) -> int:
+    return value.end
 
 
 def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edit]:

@@ -59,7 +59,7 @@ def open_patch(request: HttpRequest, body: bytes | memoryview, document: Documen
         raise NotEdited("content_encoding")
     mark, rest = split_mark(bytes(body))
     try:
-        return mark, Patch(rest, find_checked(document) if document is not None and bytes(document) == rest else None)
+        return mark, Patch(rest, find_checked(document, rest))
     except NotCounted as why:
         raise NotEdited(why.reason) from None
 

@@ -50,7 +50,7 @@ def steer(
     """
     mark, patch = open_patch(request, body, document)
     try:
-        places = locate_results(patch)
+        places = locate_results(patch, document)
         if not places:
             raise NotEdited("no_result")
         marks = make_marks(patch.data)

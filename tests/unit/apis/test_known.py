@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.apis import conversation as conversations
-from extproc.apis import find_hints, may_declare, open_conversation
+from extproc.apis import find_hints, locate_results, may_declare, open_conversation
 from extproc.apis.messages import Part
 from extproc.detectors.chain import read_transcript
 from extproc.request.document import Document, NotCounted, open_value
@@ -58,7 +58,8 @@ def compare(first: list[bytes], body: bytes) -> bool:
 
     known = Document(body)
     assert look(known) == alone
-    assert open_root(body, conversations.find_checked(known)) == open_root(body, None)
+    assert open_root(body, conversations.find_checked(known, body)) == open_root(body, None)
+    assert find_places(body, known) == find_places(body, None)
     return conversations._KNOWN.size > 0
 
 
@@ -71,6 +72,15 @@ def open_root(body: bytes, checked: tuple[int, int] | None) -> object:
         return why.reason
     assert all(member.within is patch.root for member in members)
     return [(member.key, member.at, member.start, member.end) for member in members], patch._left
+
+
+def find_places(body: bytes, document: Document | None) -> object:
+    """Where notes go in a body, which was read before or not."""
+    try:
+        places = locate_results(Patch(body, conversations.find_checked(document, body)), document)
+    except NotCounted as why:
+        return why.reason
+    return [(place.value.start, place.value.end, place.around, place.key, place.result) for place in places]
 
 
 @pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini", "responses"])

@@ -501,3 +501,24 @@ def test_a_rule_is_compared_with_what_is_there_without_it(tmp_path: Path, capsys
     assert [found.find(name)[word] for name in ("live", "more") for word in ("steered", "refused")] == [0, 0, 4, 1]
     main(["replay", "--policy", str(tmp_path / "policies.json"), str(tmp_path / "access.log")])
     assert "Loops by rule" in capsys.readouterr().out
+
+
+def test_bodies_show_what_came_after_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two agents that would have been steered, one went another way and one landed, which is how its loop is counted."""
+    stuck, other = Did((("read", {"path": "a"}),), ("error: no such file",)), Did((("list", {}),), ("a.txt",))
+    ladder: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 6}}
+    policies = bundle(policy("p", ANY, limit_keys=["header:x-user-id"], **ladder))
+    lines: list[object] = []
+    for user, turns in (("ann", [*[stuck] * 3, other]), ("bob", [stuck] * 6)):
+        for count in range(1, len(turns) + 1):
+            shown = [turn._replace(thought=f"{user} {number}", number=number) for number, turn in enumerate(turns[:count], 1)]
+            path = "/v1/chat/completions"
+            lines.append(make_record(len(lines), user, json.dumps(as_chat(shown)), path=path))
+
+    found = Replayed(tmp_path, capsys, write_lines(lines), policies=policies)
+    code = main(["replay", "--policy", str(tmp_path / "policies.json"), str(tmp_path / "access.log")])
+
+    counts = found.document["policies"][0]["after_notes"]["noted"]
+    assert {key: count for key, count in counts.items() if count} == {"begun": 2, "went_on": 1, "turned_round": 1, "landed": 1}
+    assert (code, found.code) == (0, 0)
+    assert "p (enforce): steered 2: 1 turned round, 1 landed\n" in capsys.readouterr().out

@@ -116,6 +116,7 @@ LADDERS: list[tuple[tuple[tuple[str, int], ...], dict[int, str]]] = [
     ((("throttle", 3),), {3: "warn", 14: "throttle"}),
     ((("steer", 3),), {3: "steer", 13: "steer", 14: "steer"}),
     ((("steer", 3), ("reject", 7)), {3: "steer", 13: "steer", 14: "reject"}),
+    ((("steer", 3), ("land", 5), ("reject", 7)), {3: "steer", 13: "steer", 14: "land", 15: "land", 16: "reject"}),
     ((("steer", 3), ("throttle", 5), ("reject", 7)), {3: "steer", 13: "steer", 14: "throttle", 15: "throttle", 16: "reject"}),
     ((("throttle", 3), ("reject", 7)), {13: "throttle", 14: "reject"}),
 ]

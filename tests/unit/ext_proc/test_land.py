@@ -108,6 +108,22 @@ def test_an_agent_that_writes_its_actions_lands_by_the_note_alone() -> None:
     assert "x-loopguard-narrowed" not in options
 
 
+@pytest.mark.parametrize("api", sorted(DECLARED))
+def test_a_person_behind_a_landing_starts_anew(api: str) -> None:
+    """The landed agent's answer and what a person says to it end the loop: the next one is steered at its third turn again."""
+    service = make_service(policy("p", ANY, **LADDER))
+    stuck = Did((("f", {"a": 1}),), ("no such file",))
+    ended = [stuck] * 5 + [Did((), (), "Please try once more, with the new server.", "I could not read the file.")]
+
+    actions = []
+    for turns in ([stuck] * 5, *[[*ended, *[stuck] * times] for times in range(5)]):
+        sent = encoded(SHAPES[api](turns) | DECLARED[api])
+        answer = decoded(exchange(service, headers(PATHS[api]), body(sent))[-1])
+        actions.append(metadata_of(answer).get("action"))
+
+    assert actions == ["land", None, None, None, "steer", "steer"]
+
+
 def test_what_cannot_be_edited_goes_on_with_a_warning() -> None:
     """A request without a place for the note keeps its tools as well."""
     turn = [*json.loads(looping(1))["messages"][1:2], {"role": "tool", "tool_call_id": "c", "content": None}]

@@ -18,7 +18,10 @@ from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.states import read_state
 from extproc.operator.canary.verdict import Rules
 from extproc.operator.loop_rows import LoopDocument
+from extproc.operator.session_table import RunName, SessionTable
 from extproc.sessions.prices import Prices
+from extproc.sessions.rates import Usage
+from extproc.store.rules.session import Standing
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
@@ -197,6 +200,28 @@ def test_replicas_add_up_what_each_has_seen() -> None:
         }
         assert report["loops"][0]["after_notes"] == {"noted": expected}
         assert report["loops"][0]["tokens_after_note"] is None
+
+
+@pytest.mark.parametrize(("settled", "told"), [(4, (240, 360)), (3, (240, None))])
+def test_tokens_before_and_after_a_note_are_told(settled: int, told: tuple[int, int | None]) -> None:
+    """Those of the session's calls, if the answers to all of them are known."""
+    service = make_service(policy("p", ANY, **LADDER, session={"keys": ["header:x-user-id"]}))
+    converse(service, "one", [*[STUCK] * 3, OTHER])
+    document = service.reporter.loops.make_document(shows_callers=False)
+    (row,) = document.rows
+    table, name = SessionTable(), RunName(row.tenant, "p", "enforce", row.session)
+    for number, (second, tokens) in enumerate(((-2, 100), (-1, 100), (0, 150), (1, 170)), 1):
+        known: dict[str, Any] = {"standing": Standing(steps=number), "call": number.to_bytes(8), "now": row.first + second}
+        table.note(name=name, caller=[], model="m", tools=(), **known)
+        if number <= settled:
+            table.settle(name=name, model="m", status=200, usage=Usage(tokens, 20, 0, 0), **known)
+
+    runs = table.make_document(shows_callers=False).rows
+    view = View(document, "a", ["a"], "")
+    report = make_report(view, Selection(), Prices(None), shows_callers=False, now=row.last, runs=runs)
+
+    (loop,) = report["loops"]
+    assert (loop["tokens_before_note"], loop["tokens_after_note"]) == told
 
 
 def test_a_canary_says_what_came_after_without_acting() -> None:
