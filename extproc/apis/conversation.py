@@ -18,11 +18,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import count
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from msgspec import Raw, Struct, ValidationError, defstruct, json
 from msgspec.structs import fields
+from zlib_ng.zlib_ng import crc32
 
 from extproc.apis.messages import TEXT, Part
 from extproc.apis.places import Place
@@ -34,6 +36,7 @@ from extproc.request.document import (
     Document,
     Json,
     NotCounted,
+    count_left,
     decode_json,
     open_value,
     start_looking,
@@ -78,12 +81,17 @@ _LABELS: Final = frozenset({"role", "type", "id", "name", "status"})
 _MOST_BYTES: Final = 32 * 2**20
 """Size of each of two generations of the cache of conversations, in bytes."""
 
-_MESSAGE_BYTES: Final = 600
-"""Average memory of a cached message besides its bytes. The assistant's, half of them, take twice as much with two calls."""
+_MESSAGE_BYTES: Final = 1_200
+"""Average memory of a cached message besides its bytes. The assistant's, half of them, take nearly all of it, for two calls and
+what came back."""
 
 _PIECE: Final = 2_048
 _FINE: Final = 4
 """Minimum size of a piece, in bytes, except of the newest messages, which are pieces of any size: clients change them."""
+
+_SOUGHT: Final = 128
+_TRIES: Final = 8
+"""Length of the start of a piece to search for, in bytes, and number of times that it may be found where the rest differs."""
 
 _OPENS: Final = b"{"
 _decode_raws: Final = json.Decoder(list[Raw]).decode
@@ -233,15 +241,21 @@ class Beside:
                 self.size += len(value)
 
 
+_SERIALS: Final = count()
+
+
 class KnownMessages:
     """What is cached of a conversation. Lists, except `pieces`, have an entry for each message.
 
     Attributes:
+        head: everything before the assistant's first message.
         starts: offset of its first byte in the body.
         ends: offset of the byte after it.
         speakers: its speaker.
         shown: what `chain.py` reads in it; None if unknown.
         actions: what `turn.py` reads in it; None if unknown.
+        results: what `turn.py` reads in the messages behind it; None if unknown.
+        serials: a number that only it and equal messages of later bodies, with the same index, have.
         pieces: the bytes from the assistant's first message to the end of the newest message.
         transcript: what `chain.py` reads in all of them; None if unknown.
         beside: what the body has beside them; None only while they are read.
@@ -249,16 +263,22 @@ class KnownMessages:
         same: number of messages that are the same there, from the first one on.
     """
 
-    __slots__ = ("actions", "beside", "digests", "ends", "pieces", "same", "shown", "speakers", "starts", "transcript")
+    __slots__ = (
+        "actions", "beside", "digests", "ends", "head", "pieces", "results", "same", "serials", "shown", "speakers", "starts",
+        "transcript",
+    )  # fmt: skip
 
     def __init__(self, earlier: KnownMessages | None, count: int) -> None:
         """Copy this many messages of an earlier body."""
         self.beside: Beside | None = None
+        self.head = b""
         self.starts: list[int] = earlier.starts[:count] if earlier is not None else []
         self.ends: list[int] = earlier.ends[:count] if earlier is not None else []
         self.speakers: list[str] = earlier.speakers[:count] if earlier is not None else []
         self.shown: list[Any] = earlier.shown[:count] if earlier is not None else []
         self.actions: list[Any] = earlier.actions[:count] if earlier is not None else []
+        self.results: list[Any] = earlier.results[:count] if earlier is not None else []
+        self.serials: list[int] = earlier.serials[:count] if earlier is not None else []
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
         self.digests: Any = None if earlier is None else earlier.digests
@@ -297,27 +317,66 @@ class KnownMessages:
             self.speakers.append(shape.name_speaker(value) if same is None else same.speakers[number])
             self.shown.append(None if same is None else same.shown[number])
             self.actions.append(None if same is None else same.actions[number])
+            self.results.append(None if same is None else same.results[number])
+            self.serials.append(next(_SERIALS) if same is None else same.serials[number])
         return values
 
-    def cut(self, data: bytes, at: int, raws: list[Raw], first: int, pieces: list[_Piece]) -> bool:
-        """Find where the messages are, and cut their bytes into pieces. Small ones that are no longer the newest are merged.
+    def copy(self, earlier: KnownMessages, start: int, end: int, moved: int) -> None:
+        """Add messages of an earlier body, which stand here this many bytes further back."""
+        self.starts += [at + moved for at in earlier.starts[start:end]]
+        self.ends += [at + moved for at in earlier.ends[start:end]]
+        self.speakers += earlier.speakers[start:end]
+        self.shown += earlier.shown[start:end]
+        self.actions += earlier.actions[start:end]
+        self.results += earlier.results[start:end]
+        self.serials += earlier.serials[start:end]
+
+    def keeps_spoken(self, earlier: KnownMessages, count: int) -> bool:
+        """Whether all messages of an earlier body are here, and at most results and later words of users have changed.
+
+        `count`: number of messages that are known to be the same, from the first one on.
+        """
+        last, speakers = len(earlier.serials), self.speakers
+        if len(speakers) < last:
+            return False
+        for number in range(count, last):
+            if self.serials[number] != earlier.serials[number]:
+                speaker = speakers[number]
+                first = speaker == USER and USER not in speakers[:number]
+                if first or speaker == ASSISTANT or speaker != earlier.speakers[number]:
+                    return False
+        return True
+
+    def place(self, data: bytes, at: int, raws: list[Raw]) -> int:
+        """Find where messages are.
 
         Args:
             data: the body.
-            at: offset behind the cached messages.
-            raws: the messages behind it: objects, decoded from that offset on, so that only spaces and commas are between them.
-            first: offset of the first piece.
-            pieces: the pieces of the cached messages.
+            at: offset behind the messages before them.
+            raws: the messages: objects, decoded from that offset on, so that only spaces and commas are between them.
 
         Returns:
-            whether there are messages, and the body's list ends behind them.
+            the offset behind them.
         """
         for raw in raws:
             start = data.find(_OPENS, at)
             at = start + len(raw)
             self.starts.append(start)
             self.ends.append(at)
-        if not self.ends or _END.match(data, at) is None:
+        return at
+
+    def cut(self, data: bytes, first: int, pieces: list[_Piece]) -> bool:
+        """Cut the messages' bytes into pieces. Small ones that are no longer the newest are merged.
+
+        Args:
+            data: the body.
+            first: offset of the first piece.
+            pieces: the pieces of cached messages that are at the same offsets.
+
+        Returns:
+            whether there are messages, and the body's list ends behind them.
+        """
+        if not self.ends or _END.match(data, self.ends[-1]) is None:
             return False
         at, count, fine = first, 0, len(self.ends) - _FINE
         for piece in pieces:
@@ -333,13 +392,14 @@ class KnownMessages:
         return True
 
 
-def _measure(head: bytes, known: KnownMessages) -> int:
+def _measure(_: int, known: KnownMessages) -> int:
     beside = known.beside.size if known.beside is not None else 0
-    return len(head) + (known.pieces[-1][0] if known.pieces else 0) + beside + _MESSAGE_BYTES * len(known.ends)
+    return len(known.head) + (known.pieces[-1][0] if known.pieces else 0) + beside + _MESSAGE_BYTES * len(known.ends)
 
 
-_KNOWN: Final[Memo[bytes, KnownMessages]] = Memo(_MOST_BYTES, _measure)
-"""The cache of conversations, by everything before the assistant's first message."""
+_KNOWN: Final[Memo[int, KnownMessages]] = Memo(_MOST_BYTES, _measure)
+"""The cache of conversations, by length and CRC32 of everything before the assistant's first message. A client that can forge
+the CRC32 of another one's can also send the same, which replaces what is cached as well."""
 
 
 class Message:
@@ -351,9 +411,11 @@ class Message:
         place: index among the messages.
         joined: calls before it that were made at once with it.
         known: the cached conversation; None if there is none.
+        steps: steps of `walk` that it took to read its parts; 0 if they were not read.
+        fractions: numbers with a fraction that it took; see `count_left`.
     """
 
-    __slots__ = ("_conversation", "_parts", "joined", "known", "place", "shape", "speaker")
+    __slots__ = ("_conversation", "_parts", "fractions", "joined", "known", "place", "shape", "speaker", "steps")
 
     def __init__(
         self, shape: Shape, speaker: str, place: int, conversation: Conversation | None, parts: list[Part] | None = None
@@ -366,6 +428,8 @@ class Message:
         self._conversation = conversation
         self._parts = parts
         self.known: KnownMessages | None = conversation.known if conversation is not None else None
+        self.steps = 0
+        self.fractions = 0
 
     @property
     def value(self) -> Any:  # noqa: ANN401  # of the shape's
@@ -392,11 +456,15 @@ class Message:
         """
         parts = self._parts
         if parts is None:
+            steps, fractions = count_left()
             walk(1)
-            parts = self.shape.read(self.value)
+            conversation = self._conversation
+            parts = self.shape.read(self.value) if conversation is None else conversation.read_parts(self.place)
             if self.joined is not None:
                 parts = [part for message in self.joined for part in message.read_parts()] + parts
             self._parts = parts
+            steps_left, fractions_left = count_left()
+            self.steps, self.fractions = steps - steps_left, fractions - fractions_left
         return parts
 
     def list_values(self) -> list[Any]:
@@ -427,17 +495,21 @@ class Conversation:
         model: the model's name; empty if the request names none.
         before: the part of the conversation that is not in the messages.
         known: the cache entry of these messages; None if they are not cached.
-        earlier: the cache entry of an earlier body that this one continues; None if there is none.
+        earlier: the cache entry of an earlier body in which the assistant's messages are the same as here, and this one has
+            more; None if there is none.
         transcript: the result of `read_transcript`, or its exception.
     """
 
-    __slots__ = ("_body", "_data", "_first_words", "_messages", "before", "earlier", "known", "model", "shape", "transcript")
+    __slots__ = (
+        "_body", "_data", "_first_words", "_messages", "_read", "before", "earlier", "known", "model", "shape", "transcript",
+    )  # fmt: skip
 
     def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
         """Store messages as structs of the shape, as values if the whole body was decoded, or as None if they are cached."""
         self._body = body
         self._data = data
         self._first_words: str | None = None
+        self._read: dict[int, tuple[list[Part], int, int]] = {}
         self.known: KnownMessages | None = None
         self.earlier: KnownMessages | None = None
         self.transcript: Any = None
@@ -563,6 +635,26 @@ class Conversation:
                 yield message
         if calls is not None:
             yield calls
+
+    def has_read(self, place: int) -> bool:
+        """Whether the parts of the message at a place were read."""
+        return place in self._read
+
+    def read_parts(self, place: int) -> list[Part]:
+        """The parts of the message at a place. They are read only once, but use up as much of the bounds each time.
+
+        Raises:
+            NotCounted: it cannot be read, or is too large.
+        """
+        found = self._read.get(place)
+        if found is not None:
+            walk(found[1], found[2])
+            return found[0]
+        steps, fractions = count_left()
+        parts = self.shape.read(self.open_message(place))
+        steps_left, fractions_left = count_left()
+        self._read[place] = parts, steps - steps_left, fractions - fractions_left
+        return parts
 
     def check_count(self) -> None:
         """Check the number of messages; raises NotCounted if there are too many."""
@@ -740,31 +832,91 @@ class _KnownShape:
         if opens is None or first < 0:
             return None
         head, end, count = data[:first], opens.end(), 0
-        known = _KNOWN.get(head)
+        name = crc32(head) | first << 32
+        known = _KNOWN.get(name)
+        if known is not None and known.head != head:
+            known = None
         matched: list[_Piece] = []
         for piece in known.pieces if known is not None else ():
             if not data.startswith(piece[1], matched[-1][0] if matched else first):
                 break
             matched.append(piece)
             end, count = piece[0], piece[2]
-        try:
-            beside = known.beside if known is not None else None
-            body, raws = self._decode_rest(data, key, end, count, beside)
-            made = KnownMessages(known, count)
-            new = made.add(raws, shape, known, first)
-        except (NotCounted, ValueError, RecursionError):
-            return None
-        if not made.cut(data, end, raws, first, matched):
+        beside = known.beside if known is not None else None
+        around = self._read_around(data, opens.end(), first, matched, known) if known is not None else None
+        if around is not None and beside is not None:
+            body: Any = beside.body
+            made, values = around
+        else:
+            try:
+                body, raws = self._decode_rest(data, key, end, count, beside)
+                made = KnownMessages(known, count)
+                values = [None] * count + made.add(raws, shape, known, first)
+            except (NotCounted, ValueError, RecursionError):
+                return None
+            made.place(data, end, raws)
+        if not made.cut(data, first, matched):
             return None
         made.beside = beside if beside is not None and beside.body is body else Beside(body, data[made.ends[-1] :])
-        goes_on = known is not None and count == len(known.ends)
-        if known is not None and goes_on and not new and known.beside is made.beside:
+        if known is not None and known.beside is made.beside and count == len(known.ends) == len(made.ends):
             made = known
-        _KNOWN.put(head, made)
-        conversation = Conversation(shape, [None] * count + new, body, body.model or "", data)
+        made.head = head if known is None else known.head
+        _KNOWN.put(name, made)
+        conversation = Conversation(shape, values, body, body.model or "", data)
         conversation.known = made
-        conversation.earlier = known if goes_on else None
+        conversation.earlier = known if known is not None and made.keeps_spoken(known, count) else None
         return conversation
+
+    def _read_around(
+        self, data: bytes, opens: int, first: int, matched: list[_Piece], known: KnownMessages
+    ) -> tuple[KnownMessages, list[Any]] | None:
+        """Decode only messages that have changed, and those behind the cached ones, if cached pieces are between them.
+
+        Args:
+            data: the body.
+            opens: offset behind the bracket that opens the messages.
+            first: offset of the first cached piece.
+            matched: the cached pieces at the same offsets.
+            known: what is cached.
+
+        Returns:
+            all messages, and those that were decoded as structs; None if cached pieces are not there again, or if anything else
+            has changed.
+        """
+        pieces, beside, number = known.pieces, known.beside, len(matched)
+        if beside is None or number + 1 >= len(pieces) or len(pieces[number + 1][1]) < _PIECE:
+            return None
+        end, count = (matched[-1][0], matched[-1][2]) if matched else (opens, 0)
+        tail = len(data) - len(beside.behind)
+        again = _find_again(data, end, pieces[number + 1][1]) if tail > end and data.endswith(beside.behind) else -1
+        if again < 0:
+            return None
+        behind, begins, last = again, pieces[number][2], number + 1
+        while last < len(pieces) and data.startswith(pieces[last][1], behind):
+            behind += len(pieces[last][1])
+            last += 1
+        ends = pieces[last - 1][2]
+        if behind > tail:
+            return None
+        view = memoryview(data)
+        try:
+            changed = _decode_raws(b"".join([b"[{}" if count else b"[", view[end:again], b"]"]))
+            newer = _decode_raws(b"".join([b"[{}", view[behind:tail], b"]"]))
+            if count:
+                del changed[0]
+            del newer[0]
+            if len(changed) != begins - count:
+                return None
+            made = KnownMessages(known, count)
+            values = [None] * count + made.add(changed, self._shape, known, first)
+            made.place(data, end, changed)
+            made.copy(known, begins, ends, behind - known.ends[ends - 1])
+            values += [None] * (ends - begins)
+            values += made.add(newer, self._shape, known, first)
+            made.place(data, behind, newer)
+        except (NotCounted, ValueError, RecursionError):
+            return None
+        return made, values
 
     def _decode_rest(self, data: bytes, key: int, end: int, count: int, beside: Beside | None) -> tuple[Any, list[Raw]]:
         """Decode what is not cached.
@@ -793,6 +945,16 @@ class _KnownShape:
             raise NotCounted(AMBIGUOUS)
         raws, body.new = body.new, None
         return body, raws[1:] if count else raws
+
+
+def _find_again(data: bytes, start: int, piece: bytes) -> int:
+    """The offset of a piece of another body in a body, from a place on; -1 if it is not there."""
+    begins = piece[:_SOUGHT]
+    at, tries = data.find(begins, start), _TRIES
+    while at >= 0 and not data.startswith(piece, at):
+        tries -= 1
+        at = data.find(begins, at + 1) if tries else -1
+    return at
 
 
 def find_checked(document: Document | None, data: bytes) -> tuple[int, int] | None:

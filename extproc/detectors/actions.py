@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final, NamedTuple
+from typing import Final
 
 from extproc.apis.contents import list_texts, read_arguments, unpack
 from extproc.apis.messages import CALL, TEXT, Part
@@ -77,8 +77,8 @@ _TEXT: Final = b"text"
 _scan_json: Final = json.JSONDecoder().raw_decode
 
 
-class AssistantAction(NamedTuple):
-    """What an assistant does in one turn.
+class AssistantAction:
+    """What an assistant does in one turn; never changed.
 
     Attributes:
         names: the tools, or the first word of an action in text; empty if it only says something.
@@ -88,11 +88,16 @@ class AssistantAction(NamedTuple):
         size: length of the action, in bytes.
     """
 
-    names: tuple[str, ...]
-    spelled: bytes
-    places: dict[str, int]
-    first: bytes = b""
-    size: int = 0
+    __slots__ = ("first", "names", "places", "size", "spelled")
+
+    def __init__(
+        self, names: tuple[str, ...], spelled: bytes, places: dict[str, int], first: bytes = b"", size: int = 0
+    ) -> None:
+        self.names = names
+        self.spelled = spelled
+        self.places = places
+        self.first = first
+        self.size = size
 
 
 _KNOWN: Final[Memo[tuple[frozenset[str], bytes], tuple[str, bytes]]] = Memo(_MOST_KNOWN)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from zlib import crc32
 
 from msgspec import json
@@ -78,8 +78,8 @@ class CountedCall:
         return name + self.tool_digest + self.pair.to_bytes(PAIR_DIGEST)
 
 
-class ShownMessage(NamedTuple):
-    """What an assistant message shows, or several consecutive ones.
+class ShownMessage:
+    """What an assistant message shows, or several consecutive ones; never changed.
 
     Attributes:
         hash: hash of its text and calls, 16 bytes.
@@ -88,10 +88,13 @@ class ShownMessage(NamedTuple):
         fractions: numbers with a fraction that it takes to read; see `count_left`.
     """
 
-    hash: bytes
-    calls: list[CountedCall]
-    steps: int = 0
-    fractions: int = 0
+    __slots__ = ("calls", "fractions", "hash", "steps")
+
+    def __init__(self, hashed: bytes, calls: list[CountedCall], steps: int = 0, fractions: int = 0) -> None:
+        self.hash = hashed
+        self.calls = calls
+        self.steps = steps
+        self.fractions = fractions
 
 
 _KNOWN: Final[Memo[bytes, ShownMessage]] = Memo(_MOST_KNOWN)
@@ -261,7 +264,12 @@ def _look_at(conversation: Conversation, place: int) -> ShownMessage:
     if kept is not None:
         walk(kept.steps, kept.fractions)
         return kept
-    shown = _look(conversation.shape, conversation.open_message(place))
+    if known is not None and conversation.has_read(place):  # usually the newest, in which a detector has looked for loops
+        steps, fractions = count_left()
+        walk(1)
+        shown = _show(conversation.read_parts(place), steps, fractions)
+    else:
+        shown = _look(conversation.shape, conversation.open_message(place))
     small = len(shown.calls) <= _MOST_CALLS_KEPT and sum([len(call.tool) for call in shown.calls]) <= _LONGEST_NAMES_KEPT
     if known is not None and small:
         known.shown[place] = shown
@@ -279,9 +287,18 @@ def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the s
         return shown
     steps, fractions = count_left()
     walk(1)
+    shown = _show(shape.read(value), steps, fractions)
+    calls = shown.calls
+    if len(calls) <= _MOST_CALLS and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES:
+        _KNOWN.put(key, shown)
+    return shown
+
+
+def _show(parts: list[Part], steps: int, fractions: int) -> ShownMessage:
+    """What a message with these parts shows; `steps` and `fractions` were left before it was read."""
     spelled: list[bytes] = []
     calls: list[CountedCall] = []
-    for part in shape.read(value):
+    for part in parts:
         if part.kind == TEXT:
             spelled.append(spell(part))
         elif part.kind == CALL:
@@ -290,10 +307,7 @@ def _look(shape: Shape, value: Any) -> ShownMessage:  # noqa: ANN401  # of the s
             calls.append(CountedCall(part, call))
     hashed = digest(_SEPARATOR.join([part for part in spelled if part]), _ID)
     steps_left, fractions_left = count_left()
-    shown = ShownMessage(hashed, calls, steps - steps_left, fractions - fractions_left)
-    if len(calls) <= _MOST_CALLS and sum([len(call.tool) for call in calls]) <= _LONGEST_NAMES:
-        _KNOWN.put(key, shown)
-    return shown
+    return ShownMessage(hashed, calls, steps - steps_left, fractions - fractions_left)
 
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:

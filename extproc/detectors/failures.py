@@ -28,11 +28,14 @@ TRANSIENT: Final = "transient"
 MISSING: Final = "missing"
 """Something was not found, which is often a valid answer. A tool or command that is not found is FATAL."""
 
-SAID_WITHIN = 3_000
+SAID_WITHIN: Final = 3_000
 """First characters of a result, which are read; failures are reported early."""
 
-_LONGEST_LINE = 400
+_LONGEST_LINE: Final = 400
 """Characters of a line or message that are read."""
+
+_LINES_AT_ONCE: Final = 8
+"""Number of lines to look at together, because each look takes as long as reading hundreds of characters."""
 
 # Patterns for fast looks find whatever the exact patterns below find, and more. Instead of telling letters beyond ASCII apart,
 # they take each for any kind of character, which keeps them small.
@@ -47,7 +50,7 @@ def _compile(patterns: str) -> list[re.Pattern[str]]:
     return [re.compile(re.sub(r"^\\b(\w+)", r"\1(?<!\\w\1)", pattern)) for pattern in re.split(r"\s+\|\s+", patterns.strip())]
 
 
-_has_stem = look_for(
+_has_stem: Final = look_for(
     r"""
       err|fail|excep|fatal|panic|fault|killed|abort|traceback|not\ |n't|cannot|no\ |invalid|unable|unknown|unre|unexp|incor
     | unter|unmat|undef|unav|unauth|timed\ o|timeo|denied|refused|rejected|forbid|limit|too\ many|overl|exceeded|missing
@@ -75,7 +78,7 @@ _EMPTY = [
     """
     for word in ("error", "exception", "fail(?:ed|ure)", "invalid")
 ]
-_NO_FAILURE = re.compile("|".join((*_NOTHING, *_EMPTY)), re.VERBOSE)
+_NO_FAILURE: Final = re.compile("|".join((*_NOTHING, *_EMPTY)), re.VERBOSE)
 _DENIES = rf"""
     (?:no|0|zero|without|any){_SPACE}+(?:of\ [0-9]+{_SPACE}+)?(?:{_WORD}+{_SPACE}+)?(?:error|exception|fail(?:ed|ure))
   | (?:error|exception|failed|failure|invalid){_WORD}*(?:
@@ -84,11 +87,11 @@ _DENIES = rf"""
       | >{_SPACE}*</
     )
 """
-_denies = look_for(_DENIES)
+_denies: Final = look_for(_DENIES)
 
 _SUCCESS = r"(?:10[0-3]|20[0-8]|226|30[0-8])(?!\w)"
 _GAP = r"[^\w(]{1,4}"
-_CODES = _compile(
+_CODES: Final = _compile(
     rf"""
       exit(?:[ _-]?(?:code|status|value){_GAP}|(?:ed)?(?: with(?: (?:exit )?(?:code|status))? |[:=] ?))-?[1-9]
     | return[ _-]?(?:code|status|value){_GAP}-?(?!{_SUCCESS})[1-9]
@@ -99,7 +102,7 @@ _CODES = _compile(
 )
 
 _IS = r"""["']\s{0,8}+:\s{0,8}+"""
-_FIELDS = _compile(
+_FIELDS: Final = _compile(
     rf"""
       error(?:(?<=is_error)|(?<=iserror))["']?\s{{0,8}}+[:=]\s{{0,8}}+true
     | succe(?<=["']succe)(?:ss|eded){_IS}false
@@ -125,15 +128,15 @@ _MARKED = rf"""
   | non-?zero\ (?:exit|return|status|code)
   | usage:
 """
-_may_be_marked = look_for(_MARKED)
+_may_be_marked: Final = look_for(_MARKED)
 """Whether a text may contain what `_FIELDS`, `_CODES` or `_USAGE` find."""
 
-_RECORDS = ("{", "[", '"{', "'{")
-_holds_records = look_for(r"""(?:^|\n)(?:["']?\{|\[)""")
+_RECORDS: Final = ("{", "[", '"{', "'{")
+_holds_records: Final = look_for(r"""(?:^|\n)(?:["']?\{|\[)""")
 """Whether a line begins like one of `_RECORDS`."""
 
-_WELL = _compile(rf"""success(?<=["']success){_IS}true | ok(?<=["']ok){_IS}true""")
-_MESSAGE = re.compile(
+_WELL: Final = _compile(rf"""success(?<=["']success){_IS}true | ok(?<=["']ok){_IS}true""")
+_MESSAGE: Final = re.compile(
     rf"""
     ["'t](?:
         (?<!t)(?:(?:message|msg|details?|output|stderr|stdout|content|result)["']\s{{0,8}}+[:=]|type["']:\s?["']text["'],\s?["']text["']:)
@@ -144,7 +147,7 @@ _MESSAGE = re.compile(
     re.VERBOSE,
 )
 
-_may_hold_messages = look_for(
+_may_hold_messages: Final = look_for(
     rf"""
       ["'](?:message|msg|details?|output|stderr|stdout|content|result)["']{_SPACE}*[:=]
     | type["']:{_SPACE}?["']text["'],|text=["']
@@ -162,7 +165,7 @@ _SAYS_HTTP = r"""
         not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
     )
 """
-_BEGINS = re.compile(
+_BEGINS: Final = re.compile(
     rf"""
     {_BEFORE}(?:
         (?:[a-z0-9.$]{{0,64}}(?:error|exception)|fatal|panic|e)(?:\[\w{{1,16}}\])?:(?!\s*[0-9.]+\s*%?$)
@@ -187,7 +190,7 @@ _BEGINS = re.compile(
     """,
     re.VERBOSE,
 )
-_may_begin = look_for(
+_may_begin: Final = look_for(
     rf"""
     (?:^|\n)(?:
         (?:(?:observation|output|result|response|std(?:out|err))s?:\ +)?
@@ -224,10 +227,10 @@ _BEGINNINGS = rf"""
 """The same in brief: a part of each alternative."""
 
 _WITHIN_TEXT = r"[0-9]\ (?:error|fail|problem)|(?:failed|failures?|errors?)[:=]\ ?[1-9]|error\)|\*\*\*"
-_may_be_within = look_for(_WITHIN_TEXT)
+_may_be_within: Final = look_for(_WITHIN_TEXT)
 
 # Each alternative starts with a character of a small set.
-_WITHIN = re.compile(
+_WITHIN: Final = re.compile(
     r"""
       [1-9](?<![\w:.].)(?:[0-9]{0,8}+\ (?:errors|failed|failures|failing|problems)|(?<=1)\ (?:error|failure|problem))(?![\w/.-])
     | [:=](?:(?<=failed.)|(?<=failures.)|(?<=failure.)|(?<=errors.)|(?<=error.))\ ?[1-9](?![0-9]*[.])
@@ -236,7 +239,7 @@ _WITHIN = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
-_COMPLAINS = re.compile(
+_COMPLAINS: Final = re.compile(
     r"""
     \W(?:
         (?<![/.-])(?:
@@ -276,7 +279,7 @@ _COMPLAINTS = rf"""
       | net::err_|errno|econn|enoent|eacces|eperm|eaddrinuse
     )
 """
-_may_complain = look_for(
+_may_complain: Final = look_for(
     rf"""
     {_COMPLAINTS}
   | timeout(?:\ (?:of|exceeded|expired|after|error|while|waiting)|\n|$)|fail(?:ed|ure)(?:[:;.!]|{_NO_WORD}*(?:\n|$))
@@ -285,13 +288,13 @@ _may_complain = look_for(
 )
 """Whether `_COMPLAINS` may find something in a line."""
 
-_may_fail = look_for(f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)")
+_may_fail: Final = look_for(f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{_COMPLAINTS}|(?:^|{_NO_WORD})(?:timeout|error)")
 """Whether a text contains anything of the above, or would if its lines were cut."""
 
 # The program that complains, at the start of a line. `name:12:` is the position of a match instead.
-_PROGRAM = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
-_USAGE = re.compile(r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)", re.MULTILINE)
-_QUOTES = re.compile(
+_PROGRAM: Final = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
+_USAGE: Final = re.compile(r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)", re.MULTILINE)
+_QUOTES: Final = re.compile(
     r"""
     \s*(?:
         [0-9]+(?:\u2192|\t|[:.|]\ ) | [+|\#] | -(?!\w+:\ ) | [0-9a-f]{7,40}\ | (?:\w+\ )?warn(?:ing)?\b
@@ -305,7 +308,7 @@ _QUOTES = re.compile(
 """A line of source code, a listing, a page or a diff; or a warning."""
 
 _STATUS = r"(?:429|50[234])\b"
-_TRANSIENT = _compile(
+_TRANSIENT: Final = _compile(
     rf"""
       connection(?<![^\W_]connection)[ _](?:was )?(?:refused|reset|aborted|closed|error|timed)
     | \beconn(?:refused|reset|aborted) | \bwas refused\b | \bfetch failed\b | \bfailed to connect\b | \bunable to connect\b
@@ -316,7 +319,7 @@ _TRANSIENT = _compile(
     | \bunavailable\b | \btemporar(?:y|ily)\b | overloaded | \btry again (?:later|soon|shortly|in)\b | \bis locked\b
     """
 )
-_MISSING = _compile(
+_MISSING: Final = _compile(
     r"""
       not(?<![^\W_]not)[ _](?:be )?found\b | notfound\b | \bno such\b | \bnosuch\w | \benoent\b
     | does(?:n't| not) (?:exist|match) | did(?:n't| not) (?:exist|match)
@@ -325,21 +328,21 @@ _MISSING = _compile(
     | cannot (?:locate|find)\b | could not resolve to
     """
 )
-_may_pass = look_for(
+_may_pass: Final = look_for(
     r"""
       connect|econn|was\ refused|fetch\ failed|not\ respond|timed[\ -]?out|deadline|timeout|429|50[234]|too\ many\ requests
     | rate[\ _-]?limit|rate\ exceeded|throttl|throughput|unavailable|temporar|overloaded|try\ again|is\ locked
     """
 )
 """Whether one of `_TRANSIENT` may be in a line."""
-_may_miss = look_for(
+_may_miss: Final = look_for(
     r"""
       found|nosuch|no\ |enoent|(?:does|did)(?:n't|\ not)\ (?:exist|match)|404|\ locate|\ find|resolve\ to
     """
 )
 """Whether one of `_MISSING` may be in a line."""
 _TOOL = r"(?:tool|command|method|function|module|script)"
-_NO_TOOL = re.compile(
+_NO_TOOL: Final = re.compile(
     rf"""
       \b{_TOOL}:?\ (?:\S{{1,64}}\ )?(?:not\ found|does) | \b(?:find|such|missing|no)\ {_TOOL}\b
     | ^(?:\S{{0,16}}/|-)?[a-z]{{0,4}}sh:[ ]
@@ -378,7 +381,7 @@ def read_failure(text: str, *, failed: bool = False) -> Failure:
     if beginning == _LAST.beginning and failed == _LAST.failed:
         return _LAST.kind
     kind: Failure = NO_FAILURE
-    lower = beginning.lower()
+    lower = str.lower(beginning)  # mypyc's own `lower` takes three times as long
     said = _unescape(lower)
     may_fail = _may_fail(said)
     if failed or (may_fail and _has_stem(lower)):
@@ -410,9 +413,14 @@ def _find_line(said: str) -> str:
     lines = [line[:_LONGEST_LINE] for line in said.replace("\x1e", "\n").split("\n") if line and not line.isspace()]
     text = "\n".join(lines)
     messages = _list_messages(said, text)
-    for line in messages + lines if messages or _may_begin(text) else ():
+    for line in messages:
         if _may_begin(line) and _BEGINS.match(line):
             return line
+    for start in range(0, len(lines), _LINES_AT_ONCE) if _may_begin(text) else ():
+        some = lines[start : start + _LINES_AT_ONCE]
+        for line in some if _may_begin("\n".join(some)) else ():
+            if _may_begin(line) and _BEGINS.match(line):
+                return line
     found = _WITHIN.search(said) if _may_be_within(said) else None
     if found is not None:
         return said[found.start() : found.start() + _LONGEST_LINE]

@@ -227,11 +227,8 @@ class KeptTurn:
         None if no other entry has the same result and too few have a similar failure, because then there is no loop, unless
         `always` is set.
         """
-        newest, failure = self.newest, self.newest.failure_id
-        same = [
-            entry for entry in entries if entry[RAW:NORMALIZED] == newest.raw or entry[NORMALIZED:REST] == newest.normalized
-        ]
-        if not always and len(same) <= (self.entry in entries):
+        failure = self.newest.failure_id
+        if not always and not self._returns_again(entries):
             alike = [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
             if len(alike) < MIN_SIMILAR - 1:
                 return None
@@ -245,6 +242,16 @@ class KeptTurn:
             place = next((place for place, turn in enumerate(turns) if turn.action_hash == self._before), len(turns))
             del turns[:place]
         return History(iter([self.newest, *turns]))
+
+    def _returns_again(self, entries: Sequence[bytes]) -> bool:
+        """Whether another of a ring's entries has the same result."""
+        own = entries.count(self.entry)
+        raw, normalized = self.newest.raw, self.newest.normalized
+        others = b"".join([entry for entry in entries if entry != self.entry] if own else entries)
+        if own <= 1 and others.find(raw) < 0 and others.find(normalized) < 0:  # usually; most of the time goes into slices
+            return False
+        same = [entry for entry in entries if entry[RAW:NORMALIZED] == raw or entry[NORMALIZED:REST] == normalized]
+        return len(same) > (own > 0)
 
 
 class TurnRule:

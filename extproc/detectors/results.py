@@ -15,17 +15,17 @@ from typing import Final
 from extproc.detectors.shapes import DIGIT, LONGEST_SHAPE, Stays, write_shapes
 from extproc.looks import look_for
 
-MAX_NORMALIZED = 16_384
+MAX_NORMALIZED: Final = 16_384
 """Length of the start of a result that is normalized, in characters; the rest is compared unchanged."""
 
-_SPARE = 1_024
+_SPARE: Final = 1_024
 """Up to this many characters less are normalized, to cut at the end of a line, which splits no volatile part."""
 
-_HEAD = 128
-_LONGEST = 64
+_HEAD: Final = 128
+_LONGEST: Final = 64
 """Maximum length of volatile parts whose extent depends on the text after them, in characters."""
 
-_GONE = "#"
+_GONE: Final = "#"
 _UNIT = r"(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)"
 _SEPARATOR = r"[ \t\"':=\#(\[]"
 _MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}+"
@@ -49,7 +49,7 @@ _IN_FILE = "|".join([*[rf"(?<=\.[A-Za-z]{{{length}}}:.)" for length in (1, 2, 3,
 
 # One pass in linear time: matched text is never given back (possessive quantifiers), and every match starts with a character
 # of one small set, which the engine finds fast. Lookbehinds check the text before it.
-_VOLATILE = re.compile(
+_VOLATILE: Final = re.compile(
     rf"""
     [0-9a-fA-F/JMNOSTW](?<![0-9A-Za-z].)(?:
       (?<=/)(?<![0-9A-Za-z_.-]/)(?:private/|var/)?+tmp/[^\s"'`<>:;,()\[\]{{}}|*?]++             # a path below /tmp
@@ -91,8 +91,8 @@ _VOLATILE = re.compile(
 )
 
 _WITHOUT_DIGITS = r"/tmp/|hunk[\ _][iI][dD]|[a-fA-F]{8}"  # noqa: S108  # no file
-_may_be_volatile_without_digits = look_for(_WITHOUT_DIGITS)
-_may_be_volatile = look_for(
+_may_be_volatile_without_digits: Final = look_for(_WITHOUT_DIGITS)
+_may_be_volatile: Final = look_for(
     rf"""
       {_WITHOUT_DIGITS}|[0-9a-fA-F]{{8}}
     | [0-9]\ ?(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)(?:[^A-Za-z]|$)
@@ -102,15 +102,15 @@ _may_be_volatile = look_for(
 )
 """Whether a text or a line may have volatile parts. `_VOLATILE` takes ten times as long."""
 
-_UNIX_TIME = "0000000000"
+_UNIX_TIME: Final = "0000000000"
 """The shape of a number that may be a Unix time, in seconds or smaller units: only there, not all digits are alike."""
 
 _STAYS: Final = Stays(_VOLATILE, unless=_UNIX_TIME)
 
 # Ids of this request or call, recognized by a prefix or by the word before; ids of records are content.
 _PREFIXES = "|".join([rf"(?<={word}_)(?<![A-Za-z0-9]{word}_)" for word in ("req", "request", "trace", "call", "toolu")])
-_PREFIXED = re.compile(rf"_(?=[A-Za-z0-9]{{8}})(?=[A-Za-z]{{0,24}}+[0-9])(?:{_PREFIXES})[A-Za-z0-9]++(?![_-])")
-_NAMED = re.compile(
+_PREFIXED: Final = re.compile(rf"_(?=[A-Za-z0-9]{{8}})(?=[A-Za-z]{{0,24}}+[0-9])(?:{_PREFIXES})[A-Za-z0-9]++(?![_-])")
+_NAMED: Final = re.compile(
     r"""
     ([rtcnRTCN](?<![A-Za-z].)(?:(?:(?<=[rR])equest|(?<=[tT])race|(?<=[cC])orrelation)[ _-]?[iI][dD]|(?<=[nN])once)
         ["']?\ ?[:=]\ ?["']?)
@@ -118,14 +118,14 @@ _NAMED = re.compile(
     """,
     re.VERBOSE,
 )
-_OVERWRITTEN = re.compile(r"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)
+_OVERWRITTEN: Final = re.compile(r"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)
 """Text that a terminal no longer shows, such as earlier states of a progress bar."""
 
 _SET_OPENS: Final = "{'"
-_SET = re.compile(r"\{'[^'{}\n]*+'(?:,\ '[^'{}\n]*+')++\}")
+_SET: Final = re.compile(r"\{'[^'{}\n]*+'(?:,\ '[^'{}\n]*+')++\}")
 """A set of strings as Python writes it, in a different order each time."""
 
-_may_name_ids = look_for(
+_may_name_ids: Final = look_for(
     r"""
       (?:req|request|trace|call|toolu)_[A-Za-z0-9]{8}|(?:[rR]equest|[tT]race|[cC]orrelation)[\ _-]?[iI][dD]|[nN]once|\{'
     """
@@ -188,13 +188,19 @@ def _sort_set(found: re.Match[str]) -> str:
     return "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}"
 
 
-def normalize_head(text: str) -> str:
-    """The start of a long result without volatile parts; empty if the result is short."""
-    if len(text) <= _HEAD:
+def normalize_head(text: str, size: int = -1, *, overwrites: bool | None = None) -> str:
+    """The start of a long result without volatile parts; empty if the result is short.
+
+    Args:
+        text: the result, or its start.
+        size: length of the result, if `text` is its start.
+        overwrites: whether there is a carriage return in the result, if `text` is its start.
+    """
+    if max(size, len(text)) <= _HEAD:
         return ""
-    head = text[:_HEAD]
-    if "\r" in text or _SET_OPENS in head:  # these depend on text after the start
-        head = head[: head.find(_SET_OPENS)] if _SET_OPENS in head and "\r" not in text else ""
+    head, moves = text[:_HEAD], "\r" in text if overwrites is None else overwrites
+    if moves or _SET_OPENS in head:  # these depend on text after the start
+        head = head[: head.find(_SET_OPENS)] if _SET_OPENS in head and not moves else ""
     return _normalize(head)
 
 
@@ -204,6 +210,11 @@ def may_be_equal(one: str, other: str) -> bool:
     return certain <= 0 or one[:certain] == other[:certain]
 
 
-def differ_in_lines(one: str, other: str) -> bool:
-    """True if the numbers of lines alone show that results differ: line ends are not volatile, but may be escaped."""
-    return one.count("\n") != other.count("\n") and "\\" not in one and "\\" not in other
+def count_lines(text: str) -> int:
+    """The number of line ends in a result, which are not volatile; -1 if some may be escaped."""
+    return -1 if "\\" in text else text.count("\n")
+
+
+def differ_in_lines(one: int, other: int) -> bool:
+    """True if results differ because their numbers of line ends, from `count_lines`, do."""
+    return one != other and one >= 0 and other >= 0

@@ -15,7 +15,7 @@ from msgspec import json
 
 from extproc.apis import find_hints
 from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result, unpack
-from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, Message
+from extproc.apis.conversation import ASSISTANT, TOOLS, USER, Conversation, KnownMessages, Message
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.bounded import Memo
 from extproc.decision import STRONG, WEAK
@@ -24,12 +24,12 @@ from extproc.detectors.alike import leave_out_numbers, open_result
 from extproc.detectors.complaints import complains
 from extproc.detectors.failures import FATAL, NO_FAILURE, TRANSIENT, Failure, read_failure
 from extproc.detectors.failures import MISSING as NOT_FOUND
-from extproc.detectors.results import MAX_NORMALIZED, differ_in_lines, may_be_equal, normalize, normalize_head
+from extproc.detectors.results import MAX_NORMALIZED, count_lines, differ_in_lines, may_be_equal, normalize, normalize_head
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.tools import CHANGES, READS, find_role
 from extproc.looks import look_for
 from extproc.request.clients import CALL_ID_LINE, INJECTED_TAGS
-from extproc.request.document import ABSENT, Document, count_left, walk, write_canonical
+from extproc.request.document import ABSENT, MAX_STEPS, Document, count_left, walk, write_canonical
 
 _NEXT: Final = "\x1e"  # a record separator (ASCII), which texts rarely contain
 FAILURE_MARK: Final = "\x15"  # a negative acknowledgement
@@ -67,6 +67,12 @@ _EVIDENCE: Final = LONG | PASSING | MISSING | READS | CHANGES
 _LONG_RESULT: Final = 200
 """Minimum length of a long result, in characters; legitimate repetition has shorter ones."""
 
+_AS_USUAL: Final = 2
+"""Messages of most turns: the assistant's, and what came back."""
+
+LONGEST_START: Final = 192
+"""Number of characters at the start of a result that are cached: twice what `open_result` returns, and more than a head."""
+
 HARNESS: Final = frozenset({"system", "developer"})
 """Speakers of the harness's messages within a conversation: reminders that come and go, and are not part of any result."""
 
@@ -95,6 +101,9 @@ _FAILURES: Final[Memo[bytes, bytes]] = Memo(_MOST_KNOWN)
 """A cache of ids of failures, by digests of the results."""
 
 
+_starts: Final = [blake2b(digest_size=size or 1).copy for size in range(_ID + 1)]
+
+
 class Reading:
     """Reads the turns of one conversation.
 
@@ -119,7 +128,7 @@ class Reading:
         self.in_text = False
         self.newest: Message | None = None
 
-    def read_turns(self) -> Iterator[Turn]:
+    def read_turns(self) -> Iterator[Turn]:  # noqa: C901  # a generator within a generator is slow
         """The turns, newest first.
 
         An assistant's message without calls, directly before one with calls, is a thought of the latter.
@@ -133,6 +142,9 @@ class Reading:
             return
         unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
         self.in_text = len(unfolded) > 1
+        known = conversation.known
+        if len(conversation) > MAX_STEPS or conversation.shape.joins is not None or conversation.elsewhere or self.in_text:
+            known = None
         for message in chain(unfolded, messages):
             if message.speaker != ASSISTANT:
                 behind.append(message)
@@ -143,6 +155,22 @@ class Reading:
                 continue
             yield turn
             behind, newer = [], turn
+            if known is not None:
+                break
+        if known is not None and newer is not None:  # the messages of older turns are only made if they are needed
+            end, speakers = newer.span[0], known.speakers
+            for place in range(end - 1, -1, -1):
+                speaker = speakers[place]
+                if speaker == ASSISTANT:
+                    turn = Turn(self, None, [], place, end)
+                    end = place
+                    if newer is not None and _acts(newer) and not _acts(turn):
+                        continue
+                    yield turn
+                    newer = turn
+                elif speaker:
+                    newer = None
+            return
         if conversation.elsewhere and behind and not self.document.shortened and not self.in_text:
             yield Turn(self, None, behind)
 
@@ -154,8 +182,8 @@ class Reading:
         return "".join(list_texts(newest.read_parts()))
 
 
-class KnownAction(NamedTuple):
-    """The action in an assistant's message, cached for later requests that contain the message.
+class KnownAction:
+    """The action in an assistant's message, cached for later requests that contain the message; never changed.
 
     Attributes:
         ignored: names of the arguments that were treated as thoughts.
@@ -165,11 +193,92 @@ class KnownAction(NamedTuple):
         calls: as in `Turn`.
     """
 
-    ignored: frozenset[str]
-    names: tuple[str, ...]
-    id: bytes
-    hash: bytes
-    calls: bool
+    __slots__ = ("calls", "hash", "id", "ignored", "names")
+
+    def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
+        self.ignored = ignored
+        self.names = action.names
+        self.id = digest(action.spelled, _ID)
+        self.hash = digest(action.spelled)
+        self.calls = bool(action.places)
+
+
+class KnownResult:
+    """What came after the action of a turn, cached for later requests that contain the same messages.
+
+    Attributes:
+        ignored: as in `KnownAction`.
+        serials: of the turn's messages; see `KnownMessages`.
+        steps: steps of `walk` that it takes to read the result, without those for messages behind the assistant's.
+        heard: steps for these.
+        returned: as in `Turn`.
+        hash: Python's hash of the result.
+        size: length of the result, in characters.
+        start: of the result, as much as `normalize_head` and `open_result` need.
+        overwrites: there is a carriage return in the result.
+        escapes: there is a backslash in the result.
+        lines: number of line ends in the result; -1 if they were not counted yet.
+        head: as in `Turn`; None if not known yet, as everything below.
+        opening: as in `Turn`.
+        failure: as in `Turn`.
+        failure_id: as in `Turn`, of a normalized result.
+        normal_id: as in `Turn`, of a normalized result.
+        raw: as in `Reduced`.
+        normalized: as in `Reduced`, of a normalized result.
+    """
+
+    __slots__ = (
+        "escapes",
+        "failure",
+        "failure_id",
+        "hash",
+        "head",
+        "heard",
+        "ignored",
+        "lines",
+        "normal_id",
+        "normalized",
+        "opening",
+        "overwrites",
+        "raw",
+        "returned",
+        "serials",
+        "size",
+        "start",
+        "steps",
+    )
+
+    def __init__(  # noqa: PLR0913  # a record
+        self, ignored: frozenset[str], serials: list[int], steps: int, heard: int, result: str, *, returned: bool
+    ) -> None:
+        """Take a result."""
+        self.ignored = ignored
+        self.serials = serials
+        self.steps = steps
+        self.heard = heard
+        self.returned = returned
+        self.hash = hash(result)
+        self.size = len(result)
+        self.start = result[:LONGEST_START]
+        self.overwrites = "\r" in result
+        self.escapes = "\\" in result
+        self.lines = -1
+        self.head: str | None = None
+        self.opening: str | None = None
+        self.failure: Failure | None = None
+        self.failure_id: bytes | None = None
+        self.normal_id: bytes | None = None
+        self.raw: bytes | None = None
+        self.normalized: bytes | None = None
+
+    def is_of(self, known: KnownMessages, place: int, end: int, ignored: frozenset[str]) -> bool:
+        """Whether it is of the turn with these messages. The assistant's is known to be the same."""
+        serials = self.serials
+        if len(serials) != end - place or serials[-1] != known.serials[end - 1]:
+            return False
+        if len(serials) > _AS_USUAL and serials != known.serials[place:end]:
+            return False
+        return self.ignored is ignored or self.ignored == ignored  # sets compare slowly
 
 
 class Turn:
@@ -177,7 +286,6 @@ class Turn:
 
     Attributes:
         known: the request shows what the assistant did.
-        answered: something follows.
         in_text: it is a step of a scratchpad; see `scratchpad.py`.
         known_action: what the assistant did, if it is kept for later requests, or was; else None.
     """
@@ -186,51 +294,74 @@ class Turn:
         "_action",
         "_behind",
         "_cost",
+        "_end",
         "_evidence",
         "_failed",
         "_failure",
         "_failure_id",
         "_head",
         "_ids",
+        "_kept",
         "_mark",
         "_message",
+        "_needs_whole",
         "_normal",
         "_normal_id",
         "_normalizes",
         "_opening",
+        "_place",
         "_reading",
         "_reduced",
         "_result",
         "_result_id",
         "_returned",
+        "_taken",
         "_words",
-        "answered",
         "in_text",
         "known",
         "known_action",
     )
 
-    def __init__(self, reading: Reading, message: Message | None, behind: list[Message]) -> None:
-        """Take the messages.
+    def __init__(
+        self, reading: Reading, message: Message | None, behind: list[Message], place: int = -1, end: int = -1
+    ) -> None:
+        """Take the messages, or their indexes.
 
         Args:
             reading: reads them.
-            message: the assistant's; None if the server keeps it.
+            message: the assistant's; None if the server keeps it, or if there is a `place`.
             behind: what follows, newest first.
+            place: index of the assistant's message in a cached conversation.
+            end: index behind the last message.
         """
-        self.known = message is not None
-        self.answered = bool(behind)
+        self.known = message is not None or place >= 0
         self.in_text = reading.in_text
         self._reading = reading
         self._message = message
-        self._behind = behind
+        self._behind: list[Message] | None = behind
+        known = reading.conversation.known
+        if message is None and place >= 0:
+            self._behind = None
+        elif message is None or message.known is None or message.joined is not None:
+            known = None
+        else:
+            place, end = message.place, (behind[0].place if behind else message.place) + 1
+        self._place = place
+        self._end = end
         self._action: AssistantAction | None = None
         self._cost = -1
         self.known_action: KnownAction | None = None
-        if message is not None and message.known is not None and message.joined is None:
-            kept: KnownAction | None = message.known.actions[message.place]
-            if kept is not None and (kept.ignored is reading.ignored or kept.ignored == reading.ignored):  # sets compare slowly
+        self._kept: KnownResult | None = None
+        self._taken = -1
+        self._needs_whole = False
+        if known is not None:
+            ignored = reading.ignored
+            kept: KnownAction | None = known.actions[place]
+            if kept is not None and (kept.ignored is ignored or kept.ignored == ignored):  # sets compare slowly
                 self.known_action = kept
+            result: KnownResult | None = known.results[place]
+            if result is not None and result.is_of(known, place, end, ignored):
+                self._kept = result
         self._evidence = -1
         self._words: bytes | None = None
         self._mark: str | None = None
@@ -249,9 +380,29 @@ class Turn:
         self._ids: set[str] = set()
 
     @property
+    def answered(self) -> bool:
+        """Whether something follows."""
+        return bool(self._list_behind())
+
+    def _open(self) -> Message | None:
+        """The assistant's message; None if the server keeps it."""
+        if self._message is None and self._place >= 0:
+            conversation = self._reading.conversation
+            self._message = Message(conversation.shape, ASSISTANT, self._place, conversation)
+        return self._message
+
+    def _list_behind(self) -> list[Message]:
+        """The messages behind the assistant's, newest first."""
+        if self._behind is None:
+            shape, conversation = self._reading.conversation.shape, self._reading.conversation
+            places = [(place, conversation.name_speaker(place)) for place in range(self._end - 1, self._place, -1)]
+            self._behind = [Message(shape, speaker, place, conversation) for place, speaker in places if speaker]
+        return self._behind
+
+    @property
     def parts(self) -> list[Part]:
         """What stands in the assistant's message. A few parts take nothing of the bounds before results are read."""
-        message = self._message
+        message = self._open()
         if message is None:
             return []
         if self._cost >= 0:
@@ -277,26 +428,27 @@ class Turn:
             _, fractions = count_left()
             action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
             self._action = action if action.names or not self.known else self._read_failed_call() or action
-            message, free = self._message, self._cost > 0 and count_left()[1] == fractions
+            message, free = self._open(), self._cost > 0 and count_left()[1] == fractions
             small = 0 < len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT
             if message is not None and message.known is not None and message.joined is None and free and small:
-                spelled = action.spelled
-                calls = bool(action.places)
-                kept = KnownAction(self._reading.ignored, action.names, digest(spelled, _ID), digest(spelled), calls)
+                kept = KnownAction(self._reading.ignored, action)
                 self.known_action = message.known.actions[message.place] = kept
         return self._action
 
     def _read_failed_call(self) -> AssistantAction | None:
         """The call that the harness left out of the history, according to its report; None if there is none."""
-        parts = self._behind[-1].read_parts() if self._behind else []
+        if self._taken > 0:
+            _ = self.result  # for which the messages that are read here may have been counted
+        behind = self._list_behind()
+        parts = behind[-1].read_parts() if behind else []
         text = unpack(parts[0].value) if parts and parts[0].kind == TEXT else ""
         return read_failed_call(text) if isinstance(text, str) else None
 
     def may_do_as(self, other: Turn) -> bool:
         """False if a check without decoding shows that the action differs from another turn's."""
-        message = self._message
         if self.known_action is not None:
             return True
+        message = self._open()
         if other._mark is None:  # a part of its action that no request spells otherwise
             other._mark = find_mark(other.action).decode("latin-1")
         if self._action is not None or message is None or message.joined is not None or not other._mark:
@@ -320,28 +472,98 @@ class Turn:
         """The indexes of the assistant's first and last message in the turn, the same for most; -1 if the server has them."""
         message = self._message
         if message is None:
-            return -1, -1
+            return self._place, self._place
         return message.joined[0].place if message.joined is not None else message.place, message.place
 
     @property
     def result(self) -> str:
         """Everything after the action, as one text."""
         if self._result is None:
-            self._result = self._read_result()
+            if self._taken > 0:
+                walk(-self._taken)
+            self._taken = 0
+            self._result = self._read_result() if self._kept is not None else self._read_new_result()
         return self._result
+
+    def _read_new_result(self) -> str:
+        """The result, which is cached with the conversation if reading it again takes as much of the bounds."""
+        known = self._reading.conversation.known
+        if known is None or self._place < 0:
+            return self._read_result()
+        heard = self._list_heard()
+        taken = sum([message.steps for message in heard])
+        steps, fractions = count_left()
+        result = self._read_result()
+        left, others = count_left()
+        bounded = fractions != others or sum([message.fractions for message in heard]) > 0
+        if self._cost > 0 and not bounded and not self._needs_whole:
+            serials, all_heard = known.serials[self._place : self._end], sum([message.steps for message in heard])
+            own = steps - left + taken - all_heard
+            kept = KnownResult(self._reading.ignored, serials, own, all_heard, result, returned=self._returned)
+            self._kept = known.results[self._place] = kept
+        return result
+
+    def _recall(self) -> KnownResult | None:
+        """What is cached of the result, or was just read. It uses up as much of the bounds as the result itself."""
+        kept = self._kept
+        if kept is None:
+            _ = self.result
+            return self._kept
+        if self._taken < 0:
+            taken = kept.steps + kept.heard
+            if self._behind is not None:  # some may have been read before
+                taken -= sum([message.steps for message in self._list_heard()])
+            self._taken = taken
+            walk(taken)
+        return kept
+
+    @property
+    def size(self) -> int:
+        """The length of the result, in characters."""
+        kept = self._recall()
+        return kept.size if kept is not None else len(self.result)
+
+    @property
+    def lines(self) -> int:
+        """The number of line ends in the result, or -1 if some may be escaped."""
+        kept = self._recall()
+        if kept is None:
+            return count_lines(self.result)
+        if kept.lines < 0 and not kept.escapes:
+            kept.lines = count_lines(self.result)
+        return kept.lines
+
+    def returns_same(self, other: Turn) -> bool:
+        """Whether the results are equal."""
+        mine, others = self._recall(), other._recall()
+        if mine is None or others is None:
+            return self.result == other.result
+        return mine.hash == others.hash and mine.size == others.size
 
     @property
     def head(self) -> str:
         """The start of the result without volatile parts; see `normalize_head`."""
         if self._head is None:
-            self._head = normalize_head(self.result)
+            kept = self._recall()
+            if kept is None:
+                self._head = normalize_head(self.result)
+            else:
+                if kept.head is None:
+                    kept.head = normalize_head(kept.start, kept.size, overwrites=kept.overwrites)
+                self._head = kept.head
         return self._head
 
     @property
     def opening(self) -> str:
         """The start of the result without digits; see `open_result`."""
         if self._opening is None:
-            self._opening = open_result(self.result)
+            kept = self._recall()
+            if kept is None:
+                self._opening = open_result(self.result)
+            else:
+                if kept.opening is None:
+                    kept.opening = open_result(kept.start)
+                self._opening = kept.opening
         return self._opening
 
     @property
@@ -362,25 +584,30 @@ class Turn:
     def normal_id(self) -> bytes:
         """A digest of `normal`, 16 bytes; those of recently compared results are cached."""
         if self._normal_id is None:
-            found = _NORMAL.get(self.result_id) if self.may_normalize() else self.result_id
+            kept, bounded = self._recall(), not self.may_normalize()
+            found = self.result_id if bounded else kept.normal_id if kept is not None else None
+            if found is None:
+                found = _NORMAL.get(self.result_id)
             if found is None:
                 found = digest(self.normal.encode(), _ID)
                 _NORMAL.put(self.result_id, found)
+            if kept is not None and not bounded:
+                kept.normal_id = found
             self._normal_id = found
         return self._normal_id
 
     def may_normalize(self) -> bool:
         """Whether the bound leaves room for the result, which uses up its part even if it is cached."""
         if self._normalizes is None:
-            self._reading.left -= min(len(self.result), MAX_NORMALIZED)
+            self._reading.left -= min(self.size, MAX_NORMALIZED)
             self._normalizes = self._reading.left >= 0
         return self._normalizes
 
     @property
     def returned(self) -> bool:
         """Whether tools returned anything."""
-        _ = self.result  # which sets it
-        return self._returned
+        kept = self._recall()  # which reads the result if it is not cached
+        return kept.returned if kept is not None else self._returned
 
     @property
     def failed(self) -> bool:
@@ -391,11 +618,17 @@ class Turn:
     def failure(self) -> Failure:
         """How it failed, if it did."""
         if self._failure is None:
+            kept = self._recall()
+            if kept is not None and kept.failure is not None:
+                self._failure = kept.failure
+                return kept.failure
             text = self.result  # which sets `_failed`: the API says so
             kind = read_failure(text, failed=self._failed)
             if kind == NO_FAILURE and self.known and not self._returned and not self.names and complains(text):
                 kind = FATAL
             self._failure = kind
+            if kept is not None:
+                kept.failure = kind
             return kind
         return self._failure
 
@@ -407,11 +640,16 @@ class Turn:
         return self._failure_id
 
     def _identify_failure(self) -> bytes:
+        kept = self._recall() if self.may_normalize() else None
+        if kept is not None and kept.failure_id is not None:
+            return kept.failure_id
         found = _FAILURES.get(self.result_id) if self.may_normalize() else None
         if found is None:
             found = digest((self.opening + _NEXT + leave_out_numbers(self.normal)).encode(), _FAILURE)
             if self.may_normalize():
                 _FAILURES.put(self.result_id, found)
+        if kept is not None:
+            kept.failure_id = found
         return found
 
     @property
@@ -431,7 +669,7 @@ class Turn:
                 flags = flags & ~CHANGES | _FLAGS.get(self.failure, 0)
                 if self.known and not self.names:
                     flags &= ~MISSING  # nothing was looked up
-            if len(self.result) >= _LONG_RESULT:
+            if self.size >= _LONG_RESULT:
                 flags |= LONG
             talks = self.known and not self.names and not self.returned
             if talks and (flags & LONG or self.failed) and reading.conversation.find_offer() == TOOLS:
@@ -449,13 +687,14 @@ class Turn:
 
     def _may_be_spoken_to(self) -> bool:
         """Whether a user says something, and no tool is known to be called: a check without reading what the calls are."""
-        if self.known_action is not None or USER not in [message.speaker for message in self._behind]:
+        if self.known_action is not None or USER not in [message.speaker for message in self._list_behind()]:
             return False
         return not _acts(self)
 
     def _list_words(self) -> list[str]:
         said: list[str] = []
-        for message in self._behind:
+        _ = self.result  # for which the messages that are read here may have been counted
+        for message in self._list_behind():
             for text in list_texts(message.read_parts()) if message.speaker == USER else ():
                 if not is_injected(text.strip()):
                     said += NUMBERS.sub("", strike_injected(text)).casefold().split()
@@ -469,7 +708,8 @@ class Turn:
     def identify(self) -> bytes:
         """What distinguishes this turn from equal ones: all that the assistant wrote, including thoughts, and ids."""
         _ = self.result  # which collects the ids
-        return _encode([self._message.list_values() if self._message is not None else None, sorted(self._ids)])
+        message = self._open()
+        return _encode([message.list_values() if message is not None else None, sorted(self._ids)])
 
     @property
     def action_hash(self) -> bytes:
@@ -482,14 +722,14 @@ class Turn:
         """This turn as hashes."""
         if self._reduced is not None:
             return self._reduced
-        raw = digest(self.result.encode())
+        raw, normalized = self._hash_result()
         made = Reduced(
             self.known,
-            self._returned,
+            self.returned,
             self.failed,
             self.action_hash,
             raw,
-            raw if self.normal == self.result else digest(self.normal.encode()),
+            normalized,
             self.names,
             self.evidence,
             b"" if self.names else self.words,
@@ -499,6 +739,22 @@ class Turn:
         self._reduced = made
         return made
 
+    def _hash_result(self) -> tuple[bytes, bytes]:
+        """Hashes of the result, and of the result without volatile parts."""
+        kept = self._recall()
+        if kept is not None and kept.raw is not None and kept.normalized is not None and self.may_normalize():
+            return kept.raw, kept.normalized
+        raw = digest(self.result.encode())
+        normalized = raw if self.normal == self.result else digest(self.normal.encode())
+        if kept is not None and self.may_normalize():
+            kept.raw, kept.normalized = raw, normalized
+        return raw, normalized
+
+    def _list_heard(self) -> list[Message]:
+        """The messages behind the assistant's that are read, oldest first: the harness's only if there are no others."""
+        behind = self._list_behind()[::-1]
+        return [message for message in behind if message.speaker not in HARNESS] or behind
+
     def _read_result(self) -> str:
         """Results in the order of their calls, each once, then anything else that was said, except by the harness."""
         results: list[tuple[str, str]] = []
@@ -507,12 +763,12 @@ class Turn:
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
         walk(max(self._cost, 0))
-        behind = self._behind[::-1]
-        for message in [message for message in behind if message.speaker not in HARNESS] or behind:
+        for message in self._list_heard():
             for part in message.read_parts():
                 if part.kind == RESULT:
                     results.append(self._read_one(part, len(results)))
                 else:
+                    self._needs_whole |= part.kind == OTHER and part.value is ABSENT
                     others.append(strike_injected(_write_said(message, part, self._reading.document)))
         self._returned = any(text for _, text in results)
         if self._returned:
@@ -632,7 +888,10 @@ def _cut(text: str, most: int) -> str:
 
 def digest(data: bytes, size: int = _DIGEST) -> bytes:
     """A hash of data, `size` bytes long."""
-    return blake2b(data, digest_size=size).digest()
+    hashed = _starts[size]()  # a copy takes less time than a new one
+    hashed.update(data)
+    made: bytes = hashed.digest()
+    return made
 
 
 def same_action(one: AnyTurn, other: AnyTurn) -> bool:
@@ -650,11 +909,11 @@ def same_action(one: AnyTurn, other: AnyTurn) -> bool:
 def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
     """Whether the results are equal; `normalized`: except for volatile parts."""
     if isinstance(one, Turn) and isinstance(other, Turn):
-        if one.result == other.result:
+        if one.returns_same(other):
             return True
         if not normalized or not may_be_equal(one.head, other.head):
             return False
-        if one.may_normalize() and other.may_normalize() and differ_in_lines(one.result, other.result):
+        if one.may_normalize() and other.may_normalize() and differ_in_lines(one.lines, other.lines):
             return False
         return one.normal_id == other.normal_id
     one, other = one.reduce(), other.reduce()

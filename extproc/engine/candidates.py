@@ -151,6 +151,7 @@ class RequestBody:
     __slots__ = (
         "_caller",
         "_looked",
+        "_looked_in",
         "_most",
         "_names",
         "_place",
@@ -177,6 +178,7 @@ class RequestBody:
         self._names = ("", "", "", "")
         self._values: Sequence[str] | None = None
         self._looked: Document | None = None
+        self._looked_in: tuple[str, tuple[str, ...]] = ("", ())
         self._placed: Document | None = None
         self._place: ChainPlace | None = None
         self._session = ""
@@ -216,8 +218,9 @@ class RequestBody:
         if self.recorded is not None and self.recorded.digests and names is plan.rings:
             return self.recorded.find_session(names)
         if values is not self._values or document is not self._looked:
-            self._session = name = names.find(values, document)
-            self._values, self._looked = values, document
+            looked = document is self._looked and names.looks_in == self._looked_in and values == self._values
+            name = self._session if looked else names.find(values, document)
+            self._session, self._values, self._looked, self._looked_in = name, values, document, names.looks_in
             changing = names.watch(values, name, document, None if plan.reads_body else caller)
             if changing:
                 self.changing = [*self.changing, (plan.id, changing)]

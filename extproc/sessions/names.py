@@ -60,6 +60,7 @@ class SessionNames:
 
     Attributes:
         id: the same for all that look in the same places.
+        looks_in: the same for all that find the same names.
     """
 
     def __init__(self, limit_keys: Sequence[str], *, usual: bool = False, same: Mapping[str, str] | None = None) -> None:
@@ -78,7 +79,10 @@ class SessionNames:
         self._places = [
             (known.get(key.key, key.key), split_pointer(key.argument) if key.source == BODY else []) for key in keys
         ]
+        self.looks_in = (self.id, tuple([key for key, _ in self._places]))
         self._headers = [key.argument if key.read is HttpRequest.read_header and key.argument != "host" else "" for key in keys]
+        self._all_headers = frozenset(self._headers) - {""}
+        self._others = [place for place, header in enumerate(self._headers) if not header]
         self._changing = ChangingNames()
         self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
 
@@ -92,17 +96,22 @@ class SessionNames:
         For `VENDOR_SESSION`, the value is the header's name, a `=`, and its value. Default keys that were found to change with
         every request of this caller are left out; None means a caller that is not known yet.
         """
-        values = []
+        values: list[str] = []
         changing = self._changing if self._usual and self._changing.finds_any and caller is not None else None
         headers = request.headers
-        for place, key in enumerate(self._keys):
-            header = self._headers[place]
-            value = "" if header and header not in headers else key.read(request, key.argument)  # most are missing
+        missing = self._all_headers.isdisjoint(headers)  # usually
+        for place in self._others if missing else range(len(self._keys)):
+            while len(values) < place:
+                values.append("")
+            key, header = self._keys[place], self._headers[place]
+            value = "" if header and header not in headers else key.read(request, key.argument)
             if value and changing is not None and changing.passes_over(caller or "", key.key):
                 value = ""
             values.append(value)
             if value:
-                break
+                return values
+        while len(values) < len(self._keys):
+            values.append("")
         return values
 
     def tell_key(self, values: Sequence[str]) -> str:

@@ -191,6 +191,37 @@ def test_an_equal_message_behind_a_changed_one_is_not_decoded() -> None:
     assert [place for place, value in enumerate(conversation._messages) if value is not None] == [4]
 
 
+@pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini"])
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_messages_that_have_moved_are_known(shape: str, cut: int) -> None:
+    """A client shortens an old result, and goes on: neither what was before nor what is behind is decoded."""
+    turns = [Did((("read", {"path": f"{number}"}),), (f"line {number} " + "x" * 1_500,)) for number in range(1, 16)]
+    earlier = json.dumps(SHAPES[shape](turns[:14])).encode()
+    turns[cut] = turns[cut]._replace(results=("[cleared]",))
+    body = json.dumps(SHAPES[shape](turns)).encode()
+
+    assert compare([earlier], body)
+    forget()
+    open_conversation(Document(earlier))
+    conversation = open_conversation(Document(body))
+    assert sum(value is not None for value in conversation._messages) <= 7
+    assert conversation.earlier is not None
+
+
+@settings(max_examples=examples(100))
+@given(st.sampled_from(["anthropic", "chat", "gemini"]), st.data())
+def test_whatever_stands_around_messages_that_have_moved_is_read(shape: str, data: st.DataObject) -> None:
+    """Bodies in which a piece is missing, doubled or other than before."""
+    turns = [Did((("read", {"path": f"{number}"}),), (f"line {number} " + "x" * 1_500,)) for number in range(1, 10)]
+    earlier = json.dumps(SHAPES[shape](turns[:8])).encode()
+    turns[2] = turns[2]._replace(results=("[cleared]",))
+    body = json.dumps(SHAPES[shape](turns)).encode()
+    at = data.draw(st.integers(0, len(body)))
+    piece = data.draw(st.sampled_from([b"", b" ", b'"', b"]", b"{}", b",", b", {}", b'"assistant"', body[at : at + 3_300]]))
+
+    compare([earlier], body[:at] + piece + body[data.draw(st.sampled_from([at, at + 1, at + 3_300])) :])
+
+
 def test_tools_are_not_read_again_while_they_are_the_same() -> None:
     """Whether one may be scarce, or says that it only reads, is known until the list changes."""
     forget()

@@ -47,7 +47,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversation, "_KNOWN", make_cache())
 
 
-def make_cache() -> Memo[bytes, conversation.KnownMessages]:
+def make_cache() -> Memo[int, conversation.KnownMessages]:
     """What a replica knows of conversations."""
     return Memo(2**25, conversation._measure)
 
