@@ -247,9 +247,22 @@ class KnownMessages:
         beside: what the body has beside them; None only while they are read.
         digests: what `digests.py` has recorded of an earlier body, or of this one; None for nothing.
         same: number of messages that are the same there, from the first one on.
+        counted: what `call_digests.py` has recorded of an earlier body, or of this one; None for nothing.
     """
 
-    __slots__ = ("actions", "beside", "digests", "ends", "pieces", "same", "shown", "speakers", "starts", "transcript")
+    __slots__ = (
+        "actions",
+        "beside",
+        "counted",
+        "digests",
+        "ends",
+        "pieces",
+        "same",
+        "shown",
+        "speakers",
+        "starts",
+        "transcript",
+    )
 
     def __init__(self, earlier: KnownMessages | None, count: int) -> None:
         """Copy this many messages of an earlier body."""
@@ -262,6 +275,7 @@ class KnownMessages:
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
         self.digests: Any = None if earlier is None else earlier.digests
+        self.counted: Any = None if earlier is None else earlier.counted
         self.same: int = 0 if earlier is None else min(count, earlier.same)
 
     def add(self, raws: list[Raw], shape: Shape, earlier: KnownMessages | None, first: int) -> list[Any]:

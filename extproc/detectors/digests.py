@@ -123,12 +123,18 @@ def _find_shape(ignored: frozenset[str]) -> bytes:
 
 
 @lru_cache(4)
-def _derive(secret: bytes) -> bytes:
+def derive(secret: bytes) -> bytes:
+    """What precedes a value in `hide`, given the hash key's secret."""
     return HashKey(secret).start(_PURPOSE, 32).digest()
 
 
-def _hide(prefix: bytes, value: bytes) -> bytes:
-    """The keyed hash of a hash; the prefix is derived from the key."""
+def is_plain_tool(name: str) -> bool:
+    """Whether the name of a tool is recorded as it is."""
+    return _TOOL.fullmatch(name) is not None
+
+
+def hide(prefix: bytes, value: bytes) -> bytes:
+    """The keyed hash of a hash; the prefix is the result of `derive`."""
     return blake2b(prefix + value, digest_size=_SIZE).digest()
 
 
@@ -162,7 +168,7 @@ def write_digest(histories: Sequence[History], key: HashKey, memory: Memory | No
     reading.left = _ENOUGH
     start_looking()
     try:
-        return _write(histories[0], reading, _derive(key.secret), key.secret, memory, size, most)
+        return _write(histories[0], reading, derive(key.secret), key.secret, memory, size, most)
     except NotCounted:  # more of the history is read than for a verdict
         return write_missing(NOT_RECORDED)
     finally:
@@ -182,17 +188,17 @@ def _write(  # noqa: PLR0913  # as `write_digest`
         parts.append(most.to_bytes(4, "big"))
     if memory is not None and memory.identity:
         second |= _IDENTIFIED
-        parts.append(_hide(prefix, memory.identity))
+        parts.append(hide(prefix, memory.identity))
     times, words = history.count_nested() if newest is None or not newest.known else (0, b"")
     if times:
         second |= _NESTED
-        parts.append(bytes((times,)) + _hide(prefix, words))
+        parts.append(bytes((times,)) + hide(prefix, words))
     place = memory.place if memory is not None else _find_place(history, keeps)
     if place is not None:
         first |= _PLACED
         second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
         parts.append(place.depth.to_bytes(2, "big"))
-        parts += [_hide(prefix, part) for part in (place.node, place.parent, place.own, place.before) if part]
+        parts += [hide(prefix, part) for part in (place.node, place.parent, place.own, place.before) if part]
     start, entries = _list_entries(history, reading, prefix, secret)
     if start:
         parts.append(start)
@@ -287,16 +293,16 @@ def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
     if kept.words:
         flags |= _SPOKE
         hashes.append(kept.words)
-    parts = [_hide(prefix, hashed) for hashed in hashes]
+    parts = [hide(prefix, hashed) for hashed in hashes]
     if kept.failure_id:
         flags |= _FAILED
-        parts.append(_hide(prefix, kept.failure_id)[:_FAILURE])
+        parts.append(hide(prefix, kept.failure_id)[:_FAILURE])
     if kept.action_size >= _LONG_ACTION:
         flags |= _LONG
     left = _LONGEST_NAMES
     for name in kept.names:
         safe = (_TOOL if calls else _COMMAND).fullmatch(name) is not None
-        shown = name if safe else _THINKS if is_for_thinking(name) else f"#{_hide(prefix, name.encode()).hex()}"
+        shown = name if safe else _THINKS if is_for_thinking(name) else f"#{hide(prefix, name.encode()).hex()}"
         left -= len(shown) + 1
         if not safe or left < 0:
             flags |= _HIDES
@@ -342,7 +348,7 @@ class Digest(NamedTuple):
     turns: tuple[RecordedTurn, ...]
 
 
-class _Parts:
+class Parts:
     """The parts of a digest, read one after the other."""
 
     def __init__(self, data: bytes) -> None:
@@ -359,6 +365,14 @@ class _Parts:
     def take_number(self, size: int) -> int:
         """The next bytes as a number."""
         return int.from_bytes(self.take(size), "big")
+
+    def tell(self) -> int:
+        """How many bytes were read."""
+        return self._at
+
+    def cut(self, start: int) -> bytes:
+        """The bytes from an offset on that were read."""
+        return self._data[start : self._at]
 
     @property
     def is_over(self) -> bool:
@@ -389,9 +403,9 @@ class DigestReader:
             raise DamagedDigestError from None
         if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
             raise DamagedDigestError
-        return self._read(_Parts(data[:-_CHECK]))
+        return self._read(Parts(data[:-_CHECK]))
 
-    def _read(self, parts: _Parts) -> Digest:
+    def _read(self, parts: Parts) -> Digest:
         version, first, second = parts.take(3)
         if version != _VERSION:
             raise DamagedDigestError
@@ -408,7 +422,7 @@ class DigestReader:
         entries = [parts.take(parts.take_number(1)) for _ in range(parts.take_number(1))]
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        turns = [_unpack(_Parts(entry)) for entry in entries]
+        turns = [_unpack(Parts(entry)) for entry in entries]
         return Digest(shaped, size, most, (first, second), identity, nested, place, self._extend(start, entries, turns))
 
     def _extend(self, start: bytes, entries: Sequence[bytes], turns: list[RecordedTurn]) -> tuple[RecordedTurn, ...]:
@@ -424,7 +438,7 @@ class DigestReader:
         return listed
 
 
-def _unpack(parts: _Parts) -> RecordedTurn:
+def _unpack(parts: Parts) -> RecordedTurn:
     """The turn of an entry."""
     flags, more = parts.take(2)
     if more & _UNREADABLE:

@@ -50,7 +50,9 @@ def _measure(policy: dict[str, Any], agents: list[tuple[str, int, bytes]], *, re
     salt = b"%b%d-" % (_TASK, next(_SALTS))
     requests = [
         (
-            samples.headers_message(path, user=f"u{number}", length=len(body), more={"authorization": f"Bearer sk-{number:040d}"}),
+            samples.headers_message(
+                path, user=f"u{number}", length=len(body), more={"authorization": f"Bearer sk-{number:040d}"}
+            ),
             samples.body_message(body.replace(_TASK, salt, 1)),
         )
         for path, number, body in agents

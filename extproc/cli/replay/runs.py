@@ -100,7 +100,7 @@ class RunCollector(Judge):
             sessions: collect sessions, as limits know them, and not conversations.
         """
         document, now = write_trial(policy, detector, sessions=sessions), datetime.now(UTC)
-        super().__init__(Engine(parse({"tune": json.dumps(document).encode()}, now), now), max_entries, key)
+        super().__init__(Engine(parse({"tune": json.dumps(document).encode()}, now), now), max_entries, key, tries=True)
         self.requests = self.uncounted = self.nameless = self.dropped = 0
         self._sessions = sessions
         self._runs: LRU[tuple[str, str], RecordedRun] = LRU(max_entries)
