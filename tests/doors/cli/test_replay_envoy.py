@@ -14,10 +14,13 @@ import pytest
 
 from extproc.cli.main import main
 from extproc.cli.replay.records import parse_line
+from extproc.store.rules.session import LIMITS
 from tests.support.documents import bundle, policy
 from tests.support.harness import Stack, eventually, stack
 from tests.support.random_agents import PATHS, Agent
 from tests.support.recorded import Replay
+from tests.support.servers import server
+from tests.support.usage import Model, whole
 
 KEYS = ["header:x-user-id", "ip:address"]
 POLICIES = bundle(
@@ -208,8 +211,8 @@ def test_session_limits_are_replayed_from_the_access_log_alone(tmp_path: Path, c
     """Steps, calls, money that the model's answers cost, and failures: two replicas, Valkey, agents with names and without."""
     keys: dict[str, Any] = {"similarity": "turns", "limit_keys": ["header:x-user-id"], "action": "warn"}
     limits: dict[str, dict[str, Any]] = {
-        "calls": {"max_tool_calls": 9, "max_calls_per_tool": {"bash": 6}, "loop_detection": {"window": 8, "threshold": 4}},
-        "money": {"max_steps": 14, "max_cost_per_session": 0.02, "circuit_breaker": {"consecutive_errors": 2}},
+        "calls": {"max_tool_calls": 25, "max_calls_per_tool": {"bash": 7}, "loop_detection": {"window": 8, "threshold": 5}},
+        "money": {"max_steps": 30, "max_cost_per_session": 0.015, "circuit_breaker": {"consecutive_errors": 2}},
     }
     policies = [policy(name, {"pathPrefix": "/v1/"}, **keys) for name in limits]
     for made, (name, found) in zip(policies, limits.items(), strict=True):
@@ -226,7 +229,8 @@ def test_session_limits_are_replayed_from_the_access_log_alone(tmp_path: Path, c
                     agent = random.choice(agents[:6])
                     body = json.dumps(agent.write()).encode()
                     more = {name.replace("_", "-"): value for name, value in agent.sent.items()}
-                    model.answer = whole(503 if sent % 11 in (3, 4) else 200, usage={"prompt_tokens": 300, "completion_tokens": 40})
+                    answer = whole(object="chat.completion", usage={"prompt_tokens": 300, "completion_tokens": 40})
+                    model.reply = answer._replace(status=503) if sent % 40 in range(12) else answer
                     gate.send(
                         f"{PATHS[agent.shape]}?number={sent}",
                         method="POST",
@@ -257,8 +261,8 @@ def test_session_limits_are_replayed_from_the_access_log_alone(tmp_path: Path, c
         )
     assert differences == []
     assert replay.judge.take_problems() == []
-    assert {"max_tool_calls", "max_calls_per_tool", "max_cost_per_session", "killed"} <= limited.keys() | {"max_calls_per_tool"}
+    assert limited.keys() >= {"max_tool_calls", "max_calls_per_tool", "max_cost_per_session", "killed"}
     file = tmp_path / "policies.json"
     file.write_text(json.dumps(bundle(*policies)))
     assert main(["replay", "--policy", str(file), "--json", str(log)]) == 0
-    assert json.loads(capsys.readouterr().out)["log"]["problems"] == {}
+    assert json.loads(capsys.readouterr().out)["log"]["problems"].keys() == {"not_json"}  # Envoy's own lines
