@@ -307,7 +307,7 @@ class Transaction:
     def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
         service, sessions = self._service, evaluation.sessions
         decision = evaluation.decide(counts, shadow_counts)
-        rejected = decision.action is Action.REJECT
+        rejected = self._record is not None and decision.action is Action.REJECT
         if decision.lead is not None or decision.shadow is not None:
             decision = service.reporter.weigh(evaluation, decision)
             if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
