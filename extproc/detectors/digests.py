@@ -101,15 +101,36 @@ class _Mark(NamedTuple):
 
 
 class _Marks:
-    """What this process has recorded of one conversation, the oldest turn first, and what else has shaped the entries."""
+    """What this process has recorded of one conversation, the oldest turn first, and what else has shaped the entries.
 
-    __slots__ = ("hints", "marks", "offer", "secret")
+    Attributes:
+        hints: see `Reading`.
+        marks: of turns that are still the same.
+        offer: see `Conversation.find_offer`.
+        secret: the key of the hashes.
+        stale: marks of the body before, by place, whose messages may be the same although older ones have changed.
+    """
+
+    __slots__ = ("hints", "marks", "offer", "secret", "stale")
 
     def __init__(self, secret: bytes, hints: dict[str, bool], offer: str) -> None:
         self.secret = secret
         self.hints = hints
         self.offer = offer
         self.marks: list[_Mark] = []
+        self.stale: dict[int, _Mark] = {}
+
+    def go_on(self, same: int, *, compared: bool) -> _Marks:
+        """A copy for the next body, of which this many messages are the same; other bodies may go on from here, too."""
+        made, marks = _Marks(self.secret, self.hints, self.offer), self.marks
+        count = len(marks)
+        while count and marks[count - 1].end > same:
+            count -= 1
+        made.marks = marks[:count]
+        if compared:
+            for mark in marks[count:]:
+                made.stale[mark.place] = mark
+        return made
 
 
 def find_shape(ignored: frozenset[str]) -> bytes:
@@ -242,7 +263,11 @@ def _list_entries(history: History, reading: Reading, prefix: bytes, secret: byt
             at -= 1
         if at and marks[at - 1].place == place and marks[at - 1].end == end:
             break
-        added.append((place, end, _pack(turn, prefix)))
+        stale = marked.stale.get(place) if marked.stale else None
+        if stale is not None and stale.end == end and _is_unchanged(known.changed, max(begins - 1, 0), end):
+            added.append((place, end, stale.entry))
+        else:
+            added.append((place, end, _pack(turn, prefix)))
         end = begins
     else:
         at = 0  # what was recorded is no longer looked at
@@ -265,16 +290,26 @@ def _find_marks(known: Any, reading: Reading, secret: bytes) -> _Marks:  # noqa:
     """What was recorded of messages that are the same here."""
     if known.digests is None:
         known.digests = {}
-    all_marks: dict[frozenset[str], _Marks] = known.digests
-    for each in all_marks.values():
-        while each.marks and each.marks[-1].end > known.same:
-            each.marks.pop()
+    elif known.same != len(known.ends):  # the digests are those of an earlier body
+        compared, same = known.changed is not None, known.same
+        known.digests = {ignored: marks.go_on(same, compared=compared) for ignored, marks in known.digests.items()}
     known.same = len(known.ends)
+    all_marks: dict[frozenset[str], _Marks] = known.digests
     hints, offer = reading.hints or {}, reading.conversation.find_offer()
     found = all_marks.get(reading.ignored)
     if found is None or found.secret != secret or found.offer != offer or found.hints != hints:
         found = all_marks[reading.ignored] = _Marks(secret, hints, offer)
     return found
+
+
+def _is_unchanged(changed: list[int] | None, first: int, end: int) -> bool:
+    """Whether no message from `first` to `end` has changed."""
+    if changed is None:
+        return False
+    for number in changed:  # noqa: SIM110  # compiled, a loop is faster
+        if first <= number < end:
+            return False
+    return True
 
 
 def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
