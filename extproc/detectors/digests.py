@@ -24,7 +24,7 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
-from extproc.bounded import LRU
+from extproc.bounded import LRU, Memo
 from extproc.detectors.arguments import is_for_thinking
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
@@ -56,6 +56,7 @@ _ENOUGH: Final = (MAX_TURNS + 1) * MAX_NORMALIZED
 _MOST_SINCE: Final = MAX_TURNS
 """Number of turns after which a list is written whole again."""
 
+_PLACES: Final[Memo[bytes, bytes]] = Memo(2_048)
 _MOST_MARKS: Final = 4 * MAX_TURNS
 _LONGEST_NAMES: Final = 128
 _LONGEST_NAME: Final = 64
@@ -159,6 +160,16 @@ def hide(prefix: bytes, value: bytes) -> bytes:
     return blake2b(prefix + value, digest_size=_SIZE).digest()
 
 
+def hide_place(prefix: bytes, part: bytes) -> bytes:
+    """The same of a part of a place in the chain; the next request of the conversation has most parts again."""
+    key = prefix + part
+    hidden = _PLACES.get(key)
+    if hidden is None:
+        hidden = hide(prefix, part)
+        _PLACES.put(key, hidden)
+    return hidden
+
+
 def _go_on(start: bytes, entry: bytes) -> bytes:
     """The id of a list with one more entry."""
     return blake2b(start + entry, digest_size=_SIZE).digest()
@@ -219,7 +230,7 @@ def _write(  # noqa: PLR0913  # as `write_digest`
         first |= _PLACED
         second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
         parts.append(place.depth.to_bytes(2, "big"))
-        parts += [hide(prefix, part) for part in (place.node, place.parent, place.own, place.before) if part]
+        parts += [hide_place(prefix, part) for part in (place.node, place.parent, place.own, place.before) if part]
     start, entries = _list_entries(history, reading, prefix, secret)
     if start:
         parts.append(start)

@@ -29,6 +29,7 @@ from extproc.detectors.digests import (
     UnknownTurnsError,
     derive,
     hide,
+    hide_place,
     is_plain_tool,
 )
 from extproc.sessions.history import RECORD, CallHistory
@@ -196,7 +197,7 @@ def _write_shown(shown: ShownCalls, known: Any, secret: bytes) -> tuple[int, lis
         first |= _PLACED | _FOLLOWS * follows | _PARENT * bool(place.parent) | _OWN * bool(place.own)
         first |= _BEFORE * bool(place.before)
         named = (place.node, place.own) if follows else (place.node, place.parent, place.own, place.before)
-        parts.append(place.depth.to_bytes(2, "big") + b"".join([hide(prefix, part) for part in named if part]))
+        parts.append(place.depth.to_bytes(2, "big") + b"".join([hide_place(prefix, part) for part in named if part]))
     tools = last.tools if last is not None else list[bytes]()
     calls = b""
     if added:
