@@ -24,7 +24,7 @@ from hashlib import blake2b
 from typing import Any, Final, NamedTuple
 from zlib import crc32
 
-from extproc.bounded import LRU
+from extproc.bounded import LRU, Memo
 from extproc.detectors.arguments import is_for_thinking
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
@@ -56,6 +56,7 @@ _ENOUGH: Final = (MAX_TURNS + 1) * MAX_NORMALIZED
 _MOST_SINCE: Final = MAX_TURNS
 """Number of turns after which a list is written whole again."""
 
+_PLACES: Final[Memo[bytes, bytes]] = Memo(2_048)
 _MOST_MARKS: Final = 4 * MAX_TURNS
 _LONGEST_NAMES: Final = 128
 _LONGEST_NAME: Final = 64
@@ -101,15 +102,36 @@ class _Mark(NamedTuple):
 
 
 class _Marks:
-    """What this process has recorded of one conversation, the oldest turn first, and what else has shaped the entries."""
+    """What this process has recorded of one conversation, the oldest turn first, and what else has shaped the entries.
 
-    __slots__ = ("hints", "marks", "offer", "secret")
+    Attributes:
+        hints: see `Reading`.
+        marks: of turns that are still the same.
+        offer: see `Conversation.find_offer`.
+        secret: the key of the hashes.
+        stale: marks of the body before, by place, whose messages may be the same although older ones have changed.
+    """
+
+    __slots__ = ("hints", "marks", "offer", "secret", "stale")
 
     def __init__(self, secret: bytes, hints: dict[str, bool], offer: str) -> None:
         self.secret = secret
         self.hints = hints
         self.offer = offer
         self.marks: list[_Mark] = []
+        self.stale: dict[int, _Mark] = {}
+
+    def go_on(self, same: int, *, compared: bool) -> _Marks:
+        """A copy for the next body, of which this many messages are the same; other bodies may go on from here, too."""
+        made, marks = _Marks(self.secret, self.hints, self.offer), self.marks
+        count = len(marks)
+        while count and marks[count - 1].end > same:
+            count -= 1
+        made.marks = marks[:count]
+        if compared:
+            for mark in marks[count:]:
+                made.stale[mark.place] = mark
+        return made
 
 
 def find_shape(ignored: frozenset[str]) -> bytes:
@@ -123,13 +145,29 @@ def _find_shape(ignored: frozenset[str]) -> bytes:
 
 
 @lru_cache(4)
-def _derive(secret: bytes) -> bytes:
+def derive(secret: bytes) -> bytes:
+    """What precedes a value in `hide`, given the hash key's secret."""
     return HashKey(secret).start(_PURPOSE, 32).digest()
 
 
-def _hide(prefix: bytes, value: bytes) -> bytes:
-    """The keyed hash of a hash; the prefix is derived from the key."""
+def is_plain_tool(name: str) -> bool:
+    """Whether the name of a tool is recorded as it is."""
+    return _TOOL.fullmatch(name) is not None
+
+
+def hide(prefix: bytes, value: bytes) -> bytes:
+    """The keyed hash of a hash; the prefix is the result of `derive`."""
     return blake2b(prefix + value, digest_size=_SIZE).digest()
+
+
+def hide_place(prefix: bytes, part: bytes) -> bytes:
+    """The same of a part of a place in the chain; the next request of the conversation has most parts again."""
+    key = prefix + part
+    hidden = _PLACES.get(key)
+    if hidden is None:
+        hidden = hide(prefix, part)
+        _PLACES.put(key, hidden)
+    return hidden
 
 
 def _go_on(start: bytes, entry: bytes) -> bytes:
@@ -162,7 +200,7 @@ def write_digest(histories: Sequence[History], key: HashKey, memory: Memory | No
     reading.left = _ENOUGH
     start_looking()
     try:
-        return _write(histories[0], reading, _derive(key.secret), key.secret, memory, size, most)
+        return _write(histories[0], reading, derive(key.secret), key.secret, memory, size, most)
     except NotCounted:  # more of the history is read than for a verdict
         return write_missing(NOT_RECORDED)
     finally:
@@ -182,17 +220,17 @@ def _write(  # noqa: PLR0913  # as `write_digest`
         parts.append(most.to_bytes(4, "big"))
     if memory is not None and memory.identity:
         second |= _IDENTIFIED
-        parts.append(_hide(prefix, memory.identity))
+        parts.append(hide(prefix, memory.identity))
     times, words = history.count_nested() if newest is None or not newest.known else (0, b"")
     if times:
         second |= _NESTED
-        parts.append(bytes((times,)) + _hide(prefix, words))
+        parts.append(bytes((times,)) + hide(prefix, words))
     place = memory.place if memory is not None else _find_place(history, keeps)
     if place is not None:
         first |= _PLACED
         second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
         parts.append(place.depth.to_bytes(2, "big"))
-        parts += [_hide(prefix, part) for part in (place.node, place.parent, place.own, place.before) if part]
+        parts += [hide_place(prefix, part) for part in (place.node, place.parent, place.own, place.before) if part]
     start, entries = _list_entries(history, reading, prefix, secret)
     if start:
         parts.append(start)
@@ -236,7 +274,11 @@ def _list_entries(history: History, reading: Reading, prefix: bytes, secret: byt
             at -= 1
         if at and marks[at - 1].place == place and marks[at - 1].end == end:
             break
-        added.append((place, end, _pack(turn, prefix)))
+        stale = marked.stale.get(place) if marked.stale else None
+        if stale is not None and stale.end == end and _is_unchanged(known.changed, max(begins - 1, 0), end):
+            added.append((place, end, stale.entry))
+        else:
+            added.append((place, end, _pack(turn, prefix)))
         end = begins
     else:
         at = 0  # what was recorded is no longer looked at
@@ -259,16 +301,26 @@ def _find_marks(known: Any, reading: Reading, secret: bytes) -> _Marks:  # noqa:
     """What was recorded of messages that are the same here."""
     if known.digests is None:
         known.digests = {}
-    all_marks: dict[frozenset[str], _Marks] = known.digests
-    for each in all_marks.values():
-        while each.marks and each.marks[-1].end > known.same:
-            each.marks.pop()
+    elif known.same != len(known.ends):  # the digests are those of an earlier body
+        compared, same = known.changed is not None, known.same
+        known.digests = {ignored: marks.go_on(same, compared=compared) for ignored, marks in known.digests.items()}
     known.same = len(known.ends)
+    all_marks: dict[frozenset[str], _Marks] = known.digests
     hints, offer = reading.hints or {}, reading.conversation.find_offer()
     found = all_marks.get(reading.ignored)
     if found is None or found.secret != secret or found.offer != offer or found.hints != hints:
         found = all_marks[reading.ignored] = _Marks(secret, hints, offer)
     return found
+
+
+def _is_unchanged(changed: list[int] | None, first: int, end: int) -> bool:
+    """Whether no message from `first` to `end` has changed."""
+    if changed is None:
+        return False
+    for number in changed:  # noqa: SIM110  # compiled, a loop is faster
+        if first <= number < end:
+            return False
+    return True
 
 
 def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
@@ -287,16 +339,16 @@ def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
     if kept.words:
         flags |= _SPOKE
         hashes.append(kept.words)
-    parts = [_hide(prefix, hashed) for hashed in hashes]
+    parts = [hide(prefix, hashed) for hashed in hashes]
     if kept.failure_id:
         flags |= _FAILED
-        parts.append(_hide(prefix, kept.failure_id)[:_FAILURE])
+        parts.append(hide(prefix, kept.failure_id)[:_FAILURE])
     if kept.action_size >= _LONG_ACTION:
         flags |= _LONG
     left = _LONGEST_NAMES
     for name in kept.names:
         safe = (_TOOL if calls else _COMMAND).fullmatch(name) is not None
-        shown = name if safe else _THINKS if is_for_thinking(name) else f"#{_hide(prefix, name.encode()).hex()}"
+        shown = name if safe else _THINKS if is_for_thinking(name) else f"#{hide(prefix, name.encode()).hex()}"
         left -= len(shown) + 1
         if not safe or left < 0:
             flags |= _HIDES
@@ -342,7 +394,7 @@ class Digest(NamedTuple):
     turns: tuple[RecordedTurn, ...]
 
 
-class _Parts:
+class Parts:
     """The parts of a digest, read one after the other."""
 
     def __init__(self, data: bytes) -> None:
@@ -359,6 +411,14 @@ class _Parts:
     def take_number(self, size: int) -> int:
         """The next bytes as a number."""
         return int.from_bytes(self.take(size), "big")
+
+    def tell(self) -> int:
+        """How many bytes were read."""
+        return self._at
+
+    def cut(self, start: int) -> bytes:
+        """The bytes from an offset on that were read."""
+        return self._data[start : self._at]
 
     @property
     def is_over(self) -> bool:
@@ -389,9 +449,9 @@ class DigestReader:
             raise DamagedDigestError from None
         if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
             raise DamagedDigestError
-        return self._read(_Parts(data[:-_CHECK]))
+        return self._read(Parts(data[:-_CHECK]))
 
-    def _read(self, parts: _Parts) -> Digest:
+    def _read(self, parts: Parts) -> Digest:
         version, first, second = parts.take(3)
         if version != _VERSION:
             raise DamagedDigestError
@@ -408,7 +468,7 @@ class DigestReader:
         entries = [parts.take(parts.take_number(1)) for _ in range(parts.take_number(1))]
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        turns = [_unpack(_Parts(entry)) for entry in entries]
+        turns = [_unpack(Parts(entry)) for entry in entries]
         return Digest(shaped, size, most, (first, second), identity, nested, place, self._extend(start, entries, turns))
 
     def _extend(self, start: bytes, entries: Sequence[bytes], turns: list[RecordedTurn]) -> tuple[RecordedTurn, ...]:
@@ -424,7 +484,7 @@ class DigestReader:
         return listed
 
 
-def _unpack(parts: _Parts) -> RecordedTurn:
+def _unpack(parts: Parts) -> RecordedTurn:
     """The turn of an entry."""
     flags, more = parts.take(2)
     if more & _UNREADABLE:

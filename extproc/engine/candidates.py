@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from extproc.apis import LIST_PATHS, may_declare
+from extproc.apis.conversation import Conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.decision import Outcome, Repeat, Subject
@@ -39,6 +40,7 @@ from extproc.request.document import Document, NotCounted, NotJson
 from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
 from extproc.request.hash_key import HashKey
 from extproc.request.http import HttpRequest, cut_text
+from extproc.sessions.call_digests import INSPECT_LIMIT, UNKNOWN, KnownLedger, ShownCalls
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
@@ -46,7 +48,7 @@ from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_age
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import RootSearch
-from extproc.store.rules.session import LIMITS, Settlement, Standing, Step, move_step
+from extproc.store.rules.session import KILLED_BY_ERRORS, LIMITS, Settlement, Standing, Step, move_step
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY
 from extproc.store.rules.tree import NO_LIMITS, TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
@@ -109,14 +111,46 @@ class RecordedBody:
         tenants: hashes of callers, as they were live, by the caller's descriptors.
         sessions: names of sessions, by `SessionNames.id`.
         digests: digests of turns by `Digest.shape`, or under an empty key the reason why there are none.
+        shown: what it shows to session limits, or why that is not known; None if it was not recorded.
     """
 
-    __slots__ = ("digests", "sessions", "tenants")
+    __slots__ = ("digests", "sessions", "shown", "tenants")
 
-    def __init__(self, sessions: dict[str, str], digests: dict[bytes, Digest | NotCounted]) -> None:
+    def __init__(
+        self, sessions: dict[str, str], digests: dict[bytes, Digest | NotCounted], shown: ShownCalls | NotCounted | None
+    ) -> None:
         self.tenants: dict[str, str] = {}
         self.sessions = sessions
         self.digests = digests
+        self.shown = shown
+
+    def find_other_key(self, limiter: SessionGuard) -> str:
+        """The keys of a session guard whose values differ from the recorded ones; empty for none."""
+        shown = self.shown
+        if not isinstance(shown, ShownCalls):
+            return ""
+        if limiter.names.id not in self.sessions:
+            return "session.keys"
+        if limiter.needs_answers and limiter.shape not in shown.ledgers:
+            return "session, prices and unknown_model"
+        return "max_inspect_bytes" if shown.is_too_long and shown.size <= limiter.max_inspect_bytes else ""
+
+    def show_calls(self, limiter: SessionGuard) -> ShownCalls | None:
+        """What it shows to a session guard; None if that was not recorded.
+
+        Raises:
+            NotCounted: what this guard counts is not known.
+        """
+        shown = self.shown
+        if shown is None:
+            return None
+        if isinstance(shown, NotCounted):
+            raise shown.renew()
+        if self.find_other_key(limiter) or (shown.hides and not limiter.has_plain_tools):
+            raise NotCounted(NOT_RECORDED)
+        if not shown.unreadable and shown.size > limiter.max_inspect_bytes:
+            return ShownCalls(NO_CALLS, None, shown.size, INSPECT_LIMIT)
+        return shown
 
     def find_session(self, names: SessionNames) -> str:
         """See `SessionNames.find`.
@@ -648,6 +682,8 @@ class SessionCandidate(Candidate):
         narrowing: what the request must no longer offer, None for nothing.
         unreadable: why the body could not be searched for calls, empty if it could.
         agent: of the session, as the head names it.
+        named: what names the session; empty if only the store knows its name.
+        place: of the request in the chain, if nothing else names its session; else None.
         agent_name: hash of the agent's name, 16 hex digits; empty for the session itself.
         parent_name: the same for the agent that started it.
     """
@@ -671,8 +707,10 @@ class SessionCandidate(Candidate):
         "calls",
         "limiter",
         "model",
+        "named",
         "narrowing",
         "parent_name",
+        "place",
         "reserve",
         "standing",
         "unreadable",
@@ -691,7 +729,8 @@ class SessionCandidate(Candidate):
         self.narrowing: Narrowing | None = None
         self.unreadable = ""
         self.agent = NO_AGENT
-        self.agent_name = self.parent_name = ""
+        self.agent_name = self.parent_name = self.named = ""
+        self.place: ChainPlace | None = None
         self._grants = NO_GRANTS
         self._limits = limiter.limits
         self._agent_limits = NO_LIMITS
@@ -726,15 +765,15 @@ class SessionCandidate(Candidate):
         self._body = body
         if self._standing is not None:
             self.name_request()
-        document = self._open(body)
+        recorded = body.recorded.show_calls(self.limiter) if body.recorded is not None else None
+        document = self._open(body) if recorded is None else None
         name = "" if self.is_anonymous else self._find_name(body, document)
         place = None
-        if document is not None and not name and not self.is_anonymous and not self.waits:
-            place = body.find_place(document)
+        if not name and not self.is_anonymous and not self.waits:
+            place = self.place = _find_place(body, document, recorded)
         if place is None and not self.waits:
             self._name_session(name)
-        if document is not None:
-            self._read_calls(document)
+        self._read_calls(document, recorded)
         self.call = _CALLS.name()
         self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or _ANSWER)
@@ -787,7 +826,14 @@ class SessionCandidate(Candidate):
 
     def _find_name(self, body: RequestBody, document: Document | None) -> str:
         """The name of the request's session, empty for none, or if only the store knows it."""
-        name = body.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
+        names, recorded = self.limiter.names, body.recorded
+        if recorded is None or recorded.shown is None:
+            name = body.find_session(names, self._in_head, document, self.plan, self.caller)
+        elif self.agent is NO_AGENT:
+            name = recorded.sessions[names.id]
+        else:  # as its agents are named: by what was recorded of headers
+            name = names.find(self._in_head, None)
+        self.named = name
         return name if not name or self.agent is NO_AGENT else self._find_root(name, body.scope)
 
     def _find_root(self, name: str, scope: str) -> str:
@@ -963,6 +1009,34 @@ class SessionCandidate(Candidate):
         body = self._body
         return body.document if self._nameless and body is not None else None
 
+    def describe_shown(self) -> ShownCalls | None:
+        """What the request shows to the guard, to be recorded; None if it was not asked about the body."""
+        body = self._body
+        if body is None:
+            return None
+        size = body.sums.length
+        if not self.unreadable and body.document is not None:
+            size = len(body.document)
+        elif self.unreadable and body.document is not None and len(body.document) <= self.limiter.max_inspect_bytes:
+            size = 0  # it was not the length
+        return ShownCalls(self.calls, self.place, size, self.unreadable)
+
+    def describe_ledger(self) -> KnownLedger:
+        """What the session's ledger said before it counted the request."""
+        standing, limiter = self.standing, self.limiter
+        if standing is None or self._stopped:
+            return KnownLedger(limiter.shape, UNKNOWN)
+        reserved = standing.reserved if standing.limit else standing.reserved - standing.used
+        ended = max(limiter.limits.errors, 0) if standing.killed == KILLED_BY_ERRORS else 0
+        errors = standing.consecutive_errors
+        return KnownLedger(limiter.shape, standing.cost, reserved, errors, ended, shared=standing.shared)
+
+    @property
+    def known_messages(self) -> Any:  # noqa: ANN401  # KnownMessages
+        """The cache entry of the body's messages; None if they are not cached."""
+        document = self._body.document if self._body is not None else None
+        return document.conversation.known if document is not None and isinstance(document.conversation, Conversation) else None
+
     def _open(self, body: RequestBody) -> Document | None:
         """The document, None where it cannot be read."""
         try:
@@ -971,10 +1045,21 @@ class SessionCandidate(Candidate):
             self.unreadable = why.reason
             return None
 
-    def _read_calls(self, document: Document) -> None:
+    def _read_calls(self, document: Document | None, recorded: ShownCalls | None) -> None:
         """Look for calls."""
+        if recorded is not None:
+            self.calls, self.unreadable = recorded.history, recorded.unreadable
+        if document is None:
+            return
         try:
             self.calls = read_tool_calls(document)
         except NotCounted as why:
             hides = document.may_be_json() if isinstance(why, NotJson) else why.reason not in _NO_HISTORY
             self.unreadable = why.reason if hides else ""
+
+
+def _find_place(body: RequestBody, document: Document | None, recorded: ShownCalls | None) -> ChainPlace | None:
+    """The place in the chain of a request that names no session."""
+    if document is not None:
+        return body.find_place(document)
+    return recorded.place if recorded is not None else None

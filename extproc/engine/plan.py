@@ -393,6 +393,7 @@ class Plan:
         "_bypass",
         "_descriptors",
         "_missing",
+        "_reads",
         "aliases",
         "callers",
         "counts_failed",
@@ -469,6 +470,7 @@ class Plan:
         self.inspects = max(looking, default=0)
         self.reads_ends = any(detector.similarity.reads_ends for detector in self.detectors)
         self.steers = max(steering, default=0)
+        self._reads: list[tuple[str, str]] = []
         self.ramp: Ramp | None = None
         self.watching: Plan | None = None
         if not shadow and spec.enforce_percent is not None and spec.enforce_percent < EVERYBODY:
@@ -590,13 +592,16 @@ class Plan:
         return [key.key for key in keys]
 
     def list_reads(self) -> list[tuple[str, str]]:
-        """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys."""
+        """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys, each once."""
+        if self._reads:  # with `--record`, each request asks
+            return self._reads
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
         keys += self.ramp.descriptors if self.ramp is not None else ()
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         read = [part.key.partition(":") for key in keys for part in key.list_sources()]
-        return [*[(source, argument) for source, _, argument in read], *bypassing]
+        self._reads = list(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing]))
+        return self._reads
 
     def read_body_descriptors(
         self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]

@@ -17,9 +17,11 @@ from urllib.parse import quote, urlencode
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Plan
 from extproc.request.fingerprint import Body, is_too_long, write_crc32
+from extproc.request.hash_key import HashKey
 from extproc.request.http import MAX_DESCRIPTOR, Facts, HttpRequest
 from extproc.request.limit_keys import VENDOR_SESSION
 from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, SECRET_PARAMETER, list_places
+from extproc.sessions.call_digests import KnownLedger, write_calls
 from extproc.sessions.names import find_vendor_headers
 
 _MOST_DIGESTS: Final = 2
@@ -110,6 +112,32 @@ def record_turns(record: dict[str, Any], evaluation: Evaluation) -> None:
     }
     if found:
         record["sessions"] = found
+
+
+def record_calls(record: dict[str, Any], evaluation: Evaluation, key: HashKey, *, rejected: bool, refused: bool) -> None:
+    """Add what session limits have counted to a record; call it when the request is decided.
+
+    Args:
+        record: the record.
+        evaluation: the request; some policy limits sessions.
+        key: for the hashes.
+        rejected: policies decided to refuse it.
+        refused: it is refused.
+    """
+    described = [(each.describe_shown(), each) for each in evaluation.sessions]
+    asked = [(shown, each) for shown, each in described if shown is not None]
+    if not asked:
+        return
+    shown, first = next(((shown, each) for shown, each in asked if each.call and not shown.unreadable), asked[0])
+    shown.place = next((each.place for _, each in asked if each.place is not None), None)
+    shown.rejected, shown.refused = rejected, refused
+    ledgers: dict[bytes, KnownLedger] = {}
+    for _, each in asked:
+        ledger = each.describe_ledger()
+        first_of_shape = ledgers.setdefault(ledger.shape, ledger)
+        first_of_shape.ended = max(first_of_shape.ended, ledger.ended)  # only some policies kill sessions
+    record["limits"] = write_calls(shown, list(ledgers.values()), first.known_messages, key.secret)
+    record["sessions"] = record.get("sessions", {}) | {each.limiter.names.id: each.named for _, each in asked}
 
 
 def _list_reads(plan: Plan, request: HttpRequest) -> list[tuple[str, str]]:

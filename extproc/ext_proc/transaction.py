@@ -21,7 +21,7 @@ from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
-from extproc.engine.recording import record_body, record_callers, record_head, record_turns
+from extproc.engine.recording import record_body, record_callers, record_calls, record_head, record_turns
 from extproc.errors import StoreError
 from extproc.ext_proc.answers.go_on import LAST_HEADERS, find_warning, let_go_on, make_metadata, make_wait, replace_body
 from extproc.ext_proc.answers.metadata import SESSIONS, write_sessions
@@ -250,6 +250,13 @@ class Transaction:
             watches = not evaluation.enforcing.inspects
             self._service.budget.spend(evaluation.find_tenant(), thread_time() - began, shadow=watches)
 
+    def _record_calls(self, record: dict[str, Any], evaluation: Evaluation, *, rejected: bool, refused: bool) -> None:
+        """Add what session limits have counted to the record."""
+        try:
+            record_calls(record, evaluation, self._service.key, rejected=rejected, refused=refused)
+        except Exception as error:  # noqa: BLE001  # a record must not affect the request
+            self._service.reporter.report_failure("internal error, request not recorded completely", error)
+
     def _inspect(
         self,
         evaluation: Evaluation,
@@ -300,6 +307,7 @@ class Transaction:
     def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
         service, sessions = self._service, evaluation.sessions
         decision = evaluation.decide(counts, shadow_counts)
+        rejected = self._record is not None and decision.action is Action.REJECT
         if decision.lead is not None or decision.shadow is not None:
             decision = service.reporter.weigh(evaluation, decision)
             if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
@@ -307,6 +315,9 @@ class Transaction:
         changed = UNCHANGED
         if decision.steer is not None or (sessions and (evaluation.is_narrowed or evaluation.asks_usage)):
             decision, changed = self._change(kind, evaluation, decision)
+        if self._record is not None and sessions:
+            refused = counts is None or evaluation.enforcing.forbidden is not None or decision.action is Action.REJECT
+            self._record_calls(self._record, evaluation, rejected=rejected, refused=refused)
         service.reporter.report(evaluation, decision)
         reply = None
         if counts is None or evaluation.enforcing.forbidden is not None:

@@ -180,6 +180,7 @@ class Account:
             kept |= {"retry": retry, "first": first}
             self.open.append(kept | {"last": self.last, "row": self.row})
             self.row, self.last = 0, now
+            verdict = (0, reserve, 0, b"")
             self.close_old(now)
         return self.stand(now, verdict, shared, retry)
 

@@ -73,6 +73,7 @@ class Recorder:
         service: the service.
         lines: of its access log.
         judged: what it made of each request.
+        metadata: of the newest answer.
     """
 
     def __init__(self, *policies: Mapping[str, Any], **more: Any) -> None:  # noqa: ANN401  # as make_service
@@ -80,6 +81,7 @@ class Recorder:
         self.service.key.secret = SECRET
         self.lines: list[str] = []
         self.judged: list[Judged] = []
+        self.metadata: dict[str, Any] = {}
 
     def send(self, request: object, path: str = "/v1/chat/completions", **sent: str) -> dict[str, Any]:
         """Send a request and write its line; returns the record. `sent`: headers, with underscores."""
@@ -87,7 +89,8 @@ class Recorder:
         named: dict[str, Any] = dict(sent)
         with note_decisions(self.judged):
             replies = exchange(self.service, headers(path, **named), body(data))
-        record: dict[str, Any] = metadata_of(decoded(replies[-1]))["record"]
+        self.metadata = metadata_of(decoded(replies[-1]))
+        record: dict[str, Any] = self.metadata["record"]
         self.lines.append(json.dumps({"loop_record": record}))
         return record
 

@@ -31,8 +31,9 @@ EXAMPLES = """examples:
   loopguard tune --policy sessions.json --limits --percentile 99.5 records.ndjson --output tuned.json
 
 For a detector with a window, tries every pair of a window and a threshold in one pass over the logs. For `turns`, finds the
-thresholds of a note, a last answer and a refusal, and the weak threshold, also in records without bodies. With --limits, finds
-limits of sessions, which takes records with bodies. `loopguard replay` reads the same logs.
+thresholds of a note, a last answer and a refusal, and the weak threshold. With --limits, finds limits of sessions: of steps,
+tool calls, calls of each tool, and money. Both work without bodies; money only with the records of a policy that has the same
+prices. `loopguard replay` reads the same logs.
 
 exit code: 0 there is a recommendation, 1 there is none, or a log cannot be read; 2 usage"""
 
@@ -179,7 +180,9 @@ def _tune_runs(options: argparse.Namespace, policies: PolicySet, policy_id: str,
     every = runs.list_all()
     found: advice.TurnsAdvice | advice.LimitsAdvice
     if detector is None:
-        found, rows = advice.recommend_limits(every, options.percentile)
+        own_limits = policy.spec.session_limits
+        tools = list(own_limits.max_calls_per_tool) if own_limits is not None else []
+        found, rows = advice.recommend_limits(every, options.percentile, tools)
         tables = {"limits": [row._asdict() for row in rows]}
         ready = advice.write_limits(policy, found.keys) if found.keys else None
     else:

@@ -6,14 +6,16 @@ Runs that went on are what a setting must not touch; runs that are stuck are wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, floor, log10
 from typing import Any, NamedTuple
 
 from extproc.cli.replay.precision import make_share
 from extproc.cli.replay.runs import THRESHOLDS, WEAK_THRESHOLDS, RecordedRun, find_entry
 from extproc.policy.bundle import Policy
 from extproc.sessions.session_limits import MAX_COUNT, MAX_TOOL_CALLS
+from extproc.store.rules.session import NANO_DOLLARS
 
 FEWEST_RUNS = 100
 """With fewer, a recommendation comes with a warning."""
@@ -22,6 +24,9 @@ PERCENTILES = (50, 90, 95, 99, 100)
 
 _REACTION = 2
 """Turns that an agent has between two actions, to change course."""
+
+_MOST_TOOLS = 10
+"""Tools for which limits are recommended if the policy limits none."""
 
 _CALMER = 10
 """Landing may touch this part of the runs that a note may touch."""
@@ -56,8 +61,8 @@ class LimitRow(NamedTuple):
     """What runs that went on took, by percentile, the limit, and how many runs of both kinds are beyond it."""
 
     limit: str
-    percentiles: dict[int, int]
-    value: int
+    percentiles: dict[int, float]
+    value: float
     went_on_beyond: int
     stuck_beyond: int
 
@@ -189,12 +194,22 @@ _MEASURES: tuple[tuple[str, str, Callable[[RecordedRun], int], int, int], ...] =
 """Limits, their units, what a run takes of them, by how much they are higher than that, and the highest."""
 
 
-def recommend_limits(runs: Sequence[RecordedRun], percentile: float) -> tuple[LimitsAdvice, list[LimitRow]]:
-    """Each limit at a percentile of the runs that went on, and the rows that it follows from."""
+def recommend_limits(
+    runs: Sequence[RecordedRun], percentile: float, tools: Sequence[str] = ()
+) -> tuple[LimitsAdvice, list[LimitRow]]:
+    """Each limit at a percentile of the runs that went on, and the rows that it follows from.
+
+    Args:
+        runs: all runs.
+        percentile: of the runs that went on.
+        tools: those to limit; none: those that most runs call.
+    """
     went_on, stuck = _split(runs)
     if not went_on:
         return LimitsAdvice({}, [f"none of {len(runs):,} sessions went on, so nothing says what a good one takes"]), []
-    rows, reasons, keys = [], [], {}
+    rows: list[LimitRow] = []
+    reasons: list[str] = []
+    keys: dict[str, Any] = {}
     for limit, unit, measure, spare, most in _MEASURES:
         taken = sorted(map(measure, went_on))
         enough = find_percentile(taken, percentile)
@@ -207,7 +222,63 @@ def recommend_limits(runs: Sequence[RecordedRun], percentile: float) -> tuple[Li
         told = f"{percentile:g}% of {len(taken):,} sessions that went on take at most {enough:,} {unit}"
         more = f"{beyond:,} take more, up to {taken[-1]:,}, and so do {over:,} of {len(stuck):,} stuck ones"
         reasons.append(f"{limit} {value:,}: {told}; {more}")
+    limited = _limit_tools(went_on, stuck, percentile, tools, rows, reasons)
+    keys |= {"max_calls_per_tool": limited} if limited else {}
+    keys |= _limit_cost(went_on, stuck, percentile, rows, reasons)
     return LimitsAdvice(keys, [*reasons, *_warn(len(went_on))]), rows
+
+
+def _limit_tools(  # noqa: PLR0913  # as `recommend_limits`
+    went_on: Sequence[RecordedRun],
+    stuck: Sequence[RecordedRun],
+    percentile: float,
+    tools: Sequence[str],
+    rows: list[LimitRow],
+    reasons: list[str],
+) -> dict[str, int]:
+    """A limit for each tool, at a percentile of the runs that call it; adds rows and reasons."""
+    callers = Counter(name for run in went_on for name in run.tools if not name.startswith("#"))
+    keys: dict[str, int] = {}
+    for tool in tools or [name for name, _ in callers.most_common(_MOST_TOOLS)]:
+        taken = sorted(run.tools[tool] for run in went_on if tool in run.tools)
+        if not taken:
+            reasons.append(f"no limit for {tool}: no session that went on calls it")
+            continue
+        keys[tool] = value = min(find_percentile(taken, percentile), MAX_TOOL_CALLS)
+        beyond, over = sum(each > value for each in taken), sum(run.tools.get(tool, 0) > value for run in stuck)
+        shown: dict[int, float] = {each: find_percentile(taken, each) for each in PERCENTILES}
+        rows.append(LimitRow(f"calls of {tool}", shown, value, beyond, over))
+        told = f"{percentile:g}% of {len(taken):,} sessions that went on and call it need at most {value:,} calls"
+        reasons.append(f"max_calls_per_tool {tool} {value:,}: {told}; {beyond:,} need more, and so do {over:,} stuck ones")
+    return keys
+
+
+def _limit_cost(
+    went_on: Sequence[RecordedRun], stuck: Sequence[RecordedRun], percentile: float, rows: list[LimitRow], reasons: list[str]
+) -> dict[str, float]:
+    """A limit for money, at a percentile of the runs that went on; adds a row and a reason."""
+    taken = sorted(run.cost for run in went_on if run.cost >= 0)
+    if not taken:
+        reasons.append("no max_cost_per_session: these records do not say what sessions cost at the policy's prices")
+        return {}
+    enough = find_percentile(taken, percentile)
+    if not enough:
+        reasons.append(f"no max_cost_per_session: {percentile:g}% of {len(taken):,} sessions that went on cost nothing")
+        return {}
+    value = _round_up(enough / NANO_DOLLARS)
+    beyond, over = sum(each > enough for each in taken), sum(run.cost > enough for run in stuck)
+    shown = {each: round(find_percentile(taken, each) / NANO_DOLLARS, 6) for each in PERCENTILES}
+    rows.append(LimitRow("max_cost_per_session", shown, value, beyond, over))
+    told = f"{percentile:g}% of {len(taken):,} sessions that went on had cost at most ${enough / NANO_DOLLARS:,.6g}"
+    more = f"before their last request; {beyond:,} had cost more, up to ${taken[-1] / NANO_DOLLARS:,.6g}, and so had {over:,}"
+    reasons.append(f"max_cost_per_session {value:g}: {told} {more} of {len(stuck):,} stuck ones")
+    return {"max_cost_per_session": value}
+
+
+def _round_up(dollars: float) -> float:
+    """The next higher amount with two digits, because a session that has used exactly its limit is refused."""
+    digits = 1 - floor(log10(dollars))
+    return round((floor(dollars * 10.0**digits) + 1) / 10.0**digits, max(digits, 0))
 
 
 def find_percentile(ascending: Sequence[int], percentile: float) -> int:
@@ -226,5 +297,7 @@ def write_detector(policy: Policy, detector: str, keys: dict[str, Any]) -> dict[
 def write_limits(policy: Policy, keys: dict[str, Any]) -> dict[str, Any]:
     """The policy with these limits, beside the others that it has."""
     document: dict[str, Any] = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    document["spec"]["session_limits"] = {**document["spec"].get("session_limits", {}), **keys}
+    own = document["spec"].get("session_limits", {})
+    tools = {**own.get("max_calls_per_tool", {}), **keys.get("max_calls_per_tool", {})}
+    document["spec"]["session_limits"] = {**own, **keys, **({"max_calls_per_tool": tools} if tools else {})}
     return document

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from extproc.cli.replay.ledgers import RecordedStore
 from extproc.cli.replay.records import Recorded
-from extproc.decision import Decision
+from extproc.decision import Action, Decision
 from extproc.detectors.digests import (
     NOT_RECORDED,
     DamagedDigestError,
@@ -15,7 +16,7 @@ from extproc.detectors.digests import (
     find_other_key,
 )
 from extproc.detectors.turns import Turns
-from extproc.engine.candidates import LoopCandidate, RecordedBody
+from extproc.engine.candidates import LoopCandidate, RecordedBody, SessionCandidate
 from extproc.engine.counting import HERE, Counting, Counts
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import CandidateGroup, Evaluation
@@ -24,7 +25,8 @@ from extproc.request.document import NotCounted
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import PROCESS_KEY, HashKey, RecordedKey
 from extproc.request.http import HttpRequest, explain_unknowable_body
-from extproc.store.memory import MemoryStore
+from extproc.sessions.call_digests import CallReader, ShownCalls
+from extproc.store.rules.session import REFUSED
 
 _MOST_LISTS = 200_000
 """Lists of turns that are kept for later requests to go on from, at 1 KB or less each."""
@@ -41,9 +43,10 @@ class Replayed:
         self._recorded_key = RecordedKey(key.secret)
         self._metrics = Metrics()
         self._digests = DigestReader(_MOST_LISTS)
+        self._calls = CallReader(_MOST_LISTS)
         self._problems: list[tuple[str, str]] = []
         self._now = 0  # by the log
-        self._store = MemoryStore(self._metrics, max_entries, lambda: self._now)
+        self._store = RecordedStore(self._metrics, max_entries, lambda: self._now)
 
     @property
     def evictions(self) -> int:
@@ -79,7 +82,7 @@ class Replayed:
     def _read_digests(self, recorded: Recorded) -> RecordedBody | None:
         """What was recorded of the body; None if only checksums were."""
         record = recorded.record
-        if not record.turns and not record.tenants:
+        if not record.turns and not record.tenants and not record.limits:
             return None
         found: dict[bytes, Digest | NotCounted] = {}
         for text in record.turns:
@@ -94,10 +97,27 @@ class Replayed:
                 self._problems.append(("earlier_turns" if isinstance(error, UnknownTurnsError) else "damaged_turns", ""))
             else:
                 found[digest.shape] = digest
-        return RecordedBody(record.sessions, found if recorded.content is None else {})
+        if recorded.content is not None:
+            return RecordedBody(record.sessions, {}, None)
+        return RecordedBody(record.sessions, found, self._read_calls(record.limits) if record.limits else None)
+
+    def _read_calls(self, text: str) -> ShownCalls | NotCounted:
+        """What was recorded of the tool calls, or why it is not known."""
+        try:
+            shown = self._calls.read(text)
+        except (DamagedDigestError, UnknownTurnsError) as error:
+            self._problems.append(("earlier_calls" if isinstance(error, UnknownTurnsError) else "damaged_calls", ""))
+            return NotCounted(NOT_RECORDED)
+        if shown.unreadable == NOT_RECORDED:
+            self._problems.append(("unrecorded_calls", ""))
+            return NotCounted(NOT_RECORDED)
+        return shown
 
     def _check_settings(self, group: CandidateGroup, body: RecordedBody) -> None:
-        """Note detectors that would have seen other turns."""
+        """Note detectors that would have seen other turns, and session guards that would have seen other sessions."""
+        for candidate in group.candidates:
+            if isinstance(candidate, SessionCandidate) and (key := body.find_other_key(candidate.limiter)):
+                self._problems.append(("other_settings", _tell(candidate.plan.id, key)))
         for candidate in group.candidates if body.digests else ():
             if not isinstance(candidate, LoopCandidate) or not isinstance(candidate.detector.similarity, Turns):
                 continue
@@ -106,8 +126,7 @@ class Replayed:
             if not key and candidate.looks_for_session and rings is not None and rings.id not in body.sessions:
                 key = "" if b"" in body.digests else "session.keys"
             if key:
-                told = f"{detector.policy}: set its {key} to what it was in the policy of serve --record"
-                self._problems.append(("other_settings", told))
+                self._problems.append(("other_settings", _tell(detector.policy, key)))
 
     def _find_tenants(self, group: CandidateGroup, tenants: Mapping[str, str], body: RecordedBody) -> None:
         """Give a group's candidates the hashes that their callers had live."""
@@ -117,11 +136,25 @@ class Replayed:
                 body.tenants[candidate.caller] = tenant
 
 
+def _tell(policy: str, key: str) -> str:
+    return f"{policy}: set its {key} to what it was in the policy of serve --record"
+
+
 class Judge(Replayed):
     """Decides about requests one by one; counts those that no policy matches, and those that a kill switch stops."""
 
-    def __init__(self, engine: Engine, max_entries: int, key: HashKey = PROCESS_KEY, pinned: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_entries: int,
+        key: HashKey = PROCESS_KEY,
+        pinned: Sequence[str] = (),
+        *,
+        tries: bool = False,
+    ) -> None:
+        """See `Replayed`; `tries`: refusals are only tried, so all requests stay steps of their sessions."""
         super().__init__(engine, max_entries, key, pinned)
+        self._tries = tries
         self.unmatched = self.killed = 0
         self._counting = Counting(self._store, self._store, self._metrics, reject=False)
 
@@ -135,8 +168,23 @@ class Judge(Replayed):
         if evaluation is None:
             self.unmatched += 1
             return None
+        shown = body.shown if body is not None else None
+        self._store.expect(
+            {each.call: each.limiter.shape for each in evaluation.sessions}, shown if isinstance(shown, ShownCalls) else None
+        )
         counts, shadow_counts = self._count(evaluation.enforcing), self._count(evaluation.shadow)
-        return evaluation, evaluation.decide(counts, shadow_counts)
+        decision = evaluation.decide(counts, shadow_counts)
+        if evaluation.sessions and not self._tries:
+            self._take_back(evaluation, decision, shown if isinstance(shown, ShownCalls) else None)
+        return evaluation, decision
+
+    def _take_back(self, evaluation: Evaluation, decision: Decision, shown: ShownCalls | None) -> None:
+        """Tell ledgers if a request that they let through is refused: as it was live, if policies decide as they did there."""
+        refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
+        if shown is not None and shown.rejected == (decision.action is Action.REJECT):
+            refused = shown.refused
+        if refused:
+            self._store.hit([each.take_back(REFUSED) for each in evaluation.sessions if each.is_let_through])
 
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:

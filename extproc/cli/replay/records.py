@@ -66,6 +66,7 @@ class Record(msgspec.Struct, gc=False):
     tenants: dict[str, str] = {}
     sessions: dict[str, str] = {}
     turns: list[str] = []
+    limits: str = ""
 
 
 class _Version(msgspec.Struct):

@@ -29,6 +29,7 @@ from extproc.operator.conversation_table import name_conversation
 from extproc.policy.bundle import LoopDetection, Policy
 from extproc.policy.loader import parse
 from extproc.request.hash_key import PROCESS_KEY, HashKey
+from extproc.sessions.call_digests import ShownCalls
 from extproc.sessions.limits import UNNAMED
 from extproc.sessions.session_limits import MAX_COUNT, MAX_TOOL_CALLS
 
@@ -60,11 +61,15 @@ class RecordedRun:
         weak: highest weak threshold that a weak loop reached.
         stuck: its newest request is in a loop.
         steps, tool_calls: as limits count them.
+        tools: number of calls of each tool by name, of up to 64 tools.
+        cost: before its newest request, in nano-dollars; -1 if that was not recorded.
     """
 
-    __slots__ = ("found", "requests", "steps", "strong", "stuck", "tool_calls", "weak")
+    __slots__ = ("cost", "found", "requests", "steps", "strong", "stuck", "tool_calls", "tools", "weak")
 
     def __init__(self) -> None:
+        self.cost = -1
+        self.tools: dict[str, int] = {}
         self.requests = self.found = self.strong = self.weak = self.steps = self.tool_calls = 0
         self.stuck = False
 
@@ -100,7 +105,7 @@ class RunCollector(Judge):
             sessions: collect sessions, as limits know them, and not conversations.
         """
         document, now = write_trial(policy, detector, sessions=sessions), datetime.now(UTC)
-        super().__init__(Engine(parse({"tune": json.dumps(document).encode()}, now), now), max_entries, key)
+        super().__init__(Engine(parse({"tune": json.dumps(document).encode()}, now), now), max_entries, key, tries=True)
         self.requests = self.uncounted = self.nameless = self.dropped = 0
         self._sessions = sessions
         self._runs: LRU[tuple[str, str], RecordedRun] = LRU(max_entries)
@@ -129,6 +134,8 @@ class RunCollector(Judge):
             if candidate.standing is not None:
                 run.steps = max(run.steps, candidate.standing.steps)
                 run.tool_calls = max(run.tool_calls, candidate.standing.tool_calls)
+                run.tools |= {name: count for _, name, count in candidate.standing.tools}
+                run.cost = max(run.cost, _read_cost(evaluation, candidate))
 
     def _name_conversation(self, evaluation: Evaluation, decision: Decision) -> tuple[str, str] | None:
         """The conversation; None if it has no name, or no turn yet, because the first turn is part of the name."""
@@ -150,6 +157,13 @@ class RunCollector(Judge):
     def list_all(self) -> list[RecordedRun]:
         """All runs."""
         return [run for _, run in self._runs.items()]
+
+
+def _read_cost(evaluation: Evaluation, candidate: SessionCandidate) -> int:
+    """What a session had used up before this request, in nano-dollars, as limits see it; -1 if unknown."""
+    shown = evaluation.recorded.shown if evaluation.recorded is not None else None
+    known = shown.ledgers.get(candidate.limiter.shape) if isinstance(shown, ShownCalls) else None
+    return known.cost + known.reserved if known is not None else -1
 
 
 def _note(run: RecordedRun, loops: RequestLoops) -> None:
@@ -208,7 +222,9 @@ def write_trial(policy: Policy, detector: str | None, *, sessions: bool) -> dict
     ]
     spec |= {"mode": "enforce", "loop_detection": strong[1:2] if sessions else [*strong, *weak]}
     if sessions:
-        spec["session_limits"] = {"max_steps": MAX_COUNT, "max_tool_calls": MAX_TOOL_CALLS}
+        own = document["spec"].get("session_limits", {})
+        priced = {name: own[name] for name in ("prices", "unknown_model", "max_inspect_bytes") if name in own}
+        spec["session_limits"] = priced | {"max_steps": MAX_COUNT, "max_tool_calls": MAX_TOOL_CALLS}
     return {"id": policy.id, "spec": spec}
 
 

@@ -30,6 +30,7 @@ _NUMBER_TAG: Final = 0x11
 _DELIMITED: Final = 2
 """The wire type of strings and messages."""
 
+_SHORT_HEAD: Final = 2
 _SEVEN_BITS: Final = 0x7F
 _MORE: Final = 0x80
 
@@ -37,6 +38,9 @@ _MORE: Final = 0x80
 _TAGS: Final = [bytes([number << 3 | _DELIMITED]) for number in range(_DYNAMIC_METADATA + 1)]
 _LENGTHS: Final = [bytes([length]) for length in range(_MORE)]
 _CONTINUED: Final = [bytes([length | _MORE]) for length in range(_MORE)]
+
+_KEYS: Final[Memo[str, bytes]] = Memo(512)
+"""Keys of entries, as fields."""
 
 _BEFORE: Final[Memo[int, bytes]] = Memo(512)
 """The bytes before a SESSIONS text that is the only metadata, by its length."""
@@ -66,7 +70,7 @@ def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold
         return write_field(_STRING, _write_text(value))
     if isinstance(value, bool):
         return _BOOLS[value]
-    if isinstance(value, int | float):
+    if isinstance(value, (int, float)):  # a union would be made for each call
         return _NUMBER.pack(_NUMBER_TAG, value)
     if isinstance(value, dict):
         return write_field(_STRUCT, b"".join([_write_entry(key, _write_value(item)) for key, item in value.items()]))
@@ -77,7 +81,14 @@ def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold
 
 def _write_entry(key: str, value: bytes) -> bytes:
     """An entry of a Struct's fields."""
-    return write_field(_FIELDS, write_field(_KEY, _write_text(key)) + write_field(_VALUE, value))
+    field = _KEYS.get(key)
+    if field is None:
+        field = write_field(_KEY, _write_text(key))
+        _KEYS.put(key, field)
+    size, length = len(value), len(field) + len(value) + _SHORT_HEAD
+    if length <= _SEVEN_BITS:  # nearly all
+        return b"".join([_TAGS[_FIELDS], _LENGTHS[length], field, _TAGS[_VALUE], _LENGTHS[size], value])
+    return write_field(_FIELDS, field + write_field(_VALUE, value))
 
 
 def _write_text(text: str) -> bytes:

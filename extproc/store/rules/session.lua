@@ -431,6 +431,7 @@ local function let_through(l, asked, identity, retry)
   l.open = l.open .. struct.pack(RESERVATION, asked.call, identity, asked.now, reserve, quiet, l.consecutive_blocks, bits)
   l.reserved = l.reserved + reserve
   l.consecutive_blocks, l.last = 0, asked.now
+  return reserve
 end
 
 local function take_back(l, identity, begun, quiet, blocks, bits)
@@ -526,7 +527,7 @@ local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, own
     l.blocks = math.min(l.blocks + 1, MAX)
     limit, used, allowed = FIRST_OF_AGENTS + agent_limit, agents_used, agents_allowed
   else
-    let_through(l, asked, retry and identity or asked.identity, retry)
+    used = let_through(l, asked, retry and identity or asked.identity, retry)
   end
   close_old(l, asked.now)
   keep(key, l, asked)

@@ -79,6 +79,8 @@ _FIRST_OF_AGENTS: Final = LIMITS.index(AGENT_LIMITS[0])
 KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
 """What kills a session; the first one means nothing."""
 
+KILLED_BY_ERRORS: Final = KILLED.index("consecutive_errors")
+
 NANO_DOLLARS: Final = 10**9
 RECORD: Final = 15
 """Bytes of a tool call: digests of its id (6, or `NO_ID`), of the tool's name (4), and of tool and arguments (4), and the
@@ -260,7 +262,7 @@ class Standing:
 
     Attributes:
         limit: the limit that refuses the request, an index into `LIMITS`; 0 if it is let through.
-        used: use of that limit.
+        used: use of that limit; of a request that is let through, what it reserves, in nano-dollars.
         allowed: the limit, including grants.
         tool: the digest of the tool that `max_calls_per_tool` or `loop_detection` is about; else empty.
         steps: requests that were let through.
@@ -601,7 +603,7 @@ class Ledger:
             self.blocks = min(self.blocks + 1, _MAX)  # an agent that did not begin kills no session
             limit, used, allowed = _FIRST_OF_AGENTS + over, agents_used, agents_allowed
         else:
-            self._let_through(asked, identity if retry else asked.identity, retry, now)
+            used = self._let_through(asked, identity if retry else asked.identity, retry, now)
         self._close_old(now)
         standing = self._describe(now, limit, used, allowed, tool, shared, retry)
         standing.tree = tree
@@ -837,7 +839,8 @@ class Ledger:
         if not self.killed and 0 <= limits.blocks <= self.consecutive_blocks:
             self.killed = 1
 
-    def _let_through(self, asked: Step, identity: bytes, retry: bool, now: int) -> None:  # noqa: FBT001  # a bit of what is stored
+    def _let_through(self, asked: Step, identity: bytes, retry: bool, now: int) -> int:  # noqa: FBT001  # a bit of what is stored
+        """Count a request that is let through; returns what it reserves."""
         limits = asked.limits
         if retry:
             self.identities[identity] += 1
@@ -860,6 +863,7 @@ class Ledger:
         self.reserved += reserve
         self.consecutive_blocks = 0
         self.last = now
+        return reserve
 
     def _close_old(self, now: int) -> None:
         """Settle calls that were not settled in time: their cost is the reserved amount."""

@@ -280,3 +280,48 @@ def test_nothing_is_kept_without_record() -> None:
 
     assert metadata_of(decoded(replies[-1])) == {}
     assert [each.digests for each in [*known._young.values()]] == [None]
+
+
+def test_conversations_that_branch_have_digests_of_their_own() -> None:
+    """Several requests go on from the same one, in turns: each list goes on from its own branch."""
+    other = policy("one", ANY, **BY_USER, action="warn")
+    recorder = Recorder(other)
+    start = [Did((("bash", {"cmd": f"ls {number}"}),), (f"line {number} " * 30,)) for number in range(4)]
+    branches = [[*start], [*start], [*start]]
+    recorder.send(as_chat(start), x_user_id="ann")
+    for step in range(5):
+        for place, branch in enumerate(branches):
+            branch.append(Did((("bash", {"cmd": f"cat {place if place < 2 else step}"}),), (f"found {place} " * 30,)))
+            recorder.send(as_chat(branch), x_user_id="ann")
+    replay = Replay(other)
+
+    found = replay.add(recorder.lines)
+
+    assert replay.problems == []
+    assert compare(recorder.judged, found) == []
+    assert {judged.verdicts[0].action for judged in recorder.judged} == {"allow", "warn"}
+
+
+def test_old_messages_that_change_cost_no_digest_of_those_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that clears an old result with each request: entries of unchanged turns are used again, and decide as live."""
+    packed: list[object] = []
+    pack = digests._pack
+
+    def note(turn: Any, prefix: bytes) -> bytes:  # noqa: ANN401  # any turn
+        packed.append(turn)
+        return pack(turn, prefix)
+
+    monkeypatch.setattr(digests, "_pack", note)
+    recorder = Recorder(ONE)
+    turns = [Did((("bash", {"cmd": f"cat {number % 7}"}),), (f"line {number % 7} of many " * 40,)) for number in range(30)]
+    counts = []
+    for times in range(30):
+        cleared = [turn._replace(results=("[cleared]",)) for turn in turns[: max(0, times - 10)]]
+        before = len(packed)
+        recorder.send(as_chat([*cleared, *turns[len(cleared) : times]]), x_user_id="ann")
+        counts.append(len(packed) - before)
+    replay = Replay(ONE)
+
+    assert compare(recorder.judged, replay.add(recorder.lines)) == []
+    assert replay.problems == []
+    assert max(counts[12:]) <= 4

@@ -15,8 +15,10 @@ from extproc.cli.main import main
 from extproc.cli.replay.advice import find_percentile, list_thresholds, recommend_limits, recommend_turns
 from extproc.cli.replay.records import parse_line
 from extproc.cli.replay.runs import THRESHOLDS, WEAK_THRESHOLDS, RecordedRun, RunCollector
+from extproc.engine.settlements import Entry
 from extproc.policy.loader import parse
 from extproc.request.hash_key import HashKey
+from extproc.sessions.rates import Usage
 from tests.support.access_logs import USER, make_record, write_lines
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
@@ -64,9 +66,9 @@ class Tuned:
         self.out, self.error = capsys.readouterr()
 
 
-def describe(run: RecordedRun) -> tuple[int, ...]:
+def describe(run: RecordedRun) -> tuple[Any, ...]:
     """All that is known of a run."""
-    return tuple(int(getattr(run, name)) for name in RecordedRun.__slots__)
+    return *(int(getattr(run, name)) for name in RecordedRun.__slots__ if name != "tools"), tuple(sorted(run.tools.items()))
 
 
 def replay(folder: Path, capsys: pytest.CaptureFixture[str], *policies: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -166,14 +168,52 @@ def test_limits_are_percentiles_of_runs_that_went_on(
 
     limits = ready["spec"]["session_limits"]
     assert tuned.code == 0
-    assert (limits.keys(), limits["max_agents"]) == ({"max_agents", "max_steps", "max_tool_calls"}, 7)
+    assert (limits.keys(), limits["max_agents"]) == (
+        {"max_agents", "max_steps", "max_tool_calls", "max_calls_per_tool"},
+        7,
+    )
     assert main(["validate", str(tmp_path / "tuned.json")]) == 0
     capsys.readouterr()
     for row in found["limits"]:
-        alone = {"id": "alone", "spec": spec | {"session_limits": {row["limit"]: row["value"]}}}
+        _, _, tool = row["limit"].partition("calls of ")
+        limit = {"max_calls_per_tool": {tool: row["value"]}} if tool else {row["limit"]: row["value"]}
+        alone = {"id": "alone", "spec": spec | {"session_limits": limit}}
         touched = replay(tmp_path, capsys, alone)["alone"]["tenants_touched"]
         assert touched == row["went_on_beyond"] + row["stuck_beyond"]
         assert row["percentiles"][percentile] == row["value"] - (row["limit"] == "max_tool_calls")
+
+
+def test_limits_of_calls_and_money_need_no_bodies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An access log is enough: as many sessions are beyond each limit as were in truth, and money is what was settled."""
+    prices = {"unknown_model": {"input": 1_000, "output": 0}}
+    made = policy("p", ANY, similarity="turns", action="warn", **USER)
+    made["spec"]["session_limits"] = {"max_steps": 99, "max_calls_per_tool": {"read": 50}, "max_cost_per_session": 99, **prices}
+    recorder = Recorder(made)
+    for place in range(20):
+        for record in converse(f"user-{place}", 0, [work(number) for number in range(2 + place)]):
+            recorder.send(record["body"], x_user_id=f"user-{place}")
+            named = tuple(json.loads(recorder.metadata["sessions"]))
+            entry = Entry(named, 200, False, 0, 0, "", Usage(10, 0), estimated=False, refused=False)  # one cent
+            recorder.service.settle_entry(entry)
+    (tmp_path / "policies.json").write_text(json.dumps(bundle(made)))
+    (tmp_path / "access.log").write_text("\n".join(recorder.lines) + "\n")
+    flags = ("--limits", "--percentile", "90", "--json", "--output", str(tmp_path / "tuned.json"))
+
+    code = main(["tune", "--policy", str(tmp_path / "policies.json"), *flags, str(tmp_path / "access.log")])
+    found, ready = json.loads(capsys.readouterr().out), json.loads((tmp_path / "tuned.json").read_text())
+
+    limits = ready["spec"]["session_limits"]
+    assert code == 0
+    assert found["problems"] == []
+    assert {row["limit"]: (row["value"], row["went_on_beyond"]) for row in found["limits"]} == {
+        "max_steps": (20, 2), "max_tool_calls": (20, 2), "calls of read": (19, 2), "max_cost_per_session": (0.2, 2),
+    }  # fmt: skip
+    assert limits == {
+        "max_steps": 20, "max_tool_calls": 20, "max_calls_per_tool": {"read": 19}, "max_cost_per_session": 0.2, **prices,
+    }  # fmt: skip
+    assert "max_calls_per_tool read 19: 90% of 20 sessions that went on and call it need at most 19 calls" in found["reason"]
+    assert "had cost at most $0.19 before their last request" in found["reason"]
+    assert main(["validate", str(tmp_path / "tuned.json")]) == 0
 
 
 def test_limits_need_no_detector(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
