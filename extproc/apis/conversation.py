@@ -443,10 +443,6 @@ class Message:
         """The message as a struct of the shape; empty for a part of another message."""
         return self.shape.message() if self._conversation is None else self._conversation.open_message(self.place)
 
-    def show_raw(self) -> bytes:
-        """The message as it is written; empty if it is not cached."""
-        return self._conversation.show_raw(self.place) if self._conversation is not None else b""
-
     def divide(self, said: Sequence[tuple[str, str]]) -> list[Message]:
         """Make messages from parts of its text, given as speakers and texts."""
         return [Message(self.shape, speaker, self.place, None, [Part(TEXT, text)]) for speaker, text in said]

@@ -453,8 +453,10 @@ class Turn:
             other._mark = find_mark(other.action).decode("latin-1")
         if self._action is not None or message is None or message.joined is not None or not other._mark:
             return True
-        if not may_hold(message.show_raw().decode("latin-1"), other._mark):  # which need not be decoded
-            return False
+        if message.known is not None:  # a check without decoding the message
+            written = self._reading.conversation.show_raw(message.place)
+            if not may_hold(written.decode("latin-1"), other._mark):
+                return False
         return may_hold(bytes(message.shape.find_raw(message.value)).decode("latin-1"), other._mark)
 
     @property
