@@ -394,7 +394,7 @@ class Digest(NamedTuple):
     turns: tuple[RecordedTurn, ...]
 
 
-class Parts:
+class DigestParts:
     """The parts of a digest, read one after the other."""
 
     def __init__(self, data: bytes) -> None:
@@ -449,9 +449,9 @@ class DigestReader:
             raise DamagedDigestError from None
         if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
             raise DamagedDigestError
-        return self._read(Parts(data[:-_CHECK]))
+        return self._read(DigestParts(data[:-_CHECK]))
 
-    def _read(self, parts: Parts) -> Digest:
+    def _read(self, parts: DigestParts) -> Digest:
         version, first, second = parts.take(3)
         if version != _VERSION:
             raise DamagedDigestError
@@ -468,7 +468,7 @@ class DigestReader:
         entries = [parts.take(parts.take_number(1)) for _ in range(parts.take_number(1))]
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        turns = [_unpack(Parts(entry)) for entry in entries]
+        turns = [_unpack(DigestParts(entry)) for entry in entries]
         return Digest(shaped, size, most, (first, second), identity, nested, place, self._extend(start, entries, turns))
 
     def _extend(self, start: bytes, entries: Sequence[bytes], turns: list[RecordedTurn]) -> tuple[RecordedTurn, ...]:
@@ -484,7 +484,7 @@ class DigestReader:
         return listed
 
 
-def _unpack(parts: Parts) -> RecordedTurn:
+def _unpack(parts: DigestParts) -> RecordedTurn:
     """The turn of an entry."""
     flags, more = parts.take(2)
     if more & _UNREADABLE:

@@ -25,7 +25,7 @@ from extproc.detectors.digests import (
     LONGEST,
     NOT_RECORDED,
     DamagedDigestError,
-    Parts,
+    DigestParts,
     UnknownTurnsError,
     derive,
     hide,
@@ -303,9 +303,9 @@ class CallReader:
             raise DamagedDigestError from None
         if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
             raise DamagedDigestError
-        return self._read(Parts(data[:-_CHECK]))
+        return self._read(DigestParts(data[:-_CHECK]))
 
-    def _read(self, parts: Parts) -> ShownCalls:
+    def _read(self, parts: DigestParts) -> ShownCalls:
         version, first, second = parts.take(3)
         if version != _VERSION or second & _OFFER == _OFFER:
             raise DamagedDigestError
@@ -325,7 +325,7 @@ class CallReader:
             raise DamagedDigestError
         return shown
 
-    def _read_shown(self, parts: Parts, first: int, offer: int, size: int) -> ShownCalls:
+    def _read_shown(self, parts: DigestParts, first: int, offer: int, size: int) -> ShownCalls:
         newest, begins = parts.take_number(1), parts.tell()
         start = b"" if first & _WHOLE else parts.take(_SIZE)
         before = self._lists.use(start) if start else None
@@ -346,7 +346,7 @@ class CallReader:
         return shown
 
 
-def _read_place(parts: Parts, first: int, before: _List | None) -> ChainPlace:
+def _read_place(parts: DigestParts, first: int, before: _List | None) -> ChainPlace:
     depth, node = parts.take_number(2), parts.take(_SIZE) * 2  # as long as live ones
     if first & _FOLLOWS:
         last = before.place if before is not None else None
@@ -357,7 +357,9 @@ def _read_place(parts: Parts, first: int, before: _List | None) -> ChainPlace:
     return ChainPlace.restore(node, parent, own, earlier, depth)
 
 
-def _read_entries(parts: Parts, known: tuple[tuple[bytes, str], ...]) -> tuple[bytes, tuple[tuple[bytes, str], ...], bool]:
+def _read_entries(
+    parts: DigestParts, known: tuple[tuple[bytes, str], ...]
+) -> tuple[bytes, tuple[tuple[bytes, str], ...], bool]:
     """New calls as records, all tools, and whether the name of one is unknown."""
     tools, records = list(known), list[bytes]()
     for _ in range(parts.take_number(2)):
@@ -380,7 +382,7 @@ def _read_entries(parts: Parts, known: tuple[tuple[bytes, str], ...]) -> tuple[b
     return b"".join(records), listed, len([name for _, name in tools if name.startswith(_HIDES)]) > 0
 
 
-def _read_ledger(parts: Parts) -> KnownLedger:
+def _read_ledger(parts: DigestParts) -> KnownLedger:
     shape = parts.take(_SHAPE)
     flags, sizes = parts.take(2)
     if flags & ~(_SHARED | _ERRORS | _NOT_ASKED) or sizes >> 4 > _SIZE or sizes & 15 > _SIZE:

@@ -78,7 +78,7 @@ class Recorder:
 
     def __init__(self, *policies: Mapping[str, Any], **more: Any) -> None:  # noqa: ANN401  # as make_service
         self.service: Service = make_service(*policies, record=True, **more)
-        self.service.key.secret = SECRET
+        self.service.key = HashKey(SECRET)
         self.lines: list[str] = []
         self.judged: list[Judged] = []
         self.metadata: dict[str, Any] = {}
