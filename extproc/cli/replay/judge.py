@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from extproc.cli.replay.ledgers import RecordedStore
 from extproc.cli.replay.records import Recorded
 from extproc.decision import Action, Decision
 from extproc.detectors.digests import (
@@ -26,6 +25,7 @@ from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import PROCESS_KEY, HashKey, RecordedKey
 from extproc.request.http import HttpRequest, explain_unknowable_body
 from extproc.sessions.call_digests import CallReader, ShownCalls
+from extproc.sessions.recorded_ledgers import RecordedStore
 from extproc.store.rules.session import REFUSED
 
 _MOST_LISTS = 200_000
