@@ -987,7 +987,7 @@ def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) 
     """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
     for place in range(len(conversation) - 1, -1, -1):
         whole = patch.open_known(known.starts[place], known.ends[place])
-        patch.open_fields(whole)  # which fails if a key is repeated, whoever speaks
+        patch.open_fields(whole)  # which fails if a key is repeated, in any message
         yield known.speakers[place], conversation.open_message(place), whole
 
 

@@ -170,7 +170,7 @@ def hide_place(prefix: bytes, part: bytes) -> bytes:
     return hidden
 
 
-def _go_on(start: bytes, entry: bytes) -> bytes:
+def continue_id(start: bytes, entry: bytes) -> bytes:
     """The id of a list with one more entry."""
     return blake2b(start + entry, digest_size=_SIZE).digest()
 
@@ -240,8 +240,7 @@ def _write(  # noqa: PLR0913  # as `write_digest`
     for entry in entries:
         parts.append(bytes((len(entry),)))
         parts.append(entry)
-    written = bytes((_VERSION, first, second)) + _find_shape(reading.ignored) + b"".join(parts)
-    return b2a_base64(written + crc32(written).to_bytes(_CHECK, "big"), newline=False).rstrip(b"=").decode()
+    return seal_digest(bytes((_VERSION, first, second)) + _find_shape(reading.ignored) + b"".join(parts))
 
 
 def _find_place(history: History, keeps: int) -> ChainPlace | None:
@@ -291,7 +290,7 @@ def _list_entries(history: History, reading: Reading, prefix: bytes, secret: byt
         marks.clear()
     way = start or _NONE
     for place, end, entry in added:
-        way = _go_on(way, entry)
+        way = continue_id(way, entry)
         marks.append(_Mark(place, end, way, entry, since))
     del marks[:-_MOST_MARKS]
     return start, [entry for _, _, entry in added]
@@ -426,6 +425,22 @@ class DigestParts:
         return self._at == len(self._data)
 
 
+def seal_digest(written: bytes) -> str:
+    """A digest as text, with a checksum; see `open_digest`."""
+    return b2a_base64(written + crc32(written).to_bytes(_CHECK, "big"), newline=False).rstrip(b"=").decode()
+
+
+def open_digest(text: str) -> DigestParts:
+    """The parts of a digest; raises DamagedDigestError if it is not as it was written."""
+    try:
+        data = b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (Base64Error, ValueError):
+        raise DamagedDigestError from None
+    if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
+        raise DamagedDigestError
+    return DigestParts(data[:-_CHECK])
+
+
 class DigestReader:
     """Reads digests in the order of their requests, and puts the lists of turns together."""
 
@@ -443,13 +458,7 @@ class DigestReader:
         """
         if text.startswith(_MISSING):
             raise NotCounted(text[1:] if re.fullmatch("[a-z][a-z_]{0,39}", text[1:]) else NOT_RECORDED)
-        try:
-            data = b64decode(text + "=" * (-len(text) % 4), validate=True)
-        except (Base64Error, ValueError):
-            raise DamagedDigestError from None
-        if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
-            raise DamagedDigestError
-        return self._read(DigestParts(data[:-_CHECK]))
+        return self._read(open_digest(text))
 
     def _read(self, parts: DigestParts) -> Digest:
         version, first, second = parts.take(3)
@@ -478,7 +487,7 @@ class DigestReader:
             raise UnknownTurnsError
         listed, way = before, start or _NONE
         for entry, turn in zip(entries, turns, strict=True):
-            way = _go_on(way, entry)
+            way = continue_id(way, entry)
             listed = (*listed, turn)[-MAX_TURNS:]
             self._lists.put(way, listed)
         return listed

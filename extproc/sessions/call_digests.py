@@ -11,32 +11,28 @@ id. From time to time, and whenever a history does not go on from the one before
 from __future__ import annotations
 
 import re
-from base64 import b64decode
-from binascii import Error as Base64Error
-from binascii import b2a_base64
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, Final
-from zlib import crc32
 
 from extproc.bounded import LRU
 from extproc.detectors.chain import ChainPlace, digest_tool
 from extproc.detectors.digests import (
-    LONGEST,
     NOT_RECORDED,
     DamagedDigestError,
     DigestParts,
     UnknownTurnsError,
+    continue_id,
     derive,
     hide,
     hide_place,
     is_plain_tool,
+    open_digest,
+    seal_digest,
 )
 from extproc.sessions.history import RECORD, CallHistory
 from extproc.store.rules.session import MAX_MONEY, NO_ID
 
 _VERSION: Final = 1
-_CHECK: Final = 4
 _SIZE: Final = 8
 _ID: Final = 6
 _TOOL: Final = 10
@@ -169,8 +165,7 @@ def write_calls(shown: ShownCalls, ledgers: Sequence[KnownLedger], known: Any, s
     first, parts = _write_shown(shown, known, secret)
     second = shown.history.offer | _REJECTED * shown.rejected | _REFUSED * shown.refused | _LEDGERS * len(ledgers)
     parts += [_write_ledger(ledger) for ledger in ledgers]
-    written = bytes((_VERSION, first, second)) + shown.size.to_bytes(4, "big") + b"".join(parts)
-    return b2a_base64(written + crc32(written).to_bytes(_CHECK, "big"), newline=False).rstrip(b"=").decode()
+    return seal_digest(bytes((_VERSION, first, second)) + shown.size.to_bytes(4, "big") + b"".join(parts))
 
 
 def _write_shown(shown: ShownCalls, known: Any, secret: bytes) -> tuple[int, list[bytes]]:  # noqa: ANN401  # KnownMessages
@@ -207,7 +202,7 @@ def _write_shown(shown: ShownCalls, known: Any, secret: bytes) -> tuple[int, lis
             return _write_unreadable(NOT_RECORDED)
     parts.append(added.to_bytes(2, "big") + calls)
     if known is not None:
-        identity = _go_on(last.id if last is not None else b"", parts[1:])
+        identity = continue_id(last.id if last is not None else b"", b"".join(parts[1:]))
         since = 0 if last is None else last.since + added
         known.counted = WrittenCalls(history.records, identity, tools, since, place, secret)
     return first, parts
@@ -216,11 +211,6 @@ def _write_shown(shown: ShownCalls, known: Any, secret: bytes) -> tuple[int, lis
 def _write_unreadable(why: str) -> tuple[int, list[bytes]]:
     reason = why.encode("ascii", "replace")[:_MOST_REASON]
     return _UNREADABLE, [bytes((len(reason),)) + reason]
-
-
-def _go_on(start: bytes, parts: Sequence[bytes]) -> bytes:
-    """The id of a list with more parts; equal lists have equal ids only if they were written in the same steps."""
-    return blake2b(start + b"".join(parts), digest_size=_SIZE).digest()
 
 
 def _write_entries(history: CallHistory, first: int, tools: list[bytes], prefix: bytes) -> bytes:
@@ -297,13 +287,7 @@ class CallReader:
             DamagedDigestError: it is none.
             UnknownTurnsError: it continues calls that are not known.
         """
-        try:
-            data = b64decode(text + "=" * (-len(text) % 4), validate=True)
-        except (Base64Error, ValueError):
-            raise DamagedDigestError from None
-        if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
-            raise DamagedDigestError
-        return self._read(DigestParts(data[:-_CHECK]))
+        return self._read(open_digest(text))
 
     def _read(self, parts: DigestParts) -> ShownCalls:
         version, first, second = parts.take(3)
@@ -336,7 +320,7 @@ class CallReader:
         place = _read_place(parts, first, before) if first & _PLACED else None
         records, tools, hides = _read_entries(parts, before.tools if before is not None else ())
         listed = _List(before, records, tools, place)
-        self._lists.put(_go_on(start, [parts.cut(begins)]), listed)
+        self._lists.put(continue_id(start, parts.cut(begins)), listed)
         joined = listed.join()
         total = sum([int.from_bytes(joined[at + _TOOL : at + _PAIR], "big") for at in range(0, len(joined), RECORD)])
         if newest * RECORD > len(joined):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from extproc.apis import conversation
+from extproc.bounded import Memo
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import parse_line
 from extproc.decision import Decision, Outcome
@@ -18,6 +21,16 @@ from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, make_service, metadata_of
 
 SECRET = bytes(range(32))
+
+
+def make_cache() -> Memo[int, conversation.KnownMessages]:
+    """What a replica knows of conversations."""
+    return Memo(2**25, conversation._measure)
+
+
+def unpack(text: str) -> bytes:
+    """The bytes of a digest."""
+    return b64decode(text + "=" * (-len(text) % 4))
 
 
 class Verdict(NamedTuple):

@@ -39,8 +39,9 @@ _TAGS: Final = [bytes([number << 3 | _DELIMITED]) for number in range(_DYNAMIC_M
 _LENGTHS: Final = [bytes([length]) for length in range(_MORE)]
 _CONTINUED: Final = [bytes([length | _MORE]) for length in range(_MORE)]
 
+_LONGEST_KEY: Final = 64
 _KEYS: Final[Memo[str, bytes]] = Memo(512)
-"""Keys of entries, as fields."""
+"""Keys of entries, as fields; the names of some headers are a client's choice, so long ones are not cached."""
 
 _BEFORE: Final[Memo[int, bytes]] = Memo(512)
 """The bytes before a SESSIONS text that is the only metadata, by its length."""
@@ -84,7 +85,8 @@ def _write_entry(key: str, value: bytes) -> bytes:
     field = _KEYS.get(key)
     if field is None:
         field = write_field(_KEY, _write_text(key))
-        _KEYS.put(key, field)
+        if len(key) <= _LONGEST_KEY:
+            _KEYS.put(key, field)
     size, length = len(value), len(field) + len(value) + _SHORT_HEAD
     if length <= _SEVEN_BITS:  # nearly all
         return b"".join([_TAGS[_FIELDS], _LENGTHS[length], field, _TAGS[_VALUE], _LENGTHS[size], value])

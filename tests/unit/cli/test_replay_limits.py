@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from random import Random
 from typing import Any
 from zlib import crc32
@@ -11,7 +11,6 @@ from zlib import crc32
 import pytest
 
 from extproc.apis import conversation
-from extproc.bounded import Memo
 from extproc.detectors.chain import digest_tool
 from extproc.engine.settlements import Entry
 from extproc.ext_proc.answers.metadata import SESSIONS
@@ -23,7 +22,7 @@ from extproc.store.memory import MemoryStore
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.random_agents import PATHS, Agent
-from tests.support.recorded import Recorder, Replay, compare
+from tests.support.recorded import Recorder, Replay, compare, make_cache, unpack
 from tests.support.turn_writers import Did, as_chat
 
 PRICES: dict[str, Any] = {"unknown_model": {"input": 1, "output": 2}}
@@ -65,11 +64,6 @@ ONE = limited("one", max_steps=6, max_cost_per_session=5)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No conversation is known from another test."""
     monkeypatch.setattr(conversation, "_KNOWN", make_cache())
-
-
-def make_cache() -> Memo[int, conversation.KnownMessages]:
-    """What a replica knows of conversations."""
-    return Memo(2**25, conversation._measure)
 
 
 class Clock:
@@ -173,11 +167,6 @@ def test_no_argument_or_id_of_a_call_is_recorded() -> None:
     records = read_tool_calls(Document(json.dumps(request).encode())).records
     parts = [records[at + start : at + end] for at in (0, RECORD) for start, end in ((0, 6), (10, 14))]
     assert [part for part in [*parts, digest_tool("odd tool!")] if part in first] == []
-
-
-def unpack(text: str) -> bytes:
-    """The bytes of a digest."""
-    return b64decode(text + "=" * (-len(text) % 4))
 
 
 def test_damaged_digests_of_calls_are_named() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from random import Random
 from typing import Any
 from zlib import crc32
@@ -11,7 +11,6 @@ from zlib import crc32
 import pytest
 
 from extproc.apis import conversation
-from extproc.bounded import Memo
 from extproc.cli.main import main
 from extproc.detectors import digests
 from extproc.metrics import Metrics
@@ -20,7 +19,7 @@ from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
 from tests.support.random_agents import PATHS, Agent
-from tests.support.recorded import Recorder, Replay, compare
+from tests.support.recorded import Recorder, Replay, compare, make_cache, unpack
 from tests.support.service import decoded, exchange, make_service, metadata_of
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
@@ -45,11 +44,6 @@ def loop(times: int, tool: str = "bash", result: str = "error: no such file") ->
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No conversation is known from another test."""
     monkeypatch.setattr(conversation, "_KNOWN", make_cache())
-
-
-def make_cache() -> Memo[int, conversation.KnownMessages]:
-    """What a replica knows of conversations."""
-    return Memo(2**25, conversation._measure)
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(8, 24))])
@@ -118,11 +112,6 @@ def test_no_text_of_a_request_is_recorded() -> None:
     found = other.send(request, x_user_id="ann")
     assert found["turns"] != record["turns"]
     assert found["tenants"] == record["tenants"]
-
-
-def unpack(text: str) -> bytes:
-    """The bytes of a digest."""
-    return b64decode(text + "=" * (-len(text) % 4))
 
 
 def decode(record: dict[str, Any]) -> str:
