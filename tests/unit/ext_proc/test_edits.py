@@ -171,7 +171,14 @@ def reach_into_another(patch: Patch) -> None:
     patch.replace(Value("", items.start, items.start + 1, items.end + 5, items), b"1")
 
 
-@pytest.mark.parametrize("wrong", [cut_short, write_twice, write_none, write_two, take_what_changes, reach_into_another])
+def extend_a_list(patch: Patch) -> None:
+    """Text that is appended to no string."""
+    patch.extend(find(patch, "b"), "more")
+
+
+@pytest.mark.parametrize(
+    "wrong", [cut_short, write_twice, write_none, write_two, take_what_changes, reach_into_another, extend_a_list]
+)
 def test_an_edit_that_is_wrong_is_none(wrong: Callable[[Patch], None]) -> None:
     """Whatever mistake leads to it, the body does not come out."""
     patch = Patch(b'{"a":"some text","b":[{"c":1},2],"d":[]}')
