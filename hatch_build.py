@@ -25,9 +25,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -55,6 +57,11 @@ _PROBE = "#include <Python.h>\nPyObject *PyInit_probe(void) { return NULL; }\n"
 _FLAGS = ["-fvisibility=hidden", "-fno-plt"]
 """These keep the code small and its calls direct. A request runs through more code than the innermost cache of a processor
 holds. -O1 is as fast as -O2 here, because most of the code calls Python's functions, and compiles in two thirds of the time."""
+
+
+_GROUP = "extproc"
+_NATIVE = "__native_"
+"""What mypyc's files of C are called that hold the code of modules; the others only load them."""
 
 
 class NoCompilerError(Exception):
@@ -153,7 +160,7 @@ def _main(folder: Path, modules: Sequence[str]) -> None:
     options = ["--config-file=", "--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent"]
     chosen, target = [*options, *modules], str(folder / "c")
     # A file of C for each module takes half the time of one for all, and processors share them.
-    extensions = mypycify(chosen, opt_level="1", debug_level="0", group_name="extproc", multi_file=True, target_dir=target)
+    extensions = mypycify(chosen, opt_level="1", debug_level="0", group_name=_GROUP, multi_file=True, target_dir=target)
     for extension in extensions:
         extension.extra_compile_args += _FLAGS
     _build(extensions, folder)
@@ -163,14 +170,23 @@ def _build(extensions: list[Extension], folder: Path) -> None:
     """Build extensions into `folder/lib`, as a setup.py would."""
     from setuptools import Distribution
     from setuptools.command.build_ext import build_ext
+    from setuptools.errors import ExecError
+
+    lock = Lock()
 
     class Build(build_ext):  # type: ignore[misc]  # it has no types
-        """setuptools', with the files of an extension compiled side by side."""
+        """setuptools', with the files of an extension compiled side by side, and the header that they share only once."""
 
         def build_extension(self, ext: Extension) -> None:
             def compile_one(source: str) -> list[str]:
+                header = self._share(
+                    f"{_NATIVE}internal_{_GROUP}.h" if Path(source).name.startswith(_NATIVE) else "Python.h", ext
+                )
                 made: list[str] = self.compiler.compile(
-                    [source], self.build_temp, include_dirs=ext.include_dirs, extra_postargs=ext.extra_compile_args
+                    [source],
+                    self.build_temp,
+                    include_dirs=ext.include_dirs,
+                    extra_postargs=[*ext.extra_compile_args, "-include", header],
                 )
                 return made
 
@@ -178,6 +194,19 @@ def _build(extensions: list[Extension], folder: Path) -> None:
                 ext.extra_objects = list(chain.from_iterable(pool.map(compile_one, ext.sources)))
             ext.sources = []
             super().build_extension(ext)
+
+        def _share(self, name: str, ext: Extension) -> str:
+            """A header to include first, which is parsed once for all files where the compiler is gcc; returns its path."""
+            header = Path(self.build_temp).resolve() / f"shared_{name}"
+            with lock:
+                if not header.exists():
+                    header.parent.mkdir(parents=True, exist_ok=True)
+                    header.write_text(f'#include "{name}"\n')
+                    places = [f"-I{place}" for place in (*self.compiler.include_dirs, *ext.include_dirs)]
+                    command = [*self.compiler.compiler_so, *places, *ext.extra_compile_args, "-x", "c-header", str(header)]
+                    with suppress(ExecError):  # then each file parses it for itself
+                        self.compiler.spawn([*command, "-o", f"{header}.gch"])
+            return str(header)
 
     command = Build(Distribution({"ext_modules": extensions}))
     command.build_lib, command.build_temp = str(folder / "lib"), str(folder / "temp")
