@@ -6,10 +6,11 @@ request is written as its API has it, so that nothing but the plan knows to whic
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
+
+import msgspec
 
 from extproc.detectors.turns import Turns
 from extproc.ext_proc.service import Service
@@ -178,14 +179,14 @@ def ask_summary(run: Run, count: int) -> bytes:
 
 
 def _dump(document: dict[str, Any]) -> bytes:
-    return json.dumps(document).encode()
+    return msgspec.json.encode(document)
 
 
 def _name_task(document: dict[str, Any], task: str) -> None:
     """Put the task into what the user says first."""
     key = next(key for key in MESSAGES if key in document)
     first = next(message for message in document[key] if message.get("role") == "user")
-    first.update(json.loads(json.dumps(first).replace("Fix it.", task).replace("Find it.", task)))
+    first.update(msgspec.json.decode(_dump(first).decode().replace("Fix it.", task).replace("Find it.", task)))
 
 
 def _is_assistants(message: dict[str, Any]) -> bool:
