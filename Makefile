@@ -10,7 +10,7 @@ SOURCES := pyproject.toml hatch_build.py $(wildcard protos/*.proto) $(shell find
 unexport PYTHONDONTWRITEBYTECODE
 # Python keeps the bytecode of what it imports. pip would compile 15,000 files, most of them for nothing.
 export PIP_COMPILE := 0
-# Modules run in their order, doors first: those of many short tests are at the end, so that no worker is left with a long one.
+# Tests run in their order, doors first: short ones are at the end, so that no worker is left with a long one.
 WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
 # What goes through a door waits most of the time: eight workers keep two processors busy.
 WAITING := -n 8 --no-loadscope-reorder

@@ -41,20 +41,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--build", choices=["sources", "compiled"], help="only what `make test` runs on this build")
 
 
-class Modules(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
-    """A module stays with one worker, because its tests share servers.
+@cache
+def find_sharing(path: str) -> str:
+    """What stays with one worker: a `module` whose tests share servers, else a `function`, or a single long `test`."""
+    if path.startswith("tests/doors/") or 'scope="module"' in (ROOT / path).read_text():
+        return "module"
+    return "test" if path.startswith("tests/project/") else "function"
+
+
+class Scopes(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+    """What shares servers stays with one worker; all else is divided finely, so that no worker is left with a long module.
 
     Two workers have all modules that drive agents: each of their SDKs takes a second to import.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        scope: str = super()._split_scope(nodeid)
-        return AGENTS[Path(scope).name] if scope.startswith(f"{DRIVING}/") else scope
+        path = nodeid.partition("::")[0]
+        if path.startswith(f"{DRIVING}/"):
+            return AGENTS[Path(path).name]
+        sharing = find_sharing(path)
+        if sharing == "module":
+            return path
+        return nodeid if sharing == "test" else nodeid.partition("[")[0]
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Modules:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scopes:
     """How `-n` divides the tests."""
-    return Modules(config, log)
+    return Scopes(config, log)
 
 
 def pytest_report_header() -> str:

@@ -316,7 +316,7 @@ class Reader:
         return ended
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def valkey() -> Iterator[Server]:
     """A real server for pages that need one."""
     made = Server()
