@@ -45,7 +45,7 @@ CHART = Path(__file__).parent / "loopguard"
 KUBERNETES = "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
 
 OWN_VALUES = {
-    *("policy", "listen", "admin", "shadow", "drain_delay", "drain_timeout"),
+    *("policy", "namespace_of", "listen", "admin", "shadow", "drain_delay", "drain_timeout"),
     *("store", "store_password", "store_password_file"),
     *("admin_token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_client_san", "allow_plaintext"),
 }
