@@ -86,7 +86,7 @@ def _ask(connected: socket.socket, deadline: float) -> str:
 
 def _read_answer(connected: socket.socket, deadline: float) -> str:
     decoder = Decoder(Cache())
-    data, block = b"", b""
+    data, block, ended = b"", b"", False
     told: dict[bytes, bytes] = {}
     while True:
         kind, flags, number, payload = _read_frame(connected, deadline)
@@ -103,7 +103,8 @@ def _read_answer(connected: socket.socket, deadline: float) -> str:
             if flags & _END_HEADERS:
                 told |= {field.name: field.value for field in decoder.decode(block).fields}
                 block = b""
-        if b"grpc-status" in told or (number == _STREAM and flags & _END_STREAM and kind in (_DATA, _HEADERS)):
+        ended = ended or (bool(flags & _END_STREAM) and kind in (_DATA, _HEADERS))
+        if b"grpc-status" in told or (ended and not block):  # not amid a block, which continues in another frame
             return _name_status(told, data)
 
 
