@@ -170,7 +170,7 @@ def test_labels_tell_the_version(image: Image) -> None:
     labels = {name.removeprefix("org.opencontainers.image."): value for name, value in image.labels.items()}
 
     assert labels["version"] == PROJECT["project"]["version"]
-    assert labels["revision"] == "unknown"
+    assert labels["revision"] == labels["vendor"] == labels["licenses"] == labels["source"] == "unknown"
     assert labels["title"]
     assert labels["description"]
 
