@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS := demo agent-demo test check
+EXTRAS := demo agent-demo test check wheels
 # The sources are installed in place in .venv. The compiled wheel has an environment of its own: beside the sources, its
 # files would be imported in their stead.
 COMPILED := .venv/compiled
@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
 UV = UV_DEFAULT_INDEX="$(INDEX)" $(BIN)/uv --quiet pip install --python
 
-.PHONY: help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients check bench precision chart reference screenshots clean
+.PHONY: wheels dist docs help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients check bench precision chart reference screenshots clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -64,6 +64,30 @@ $(COMPILED)/%.stamp: .venv/wheel.stamp .venv/%.stamp
 	@$(PIP) --python $(COMPILED)/bin/python check
 	@$(COMPILED)/bin/loopguard --version
 	@touch $@
+
+# Files in a wheel have the time of the last commit, so that two builds are equal.
+EPOCH = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 315532800)
+
+wheels: .venv/wheels.stamp ## dist/: compiled wheels for each Python of this platform, in containers on Linux; without an engine, for this Python
+	@if [ "$$(uname)" = Darwin ] || docker info >/dev/null 2>&1; then \
+		$(EPOCH) $(BIN)/cibuildwheel --output-dir dist; \
+	else \
+		echo "no container engine answers, so one wheel is built, for this Python and this C library ..."; \
+		rm -rf .venv/built && mkdir -p dist && \
+		$(EPOCH) $(PIP) wheel --no-build-isolation --no-deps --wheel-dir .venv/built . && \
+		$(EPOCH) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist .venv/built/*.whl; \
+	fi
+
+dist: .venv/wheels.stamp ## dist/: the plain Python wheel, for every platform, and the source archive
+	@$(EPOCH) LOOPGUARD_PURE=1 $(BIN)/python -m build --no-isolation --outdir dist .
+
+# CycloneDX: the packages that run, of the versions that the image is made of.
+dist/sbom.json: .venv/wheels.stamp requirements.txt
+	@mkdir -p dist
+	@test -x .venv/sbom/bin/python || $(PYTHON) -m venv --without-pip .venv/sbom
+	@sed -n 's/^\([a-z0-9-]*==[0-9.]*\).*/\1/p' requirements.txt > .venv/pins.txt
+	@LOOPGUARD_PURE=1 $(PIP) --python .venv/sbom/bin/python install --constraint .venv/pins.txt .
+	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file $@ .venv/sbom/bin/python
 
 run: $(COMPILED)/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl (flags: make run ARGS='--help')
 	@exec $(COMPILED)/bin/python envoy/demo.py $(ARGS)

@@ -16,6 +16,7 @@ from prometheus_client.utils import floatToGoString
 from extproc.tallies import Buckets
 
 _PREFIX = "loopguard"
+_MAX_FILES = 100
 _LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -105,6 +106,11 @@ class Metrics:
         self.policy_reload_refused = gauge(
             "policy_reload_refused", "1 while policy files have errors and the last good policies are in force"
         )
+        self.list_refused_files: Callable[[], list[str]] = list
+        text = "1 for each policy file, or path, whose content on disk is refused"
+        self.show_counts(
+            "policy_file_refused", text, ("file",), lambda: [((file,), 1) for file in self._list_files()], GaugeMetricFamily
+        )
         self.enforce_percent = gauge(
             "policy_enforce_percent", "Percentage of the callers that a policy acts on, if not all", "policy"
         )
@@ -114,7 +120,7 @@ class Metrics:
         self.show_counts(
             "unenforced", text, ("policy", "part"), lambda: Counted(self.list_unenforced()).items(), GaugeMetricFamily
         )
-        self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
+        self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256", "file")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
         self.handover_errors = counter(
             "handover_errors_total",
@@ -142,6 +148,10 @@ class Metrics:
         text = "Requests from which used-up tools could not be removed"
         self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")
         self._begin()
+
+    def _list_files(self) -> list[str]:
+        """Refused files; of many, the first, because each is a series."""
+        return self.list_refused_files()[:_MAX_FILES]
 
     def _begin(self) -> None:
         """Create the series for alerts now, because `increase` misses the first event of a series that begins with it."""

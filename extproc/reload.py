@@ -29,8 +29,11 @@ from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.objects import copy_text
 from extproc.policy.bundle import Policy
-from extproc.policy.files import find_directories, read_files, read_what_can_be
+from extproc.policy.files import find_directories, read_each, read_what_can_be
+from extproc.policy.last_good import Choice, Found, KeptFile, choose
 from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, locate_raw, parse
+from extproc.policy.namespaces import Namespace, read_namespaces
+from extproc.policy.overlaps import Overlap, find_overlaps
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
 from extproc.settings import Settings
 
@@ -49,9 +52,6 @@ _RECHECK_TICKS = 10
 The first comparison finds changes made while the watch was being set up.
 """
 
-_LEVEL = 1
-"""zlib's level: similar policies shrink to a tenth, at 100 MB/s."""
-
 _FREED_AT_ONCE = 1_000
 
 _READ_SECONDS = 10.0
@@ -64,11 +64,16 @@ T = TypeVar("T")
 
 
 class RefusedReload(NamedTuple):
-    """A refused reload: its time, its first errors as `loopguard validate` prints them, and their number."""
+    """Policy files that are refused: the time, their first errors as `loopguard validate` prints them, and their number.
+
+    Attributes:
+        sha256: of the file that was refused; empty if it could not be read.
+    """
 
     at: datetime
     errors: list[str]
     count: int  # type: ignore[assignment]  # hides tuple.count, which is not called
+    sha256: str = ""
 
 
 class Reloader:
@@ -81,8 +86,9 @@ class Reloader:
     engine: Engine
     sources: tuple[Source, ...]
     unenforced: tuple[Unenforced, ...]
+    overlaps: tuple[Overlap, ...]
     _digests: dict[str, int]
-    _archive: _Archive
+    _kept: dict[str, KeptFile]
     _shadowed: list[bool]
     _overridden: list[bool]
 
@@ -90,34 +96,51 @@ class Reloader:
         """Load for the first time: the preset in shadow mode if no policy is given. Raises BundleErrors if that fails."""
         self._settings = settings
         self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
+        self._namespaces = read_namespaces(settings.namespace_of, self._paths)
         self._metrics = metrics
         self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
-        files, unreadable = read_what_can_be(self._paths)
-        self._seen = _hash(files)
         self._files = _FileSystem()
-        self._unreadable = ""
-        self._refused = False
-        self._refusal: RefusedReload | None = None
-        metrics.policy_reload_refused.set_function(lambda: bool(self._refused or self._unreadable))
-        loaded = _compile(files, settings, _now(), unreadable=unreadable)
+        self._unreadable: dict[str, RefusedReload] = {}  # by path
+        self._refused: dict[str, RefusedReload] = {}  # by file
+        self._failure: RefusedReload | None = None  # of a whole reload
+        self.overlaps = ()
+        metrics.policy_reload_refused.set_function(lambda: bool(self.refusals))
+        metrics.list_refused_files = lambda: [file for file in self.refusals if file]
+        files, unreadable = read_what_can_be(self._paths)
+        self._seen = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+        loaded = _load(files, settings, _now(), unreadable, self._namespaces)
         self._apply(loaded)
-        for warning in [*loaded.warnings, *loaded.unenforced]:
+        for warning in [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)]:
             _LOG.warning(str(warning))
 
     @property
+    def refusals(self) -> dict[str, RefusedReload]:
+        """Why files on disk are not in force, by file, or by a path below which nothing can be read; empty for neither."""
+        failure = {"": self._failure} if self._failure is not None else {}
+        return {**self._unreadable, **self._refused, **failure}
+
+    @property
     def refusal(self) -> RefusedReload | None:
-        """Why the files on disk are not in force; None if they are."""
-        return self._refusal if self._refused or self._unreadable else None
+        """All refusals as one; None for none."""
+        refusals = self.refusals.values()
+        if not refusals:
+            return None
+        errors = [error for refusal in refusals for error in refusal.errors]
+        return RefusedReload(max(refusal.at for refusal in refusals), excerpt(errors), sum(each.count for each in refusals))
+
+    def keeps(self, file: str) -> bool:
+        """Whether an older version of the file, or of one below it, is in force."""
+        return any(_is_below(known, file) for known in self._kept)
 
     def list_policies(self) -> list[tuple[Source, list[Any]]]:
         """Every file in force, with its raw policies."""
-        sources, archive = self.sources, self._archive
-        return [(source, list_raw(data)) for source, data in zip(sources, archive.open().values(), strict=True)]
+        sources, kept = self.sources, self._kept
+        return [(source, list_raw(kept[source.file].open())) for source in sources]
 
     def locate_policies(self) -> dict[str, tuple[str, str, Any]]:
         """Every policy in force, by its id: its file, its JSON Pointer there, and the raw policy."""
-        found = [(file, locate_raw(data)) for file, data in self._archive.open().items()]
+        found = [(file, locate_raw(kept.open())) for file, kept in self._kept.items()]
         return {name: (file, pointer, raw) for file, own in found for name, (pointer, raw) in own.items()}
 
     async def reload(self, swap: Callable[[Engine], None], *, force: bool = False) -> None:
@@ -130,7 +153,7 @@ class Reloader:
                 await self._follow_clock(swap)
                 await self._follow_files(swap, force=force)
             except Exception as error:  # noqa: BLE001  # after any error, the last valid policies stay in force
-                await self._refuse(error)
+                self._failure = await self._refuse([error])
 
     async def watch(self, swap: Callable[[Engine], None]) -> None:
         """Reload on every change, until cancelled."""
@@ -161,31 +184,91 @@ class Reloader:
             self._overridden = _find_overridden(self.sources, now)
             _LOG.warning("kill_switch_override expired, its kill switches act again")
         if _find_shadowed(self.sources, now) != self._shadowed:
-            loaded = await asyncio.to_thread(self._archive.compile, self._settings, now)
+            loaded = await asyncio.to_thread(_compile_again, self._kept, self._settings, now, self._namespaces)
             await self._swap(loaded, swap)
             _LOG.warning("global_shadow expired, its policies act again")
 
     async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool) -> None:
-        try:
-            files, seen = await self._files.ask(_read, self._paths)
-        except (BundleErrors, OSError) as error:
-            if str(error) != self._unreadable or force:  # a file that stays missing is one failure, not one per recheck
-                await self._refuse(error)
-            self._unreadable = str(error)
+        found = await self._read()
+        files, seen = self._match(found)
+        await self._note_unreadable(found, force=force)
+        if (seen == self._seen or not any(file.data is not None for file in files.values())) and not force:
+            self._seen = seen
             return
-        self._unreadable = ""
-        if seen == self._seen and not force:
+        if force and found and all(isinstance(content, BundleError) for content in found.values()):
             return
         self._seen = seen
-        self._refused = True  # until the policies are replaced
-        loaded = await asyncio.to_thread(_compile, files, self._settings, _now())
+        loaded = await asyncio.to_thread(self._choose, files, force=force)
+        self._failure = None
+        await self._note_refused(loaded.refused, force=force)
+        if loaded.engine is None:
+            return
         self._warn_about_versions(loaded.sources)
-        self._refused = False
         changes = compare_policies(self._digests, loaded.digests)
         self._metrics.policy_reloads.labels("ok").inc()  # in the same step in which they begin to act
         await self._swap(loaded, swap)
-        await _log_all(logging.WARNING, [*loaded.warnings, *loaded.unenforced])
-        _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(files), **changes))
+        await _log_all(logging.WARNING, [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)])
+        _LOG.info("policies reloaded", extra=make_extra(policies=len(self.engine.plans), files=len(self._kept), **changes))
+
+    async def _read(self) -> dict[str, Found | BundleError]:
+        """Read every path on its own, so that one whose file system does not answer delays no other."""
+        answers = await asyncio.gather(*(self._files.ask(_read, path) for path in self._paths), return_exceptions=True)
+        found: dict[str, Found | BundleError] = {}
+        for path, answer in zip(self._paths, answers, strict=True):
+            if isinstance(answer, TimeoutError):
+                found[path] = BundleError(path, "", str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found.update(answer)
+        return found
+
+    def _match(self, found: Mapping[str, Found | BundleError]) -> tuple[dict[str, Found], dict[str, str]]:
+        """The files to choose from, and their hashes: those that cannot be read now are as they were."""
+        files: dict[str, Found] = {}
+        for name, content in found.items():
+            if isinstance(content, BundleError):
+                files.update({file: Found(sha256=sha) for file, sha in self._seen.items() if _is_below(file, name)})
+            else:
+                files[name] = content
+        return files, {file: content.sha256 for file, content in files.items()}
+
+    def _choose(self, files: Mapping[str, Found], *, force: bool) -> _Loaded:
+        """Choose and compile; without an engine if nothing changes. Runs in a worker thread."""
+        settings, now = self._settings, _now()
+        with _uncollected():
+            choice = choose(
+                files,
+                self._kept,
+                now,
+                allow_unenforced=settings.allow_unenforced,
+                namespaces=self._namespaces,
+                afresh=force,
+            )
+            before = {file: kept.sha256 for file, kept in self._kept.items()}
+            mended = self._refused.keys() - choice.refused.keys() or self._failure is not None
+            same = before == {file: kept.sha256 for file, kept in choice.kept.items()}
+            if same and not mended and not (force and choice.kept.keys() - choice.refused.keys()):
+                _free_all(choice.policies)
+                return _Loaded((), (), (), None, self._kept, now, {}, choice.refused)
+            return _compile(choice, settings, now)
+
+    async def _note_unreadable(self, found: Mapping[str, Found | BundleError], *, force: bool) -> None:
+        """Report what cannot be read; a file that stays missing is one failure, not one per recheck."""
+        before, self._unreadable = self._unreadable, {}
+        for path, error in found.items():
+            if isinstance(error, BundleError):
+                known = before.get(path)
+                new = known is None or known.errors != [str(error)] or force
+                self._unreadable[path] = await self._refuse([error], path) if new or known is None else known
+
+    async def _note_refused(self, refused: Mapping[str, list[BundleError]], *, force: bool) -> None:
+        before = self._refused
+        self._refused = {file: known for file, known in before.items() if file in refused}
+        for file, errors in refused.items():
+            known, sha256 = before.get(file), self._seen[file]
+            if known is None or (known.sha256, known.errors) != (sha256, excerpt(errors)) or force:
+                self._refused[file] = (await self._refuse(errors, file))._replace(sha256=sha256)
 
     async def _swap(self, loaded: _Loaded, swap: Callable[[Engine], None]) -> None:
         """Put new policies into force, and free the old ones."""
@@ -195,13 +278,15 @@ class Reloader:
         await asyncio.to_thread(_dismantle, old)
 
     def _apply(self, loaded: _Loaded) -> None:
-        self.sources, self.engine, self._archive = loaded.sources, loaded.engine, loaded.archive
+        if loaded.engine is None:
+            return
+        self.sources, self.engine, self._kept = loaded.sources, loaded.engine, loaded.kept
         self._digests, self.unenforced = loaded.digests, loaded.unenforced
         info = self._metrics.policy_info
         info.clear()
         for source in self.sources:
             version = "" if source.bundle_version is None else f"{source.bundle_version:.15g}"
-            info.labels(version, source.sha256).set(1)
+            info.labels(version, source.sha256, source.file).set(1)
         self._metrics.enforce_percent.clear()
         for plan in self.engine.plans:
             if plan.ramp is not None:
@@ -210,12 +295,22 @@ class Reloader:
         self._overridden = _find_overridden(loaded.sources, loaded.now)
         self._report_expiry(loaded.now)
 
-    async def _refuse(self, error: Exception) -> None:
+    async def _refuse(self, problems: Sequence[object], file: str = "") -> RefusedReload:
+        """Count and log a refused file, or without one a failed reload."""
         self._metrics.policy_reloads.labels("error").inc()
-        problems: Sequence[object] = error.errors if isinstance(error, BundleErrors) else [error]
-        self._refusal = RefusedReload(_now(), excerpt(problems), len(problems))
+        made = RefusedReload(_now(), excerpt(problems), len(problems))
         await _log_all(logging.ERROR, problems)
-        _LOG.error("policies not reloaded, the last good ones stay in force", extra=make_extra(errors=len(problems)))
+        told = make_extra(errors=len(problems), **({"file": file} if file else {}))
+        if not file or self.keeps(file):
+            _LOG.error("policies not reloaded, the last good ones stay in force", extra=told)
+        else:
+            _LOG.error("policies not loaded: no version of the file has been in force", extra=told)
+        return made
+
+    def _note_overlaps(self, loaded: _Loaded) -> list[Overlap]:
+        """Those that were not there before."""
+        known, self.overlaps = self.overlaps, loaded.overlaps
+        return [overlap for overlap in self.overlaps if overlap not in known]
 
     def _warn_about_versions(self, sources: Iterable[Source]) -> None:
         before = {source.file: source.bundle_version for source in self.sources}
@@ -230,6 +325,11 @@ class Reloader:
             _LOG.error("bundle expired, its policies keep acting", extra=make_extra(file=file, at=expired[file]))
         self._expired = frozenset(expired)
         self._metrics.policy_expired.set(len(expired))
+
+
+def _is_below(file: str, path: str) -> bool:
+    """Whether a file that was found below a policy path is that path, or below it."""
+    return file == path or file.startswith(os.path.join(path, ""))  # noqa: PTH118  # paths stay as the user wrote them
 
 
 async def _log_all(level: int, problems: Sequence[object]) -> None:
@@ -256,21 +356,24 @@ class _FileSystem:
     async def ask(self, question: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Answer a question; raises TimeoutError if that takes too long.
 
-        If the same question is still being answered, that answer is used, so that stuck threads do not pile up.
+        A question that is still being answered is not asked again and not waited for, so that neither stuck threads nor delays
+        pile up.
         """
-        answer = self._asked.get(question)
+        asked = (question, *[arg for arg in args if isinstance(arg, str)])
+        answer, seconds = self._asked.get(asked), 0.0
         if answer is None or answer.done():
-            answer = self._asked[question] = Future()
+            answer, seconds = Future(), _READ_SECONDS
+            self._asked[asked] = answer
             work = partial(_settle, answer, partial(question, *args, **kwargs))
             threading.Thread(target=work, name="policy files", daemon=True).start()
         try:
-            async with asyncio.timeout(_READ_SECONDS):
+            async with asyncio.timeout(seconds):
                 found: T = await asyncio.shield(asyncio.wrap_future(answer))
         except TimeoutError:
-            raise TimeoutError(f"the policy files could not be read within {_READ_SECONDS:g} s") from None
+            raise TimeoutError(f"could not be read within {_READ_SECONDS:g} s") from None
         finally:
             if answer.done():  # not kept: it may contain all files
-                self._asked.pop(question, None)
+                self._asked.pop(asked, None)
         return found
 
 
@@ -281,41 +384,26 @@ def _settle(answer: Future[T], work: Callable[[], T]) -> None:
         answer.set_exception(error)
 
 
-class _Archive(NamedTuple):
-    """The policy files in force, compressed, and the time at which they were checked."""
-
-    files: dict[str, bytes]
-    now: datetime
-
-    def open(self) -> dict[str, bytes]:
-        """Decompress the files."""
-        return {file: zlib.decompress(data) for file, data in self.files.items()}
-
-    def compile(self, settings: Settings, now: datetime) -> _Loaded:
-        """Compile the same policies again; those that have expired since then keep acting. Runs in a worker thread."""
-        return _compile(self.open(), settings, now, checked=self.now)
-
-
 class _Loaded(NamedTuple):
-    """Compiled policies, and the time for which they were compiled."""
+    """Compiled policies, and the time for which they were compiled; no engine if nothing changes."""
 
     sources: tuple[Source, ...]
     warnings: tuple[BundleError, ...]
     unenforced: tuple[Unenforced, ...]
-    engine: Engine
-    archive: _Archive
+    engine: Engine | None
+    kept: dict[str, KeptFile]
     now: datetime
     digests: dict[str, int]
+    refused: dict[str, list[BundleError]]
+    overlaps: tuple[Overlap, ...] = ()
 
 
-def _read(paths: Iterable[str]) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The files below `paths`, and a hash of each."""
-    files = read_files(paths)
-    return files, _hash(files)
-
-
-def _hash(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+def _read(path: str) -> dict[str, Found | BundleError]:
+    """The files below a path, and the hash of each, or errors in their place."""
+    return {
+        name: content if isinstance(content, BundleError) else Found(content, hashlib.sha256(content).hexdigest())
+        for name, content in read_each([path]).items()
+    }
 
 
 def build(  # noqa: PLR0913  # everything that decides the result
@@ -324,15 +412,15 @@ def build(  # noqa: PLR0913  # everything that decides the result
     *,
     allow_unenforced: bool,
     shadow: bool = False,
-    checked: datetime | None = None,
     unreadable: Sequence[BundleError] = (),
+    namespaces: Sequence[Namespace] = (),
 ) -> tuple[PolicySet, Engine]:
     """Make an engine from policy files, for `serve`, and for `validate` as a test.
 
-    Policies are expired as of `checked`, or else as of `now`. Raises BundleErrors, starting with `unreadable`.
+    Raises BundleErrors, starting with `unreadable`.
     """
     try:
-        policies = parse(files, checked or now)
+        policies = parse(files, now, namespaces=namespaces)
         if not allow_unenforced:
             policies.require_enforced()
     except BundleErrors as error:
@@ -342,32 +430,51 @@ def build(  # noqa: PLR0913  # everything that decides the result
     return policies, Engine(policies, now, shadow=shadow)
 
 
-def _compile(
-    files: dict[str, bytes],
+def _load(
+    files: Mapping[str, bytes],
     settings: Settings,
     now: datetime,
-    checked: datetime | None = None,
-    unreadable: Sequence[BundleError] = (),
+    unreadable: Sequence[BundleError],
+    namespaces: Sequence[Namespace],
 ) -> _Loaded:
-    """See `build`; also frees objects that are no longer needed. Runs in a worker thread during a reload."""
-    archive = _Archive({file: zlib.compress(data, _LEVEL) for file, data in files.items()}, checked or now)
+    """Load for the first time; raises BundleErrors with all errors, starting with `unreadable`."""
+    found = {file: Found(data, hashlib.sha256(data).hexdigest()) for file, data in files.items()}
+    allow = settings.allow_unenforced
     with _uncollected():
-        policies, engine = build(
-            files,
-            now,
-            allow_unenforced=settings.allow_unenforced,
-            shadow=settings.shadow or settings.watches,
-            checked=checked,
-            unreadable=unreadable,
-        )
-        # A decoded text keeps all the memory around it allocated, so texts that outlive the file are copied.
-        digests = {copy_text(policy.id): _digest(policy) for source in policies.sources for policy in source.policies}
-        for source in policies.sources:
-            _free(source.policies)
-            _free(source.kill_switches)
-        _free(policies.scrap)
+        choice = choose(found, {}, now, allow_unenforced=allow, namespaces=namespaces)
+        if choice.refused or unreadable:
+            _free_all(choice.policies)
+            build(files, now, allow_unenforced=allow, unreadable=unreadable, namespaces=namespaces)
+        return _compile(choice, settings, now)
+
+
+def _compile_again(kept: Mapping[str, KeptFile], settings: Settings, now: datetime, namespaces: Sequence[Namespace]) -> _Loaded:
+    """Compile the same policies again; those that have expired since then keep acting. Runs in a worker thread."""
+    allow = settings.allow_unenforced
+    with _uncollected():
+        choice = choose(dict.fromkeys(kept, Found()), kept, now, allow_unenforced=allow, namespaces=namespaces)
+        return _compile(choice, settings, now)
+
+
+def _compile(choice: Choice, settings: Settings, now: datetime) -> _Loaded:
+    """Make the engine, and free objects that are no longer needed."""
+    policies = choice.policies
+    engine = Engine(policies, now, shadow=settings.shadow or settings.watches)
+    # A decoded text keeps all the memory around it allocated, so texts that outlive the file are copied.
+    digests = {copy_text(policy.id): _digest(policy) for source in policies.sources for policy in source.policies}
+    overlaps = tuple(find_overlaps(policies.sources))
+    _free_all(policies)
+    return _Loaded(
+        policies.sources, policies.warnings, policies.unenforced, engine, choice.kept, now, digests, choice.refused, overlaps
+    )
+
+
+def _free_all(policies: PolicySet) -> None:
+    for source in policies.sources:
+        _free(source.policies)
+        _free(source.kill_switches)
+    _free(policies.scrap)
     _trim()
-    return _Loaded(policies.sources, policies.warnings, policies.unenforced, engine, archive, now, digests)
 
 
 def _digest(policy: Policy) -> int:
@@ -452,7 +559,7 @@ def _list_directories(paths: Iterable[str], files: Iterable[str]) -> set[str]:
     found = {str(parent) for file in files if (parent := Path(os.path.realpath(file)).parent).is_dir()}
     for path in paths:
         if Path(path).is_dir():
-            found.update(find_directories(path))
+            found.update(find_directories(path, lambda *_: None))
         else:  # of a missing path, the nearest existing directory above
             found.add(next(str(above) for above in Path(path).absolute().parents if above.is_dir()))
     return found

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from http import HTTPStatus
@@ -17,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from extproc.engine.engine import Engine
-from extproc.errors import StoreError
+from extproc.errors import StoreError, UsageError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
@@ -42,7 +43,7 @@ from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.operator.overrides import OverrideService, Seen, describe_override
 from extproc.operator.session_rows import SessionDocument, SessionRow
 from extproc.policy.loader import Unenforced
-from extproc.reload import Reloader
+from extproc.reload import RefusedReload, Reloader
 from extproc.request.hash_key import read_hash_key
 from extproc.sessions.prices import Prices
 from extproc.settings import Address, Settings
@@ -111,7 +112,7 @@ class Server:
         self._overrides = OverrideService(store, self.service, metrics)
         self._health = Health()
         # Only the one chosen is imported.
-        self._grpc: Transport = resolve_name(_TRANSPORTS[settings.transport])(self.service, self._health)
+        self._grpc = _find_transport(settings.transport)(self.service, self._health)
         replica = make_replica_name()
         self._sharing = Sharing(self.service.pairs, store, replica)
         self._events = open_events(settings, f"loopguard/{replica}", metrics)
@@ -302,7 +303,9 @@ class Server:
         status = "draining" if self._stop.is_set() else "ready" if self._health.serving else "starting"
         code = HTTPStatus.OK if status == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
         unenforced = len(self._list_unenforced())
-        missing = {"unenforced": unenforced} if unenforced else {}
+        missing: dict[str, Any] = {"unenforced": unenforced} if unenforced else {}
+        if refused := [file for file in self._reloader.refusals if file]:
+            missing["refused"] = refused
         return Page(code, {"status": status, "store": self._store.health(), **missing, **self._tell_watching()})
 
     def _tell_watching(self) -> dict[str, str]:
@@ -322,10 +325,20 @@ class Server:
         ]
         modes = {plan.id: plan.mode for plan in self.service.engine.plans}
         refusal = self._reloader.refusal
-        refused = refusal and {"at": refusal.at.isoformat(), "errors": refusal.errors, "count": refusal.count}
+        refused = refusal and {**_describe_refusal(refusal), "files": self._list_refused()}
         unenforced = [asdict(part) for part in self._list_unenforced()]
         found = {"modes": modes, "refused": refused, "unenforced": unenforced, "files": sources}
+        found["overlaps"] = [overlap._asdict() for overlap in self._reloader.overlaps]
         return Page(HTTPStatus.OK, {**found, **self._tell_watching()})
+
+    def _list_refused(self) -> list[dict[str, Any]]:
+        """Each refused file, or path, and whether an older version of it is in force."""
+        refusals = self._reloader.refusals.items()
+        return [
+            {"file": file, "in_force": self._reloader.keeps(file), **_describe_refusal(refusal)}
+            for file, refusal in refusals
+            if file
+        ]
 
     def _list_unenforced(self) -> list[Unenforced]:
         """What --allow-unenforced has left out, of policies that come with routes as well."""
@@ -348,12 +361,27 @@ class Server:
         return {policy: file for policy, (file, _, _) in self._reloader.locate_policies().items()}
 
 
+def _find_transport(name: str) -> Callable[[Service, Health], Transport]:
+    """Raises UsageError if it is not installed."""
+    try:
+        found: Callable[[Service, Health], Transport] = resolve_name(_TRANSPORTS[name])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "grpc":
+            raise
+        raise UsageError(f"--transport {name} needs a package more: pip install 'extproc-loopguard[{name}]'") from None
+    return found
+
+
 def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Seen:
     """The hashes in what all replicas have reported."""
     rows: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
     fingerprints = frozenset(loop.fingerprint for loop in loops.document.rows)
     callers = {(name, row.tenant) for row in rows for name in (row.tenant, row.alias, *row.credentials) if name}
     return Seen(Counter(name for name, _ in callers), frozenset(row.session for row in rows), fingerprints)
+
+
+def _describe_refusal(refusal: RefusedReload) -> dict[str, Any]:
+    return {"at": refusal.at.isoformat(), "errors": refusal.errors, "count": refusal.count}
 
 
 def _drop_zero(number: float | None) -> float | None:

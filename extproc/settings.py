@@ -118,6 +118,10 @@ def _parse_paths(text: str) -> tuple[str, ...]:
     return tuple(path for path in text.split(os.pathsep) if path)
 
 
+def _parse_words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All settings of `loopguard serve`; each attribute is a flag and an environment variable."""
@@ -128,6 +132,14 @@ class Settings:
         "policy file or directory; repeatable (in the environment separated by ':'); without one, the preset agents watches"
         " in shadow mode",
         "PATH",
+        gather=tuple,
+    )
+    namespace_of: tuple[str, ...] = option(
+        (),
+        _parse_words,
+        "policies below PATH may only select these hosts, paths and routes, and their ids begin so; repeatable (in the"
+        " environment separated by spaces)",
+        "PATH=host:NAME,path:/PREFIX,route:NAME,id:PREFIX",
         gather=tuple,
     )
     listen: Address = option("127.0.0.1:50051", parse_address, "where Envoy connects (gRPC)", "HOST:PORT|unix:/PATH")

@@ -45,7 +45,7 @@ CHART = Path(__file__).parent / "loopguard"
 KUBERNETES = "kubernetes-json-schema/v1.37.0-local-strict/_definitions.json"
 
 OWN_VALUES = {
-    *("policy", "listen", "admin", "shadow", "drain_delay", "drain_timeout"),
+    *("policy", "namespace_of", "listen", "admin", "shadow", "drain_delay", "drain_timeout"),
     *("store", "store_password", "store_password_file"),
     *("admin_token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_client_san", "allow_plaintext"),
 }
@@ -179,6 +179,18 @@ MESH: Schema = {
             "bundle": {"$ref": f"{REFERENCE}RouteBundle"},
         },
     },
+    "Team": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["configMap"],
+        "properties": {
+            "configMap": {"type": "string", "pattern": "^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", "maxLength": 253},
+            "hosts": {"type": "array", "items": {"type": "string", "pattern": r"^[A-Za-z0-9_.-]+$"}},
+            "paths": {"type": "array", "items": {"type": "string", "pattern": r"^/[^,\s?#]*$"}},
+            "routes": {"type": "array", "items": {"type": "string", "pattern": r"^[^,\s]+$"}},
+            "ids": {"type": "array", "items": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,127}$"}},
+        },
+    },
     "TargetRef": {
         "type": "object",
         "additionalProperties": False,
@@ -190,7 +202,7 @@ MESH: Schema = {
         },
     },
 }
-"""What is attached to, in a mesh."""
+"""What is attached to, in a mesh, and which policies a team has."""
 
 
 def settings() -> Schema:

@@ -17,8 +17,8 @@ from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import KillSwitches, Switch
 from extproc.engine.plan import Parts, Plan
 from extproc.objects import copy_text
-from extproc.policy.bundle import Selector, normalize_host
-from extproc.policy.loader import PolicySet
+from extproc.policy.bundle import Policy, Selector, normalize_host
+from extproc.policy.loader import PolicySet, Source
 from extproc.policy.pairings import find_pairings
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import HttpRequest
@@ -46,22 +46,21 @@ class Engine:
             shadow: force every policy into shadow mode.
         """
         parts = Parts()
-        every = [(source.forces_shadow(now), policy) for source in policies.sources for policy in source.policies]
-        parts.aliases.update(
-            {copy_text(name): copy_text(alias) for _, policy in every for name, alias in policy.spec.aliases.items()}
-        )
-        guarding = [(forced, policy) for forced, policy in every if policy.spec.is_enabled()]
-        entries = [
-            (policy.spec.selector, Plan(policy, parts, shadow=shadow or forced or policy.spec.mode == "shadow"))
-            for forced, policy in guarding
-        ]
+        every = [(source, policy) for source in policies.sources for policy in source.policies]
+        guarding = [(source, policy) for source, policy in every if policy.spec.is_enabled()]
+        aliases = _collect_aliases(every)
+        entries = []
+        for source, policy in guarding:
+            parts.aliases = aliases[source.namespace]
+            forced = shadow or source.forces_shadow(now) or policy.spec.mode == "shadow"
+            entries.append((policy.spec.selector, Plan(policy, parts, shadow=forced)))
         self.plans = [plan for _, plan in entries]
         self._places = {plan.id: place for place, plan in enumerate(self.plans)}
         self._idle = frozenset(policy.id for _, policy in every if not policy.spec.is_enabled())
         self._index = Index(entries)
         self._switches = KillSwitches(policies.sources)
         self.has_switches = len(self._switches) > 0
-        self.pairings = find_pairings([policy for _, policy in guarding])
+        self.pairings = find_pairings([(source.namespace, policy) for source, policy in guarding])
         for pairing in self.pairings:
             for name in (pairing.live, pairing.candidate):
                 self.plans[self._places[name]].paired = True
@@ -134,6 +133,15 @@ class Engine:
     def _find_named(self, names: Sequence[str]) -> list[Plan]:
         """Policies by their ids, in bundle order; unknown ids are skipped."""
         return [self.plans[place] for place in sorted(self._places[name] for name in names if name in self._places)]
+
+
+def _collect_aliases(every: Sequence[tuple[Source, Policy]]) -> dict[str, dict[str, str]]:
+    """Names of callers, by namespace. Those of files outside of any namespace apply in all of them."""
+    own: dict[str, dict[str, str]] = {"": {}}
+    for source, policy in every:
+        named = own.setdefault(source.namespace, {})
+        named.update({copy_text(name): copy_text(alias) for name, alias in policy.spec.aliases.items()})
+    return {namespace: {**named, **own[""]} if namespace else named for namespace, named in own.items()}
 
 
 class Texts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from extproc.errors import BundleError, BundleErrors
 
@@ -29,41 +29,57 @@ def read_files(paths: Iterable[str]) -> dict[str, bytes]:
 
 def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
     """The readable files, and errors for the others."""
-    files: dict[str, bytes] = {}
-    errors: list[BundleError] = []
+    found = read_each(paths)
+    files = {name: content for name, content in found.items() if isinstance(content, bytes)}
+    return files, [content for content in found.values() if isinstance(content, BundleError)]
+
+
+def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
+    """Every file below `paths`, in a stable order; in place of a file or directory that cannot be read, the error."""
+    found: dict[str, bytes | BundleError] = {}
     for path in paths:
-        try:
-            found = sorted(_find_json_files(path)) if os.path.isdir(path) else [path]  # noqa: PTH112  # paths stay as the user wrote them
-        except OSError as error:
-            errors.append(BundleError(path, "", f"cannot be listed: {error.strerror}"))
-            continue
-        if not found:
-            errors.append(BundleError(path, "", "the directory has no *.json file; add at least one policy"))
-        for file in found:
+        errors: dict[str, bytes | BundleError] = {}
+        files = sorted(_find_json_files(path, errors)) if os.path.isdir(path) else [path]  # noqa: PTH112  # paths stay as the user wrote them
+        found.update(errors)
+        if not files and not errors:
+            found[path] = BundleError(path, "", "the directory has no *.json file; add at least one policy")
+        for file in files:
             try:
-                files[file] = _read(file)
+                found[file] = _read(file)
             except OSError as error:
                 why = f"cannot be read: {error.strerror}" if error.strerror else str(error)
-                errors.append(BundleError(file, "", why))
-    return files, errors
+                found[file] = BundleError(file, "", why)
+    return found
 
 
-def find_directories(directory: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """The directory and all below it that are searched for policies."""
+def find_directories(
+    directory: str, on_error: Callable[[str, OSError], None], above: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """The directory and all below it that are searched for policies; `on_error` is told of each that cannot be listed."""
     real = os.path.realpath(directory)
     if real in above:  # a symbolic link that leads back up
         return
+    try:
+        with os.scandir(directory) as entries:
+            below = [entry.path for entry in entries if _is_visible(entry) and entry.is_dir()]
+    except OSError as error:
+        on_error(directory, error)
+        return
     yield directory
-    with os.scandir(directory) as entries:
-        below = [entry.path for entry in entries if _is_visible(entry) and entry.is_dir()]
     for path in below:
-        yield from find_directories(path, above | {real})
+        yield from find_directories(path, on_error, above | {real})
 
 
-def _find_json_files(directory: str) -> Iterator[str]:
-    for below in find_directories(directory):
-        with os.scandir(below) as entries:
-            yield from (entry.path for entry in entries if _is_visible(entry, ".json") and not entry.is_dir())
+def _find_json_files(directory: str, errors: dict[str, bytes | BundleError]) -> Iterator[str]:
+    def note(path: str, error: OSError) -> None:
+        errors[path] = BundleError(path, "", f"cannot be listed: {error.strerror}")
+
+    for below in find_directories(directory, note):
+        try:
+            with os.scandir(below) as entries:
+                yield from [entry.path for entry in entries if _is_visible(entry, ".json") and not entry.is_dir()]
+        except OSError as error:
+            note(below, error)
 
 
 def _is_visible(entry: os.DirEntry[str], suffix: str = "") -> bool:

@@ -7,7 +7,7 @@ no single call holds the interpreter lock for long.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
@@ -20,6 +20,7 @@ from extproc.policy import rules
 from extproc.policy.bundle import Envelope, KillSwitch, Override, Policy, read_moment
 from extproc.policy.files import read_what_can_be
 from extproc.policy.messages import describe, explain
+from extproc.policy.namespaces import Namespace, find_policy_errors, find_switch_errors, name_namespace
 from extproc.policy.pairings import find_pairing_errors, read_claim
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
 from extproc.request.limit_keys import IP_ADDRESS, UNSUPPORTED_KEYS, list_sources
@@ -39,6 +40,7 @@ class Source:
         shadow_until: end of the `global_shadow` that puts the file's policies in shadow mode; None for none.
         kill_switches: in the file's order, with their numbers there; empty after they are freed.
         override_until: end of the `kill_switch_override` that turns all of them off; None for none.
+        namespace: the name of the namespaces that the file is in; empty for none.
     """
 
     file: str
@@ -49,6 +51,7 @@ class Source:
     shadow_until: datetime | None = None
     kill_switches: list[tuple[int, KillSwitch]] = field(default_factory=list)
     override_until: datetime | None = None
+    namespace: str = ""
 
     def forces_shadow(self, now: datetime) -> bool:
         """Whether `global_shadow` applies at `now`."""
@@ -102,9 +105,14 @@ class PolicySet:
 
     def require_enforced(self) -> None:
         """Raise BundleErrors with each part of a bundle that is not enforced, so that no limit is lost silently."""
-        hint = "remove it, or start with --allow-unenforced"
         if self.unenforced:
-            raise BundleErrors([replace(part, message=f"{part.message}; {hint}") for part in self.unenforced])
+            raise BundleErrors(refuse_unenforced(self.unenforced))
+
+
+def refuse_unenforced(parts: Iterable[Unenforced]) -> list[BundleError]:
+    """Parts that are not enforced, as errors."""
+    hint = "remove it, or start with --allow-unenforced"
+    return [replace(part, message=f"{part.message}; {hint}") for part in parts]
 
 
 def load(paths: Iterable[str], now: datetime) -> PolicySet:
@@ -119,7 +127,9 @@ def load(paths: Iterable[str], now: datetime) -> PolicySet:
     return policies
 
 
-def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) -> PolicySet:
+def parse(
+    files: Mapping[str, bytes], now: datetime, *, on_route: bool = False, namespaces: Sequence[Namespace] = ()
+) -> PolicySet:
     """Check policy files that have been read already; otherwise like `load`.
 
     Policies that come with a route (`on_route`) apply to all of its requests if they name no path and no route.
@@ -127,20 +137,86 @@ def parse(files: Mapping[str, bytes], now: datetime, *, on_route: bool = False) 
     # Hashed in advance, not file by file below, because hashing releases the interpreter lock for a moment. An event loop that
     # waits for the lock would wake to find it taken again, and start to wait anew (5 ms). Every millisecond, that starves it.
     hashes = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-    report = _Report(on_route=on_route)
-    sources = []
-    for file, data in files.items():
-        report.file = file
-        source = _parse_file(data, hashes[file], now, report)
-        if source is not None:
-            sources.append(source)
-    _report_duplicate_ids(report)
+    parsed = [
+        parse_file(file, data, hashes[file], now, on_route=on_route, namespaces=namespaces) for file, data in files.items()
+    ]
+    errors = [error for file in parsed for error in file.errors]
+    errors += find_duplicates(parsed)
     if not on_route:
-        _report_pairings(report)
-    if report.errors:
-        raise BundleErrors(report.errors)
-    scrap = [*report.entries, *report.ids, *report.places]
-    return PolicySet(tuple(sources), tuple(report.warnings), tuple(report.unenforced), scrap, report.list_notes())
+        errors += find_unpaired(parsed)
+    if errors:
+        raise BundleErrors(errors)
+    return join(parsed)
+
+
+def parse_file(  # noqa: PLR0913  # everything that decides the result
+    file: str,
+    data: bytes,
+    sha256: str,
+    now: datetime,
+    *,
+    on_route: bool = False,
+    namespaces: Sequence[Namespace] = (),
+) -> ParsedFile:
+    """One file's policies, with everything there is to say about them alone."""
+    parsed = ParsedFile(file, namespaces, on_route=on_route)
+    source = _parse_file(data, sha256, now, parsed)
+    if source is not None:
+        parsed.source = replace(source, namespace=parsed.namespace)
+    return parsed
+
+
+def join(parsed: Sequence[ParsedFile]) -> PolicySet:
+    """The policies of all files, which have no errors."""
+    notes: dict[str, tuple[BundleError, int]] = {}
+    for file in parsed:
+        for message, (first, policies) in file.notes.items():
+            known, number = notes.get(message, (first, 0))
+            notes[message] = known, number + policies
+    return PolicySet(
+        tuple(file.source for file in parsed if file.source is not None),
+        tuple(warning for file in parsed for warning in file.warnings),
+        tuple(part for file in parsed for part in file.unenforced),
+        [part for file in parsed for part in file.list_scrap()],
+        tuple(
+            replace(first, message=f"{first.message} (and {policies - 1} more)") if policies > 1 else first
+            for first, policies in notes.values()
+        ),
+    )
+
+
+def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] | None = None) -> list[BundleError]:
+    """An error for each policy whose id another one has.
+
+    The first one keeps the id, unless `owners` names the file of an id: it returns an empty text for none.
+    """
+    places: dict[str, tuple[str, str]] = {}
+    again: dict[str, list[tuple[str, str]]] = {}
+    for file in parsed:
+        for identity, pointer in file.ids:
+            if identity in places:
+                again.setdefault(identity, [places[identity]]).append((file.file, pointer))
+            else:
+                places[identity] = file.file, pointer
+    errors = []
+    for identity, found in again.items():
+        owner = owners(identity) if owners is not None else ""
+        kept = next((place for place in found if place[0] == owner), found[0])
+        for file_name, pointer in found:
+            if (file_name, pointer) != kept:
+                message = f"duplicate id {identity!r}, also at {kept[0]} {kept[1]}; ids are unique across all files"
+                errors.append(BundleError(file_name, pointer, message))
+    return errors
+
+
+def find_unpaired(parsed: Iterable[ParsedFile]) -> list[BundleError]:
+    """An error for each policy whose `canary_of` names one that it cannot be compared with."""
+    every = [(file, place, entry) for file in parsed for place, entry in zip(file.places, file.entries, strict=True)]
+    claims = [read_claim(entry, file.namespace) for file, _, entry in every]
+    return [
+        BundleError(every[number][0].file, write_pointer((*every[number][1], "spec", "canary_of")), message)
+        for number, message in find_pairing_errors(claims)
+    ]
 
 
 def list_raw(data: bytes) -> list[Any]:
@@ -160,41 +236,53 @@ def locate_raw(data: bytes) -> dict[str, tuple[str, Any]]:
     return {policy["id"]: (f"{start}/{place}", policy) for place, policy in enumerate(list_raw(data))}
 
 
-class _Report:
-    """Collects the results of all files."""
+class ParsedFile:
+    """The results of one file.
 
-    def __init__(self, *, on_route: bool) -> None:
+    Attributes:
+        source: its policies; None if it has an unknown structure.
+        ids: ids and their pointers, including those of invalid policies.
+        entries: raw policies.
+        places: the place of each.
+    """
+
+    def __init__(self, file: str, namespaces: Sequence[Namespace] = (), *, on_route: bool = False) -> None:
+        self.file = file
+        self.namespaces = namespaces
+        self.namespace = name_namespace(file, namespaces)
         self.on_route = on_route
-        self.file = ""
+        self.source: Source | None = None
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
         self.unenforced: list[Unenforced] = []
         self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and the number of policies
-        self.ids: list[tuple[str, str, str]] = []  # (id, file, pointer), including invalid policies
-        self.entries: list[object] = []  # raw policies
-        self.places: list[tuple[str, Place]] = []  # (file, place) of each
+        self.ids: list[tuple[str, str]] = []
+        self.entries: list[object] = []
+        self.places: list[Place] = []
+
+    def list_scrap(self) -> list[object]:
+        """See `PolicySet`."""
+        return [*self.entries, *self.ids, *self.places]
 
     def refuse(self, place: Place, message: str) -> None:
+        """Report an error."""
         self.errors.append(BundleError(self.file, write_pointer(place), message))
 
     def warn(self, place: Place, message: str) -> None:
+        """Report a warning."""
         self.warnings.append(BundleError(self.file, write_pointer(place), message))
 
     def disclaim(self, place: Place, message: str, part: str, policy: str = "") -> None:
+        """Report a part that is not enforced."""
         self.unenforced.append(Unenforced(self.file, write_pointer(place), message, policy, part))
 
     def note(self, place: Place, message: str) -> None:
+        """Report what a default means, once for all policies."""
         first, policies = self.notes.get(message) or (BundleError(self.file, write_pointer(place), message), 0)
         self.notes[message] = first, policies + 1
 
-    def list_notes(self) -> tuple[BundleError, ...]:
-        return tuple(
-            replace(first, message=f"{first.message} (and {policies - 1} more)") if policies > 1 else first
-            for first, policies in self.notes.values()
-        )
 
-
-def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Source | None:
+def _parse_file(data: bytes, sha256: str, now: datetime, report: ParsedFile) -> Source | None:
     """One file's policies, or None if the file has an unknown structure; errors go to `report`."""
     document = _decode(data, report)
     if isinstance(document, list):
@@ -211,7 +299,7 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: _Report) -> Sou
     return None
 
 
-def _decode(data: bytes, report: _Report) -> Any:  # noqa: ANN401  # raw JSON
+def _decode(data: bytes, report: ParsedFile) -> Any:  # noqa: ANN401  # raw JSON
     """The document, or None; a repeated key, which most parsers ignore, is an error."""
     try:
         document, repeated = decode(data)
@@ -232,7 +320,7 @@ def _is_bundle(document: Mapping[str, Any]) -> bool:
     return not {"id", "spec"} & document.keys() and not Envelope.model_fields.keys().isdisjoint(document)
 
 
-def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, report: _Report) -> Source:
+def _parse_bundle(document: Mapping[str, Any], sha256: str, now: datetime, report: ParsedFile) -> Source:
     envelope = _validate(Envelope, document, (), report)
     _check_times(document, now, report)
     switches = _parse_kill_switches(_list_below(document, "kill_switches"), now, report)
@@ -257,18 +345,20 @@ def _list_below(document: Mapping[str, Any], key: str) -> list[Any]:
     return listed if isinstance(listed, list) else []
 
 
-def _parse_kill_switches(entries: list[Any], now: datetime, report: _Report) -> list[tuple[int, KillSwitch]]:
+def _parse_kill_switches(entries: list[Any], now: datetime, report: ParsedFile) -> list[tuple[int, KillSwitch]]:
     """The kill switches that can have an effect, each with its number."""
     switches = []
     for number, entry in enumerate(entries):
         place: Place = ("kill_switches", number)
         switch = _validate(KillSwitch, entry, place, report)
+        for where, message in find_switch_errors(report.file, switch, report.namespaces) if switch is not None else ():
+            report.refuse((*place, *where), message)
         if switch is not None and _remark_on_switch(switch, place, now, report):
             switches.append((number, switch))
     return switches
 
 
-def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: _Report) -> bool:
+def _remark_on_switch(switch: KillSwitch, place: Place, now: datetime, report: ParsedFile) -> bool:
     """Report warnings about a valid kill switch; returns whether it can have an effect."""
     key, route, end = switch.scope_key, switch.route, switch.expires_at
     if key.startswith(("ip:", "ua:")) and key != IP_ADDRESS:
@@ -290,15 +380,15 @@ def _find_end(override: Override | None) -> datetime | None:
     return override.expires_at or datetime.max.replace(tzinfo=UTC)
 
 
-def _parse_policies(entries: list[Any], place: Place, report: _Report) -> list[Policy]:
+def _parse_policies(entries: list[Any], place: Place, report: ParsedFile) -> list[Policy]:
     if not entries:
         report.warn(place, "has no policies: nothing is guarded")
     return [policy for number, entry in enumerate(entries) if (policy := _parse_policy(entry, (*place, number), report))]
 
 
-def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  # noqa: ANN401  # raw JSON
+def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None:  # noqa: ANN401  # raw JSON
     report.entries.append(entry)
-    report.places.append((report.file, place))
+    report.places.append(place)
     if report.on_route:
         entry = rules.anchor_on_route(entry)
     policy = _validate(Policy, entry, place, report)
@@ -307,14 +397,17 @@ def _parse_policy(entry: Any, place: Place, report: _Report) -> Policy | None:  
         for where, message in rules.find_errors(entry.get("spec")):
             report.refuse((*place, "spec", *where), message)
         if isinstance(entry.get("id"), str):
-            report.ids.append((entry["id"], report.file, write_pointer((*place, "id"))))
+            report.ids.append((entry["id"], write_pointer((*place, "id"))))
+    if policy is not None:
+        for where, message in find_policy_errors(report.file, policy, report.namespaces):
+            report.refuse((*place, *where), message)
     if policy is None or len(report.errors) > before:
         return None
     _remark(policy, place, report)
     return policy
 
 
-def _remark(policy: Policy, place: Place, report: _Report) -> None:
+def _remark(policy: Policy, place: Place, report: ParsedFile) -> None:
     """Report warnings and notes about a valid policy."""
     if not policy.spec.is_enabled():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
@@ -329,7 +422,7 @@ def _remark(policy: Policy, place: Place, report: _Report) -> None:
         report.note((*place, *below), message)
 
 
-def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) -> None:
+def _check_times(document: Mapping[str, Any], now: datetime, report: ParsedFile) -> None:
     """Refuse an expired bundle. This works on raw JSON, so that errors in other fields do not hide it."""
     expiries: list[tuple[Place, str, object]] = [(("expires_at",), "the bundle expired", document.get("expires_at"))]
     for name in ("global_shadow", "kill_switch_override"):
@@ -342,23 +435,7 @@ def _check_times(document: Mapping[str, Any], now: datetime, report: _Report) ->
             report.refuse(place, f"{what} at {moment.isoformat()}; it must be in the future")
 
 
-def _report_duplicate_ids(report: _Report) -> None:
-    first: dict[str, str] = {}
-    for identity, file, pointer in report.ids:
-        if identity in first:
-            message = f"duplicate id {identity!r}, also at {first[identity]}; ids are unique across all files"
-            report.errors.append(BundleError(file, pointer, message))
-        else:
-            first[identity] = f"{file} {pointer}"
-
-
-def _report_pairings(report: _Report) -> None:
-    for number, message in find_pairing_errors(map(read_claim, report.entries)):
-        report.file, place = report.places[number]
-        report.refuse((*place, "spec", "canary_of"), message)
-
-
-def _validate(model: type[Model], value: Any, place: Place, report: _Report) -> Model | None:  # noqa: ANN401  # raw JSON
+def _validate(model: type[Model], value: Any, place: Place, report: ParsedFile) -> Model | None:  # noqa: ANN401  # raw JSON
     """`value` as `model`, or None with every error reported."""
     try:
         return model.model_validate(value)

@@ -12,7 +12,8 @@ from extproc.policy.bundle import Policy, Selector
 from extproc.policy.rules import is_watching
 
 MAX_PAIRINGS = 100
-"""Maximum number of pairs, because their comparisons are kept in memory. Further candidates are ordinary shadow policies."""
+"""Maximum number of pairs in a namespace, because their comparisons are kept in memory. Further candidates are ordinary shadow
+policies."""
 
 _DIGEST = 8
 
@@ -31,8 +32,18 @@ class Pairing(NamedTuple):
     identity: str
 
 
-def find_pairings(policies: Sequence[Policy]) -> list[Pairing]:
-    """Every policy in shadow mode that names an enforcing one, or shares the selector of exactly one, in order."""
+def find_pairings(policies: Sequence[tuple[str, Policy]]) -> list[Pairing]:
+    """Every policy in shadow mode that names an enforcing one, or shares the selector of exactly one, in order.
+
+    Policies come with their namespaces, and are compared within these.
+    """
+    by_namespace: dict[str, list[Policy]] = {}
+    for namespace, policy in policies:
+        by_namespace.setdefault(namespace, []).append(policy)
+    return [pairing for own in by_namespace.values() for pairing in _find_pairings(own)]
+
+
+def _find_pairings(policies: Sequence[Policy]) -> list[Pairing]:
     candidates = [policy for policy in policies if policy.spec.mode == "shadow" or policy.spec.canary_of is not None]
     if not candidates:
         return []
@@ -68,22 +79,24 @@ class Claim(NamedTuple):
     identity: str
     mode: str
     canary_of: str | None
+    namespace: str = ""
 
 
-def read_claim(entry: Any) -> Claim | None:  # noqa: ANN401  # raw JSON
+def read_claim(entry: Any, namespace: str = "") -> Claim | None:  # noqa: ANN401  # raw JSON
     """Read a raw policy's claim; None if it has no such parts."""
     spec = entry.get("spec") if isinstance(entry, dict) else None
     if not isinstance(spec, dict) or not isinstance(entry.get("id"), str):
         return None
     mode, named = spec.get("mode", "enforce"), spec.get("canary_of")
     named = named if isinstance(named, str) and is_watching(spec) else None
-    return Claim(entry["id"], mode if isinstance(mode, str) else "", named)
+    return Claim(entry["id"], mode if isinstance(mode, str) else "", named, namespace)
 
 
 def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, str]]:
     """The place of each policy that names one it cannot be compared with, and what would be right."""
     claimed = list(claims)
     modes = {claim.identity: claim.mode for claim in claimed if claim is not None}
+    namespaces = {claim.identity: claim.namespace for claim in claimed if claim is not None}
     for place, claim in enumerate(claimed):
         named = claim.canary_of if claim is not None else None
         if claim is None or named is None:
@@ -94,5 +107,7 @@ def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, s
             close = difflib.get_close_matches(named, modes, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else ""
             yield place, f"canary_of must name a loaded policy, and there is no {named!r}{meant}"
+        elif namespaces[named] != claim.namespace:
+            yield place, f"canary_of must name a policy of the same namespace, and {named!r} is outside of it"
         elif modes[named] == "shadow":
             yield place, f"canary_of must name a policy with mode enforce, but {named!r} is in shadow mode"

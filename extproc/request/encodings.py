@@ -7,13 +7,18 @@ the bound, because no more is ever unpacked.
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from typing import Final
 
 import brotli
-import zstandard
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 _MAX_ENCODINGS: Final = 2
 """Maximum number of nested encodings to decode; clients use fewer."""
@@ -25,8 +30,12 @@ _MARKS: Final = 0x80
 """A body is UTF-8 without a mark if its first byte is from 1 to below this, and its second is not 0. Byte order marks begin
 with 0 or a larger byte, and ASCII in UTF-16 or UTF-32 has a 0 in the first two bytes."""
 
-_ZSTD_WINDOW: Final = 2**23
-"""Maximum window that a decoder has to support (RFC 8878 section 3.1.1.1.2), in bytes."""
+_ZSTD_WINDOW: Final = 23
+"""Maximum window that a decoder has to support (RFC 8878 section 3.1.1.1.2), as the power of 2 of its bytes."""
+
+
+_MAX_FRAMES: Final = 16
+"""Maximum number of frames in a zstd body; clients send one. What follows a frame is copied for each."""
 
 
 class UnreadableError(Exception):
@@ -80,7 +89,7 @@ def _unpack_all(body: bytes | memoryview, encodings: list[bytes], limit: int) ->
 def _unpack(unpack: Callable[[bytes | memoryview, int], bytes], body: bytes | memoryview, limit: int) -> bytes:
     try:
         unpacked = unpack(body, limit)
-    except (zlib.error, brotli.error, zstandard.ZstdError, EOFError):
+    except (zlib.error, brotli.error, zstd.ZstdError, EOFError):
         raise UnreadableError("content_encoding") from None
     if len(unpacked) > limit:
         raise UnreadableError("inspect_limit")
@@ -132,9 +141,18 @@ def _unpack_brotli(body: bytes | memoryview, limit: int) -> bytes:
 
 
 def _unpack_zstd(body: bytes | memoryview, limit: int) -> bytes:
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-    with decompressor.stream_reader(body, read_across_frames=True) as reader:
-        return reader.read(limit + 1)
+    unpacked, rest = b"", bytes(body)
+    for _ in range(_MAX_FRAMES):
+        if not rest or len(unpacked) > limit:
+            return unpacked
+        decompressor = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW})
+        unpacked += decompressor.decompress(rest, limit + 1 - len(unpacked))
+        if len(unpacked) <= limit and not decompressor.eof:
+            raise EOFError
+        rest = decompressor.unused_data
+    if rest and len(unpacked) <= limit:
+        raise EOFError
+    return unpacked
 
 
 _UNPACKERS: dict[bytes, Callable[[bytes | memoryview, int], bytes]] = {

@@ -1,16 +1,12 @@
-"""grpc.health.v1: reports this process's health, and asks another process for its health."""
+"""grpc.health.v1: reports this process's health."""
 # interpreted: answers probes; mypyc has no asynchronous generators
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
-from extproc.pb.health_pb2 import HealthCheckRequest, HealthCheckResponse
-
-if TYPE_CHECKING:
-    import grpc
+from extproc.pb.health_pb2 import HealthCheckResponse
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 ACCESS_LOG = "envoy.service.accesslog.v3.AccessLogService"
@@ -47,15 +43,3 @@ class Health:
                 last = answer
                 yield answer
             await changed.wait()
-
-
-def ask_health(channel: grpc.Channel, timeout: float) -> str:
-    """Ask another process within `timeout` seconds; returns its status, such as `SERVING`, or why there is no answer."""
-    import grpc  # noqa: PLC0415  # takes 0.2 s; a server on the other transport does not need it
-
-    check = channel.unary_unary(f"/{HEALTH}/Check", HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString)
-    try:
-        answer = check(HealthCheckRequest(), timeout=timeout)
-    except grpc.RpcError as error:
-        return f"{error.code().name}: {error.details()}"
-    return HealthCheckResponse.ServingStatus.Name(answer.status)

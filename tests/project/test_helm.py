@@ -9,6 +9,7 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ import trustme
 
 from extproc import settings
 from extproc.cli.main import main
+from extproc.policy.loader import load
 from extproc.server import Server
 from tests.support.chart import (
     CASES,
@@ -175,6 +177,7 @@ def test_a_pod_starts_from_what_it_is_given(values: Values, tmp_path: Path) -> N
         chosen = settings.read_settings({}, given)
         asyncio.run(assemble(chosen))
 
+        assert check_first(deployment, root) == 0
         assert settings.find_unknown(given) == []
         assert (chosen.listen.host, chosen.listen.port, chosen.admin.port) == ("0.0.0.0", 50051, 9900)  # noqa: S104  # a pod's
 
@@ -188,13 +191,20 @@ def fill(root: Path, deployment: Object, made: list[Object]) -> None:
     """Put below `root` what the kubelet would mount; ConfigMaps and Secrets that the chart does not make are stand-ins."""
     spec = deployment["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    places = {mount["name"]: root / Path(mount["mountPath"]).name for mount in container["volumeMounts"]}
+    places = {
+        mount["name"]: root / Path(mount["mountPath"]).relative_to("/etc/loopguard") for mount in container["volumeMounts"]
+    }
     maps = {item["metadata"]["name"]: item["data"] for item in of_kind(made, "ConfigMap")}
     for volume in spec["volumes"]:
         place = places.pop(volume["name"])
         place.mkdir(parents=True)
         if "configMap" in volume:
-            files = maps.get(volume["configMap"]["name"], {"own.json": json.dumps(policy("own", {"pathPrefix": "/"}))})
+            name = volume["configMap"]["name"]
+            files = maps.get(name, {"own.json": json.dumps(policy(f"{name}-own", {"pathPrefix": f"/{name}"}))})
+        elif "projected" in volume:
+            files = {
+                key: text for each in volume["projected"]["sources"] for key, text in maps[each["configMap"]["name"]].items()
+            }
         else:
             keys = {item["path"]: item["key"] for item in volume["secret"].get("items", ())}
             stored = secret(volume["secret"]["secretName"])
@@ -202,6 +212,12 @@ def fill(root: Path, deployment: Object, made: list[Object]) -> None:
         for name, text in files.items():
             (place / name).write_text(text)
     assert places == {}, "every mount has its volume"
+
+
+def check_first(deployment: Object, root: Path) -> int:
+    """What the init container exits with, where `root` has what is mounted."""
+    (container,) = deployment["spec"]["template"]["spec"]["initContainers"]
+    return main([argument.replace("/etc/loopguard", str(root)) for argument in container["args"]])
 
 
 def secret(name: str) -> dict[str, str]:
@@ -230,6 +246,76 @@ def test_rendered_policies_validate(values: Values, tmp_path: Path, capsys: pyte
     assert codes == [0] * len(maps), capsys.readouterr().err
 
 
+TEAMS: Values = {
+    "policies": {
+        "teams": [
+            {"configMap": "shop-policies", "paths": ["/shop-policies", "/cart"], "ids": ["shop-"]},
+            {"configMap": "search.policies", "hosts": ["search.example.com"], "routes": ["search"]},
+            {"configMap": "platform-policies"},
+        ]
+    }
+}
+
+
+def test_each_team_has_its_config_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a directory of its own with its namespace, for the server and for what checks first; errors name it."""
+    made = objects(TEAMS)
+    deployment = one(made, "Deployment")
+    fill(tmp_path, deployment, made)
+    given = environment(deployment)
+    code = check_first(deployment, tmp_path)
+    told = capsys.readouterr().err
+
+    assert given["LOOPGUARD_POLICY"].split(":") == [
+        "/etc/loopguard/policies",
+        *(f"/etc/loopguard/teams/{name}" for name in ("shop-policies", "search.policies", "platform-policies")),
+    ]
+    assert given["LOOPGUARD_NAMESPACE_OF"].split(" ") == [
+        "/etc/loopguard/teams/shop-policies=id:shop-,path:/shop-policies,path:/cart",
+        "/etc/loopguard/teams/search.policies=host:search.example.com,route:search",
+    ]
+    assert code == 1
+    assert f"{tmp_path}/teams/search.policies/own.json: /spec/selector/hosts: must name only search.example.com" in told
+    assert "platform-policies" not in told
+
+
+def test_new_pods_need_not_check_first() -> None:
+    """The init container can be turned off."""
+    spec = one(objects({"policies": {"validateFirst": False}}), "Deployment")["spec"]["template"]["spec"]
+
+    assert "initContainers" not in spec
+
+
+def long_policy(number: int) -> Object:
+    """A policy of a hundred kilobytes."""
+    return {**policy(f"p-{number:02}", {"pathPrefix": f"/{number}"}, limit_keys=["jwt:org"]), "x-note": "n" * 100_000}
+
+
+def test_a_large_bundle_is_in_several_config_maps(tmp_path: Path) -> None:
+    """Beyond 900 KB, policies are split between ConfigMaps in one directory; together they are the bundle, in its order."""
+    switch = {"scope_key": "header:x", "scope_value": "y"}
+    shadow = {"enabled": True}
+    policies = [long_policy(number) for number in range(20)]
+    made = objects(with_policies(*policies, kill_switches=[switch], global_shadow=shadow, kill_switch_override=shadow))
+    maps = [item for item in of_kind(made, "ConfigMap") if "policies" in item["metadata"]["name"]]
+    fill(tmp_path, one(made, "Deployment"), made)
+    loaded = load([str(tmp_path / "policies")], datetime.now(UTC))
+
+    assert [item["metadata"]["name"] for item in maps] == [f"{NAME}-policies-{number}-of-3" for number in (1, 2, 3)]
+    assert max(len(text) for item in maps for text in item["data"].values()) <= 900_000
+    assert [each.id for source in loaded.sources for each in source.policies] == [each["id"] for each in policies]
+    assert [source.shadow_until is not None for source in loaded.sources] == [True] * 3
+    assert [len(source.kill_switches) for source in loaded.sources] == [1, 0, 0]
+    assert loaded.sources[0].override_until is not None
+
+
+def test_a_config_map_has_no_room_to_waste() -> None:
+    """Policies are written in one line: twice as many fit."""
+    (text,) = one(objects({}), "ConfigMap", f"{NAME}-policies")["data"].values()
+
+    assert text == json.dumps(json.loads(text), separators=(",", ":"))
+
+
 @each_case
 def test_pods_are_restricted(values: Values) -> None:
     """Every container meets the `restricted` Pod Security Standard, and what it does not need it does not have."""
@@ -242,7 +328,7 @@ def test_pods_are_restricted(values: Values) -> None:
         assert spec["automountServiceAccountToken"] is False
         assert spec["enableServiceLinks"] is False
         assert {"hostNetwork", "hostPID", "hostIPC"}.isdisjoint(spec)
-        for container in spec["containers"]:
+        for container in [*spec["containers"], *spec.get("initContainers", ())]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,

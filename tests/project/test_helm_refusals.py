@@ -90,6 +90,24 @@ PROBLEMS: list[tuple[Values, str]] = [
         "envoy.usage=exact (Envoy 1.38, Istio 1.30), or estimated.",
     ),
     row(
+        {"policies": {"teams": [{"configMap": "shop"}, {"configMap": "shop"}]}},
+        "policies.teams[1].configMap=shop is mounted already: name each ConfigMap once.",
+    ),
+    row(
+        {"policies": {"existingConfigMap": "shop", "teams": [{"configMap": "shop"}]}},
+        "policies.teams[0].configMap=shop is mounted already: name each ConfigMap once.",
+    ),
+    row(
+        with_policies(*({**policy(f"p-{number}", {"pathPrefix": "/"}), "x-note": "n" * 800_000} for number in range(9))),
+        "policies.bundle takes 9 ConfigMaps of 900 KB, and a release of Helm has no room for more than 8: move policies to",
+        "ConfigMaps of their own, and name these in policies.teams.",
+    ),
+    row(
+        with_policies({**policy("p", {"pathPrefix": "/"}), "x-note": "n" * 900_000}, policy("q", {"pathPrefix": "/"})),
+        "policies.bundle has a policy, or kill switches, of more than 900 KB, and a ConfigMap has no room for more: make it",
+        "smaller, or split it.",
+    ),
+    row(
         {"replicaCount": 3},
         f"replicaCount=3, and with store.url=memory:// each pod would count for itself: {SHARE}, or set replicaCount=1.",
     ),

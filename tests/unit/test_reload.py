@@ -19,10 +19,10 @@ import pytest
 from extproc import reload
 from extproc.engine.engine import Engine
 from extproc.engine.plan import Plan
-from extproc.errors import BundleErrors
+from extproc.errors import BundleError, BundleErrors, UsageError
 from extproc.metrics import Metrics
 from extproc.objects import JsonObject
-from extproc.policy.files import read_files
+from extproc.policy.files import read_each
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from tests.support.documents import bundle, policy
@@ -213,6 +213,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 KEPT = "policies not reloaded, the last good ones stay in force"
+NEW = "policies not loaded: no version of the file has been in force"
 
 
 def test_a_bad_file_keeps_the_last_good(place: Place, caplog: pytest.LogCaptureFixture) -> None:
@@ -286,13 +287,13 @@ def test_whatever_a_change_provokes_the_last_good_stays(
 ) -> None:
     """Even an unforeseen error is a failed reload, not the end of reloading."""
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("unforeseen")
 
     place.write(guard())
     place.start()
     place.write(guard("q"))
-    monkeypatch.setattr(reload, "parse", broken)
+    monkeypatch.setattr(reload, "choose", broken)
     place.reload()
     monkeypatch.undo()
     place.write(guard("r"))
@@ -309,7 +310,7 @@ def test_what_is_no_regular_file_is_refused(place: Place, caplog: pytest.LogCapt
     os.mkfifo(place.folder / "q.json")
     place.reload()
 
-    assert errors(caplog) == [f"{place.folder}/q.json: /: is not a regular file", KEPT]
+    assert errors(caplog) == [f"{place.folder}/q.json: /: is not a regular file", NEW]
     assert (place.reloads("error"), place.ids) == (1, ["p"])
 
 
@@ -320,15 +321,15 @@ def test_a_file_system_that_never_answers_is_a_failed_reload(
     back = threading.Event()
     waiting: list[threading.Thread] = []
 
-    def stuck(paths: Iterable[str]) -> dict[str, bytes]:
+    def stuck(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
         waiting.append(threading.current_thread())
         assert back.wait(PATIENCE)
-        return read_files(paths)
+        return read_each(paths)
 
     place.write(guard())
     place.start()
     monkeypatch.setattr(reload, "_READ_SECONDS", 0.01)
-    monkeypatch.setattr(reload, "read_files", stuck)
+    monkeypatch.setattr(reload, "read_each", stuck)
     for _ in range(3):
         place.reload()
     found = errors(caplog), place.reloads("error"), len(waiting), waiting[0].daemon
@@ -338,7 +339,7 @@ def test_a_file_system_that_never_answers_is_a_failed_reload(
     place.write(guard("q"))
     place.reload()
 
-    assert found == (["the policy files could not be read within 0.01 s", KEPT], 1, 1, True)
+    assert found == ([f"{place.folder}: /: could not be read within 0.01 s", KEPT], 1, 1, True)
     assert (place.reloads("ok"), place.ids) == (1, ["q"])
 
 
@@ -389,6 +390,210 @@ def test_a_refused_reload_is_shown_until_the_files_are_good_again(place: Place) 
     assert refusal.count == len(refusal.errors) == 1
     assert refusal.errors[0].startswith(f"{place.folder}/p.json: ")
     assert place.reloader.refusal is None
+
+
+def refused(place: Place) -> dict[str, tuple[str, ...]]:
+    """The errors of each refused file, by its name; the metric names the same files."""
+    found = {Path(file).name: tuple(refusal.errors) for file, refusal in place.reloader.refusals.items()}
+    (family,) = (each for each in place.metrics.registry.collect() if each.name == "loopguard_policy_file_refused")
+    assert {Path(sample.labels["file"]).name for sample in family.samples} == {*found}
+    return found
+
+
+def test_a_bad_file_keeps_no_other_out(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """While one team's file is bad, it acts as it last was, and the other's changes act; the bad one counts once."""
+    place.write(guard("a-1"), "a.json")
+    place.write(guard("b-1"), "b.json")
+    place.start()
+    place.write(b"{", "b.json")
+    place.write(guard("a-2"), "a.json")
+    place.reload()
+    seen = [place.ids]
+    place.write(guard("a-3"), "a.json")
+    place.reload()
+    seen.append(place.ids)
+    bad = refused(place)
+    place.write(guard("b-2"), "b.json")
+    place.reload()
+
+    assert seen == [["a-2", "b-1"], ["a-3", "b-1"]]
+    assert ([*bad], errors(caplog)[1:]) == (["b.json"], [KEPT])
+    assert (place.ids, refused(place), place.reloads("error"), place.reloads("ok")) == (["a-3", "b-2"], {}, 1, 3)
+
+
+def test_a_new_bad_file_is_left_out(place: Place) -> None:
+    """A file that was never good has no policies, and does not keep out the others; without it, nothing is refused."""
+    place.write(guard("a"), "a.json")
+    place.start()
+    place.write(guard("b", action="explode"), "b.json")
+    place.write(guard("a-2"), "a.json")
+    place.reload()
+    before = place.ids, [*refused(place)], place.reloader.keeps(f"{place.folder}/b.json")
+    (place.folder / "b.json").unlink()
+    place.reload()
+
+    assert before == (["a-2"], ["b.json"], False)
+    assert (place.ids, refused(place)) == (["a-2"], {})
+
+
+@pytest.mark.parametrize("thief", ["0.json", "z.json"])
+def test_an_id_stays_with_the_file_that_has_it(place: Place, thief: str) -> None:
+    """A file that takes another's id is refused, whichever comes first; it acts once the id is free."""
+    place.write(guard("a"), "m.json")
+    place.write(guard("b"), thief)
+    place.start()
+    place.write([guard("b-2"), guard("a")], thief)
+    place.write([guard("a"), guard("a-2")], "m.json")
+    place.reload()
+    stolen = sorted(place.ids), [*refused(place)]
+    place.write(guard("a-2"), "m.json")
+    place.reload()
+
+    assert stolen == (["a", "a-2", "b"], [thief])
+    assert (sorted(place.ids), refused(place)) == (["a", "a-2", "b-2"], {})
+
+
+def test_files_that_contradict_each_other_return_to_what_was_good(place: Place) -> None:
+    """If a refused file takes back an id that another one has taken over meanwhile, the other one is refused, too."""
+    place.write(guard("x"), "a.json")
+    place.write(guard("y"), "b.json")
+    place.start()
+    place.write(b"{", "a.json")  # gives up x
+    place.write(guard("x"), "b.json")
+    place.reload()
+
+    assert (place.ids, [*refused(place)]) == (["x", "y"], ["a.json", "b.json"])
+
+
+def test_a_policy_can_be_removed_although_another_file_compares_with_it(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """A `canary_of` keeps no other team's policy in force: its own goes on without a comparison, with a warning."""
+    place.write([guard("live"), guard("a")], "a.json")
+    candidate = policy("candidate", {"pathPrefix": "/"}, limit_keys=["jwt:org"])
+    candidate["spec"] |= {"mode": "shadow", "canary_of": "live"}
+    place.write(candidate, "b.json")
+    place.start()
+    pairs = [len(place.reloader.engine.pairings)]
+    place.write(guard("a"), "a.json")
+    place.reload()
+    pairs.append(len([pair for pair in place.reloader.engine.pairings if pair.live == "live"]))
+
+    assert (place.ids, pairs, refused(place)) == (["a", "candidate"], [1, 0], {})
+    assert [line for line in caplog.messages if "canary_of must name a loaded policy" in line]
+
+
+def test_an_expired_file_keeps_no_other_out(place: Place) -> None:
+    """A bundle that expired while it was in force stays, also when another file changes; a reload by order refuses it."""
+    place.write(bundle(guard("b"), expires_at=(NOW + timedelta(seconds=1)).isoformat()), "b.json")
+    place.write(guard("a"), "a.json")
+    place.start()
+    place.now += timedelta(seconds=2)
+    place.write(guard("a-2"), "a.json")
+    place.reload()
+    seen = [(place.ids, [*refused(place)])]
+    place.reload(force=True)
+    seen.append((place.ids, [*refused(place)]))
+
+    assert seen == [(["a-2", "b"], []), (["a-2", "b"], ["b.json"])]
+
+
+def test_a_missing_folder_keeps_no_other_out(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two folders, one that is gone, empty or closed keeps its policies, and the other one's changes act."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "b.json").write_text(json.dumps(guard("b")))
+    place.write(guard("a-0"), "a.json")
+    place.start(place.folder, other)
+    seen = []
+    for number, harm in enumerate(((other / "b.json").unlink, other.rmdir), start=1):
+        harm()
+        place.write(guard(f"a-{number}"), "a.json")
+        place.reload()
+        seen.append((place.ids, [*refused(place)], place.reloader.keeps(str(other))))
+    other.mkdir()
+    (other / "b.json").write_text(json.dumps(guard("b-2")))
+    place.reload()
+
+    assert seen == [(["a-1", "b"], ["other"], True), (["a-2", "b"], ["other"], True)]
+    assert (place.ids, refused(place), errors(caplog).count(KEPT)) == (["a-2", "b-2"], {}, 2)
+
+
+def test_a_folder_that_never_answers_delays_no_other(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each path is read for itself: one that hangs is waited for once, and its policies stay."""
+    back = threading.Event()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "b.json").write_text(json.dumps(guard("b")))
+
+    def stuck(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
+        assert str(other) not in [*paths] or back.wait(PATIENCE)
+        return read_each(paths)
+
+    place.write(guard("a"))
+    place.start(place.folder, other)
+    monkeypatch.setattr(reload, "_READ_SECONDS", 0.5)
+    monkeypatch.setattr(reload, "read_each", stuck)
+    place.write(guard("a-2"))
+    place.reload()
+    found = place.ids, [*refused(place)]
+    monkeypatch.setattr(reload, "_READ_SECONDS", PATIENCE)  # waiting again would take as long
+    place.write(guard("a-3"))
+    place.reload()
+    back.set()
+
+    assert found == (["a-2", "b"], ["other"])
+    assert place.ids == ["a-3", "b"]
+
+
+def test_overlaps_are_reported_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    """Policies of two files that meet the same requests are a warning when they begin to, not at each reload."""
+    place.write(guard("a"), "a.json")
+    place.write(guard("b"), "b.json")
+    place.start()
+    place.write([guard("a"), guard("a-2")], "a.json")
+    place.reload()
+
+    (overlap,) = place.reloader.overlaps
+    assert (overlap.policy, overlap.other) == ("a", "b")
+    assert caplog.messages.count(str(overlap)) == 1
+
+
+NAMESPACES = ("{}/b=host:b.example.com,path:/b,id:b-",)
+
+
+def test_a_namespace_holds_at_every_reload(place: Place) -> None:
+    """A hostile team takes neither requests, ids, callers' names nor kill switches of the others: its changes are refused."""
+    (place.folder / "b").mkdir()
+    own = {"pathPrefix": "/b/", "hosts": ["b.example.com"]}
+    place.write(policy("b-1", own, limit_keys=["jwt:org"]), "b/b.json")
+    place.write(guard("a"), "a.json")
+    place.start(namespace_of=tuple(text.format(place.folder) for text in NAMESPACES))
+    hostile = [
+        policy("b-1", {"pathPrefix": "/"}),
+        policy("b-1", {"pathPrefix": "/bees", "hosts": ["b.example.com"]}),
+        policy("b-1", {"pathPrefixes": ["/b", "/a"], "hosts": ["b.example.com"]}),
+        policy("b-1", {"pathPrefix": "/b", "hosts": ["b.example.com", "a.example.com"]}),
+        policy("b-1", {"routes": ["a"], "hosts": ["b.example.com"]}),
+        policy("a", own),
+        policy("a-new", own),
+        bundle(policy("b-1", own), kill_switches=[{"scope_key": "header:x", "scope_value": "y", "route": "/b/x"}]),
+        {"id": "b-1", "spec": {**policy("b-1", own)["spec"], "mode": "shadow", "canary_of": "a"}},
+    ]
+    for document in hostile:
+        place.write(document, "b/b.json")
+        place.reload()
+        assert (place.ids, [*refused(place)], place.reloads("ok")) == (["a", "b-1"], ["b.json"], 0), document
+    place.write(guard("b-2"), "a.json")
+    place.reload()
+
+    assert (place.ids, [*refused(place)]) == (["a", "b-1"], ["b.json", "a.json"])
+
+
+def test_a_namespace_that_no_path_includes_is_an_error(place: Place) -> None:
+    """A misspelt folder must not leave a team unrestricted."""
+    place.write(guard())
+    for text, why in (("/no/such=path:/b", "no policy path includes it"), ("x", "must be PATH=")):
+        with pytest.raises(UsageError, match=why):
+            place.start(namespace_of=(text,))
 
 
 def test_the_first_load_raises(place: Place) -> None:

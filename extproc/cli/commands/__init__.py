@@ -52,6 +52,17 @@ def add_policy_flag(parser: argparse.ArgumentParser, *, required: bool = True) -
     parser.add_argument("--policy", action="append", required=required, metavar="PATH", help=text)
 
 
+def add_namespace_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that restricts the policies of a folder."""
+    parser.add_argument(
+        "--namespace-of",
+        action="append",
+        default=[],
+        metavar="PATH=host:NAME,path:/PREFIX,route:NAME,id:PREFIX",
+        help="as serve --namespace-of: policies below PATH may only select these; repeatable",
+    )
+
+
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag that names the file of the hash key."""
     parser.add_argument(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from extproc import settings
-from extproc.cli.commands.serve import hush_grpc
+from extproc.errors import UsageError
 from extproc.options import add_flags as add_options
 from extproc.options import option, read_options, require_together
-
-if TYPE_CHECKING:
-    import grpc
 
 HELP = "check the health of a running server (grpc.health.v1)"
 EXAMPLES = """examples:
@@ -51,26 +48,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    hush_grpc()
-    from extproc.transport.health import ask_health  # noqa: PLC0415  # grpc takes 0.2 s to import
+    from extproc.transport.ask_health import ask_health  # noqa: PLC0415  # takes long to import; other commands do not need it
 
-    with _open_channel(options.address, read_options(HealthcheckTls, vars(options))) as channel:
-        status = ask_health(channel, options.timeout)
+    tls = read_options(HealthcheckTls, vars(options))
+    try:
+        address = settings.parse_address(options.address)
+    except ValueError as error:
+        raise UsageError(f"--address {error}, not {options.address!r}") from None
+    status = ask_health(address, options.timeout, _make_context(tls), tls.tls_server_name)
     serving = status == "SERVING"
     print(status.lower() if serving else status, file=sys.stdout if serving else sys.stderr)
     return int(not serving)
 
 
-def _open_channel(target: str, tls: HealthcheckTls) -> grpc.Channel:
-    import grpc  # noqa: PLC0415  # as above
-
+def _make_context(tls: HealthcheckTls) -> ssl.SSLContext | None:
+    """For mutual TLS; None without it. Raises UsageError if a file cannot be used."""
     from extproc.transport.tls import read_file  # noqa: PLC0415  # as above
 
     if not tls.tls_ca:
-        return grpc.insecure_channel(target)
-    files = [read_file(f"--tls-{name}", getattr(tls, f"tls_{name}")) for name in ("ca", "key", "cert")]
-    names = [("grpc.ssl_target_name_override", tls.tls_server_name)] if tls.tls_server_name else []
-    return grpc.secure_channel(target, grpc.ssl_channel_credentials(*files), names)
+        return None
+    for name in ("ca", "cert", "key"):
+        read_file(f"--tls-{name}", getattr(tls, f"tls_{name}"))
+    try:
+        context = ssl.create_default_context(cafile=tls.tls_ca)
+        context.load_cert_chain(tls.tls_cert, tls.tls_key)
+    except ssl.SSLError as error:
+        raise UsageError(f"--tls-ca, --tls-cert and --tls-key must be PEM files that belong together: {error}") from None
+    context.set_alpn_protocols(["h2"])
+    return context
 
 
 def _find_listen_address() -> str:

@@ -7,14 +7,17 @@ import os
 import sys
 from datetime import UTC, datetime
 
-from extproc.cli.commands import check_paths, count
+from extproc.cli.commands import add_namespace_flag, check_paths, count
 from extproc.logs import escape_controls
 from extproc.policy.files import read_what_can_be
+from extproc.policy.namespaces import read_namespaces
+from extproc.policy.overlaps import find_overlaps
 from extproc.settings import ENV_PREFIX, read_settings
 
 HELP = "check policy files and report every error at once"
 EXAMPLES = """examples:
   loopguard validate policies/ && git push
+  loopguard validate --namespace-of policies/shop=host:shop.example.com,id:shop- policies/
 
 exit code: 0 serve takes these files (warnings and notes on stderr), 1 it does not: every error is on stderr as
 file: /json/pointer: message"""
@@ -26,16 +29,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_mutually_exclusive_group()
     text = f"parts of a bundle that are not enforced are warnings, as they are for serve with this flag [{_VARIABLE}]"
     chosen.add_argument("--allow-unenforced", action="store_true", help=text)
-    chosen.add_argument("--strict", action="store_true", help="they are errors, which is the default")
+    text = "they are errors, which is the default; also name policies of different files that apply to the same requests"
+    chosen.add_argument("--strict", action="store_true", help=text)
+    add_namespace_flag(parser)
     parser.add_argument("path", nargs="+", metavar="PATH", help="policy file or directory")
 
 
 def run(options: argparse.Namespace) -> int:
     from extproc.reload import build  # noqa: PLC0415  # includes the engine, which takes long to import
 
-    files, unreadable = read_what_can_be(check_paths(options.path))
-    policies, _ = build(files, datetime.now(UTC), allow_unenforced=_allows_unenforced(options), unreadable=unreadable)
-    for warning in [*policies.warnings, *policies.unenforced]:
+    namespaces = read_namespaces(options.namespace_of, check_paths(options.path))
+    files, unreadable = read_what_can_be(options.path)
+    allows = _allows_unenforced(options)
+    policies, _ = build(files, datetime.now(UTC), allow_unenforced=allows, unreadable=unreadable, namespaces=namespaces)
+    overlaps = find_overlaps(policies.sources) if options.strict else []
+    for warning in [*policies.warnings, *policies.unenforced, *overlaps]:
         print(escape_controls(f"warning: {warning}"), file=sys.stderr)
     for note in policies.notes:
         print(escape_controls(f"note: {note}"), file=sys.stderr)

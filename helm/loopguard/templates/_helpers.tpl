@@ -45,6 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
       "scope" $scope
       "bundle" (empty .Values.policies.existingConfigMap | ternary .Values.policies.bundle dict)
       "bundleValue" "policies.bundle"
+      "bundleOf" "stable"
       "configMap" (default (printf "%s-policies" $name) .Values.policies.existingConfigMap) -}}
 {{- $tracks := list $stable -}}
 {{- with .Values.canary -}}
@@ -63,7 +64,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
       "scope" (.shadow.enabled | ternary (printf "%s-canary" $scope | trimPrefix "-") $scope)
       "bundle" dict
       "bundleValue" "canary.policies.bundle"
+      "bundleOf" "stable"
       "configMap" $stable.configMap -}}
+{{- if or .policies.existingConfigMap .policies.bundle -}}
+{{- $_ := set $canary "bundleOf" "canary" -}}
+{{- end -}}
 {{- if .policies.existingConfigMap -}}
 {{- $_ := set $canary "configMap" .policies.existingConfigMap -}}
 {{- else if .policies.bundle -}}
@@ -74,6 +79,76 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 {{- toJson $tracks -}}
+{{- end }}
+
+{{/*
+The ConfigMaps of a bundle: a list of their names, the files in them, and their JSON, as JSON; one unless the bundle is larger than
+a ConfigMap may be. Their names say how many there are, so that pods of before an upgrade keep theirs whole. `global_shadow` and
+the like apply to every file, kill switches are in the first. Takes bundle and name.
+*/}}
+{{- define "loopguard.configMaps" -}}
+{{- $most := 900000 -}}
+{{- $whole := toRawJson .bundle -}}
+{{- if le (len $whole) $most -}}
+{{- list (dict "name" .name "file" "bundle.json" "json" $whole) | toJson -}}
+{{- else -}}
+{{- $first := omit .bundle "policies" -}}
+{{- $frame := omit $first "kill_switches" "kill_switch_override" -}}
+{{- $room := sub (sub $most (len (toRawJson $frame))) 100 -}}
+{{- $parts := list -}}
+{{- $part := list -}}
+{{- $size := len (toRawJson (pick $first "kill_switches" "kill_switch_override")) -}}
+{{- range $policy := .bundle.policies -}}
+{{- $more := add (len (toRawJson $policy)) 1 -}}
+{{- if gt (add $size $more) $room -}}
+{{- $parts = append $parts $part -}}
+{{- $part = list -}}
+{{- $size = 0 -}}
+{{- end -}}
+{{- $part = append $part $policy -}}
+{{- $size = add $size $more -}}
+{{- end -}}
+{{- $parts = append $parts $part -}}
+{{- $made := list -}}
+{{- range $number, $policies := $parts -}}
+{{- $json := merge (dict "policies" $policies) (eq $number 0 | ternary $first $frame) | toRawJson -}}
+{{- $place := add $number 1 -}}
+{{- $made = append $made (dict "name" (printf "%s-%d-of-%d" $.name $place (len $parts)) "file" (printf "bundle-%02d.json" $place) "json" $json) -}}
+{{- end -}}
+{{- toJson $made -}}
+{{- end -}}
+{{- end }}
+
+{{/* Where policies are mounted, separated by colons: the chart's own, and each team's. Takes root. */}}
+{{- define "loopguard.policyPaths" -}}
+{{- $paths := list "/etc/loopguard/policies" -}}
+{{- range .Values.policies.teams }}{{ $paths = append $paths (printf "/etc/loopguard/teams/%s" .configMap) }}{{ end -}}
+{{- join ":" $paths -}}
+{{- end }}
+
+{{/* The teams' namespaces, separated by spaces. Takes root. */}}
+{{- define "loopguard.namespaces" -}}
+{{- $namespaces := list -}}
+{{- range $team := .Values.policies.teams -}}
+{{- $terms := list -}}
+{{- range $key, $kind := dict "hosts" "host" "paths" "path" "routes" "route" "ids" "id" -}}
+{{- range default list (get $team $key) }}{{ $terms = append $terms (printf "%s:%s" $kind .) }}{{ end -}}
+{{- end -}}
+{{- if $terms }}{{ $namespaces = append $namespaces (printf "/etc/loopguard/teams/%s=%s" $team.configMap (join "," $terms)) }}{{ end -}}
+{{- end -}}
+{{- join " " $namespaces -}}
+{{- end }}
+
+{{/* The mounts of policies. Each ConfigMap is a directory, so that a change reaches the process. Takes root. */}}
+{{- define "loopguard.policyMounts" -}}
+- name: policies
+  mountPath: /etc/loopguard/policies
+  readOnly: true
+{{- range $number, $team := .Values.policies.teams }}
+- name: team-{{ $number }}
+  mountPath: /etc/loopguard/teams/{{ $team.configMap }}
+  readOnly: true
+{{- end }}
 {{- end }}
 
 {{/* `repository:tag` or `repository@digest`. Takes root and the track's image. */}}

@@ -62,13 +62,13 @@ def test_a_running_server_follows_its_files(tmp_path: Path, running: Loopguard) 
 _STUCK = """
 import threading
 import extproc.reload as reload
-real, times = reload.read_files, []
-def read_files(paths):
+real, times = reload.read_each, []
+def read_each(paths):
     times.append(1)
     if len(times) > 1:
         threading.Event().wait()
     return real(paths)
-reload.read_files, reload._READ_SECONDS = read_files, 0.1
+reload.read_each, reload._READ_SECONDS = read_each, 0.1
 """
 
 

@@ -59,6 +59,22 @@ def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
     assert Run(capsys, "validate", "--strict", "--allow-unenforced", one).code == 2
 
 
+def test_validate_knows_teams(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """It refuses what `serve` would refuse a team's folder, and with --strict names policies of different files that meet."""
+    for name, prefix in (("a", "/"), ("b", "/b")):
+        (tmp_path / f"{name}.json").write_text(json.dumps(policy(f"{name}-p", {"pathPrefix": prefix}, limit_keys=["jwt:org"])))
+    paths = [f"{tmp_path}/a.json", f"{tmp_path}/b.json"]
+    named = f"a-p ({paths[0]}) and b-p ({paths[1]})"
+    runs = [Run(capsys, "validate", *flags, *paths) for flags in ([], ["--strict"])]
+    good = Run(capsys, "validate", "--namespace-of", f"{paths[1]}=path:/b", *paths)
+    bad = Run(capsys, "validate", "--namespace-of", f"{paths[0]}=path:/a", "--namespace-of", f"{paths[1]}=path:/b", *paths)
+    misspelt = Run(capsys, "validate", "--namespace-of", "teams/b=path:/b", *paths)
+
+    assert [(run.code, named in run.err) for run in runs] == [(0, False), (0, True)]
+    assert (good.code, bad.code, misspelt.code) == (0, 1, 2)
+    assert f"{paths[0]}: /spec/selector: must name a path, and only paths below /a" in bad.err
+
+
 def test_validate_notes_what_a_default_means(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A note says what becomes of requests without limit keys where a policy does not: one line for all such policies."""
     silent = [policy(name, {"pathExact": "/b"}, limit_keys=["jwt:org_id"]) for name in ("q", "r", "s")]

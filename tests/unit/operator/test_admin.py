@@ -39,7 +39,8 @@ Answer = tuple[int, dict[str, str], str]
 NAMES = """
 requests_total{policy,mode,action} loops_detected_total{policy,mode,action} unmatched_total uncounted_total{policy,reason}
 decision_seconds throttled_in_flight streams_in_flight overload_total store_errors_total{kind} store_seconds store_batch_size
-store_entries store_evictions_total policy_reloads_total{result} policy_info{bundle_version,sha256} fail_open_total{reason}
+store_entries store_evictions_total policy_reloads_total{result} policy_info{bundle_version,sha256,file}
+policy_file_refused{file} fail_open_total{reason}
 unenforced{policy,part}
 """
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gzip
+import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 
 import brotli
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.request.encodings import UnreadableError, read_text
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 TEXT = '{"messages": [{"role": "user", "content": "Grüße, 世界 \U0001f600"}]}'
 DATA = TEXT.encode()
@@ -35,7 +40,7 @@ PACKERS: dict[str, tuple[bytes, Callable[[bytes], bytes]]] = {
     "deflate": (b"deflate", zlib.compress),
     "raw deflate": (b"deflate", _deflate_raw),
     "br": (b"br", lambda data: brotli.compress(data, quality=4)),
-    "zstd": (b"zstd", lambda data: zstandard.ZstdCompressor().compress(data)),
+    "zstd": (b"zstd", zstd.compress),
 }
 
 
@@ -46,6 +51,18 @@ def test_what_is_packed_is_read(name: str) -> None:
 
     assert read_text(pack(DATA), encoding, MEGABYTE) == DATA
     assert read_text(memoryview(pack(DATA)), encoding, MEGABYTE) == DATA
+
+
+def test_zstd_bodies_have_a_few_frames() -> None:
+    """Several frames are one text; a flood of empty ones, or half a frame, is unreadable."""
+    frame = zstd.compress(DATA)
+    empty = zstd.compress(b"")
+
+    assert read_text(frame * 3, b"zstd", MEGABYTE) == DATA * 3
+    assert read_text(b"", b"zstd", MEGABYTE) == b""
+    for body in (empty * 100, frame[:-3], frame + b"more"):
+        with pytest.raises(UnreadableError, match="content_encoding"):
+            read_text(body, b"zstd", MEGABYTE)
 
 
 def test_encodings_one_upon_the_other_are_undone_in_turn() -> None:

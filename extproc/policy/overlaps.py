@@ -1,0 +1,117 @@
+"""Finds policies of different files that meet the same requests.
+
+Two selectors meet if their paths do and if they have a host, a method and a route in common, where both name any. Whether a
+policy that selects by route alone meets one that selects by path is up to Envoy's routes, so this is not reported.
+"""
+# interpreted: runs at load
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from extproc.objects import copy_text
+from extproc.policy.bundle import Policy, Selector, is_below
+from extproc.policy.loader import Source
+
+MAX_PAIRS = 20
+"""Maximum number of pairs of files to report; of each, one pair of policies is named."""
+
+_MAX_COMPARISONS = 100_000
+"""A tenth of a second; beyond it, the rest is not compared."""
+
+_BY_ROUTE = ""
+
+
+class Overlap(NamedTuple):
+    """Two policies of different files that meet the same requests, the first of their files."""
+
+    file: str
+    policy: str
+    other_file: str
+    other: str
+
+    def __str__(self) -> str:
+        """As a warning."""
+        both = f"{self.policy} ({self.file}) and {self.other} ({self.other_file})"
+        return f"policies of different files apply to the same requests, and each counts and acts: {both}"
+
+
+class _Anchored(NamedTuple):
+    place: int  # of its file
+    file: str
+    policy: str
+    selector: Selector
+
+
+def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
+    """The first overlap of each two files, in order."""
+    listed = [source for source in sources if source.policies]
+    if len(listed) < 2:  # noqa: PLR2004  # two files
+        return []
+    anchors: dict[str, list[_Anchored]] = {}
+    found: dict[tuple[int, int], Overlap] = {}
+    compared = 0
+    # Of nested paths one is the other's ancestor. So ancestors are looked up for every policy, once all are in the table.
+    every = [item for place, source in enumerate(listed) for item in _list_items(place, source)]
+    for anchor, item in every:
+        anchors.setdefault(anchor, []).append(item)
+    for anchor, item in every:
+        for above in _list_ancestors(anchor):
+            for other in anchors.get(above, ()):
+                compared += 1
+                if compared > _MAX_COMPARISONS or len(found) == MAX_PAIRS:
+                    return [found[pair] for pair in sorted(found)]
+                first, second = sorted((item, other), key=lambda each: each.place)
+                pair = first.place, second.place
+                if first.place != second.place and pair not in found and _meet(item.selector, other.selector):
+                    found[pair] = Overlap(first.file, copy_text(first.policy), second.file, copy_text(second.policy))
+    return [found[pair] for pair in sorted(found)]
+
+
+def _list_items(place: int, source: Source) -> Iterator[tuple[str, _Anchored]]:
+    for policy in source.policies:
+        if policy.spec.is_enabled():
+            item = _Anchored(place, source.file, policy.id, policy.spec.selector)
+            for anchor in _list_anchors(policy):
+                yield anchor, item
+
+
+def _list_anchors(policy: Policy) -> list[str]:
+    selector = policy.spec.selector
+    exact = [selector.pathExact] if selector.pathExact is not None else []
+    return list(dict.fromkeys([*exact, *selector.list_prefixes()])) or [_BY_ROUTE]
+
+
+def _list_ancestors(path: str) -> Iterator[str]:
+    """The path, and every prefix that may match it."""
+    yield path
+    position = path.find("/")
+    while position >= 0:
+        if path[: position + 1] != path:
+            yield path[: position + 1]
+        if position > 0:
+            yield path[:position]
+        position = path.find("/", position + 1)
+
+
+def _meet(one: Selector, other: Selector) -> bool:
+    pairs = ((one.hosts, other.hosts), (one.methods, other.methods), (one.routes, other.routes))
+    return all(a is None or b is None or not set(a).isdisjoint(b) for a, b in pairs) and _paths_meet(one, other)
+
+
+def _paths_meet(one: Selector, other: Selector) -> bool:
+    if _BY_ROUTE in (_first_path(one), _first_path(other)):
+        return _first_path(one) == _first_path(other)
+    if one.pathExact is not None and one.pathExact == other.pathExact:
+        return True
+    both = ((one, other), (other, one))
+    return any(is_below(path, prefix) for a, b in both for path in _list_paths(a) for prefix in b.list_prefixes())
+
+
+def _list_paths(selector: Selector) -> list[str]:
+    return [path for path in (selector.pathExact, *selector.list_prefixes()) if path is not None]
+
+
+def _first_path(selector: Selector) -> str:
+    return next(iter(_list_paths(selector)), _BY_ROUTE)

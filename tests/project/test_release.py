@@ -1,0 +1,154 @@
+"""What is published: packages that are small, wheels that are equal, and workflows that name no owner."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from extproc.cli.main import main
+from tests.support import ROOT
+from tests.support.documents import policy
+from tests.support.harness import Loopguard, write_policies
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+OWNER = ROOT / ".ci" / "owner.env"
+RELEASE = ROOT / ".ci" / "release"
+WORKFLOWS = [*sorted((ROOT / ".github" / "workflows").glob("*.yml")), ROOT / ".gitlab-ci.yml"]
+MAX_MEGABYTES = 60
+HOSTS = re.compile(
+    r"\b(ghcr\.io|docker\.io|quay\.io|gcr\.io|pkg\.dev|azurecr\.io|amazonaws\.com|pypi\.org|registry\.(?:gitlab|npmjs|redhat)\.\w+)\b"
+)
+
+
+def list_packages(requirements: list[str]) -> set[str]:
+    """The names of all packages that these bring along here."""
+    found: set[str] = set()
+    waiting = [Requirement(text) for text in requirements]
+    while waiting:
+        need = waiting.pop()
+        name = canonicalize_name(need.name)
+        if name in found or (need.marker is not None and not need.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        waiting += [Requirement(text) for text in importlib.metadata.requires(name) or ()]
+    return found
+
+
+def measure(package: str) -> int:
+    """The bytes of a package's files, without bytecode."""
+    found = importlib.metadata.distribution(package)
+    paths = [Path(str(found.locate_file(file))) for file in found.files or () if file.suffix != ".pyc"]
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def test_packages_are_small() -> None:
+    """All that is installed to run takes less than 60 MB; gRPC's library, of 18 MB, is an extra."""
+    packages = list_packages(PROJECT["project"]["dependencies"])
+
+    assert "uvloop" in packages
+    assert not {"grpcio", "zstandard"} & packages
+    assert sum(map(measure, packages)) < MAX_MEGABYTES * 10**6
+
+
+def test_loopguard_serves_without_an_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no package of an extra can be imported, it serves and answers a health check."""
+    write_policies(tmp_path, policy("p", {"pathPrefix": "/"}, limit_keys=["jwt:org"]))
+    missing = "".join(f"sys.modules[{name!r}] = None;" for name in ("grpc", "genai_prices", "zstandard"))
+    server = Loopguard(tmp_path, preamble=f"import sys; {missing}")
+    try:
+        code = main(["healthcheck", "--address", server.address])
+    finally:
+        server.stop()
+
+    assert (code, capsys.readouterr().out) == (0, "serving\n")
+
+
+def read_owner() -> dict[str, str]:
+    """What is filled in."""
+    return dict(re.findall(r"^([A-Z_]+)=(.*)$", OWNER.read_text(), re.MULTILINE))
+
+
+def test_the_owner_fills_in_one_file() -> None:
+    """Each of its values is used where things are published, and CONTRIBUTING says so."""
+    used = RELEASE.read_text()
+
+    assert len(read_owner()) >= 7
+    assert [name for name in read_owner() if not re.search(rf"\$\{{?{name}\b", used)] == []
+    assert ".ci/owner.env" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+@pytest.mark.parametrize("part", ["image", "chart"])
+def test_nothing_is_published_before_that(part: str) -> None:
+    """A release says in one line which value is missing, and where it goes."""
+    done = subprocess.run([RELEASE, part], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"\w+ is empty: fill it in, in \.ci/owner\.env or, if it is a secret, as a variable of CI\n", done.stderr
+    )
+
+
+def test_no_registry_is_named() -> None:
+    """Where packages, images and charts come from and go to is the owner's affair, and that of each machine's settings."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = []
+    for name in listed.split("\0"):
+        path = ROOT / name
+        if name and path.suffix not in (".png", ".sum") and path != Path(__file__) and path.is_file():
+            found += [(name, match) for match in HOSTS.findall(path.read_text(errors="replace"))]
+
+    assert found == []
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_workflows_call_what_is_there(file: Path) -> None:
+    """A workflow is YAML, and each target of make and each script that it runs exists."""
+    text = file.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+    assert isinstance(yaml.safe_load(text), dict)
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
+    for script in re.findall(r"\.ci/\w+(?=[\s\],])", text):
+        assert os.access(ROOT / script, os.X_OK), script
+    assert set(re.findall(r"\.ci/release (\w+)", text)) <= {"image", "chart", "wheels"}
+
+
+@pytest.mark.deep
+def test_two_builds_are_equal(tmp_path: Path) -> None:
+    """The same sources in another folder, at another time, make the same wheel, to the byte; compiled where C can be."""
+    made = []
+    for name in ("one", "two"):
+        flags = ["--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path / name)]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "wheel", "--quiet", *flags, str(ROOT)],
+            env={**os.environ, "SOURCE_DATE_EPOCH": "1795670767", "TMPDIR": str(tmp_path)},
+            check=True,
+        )
+        (wheel,) = (tmp_path / name).glob("*.whl")
+        with zipfile.ZipFile(wheel) as opened:
+            hashes = {each: hashlib.sha256(opened.read(each)).hexdigest() for each in opened.namelist()}
+        made.append((wheel.name, hashes, hashlib.sha256(wheel.read_bytes()).hexdigest()))
+
+    assert made[0] == made[1]
+
+
+def test_wheels_are_made_for_every_python() -> None:
+    """Each version of Python that the project takes, and is released, has its wheels."""
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=3.")
+    built = PROJECT["tool"]["cibuildwheel"]["build"].split()
+
+    assert built[0] == f"cp3{oldest}-*"
+    assert built == [f"cp3{minor}-*" for minor in range(int(oldest), int(oldest) + len(built))]
