@@ -145,7 +145,7 @@ class Metrics:
 
     def _begin(self) -> None:
         """Create the series for alerts now, because `increase` misses the first event of a series that begins with it."""
-        for reason in ("internal_error", "store_error", "shadow_error"):
+        for reason in ("internal_error", "store_error", "shadow_error", "sent_on"):
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
             self.handover_errors.labels(reason)
