@@ -283,13 +283,14 @@ class Stream(Waiting):
         transaction.buffered = self._body_mode == BODY_BUFFERED
         if enforcing.candidates and not enforcing.needs_body:
             return self._answer_before_body(evaluation)
-        return self._wait_for_body(evaluation, self._answer_headers())
+        duplex = self._duplex
+        return self._wait_for_body(evaluation, GO_ON["request_headers"] if duplex is None else self._hold_headers(duplex))
 
-    def _answer_headers(self) -> Reply:
-        """Let the headers go on to the upstream, or hold them with a body that Envoy does not keep."""
-        if self._duplex is None or self._body_mode != BODY_DUPLEX:
+    def _hold_headers(self, duplex: Duplex) -> Reply:
+        """Hold the headers with a body that Envoy does not keep; let them go on if it does."""
+        if self._body_mode != BODY_DUPLEX:
             return GO_ON["request_headers"]
-        self._duplex.holds = self._transaction.holds = True
+        duplex.holds = self._transaction.holds = True
         return _HELD
 
     def _answer_before_body(self, evaluation: Evaluation) -> MaybeLater:
