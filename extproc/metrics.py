@@ -116,6 +116,8 @@ class Metrics:
         )
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
+        text = "Requests that Envoy itself has sent again (x-envoy-attempt-count above 1)"
+        self.gateway_retries = counter("gateway_retries_total", text)
         self.handover_errors = counter(
             "handover_errors_total",
             "Requests whose route named an unknown policy or carried an unusable one",

@@ -39,8 +39,9 @@ from extproc.ext_proc.wire import (
     parse_message,
     read_request,
 )
+from extproc.objects import INSPECT_BYTES
 from extproc.request.fingerprint import NO_BODY
-from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc
+from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc, is_mirrored
 from extproc.settings import is_scope
 
 SCOPE_METADATA = "x-loopguard-scope"
@@ -258,8 +259,18 @@ class Stream(Waiting):
             switch = self._engine.find_switch(request, time(), handed_over)
             if switch is not None and (killed := transaction.kill(request, switch)) is not None:
                 return killed
+        if "x-envoy-attempt-count" in request.headers and request.headers["x-envoy-attempt-count"] != b"1":
+            service.metrics.gateway_retries.inc()
         evaluation = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
+        if evaluation is not None and service.settings.skip_mirrors and is_mirrored(request):
+            return self._skip(evaluation, last)
         return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
+
+    def _skip(self, evaluation: Evaluation, last: str) -> Reply:
+        """Let a copy that Envoy has made of a request pass uncounted."""
+        evaluation.give_up("mirror")
+        self._service.reporter.report_uncounted(evaluation)
+        return DONE[last]
 
     def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
         """Judge the request by the matching policies, now or once its body is complete."""
@@ -332,7 +343,9 @@ class Stream(Waiting):
         self._stop_waiting()
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
         content = chunk if len(chunk) <= keeps or (evaluation.reads_ends and evaluation.is_plain) else None
-        return self._transaction.judge(kind, evaluation, NO_BODY.plus(chunk), content=content)
+        encoded = "content-encoding" in evaluation.request.headers
+        sums = self._transaction.sum_up(evaluation, chunk) if encoded else NO_BODY.plus(chunk)
+        return self._transaction.judge(kind, evaluation, sums, content=content)
 
     def _on_held(self, kind: str, duplex: Duplex, evaluation: Evaluation, message: EnvoyMessage) -> MaybeLater:
         """Hold another chunk of a body, or judge the request at the body's end."""
@@ -355,7 +368,9 @@ class Stream(Waiting):
             return self._transaction.judge("request_headers", evaluation, None, "grpc")
         keeps = max(evaluation.inspects, evaluation.steers)
         content = whole if len(whole) <= keeps or (evaluation.reads_ends and evaluation.is_plain) else None
-        return self._transaction.judge("request_headers", evaluation, upload.body, content=content)
+        encoded = "content-encoding" in evaluation.request.headers
+        sums = self._transaction.sum_up(evaluation, whole) if encoded else upload.body
+        return self._transaction.judge("request_headers", evaluation, sums, content=content)
 
     def hand_on(self) -> None:
         """See `Waiting`."""
@@ -405,7 +420,10 @@ class Stream(Waiting):
         if is_grpc(evaluation.request) and upload.is_framed:
             return self._transaction.judge(kind, evaluation, None, "grpc")
         content, excerpt = upload.take_content()
-        return self._transaction.judge(kind, evaluation, upload.body, content=content, excerpt=excerpt)
+        sums = upload.body
+        if content is not None and not evaluation.is_plain:
+            sums = self._transaction.sum_up(evaluation, content)
+        return self._transaction.judge(kind, evaluation, sums, content=content, excerpt=excerpt)
 
     def _start_upload(self, evaluation: Evaluation) -> Upload:
         if self._transaction.observed and self._body_mode < 0:
@@ -417,6 +435,8 @@ class Stream(Waiting):
         if self._body_mode == BODY_DUPLEX:
             length = b""  # it ends only when Envoy says so, because every part has to be handed back
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
+        if not evaluation.is_plain:
+            keeps = max(keeps, INSPECT_BYTES)  # to unpack it
         return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, self._open_excerpt(evaluation, keeps))
 
     def _open_excerpt(self, evaluation: Evaluation, most: int) -> Excerpt | None:

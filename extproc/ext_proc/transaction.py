@@ -37,7 +37,7 @@ from extproc.ext_proc.answers.metadata import SESSIONS, write_sessions
 from extproc.ext_proc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
 from extproc.ext_proc.changes.changes import NOTHING, OBSERVED, UNCHANGED, Changed, Original
 from extproc.ext_proc.service import Service
-from extproc.request.fingerprint import Body, write_crc32
+from extproc.request.fingerprint import NO_BODY, Body, write_crc32
 from extproc.request.http import HttpRequest
 from extproc.request.patch import Pieces
 from extproc.store.pending import Listener
@@ -258,6 +258,16 @@ class Transaction:
             if isinstance(counts, HERE):
                 return self._answer(kind, evaluation, counts, shadow_counts)
         return self._judge_later(kind, evaluation, counts, shadow_counts)
+
+    def sum_up(self, evaluation: Evaluation, body: bytes | memoryview) -> Body:
+        """The checksums of a body that may be compressed. Unpacking it counts as inspection."""
+        budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.candidates
+        if evaluation.is_plain or not budget.allows(tenant, self.started, shadow=watches):
+            return NO_BODY.plus(body)
+        began = thread_time()
+        sums = evaluation.sum_up(body)
+        budget.spend(tenant, thread_time() - began, shadow=watches)
+        return sums
 
     def _record_read(self, record: dict[str, Any], evaluation: Evaluation) -> None:
         """Add what the body shows to the record. For large bodies, this counts as inspection."""

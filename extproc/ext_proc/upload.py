@@ -156,7 +156,10 @@ class Upload:
         """Return all bytes of a body that was kept as a whole, and keep none."""
         last, before = self._last, self._before
         self.drop()
-        return bytes(before + last) if before else last
+        if not before:
+            return last
+        before += last
+        return memoryview(before)
 
     def copy_held(self) -> bytes:
         """All bytes so far of a body that was kept as a whole."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import brotli
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +22,7 @@ from extproc.ext_proc.upload import UploadMemory
 from extproc.pb.external_processor_pb2 import HttpTrailers, ProcessingRequest, ProcessingResponse
 from tests.support.documents import policy
 from tests.support.messages import body, headers
-from tests.support.service import FailingStore, make_service, metadata_of, receive, sample
+from tests.support.service import FailingStore, exchange, make_service, metadata_of, receive, sample
 
 DUPLEX = "FULL_DUPLEX_STREAMED"
 MODES = ["BUFFERED", "STREAMED", DUPLEX]
@@ -135,7 +139,14 @@ def cut(data: bytes, cuts: Sequence[int]) -> list[bytes]:
 
 
 def pass_through(
-    service: Service, mode: str, chunks: Sequence[bytes], *, last: str = "end", path: str = "/", length: bool = False
+    service: Service,
+    mode: str,
+    chunks: Sequence[bytes],
+    *,
+    last: str = "end",
+    path: str = "/",
+    length: bool = False,
+    encoding: str = "",
 ) -> Passed:
     """One request.
 
@@ -146,9 +157,12 @@ def pass_through(
         last: it ends with its last chunk (`end`), with an empty one (`empty`) or with trailers (`trailers`).
         path: of the request.
         length: its length is told.
+        encoding: of the body.
     """
     gateway = Gateway(service, mode)
     told = {"content_length": str(sum(map(len, chunks)))} if length else {}
+    if encoding:
+        told["content_encoding"] = encoding
     gateway.send(headers(path, mode=mode, **told))  # type: ignore[arg-type]  # only headers
     whole = [b"".join(chunks)] if mode == "BUFFERED" else list(chunks)
     for number, chunk in enumerate(whole):
@@ -388,3 +402,57 @@ def test_a_large_body_is_decided_in_bounded_parts() -> None:
 
     assert [each.status for each in passed] == [200, 200, 429]
     assert passed[0].body == data
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity", "gzip, gzip"])
+def test_compressed_bodies_count_as_what_they_mean(mode: str, encoding: str) -> None:
+    """The same body counts as equal, compressed differently or not at all."""
+    pack: dict[str, Callable[[bytes, int], bytes]] = {
+        "gzip": lambda data, number: gzip.compress(data, 1 + number, mtime=number),
+        "deflate": lambda data, number: zlib.compress(data, 1 + number),
+        "br": lambda data, number: brotli.compress(data, quality=number),
+        "zstd": lambda data, number: zstandard.ZstdCompressor(1 + number).compress(data),
+        "identity": lambda data, _: data,
+        "gzip, gzip": lambda data, number: gzip.compress(gzip.compress(data, 1 + number), mtime=number),
+    }
+    data = json.dumps([{"line": number % 7} for number in range(20_000)]).encode()
+    service = make_service(policy("p", ANY, threshold_identical_requests=4))
+
+    packed = [pack[encoding](data, number) for number in range(3)]
+    passed = [pass_through(service, mode, cut(each, [100, 5_000]), encoding=encoding) for each in packed]
+    plain = pass_through(service, mode, cut(data, [100_000]))
+    other = pass_through(service, mode, [pack[encoding](b"other", 0)], encoding=encoding)
+
+    assert [each.status for each in passed] == [200] * 3
+    assert [each.body for each in passed] == packed
+    assert plain.status == 429
+    assert other.status == 200
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_cannot_be_unpacked_counts_as_it_was_sent(mode: str) -> None:
+    """A bomb is not unpacked beyond the bound, and equal wrong bodies are equal."""
+    bomb = [gzip.compress(bytes(20_000_000), level, mtime=0) for level in (1, 9)]
+    service = make_service(policy("p", ANY, threshold_identical_requests=2))
+
+    found = [pass_through(service, mode, [each], encoding="gzip").status for each in (*bomb, b"no gzip", b"other", b"no gzip")]
+
+    assert found == [200, 200, 200, 200, 429]
+
+
+def test_mirrored_copies_are_left_out_where_that_is_asked_for() -> None:
+    """A copy's host ends in -shadow, before its port; a retry of Envoy's own is counted in a metric."""
+    asked, careful = make_service(policy("p", ANY), skip_mirrors=True), make_service(policy("p", ANY))
+    for service in (asked, careful):
+        for host in ("host-shadow", "host-shadow:8080", "api.example.com-shadow", "host", "shadow"):
+            message = headers(end=True, x_envoy_attempt_count="2" if host == "host" else "1")
+            for header in message.request_headers.headers.headers:
+                if header.key == ":authority":
+                    header.raw_value = host.encode()
+            exchange(service, message)
+
+    assert sample(asked, "uncounted_total", policy="p", reason="mirror") == 3
+    assert sample(asked, "requests_total", policy="p", mode="enforce", action="allow") == 2
+    assert sample(careful, "uncounted_total", policy="p", reason="mirror") == 0
+    assert sample(asked, "gateway_retries_total") == 1
