@@ -348,6 +348,15 @@ class Decision:
         trace = [refused if (each.policy, each.mode, each.detector) == place else each for each in self.trace]
         return Decision(refused, self.shadow, trace, warning=self.warning, steer=self.steer)
 
+    def let_pass(self) -> Decision:
+        """A copy for a request of which a part has been sent on: it can only be warned about."""
+        trace = [
+            outcome.change_action(Action.WARN) if outcome.action is not Action.ALLOW and outcome.mode == "enforce" else outcome
+            for outcome in self.trace
+        ]
+        lead = self.lead.change_action(Action.WARN) if self.lead is not None else None
+        return Decision(lead, self.shadow, trace, warning=self.warning)
+
     def warn_instead(self) -> Decision:
         """A copy for a request that cannot be edited: actions that need a note become warnings."""
         trace = [

@@ -122,6 +122,8 @@ class Metrics:
         )
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256", "file")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
+        text = "Requests that Envoy itself has sent again (x-envoy-attempt-count above 1)"
+        self.gateway_retries = counter("gateway_retries_total", text)
         self.handover_errors = counter(
             "handover_errors_total",
             "Requests whose route named an unknown policy or carried an unusable one",
@@ -155,7 +157,7 @@ class Metrics:
 
     def _begin(self) -> None:
         """Create the series for alerts now, because `increase` misses the first event of a series that begins with it."""
-        for reason in ("internal_error", "store_error", "shadow_error"):
+        for reason in ("internal_error", "store_error", "shadow_error", "sent_on"):
             self.fail_open.labels(reason)
         for reason in ("invalid", "too_large", "unenforced", "unknown_policy"):
             self.handover_errors.labels(reason)

@@ -180,6 +180,10 @@ class Settings:
         "N",
     )
     shadow_sample_bodies: bool = switch("keep what was compared in them, such as tool arguments and results")
+    skip_mirrors: bool = switch(
+        "leave requests uncounted whose host ends in -shadow, which Envoy gives to mirrored copies; only where clients cannot "
+        "choose such a host"
+    )
     allow_unverified_jwt: bool = switch("read jwt: limit keys from bearer tokens with unverified signatures")
     allow_unenforced: bool = switch("start even if parts of a bundle (rules, circuit_breaker, ...) are not enforced")
     max_streams: int = option(20_000, _parse_positive, "maximum open streams; further requests pass at once", "N")

@@ -36,9 +36,10 @@ from extproc.engine.candidates import (
 from extproc.engine.orders import ActiveOverride, Overrides
 from extproc.engine.plan import BYPASS, Plan
 from extproc.engine.ramp import Ramp
+from extproc.objects import INSPECT_BYTES
 from extproc.policy.bundle import EVERYBODY
 from extproc.request.document import Document, NotCounted
-from extproc.request.encodings import UnreadableError, list_encodings, read_text
+from extproc.request.encodings import UnreadableError, list_encodings, read_text, unpack
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
@@ -533,6 +534,18 @@ class Evaluation:
     def is_plain(self) -> bool:
         """Whether the body is not compressed."""
         return not list_encodings(self.request.headers.get("content-encoding", b""))
+
+    def sum_up(self, body: bytes | memoryview) -> Body:
+        """The checksums of a body without its content-encoding, so that equal bodies count as equal, compressed or not.
+
+        They are those of the body as it was sent if it is too long, or does not match its encoding.
+        """
+        try:
+            encoding = self.request.headers.get("content-encoding", b"")
+            body = unpack(body, encoding, max(self.inspects, INSPECT_BYTES))
+        except UnreadableError:
+            pass
+        return NO_BODY.plus(body)
 
     def _open_excerpt(self, excerpt: Excerpt, content: bytes | memoryview) -> Document | None:
         """The excerpt of a body, without a search for notes; None for none."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 from extproc.engine.engine import Engine
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.rates import Usage
-from extproc.store.rules.session import FAILED, SUCCEEDED, Settlement
+from extproc.store.rules.session import FAILED, SUCCEEDED, WITHDRAWN, Settlement
 from extproc.store.rules.take_back import TakeBack
 
 _CALL: Final = 16
@@ -21,7 +21,7 @@ class Entry:
     Attributes:
         sessions: descriptions of its sessions, which the guard sent to Envoy.
         status: status of the response; 0 for none.
-        counted: for a failed request, the counts that include it if policies do not count failures.
+        counted: for a failed or unsent request, the counts that include it if policies do not count failures.
         failed: the upstream failed, or the connection to it: 5xx, or cut off.
         request_bytes: length of the request's body.
         response_bytes: length of the response's body.
@@ -30,6 +30,7 @@ class Entry:
         estimated: some token counts are estimated from the lengths of the bodies.
         refused: Loopguard refused it.
         model_ms: time that the upstream took, in milliseconds; 0 if unknown.
+        unsent: another filter refused it, or its client left, before anything of it reached an upstream.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class Entry:
         "response_bytes",
         "sessions",
         "status",
+        "unsent",
         "usage",
     )
 
@@ -59,7 +61,9 @@ class Entry:
         refused: bool,  # noqa: FBT001  # a field
         counted: Sequence[TakeBack] = (),
         model_ms: int = 0,
+        unsent: bool = False,  # noqa: FBT001, FBT002  # a field
     ) -> None:
+        self.unsent = unsent
         self.counted = counted
         self.model_ms = model_ms
         self.sessions = sessions
@@ -116,7 +120,7 @@ def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | No
     cost = guard.rates.find_cost(model, entry.usage)
     _, renewed, tenant = key.rsplit(":", 2)
     session = renewed.rpartition(".")[2]
-    outcome = FAILED if entry.failed else SUCCEEDED
+    outcome = FAILED if entry.failed else WITHDRAWN if entry.unsent else SUCCEEDED
     usage = entry.usage
     tokens = usage.input, usage.output, usage.cache_read, usage.cache_write
     limits, estimated = guard.find_limits(session), entry.estimated

@@ -116,13 +116,14 @@ class _Logged:
         request_bytes: length of the request's body.
         response_bytes: length of the response's body.
         headers: the response headers that Envoy is configured to log.
+        sent: something of the request went to an upstream.
         sent_ms: when the first byte went to the upstream, in milliseconds since the request began; 0 for never.
         received_ms: when the last byte came from the upstream, likewise.
     """
 
     __slots__ = (
-        "decided", "flagged", "headers", "received_ms", "request_bytes", "response_bytes", "sent_ms", "status", "told",
-        "unfinished",
+        "decided", "flagged", "headers", "received_ms", "request_bytes", "response_bytes", "sent", "sent_ms", "status",
+        "told", "unfinished",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -134,6 +135,7 @@ class _Logged:
         self.request_bytes = 0
         self.response_bytes = 0
         self.headers: dict[bytes, str] = {}
+        self.sent = False
         self.sent_ms = 0
         self.received_ms = 0
 
@@ -238,6 +240,7 @@ def _read_common(reader: Reader, logged: _Logged) -> None:
         elif tag == _RESPONSE_FLAGS:
             _read_flags(reader, logged)
         elif tag == _FIRST_SENT:
+            logged.sent = True
             logged.sent_ms = _read_duration(reader)
         elif tag == _LAST_RECEIVED:
             logged.received_ms = _read_duration(reader)
@@ -377,7 +380,9 @@ def _make_entry(logged: _Logged) -> Entry | None:
     failed = not refused and (logged.status >= _FAILURE or logged.flagged)
     named = _read_sessions(decided[_SESSIONS])
     sessions = tuple([each for each in named if COUNTED not in each])
-    counted = [found for each in named if failed for found in _list_counted(each.get(COUNTED))]
+    # Other filters may refuse a request that Loopguard has counted; answers without an upstream are no refusals.
+    unsent = not (refused or failed or logged.sent) and (logged.status >= _ERROR or not logged.status)
+    counted = [found for each in named if failed or unsent for found in _list_counted(each.get(COUNTED))]
     if named and not sessions and not counted:
         return None
     usage, estimated = _find_usage(logged)
@@ -394,6 +399,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
         refused,
         counted,
         max(0, logged.received_ms - logged.sent_ms) if logged.sent_ms else 0,
+        unsent,
     )
 
 

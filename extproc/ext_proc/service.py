@@ -31,8 +31,20 @@ class Waiting:
 
     __slots__ = ()
 
+    @property
+    def held(self) -> int:
+        """The number of bytes that it holds back until its body is complete."""
+        return 0
+
+    def hand_on(self) -> None:
+        """Stop holding bytes back: the request continues, and is still counted."""
+
     def give_up(self, reason: str) -> None:
         """Stop waiting: the request continues uncounted."""
+
+
+def _count_held(stream: Waiting) -> int:
+    return stream.held
 
 
 class Service:
@@ -105,6 +117,22 @@ class Service:
             return False
         self.metrics.overload.inc()
         next(iter(self.waiting)).give_up("overload")
+        return True
+
+    def make_memory(self, size: int, own: int) -> bool:
+        """Make room for more bytes of a body that is held; returns False if there is none.
+
+        The stream that holds most hands its body on, unless that is the one that asks.
+
+        Args:
+            size: the number of bytes.
+            own: the number of bytes that the asking stream holds with them.
+        """
+        while not self.kept.has_room(size):
+            largest = max(self.waiting, key=_count_held, default=None)
+            if largest is None or largest.held <= own:
+                return False
+            largest.hand_on()
         return True
 
     def settle_entry(self, entry: Entry) -> None:

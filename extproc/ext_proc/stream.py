@@ -10,7 +10,7 @@ nothing more can be decided. With a buffered body, it would otherwise stay open 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter, time
 from typing import Final
 
@@ -21,8 +21,8 @@ from extproc.apis.excerpt import Excerpt
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.handover import POLICY_ATTRIBUTE, POLICY_METADATA, parse_names
 from extproc.errors import ProtocolError
-from extproc.ext_proc.answers.go_on import LAST_HEADERS, end_headers, hand_back
-from extproc.ext_proc.duplex import Duplex
+from extproc.ext_proc.answers.go_on import LAST_HEADERS, end_headers, hand_back, hand_on, let_go_on
+from extproc.ext_proc.duplex import HELD_BYTES, Duplex, write_parts
 from extproc.ext_proc.service import Service, Waiting
 from extproc.ext_proc.transaction import DONE, GO_ON, HEADERS, Later, MaybeLater, Reply, Transaction
 from extproc.ext_proc.upload import CUT_OFF, MORE, SMALLEST_LIMIT, Upload
@@ -39,8 +39,9 @@ from extproc.ext_proc.wire import (
     parse_message,
     read_request,
 )
+from extproc.objects import INSPECT_BYTES
 from extproc.request.fingerprint import NO_BODY
-from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc
+from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc, is_mirrored
 from extproc.settings import is_scope
 
 SCOPE_METADATA = "x-loopguard-scope"
@@ -55,13 +56,16 @@ _INVALID_ARGUMENT = 3
 _REFUSED_BODIES: Final = {b"408": "aborted", b"413": "too_large"}
 """Envoy's responses to a body that does not arrive in time and to one above its buffer limit, and our reasons."""
 
-_NOT_WHOLE: Final = {BODY_NONE: "no_body_phase", BODY_DUPLEX: "body_mode", BODY_GRPC: "body_mode"}
+_NOT_WHOLE: Final = {BODY_NONE: "no_body_phase", BODY_GRPC: "body_mode"}
 """Body modes in which Envoy sends no complete body, and the reason why such requests are not counted."""
 
 _DECIDED_BEFORE: Final = "decided_before"
 """The reason why shadow policies lack the body of a request that was refused or held at its headers."""
 
 _NO_ANSWER: Final = Reply(None, done=True)
+_HELD: Final = Reply(None, done=False)
+_HEADERS: Final = let_go_on("request_headers")
+_TRAILERS: Final = let_go_on("request_trailers")
 
 
 class Stream(Waiting):
@@ -69,8 +73,9 @@ class Stream(Waiting):
 
     Attributes:
         given_up: it no longer waits for its body.
-        on_given_up: set by the transport. Called during a call of another stream when this one can end; the transport then ends
-            it with status OK. If it does not, the stream answers its next message and is over then.
+        on_given_up: set by the transport. Called during a call of another stream when this one can end, or hand a body on. The
+            transport then sends what `take_handed_on` returns and, unless the stream `carries` a body, ends it with status OK.
+            If it does not, the stream answers its next message with all of this.
     """
 
     __slots__ = (
@@ -142,16 +147,19 @@ class Stream(Waiting):
             return _NO_ANSWER  # a phase that does not exist yet; Envoy continues when the stream ends with OK
         if kind == "request_headers" and message.body_mode == BODY_BUFFERED_PARTIAL and not message.ended:
             kind = LAST_HEADERS
-        if self._duplex is None and BODY_DUPLEX in (message.body_mode, message.response_mode):
-            self._duplex = Duplex(message)
-        if self._duplex is not None and self._duplex.follow(message):
-            return Reply(hand_back(kind, cut_body(data, kind)), done=self._duplex.over)
+        duplex = self._duplex
+        if duplex is None and BODY_DUPLEX in (message.body_mode, message.response_mode):
+            duplex = self._duplex = Duplex(message)
+        if duplex is not None and duplex.follow(message) and not (duplex.holds and kind == "request_body"):
+            duplex.part = hand_back(kind, cut_body(data, kind))
+            if self._evaluation is None or kind != "request_body":
+                return self._stay(Reply(b"", done=duplex.over))
         try:
             reply = self._handle(message, kind)
         except Exception as error:  # noqa: BLE001  # no error may stop the request
             self._stop_waiting()
-            reply = self._transaction.fail(kind, error)
-        return reply if self._duplex is None else self._stay_open(reply)
+            reply = self._transaction.fail(self._let_held_go(message, kind), error)
+        return reply if duplex is None else self._stay_open(reply)
 
     def _handle(self, message: EnvoyMessage, kind: str) -> MaybeLater:
         # Not a table: calling a method from a dict is as slow as in interpreted code.
@@ -178,12 +186,18 @@ class Stream(Waiting):
         return self._stay(await reply)
 
     def _stay(self, reply: Reply) -> Reply:
-        """The same reply, but without the end of the stream if there are bodies to hand back."""
+        """The same reply with what is handed back, and without the end of the stream if there is more to hand back."""
         duplex = self._duplex
-        if duplex is None or not reply.done or self._transaction.ended or reply.answer is None:
+        if duplex is None or self._transaction.ended or reply.answer is None:
             return reply
-        self._stop_deciding()
-        return reply if duplex.over else Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first)
+        if reply.done:
+            self._stop_deciding()
+        answers = [*duplex.before, duplex.part + reply.answer]
+        if duplex.whole is not None:
+            answers += duplex.write_whole(self._transaction.edited, _TRAILERS)
+        duplex.before, duplex.part = [], b""
+        first = b"" if duplex.untimed else reply.first
+        return Reply(answers[0], done=reply.done and duplex.over, hold_ms=reply.hold_ms, first=first, rest=answers[1:])
 
     def _stop_deciding(self) -> None:
         """Give up the place among the streams that decide."""
@@ -206,12 +220,26 @@ class Stream(Waiting):
         """Whether a body is under way that Envoy does not keep: it would be cut off if the stream ended with OK."""
         return self._duplex is not None and self._duplex.carries
 
+    @property
+    def held(self) -> int:
+        """See `Waiting`."""
+        return self._upload.held if self._upload is not None and self._transaction.holds else 0
+
+    def take_handed_on(self) -> Sequence[bytes]:
+        """Messages to send now, without waiting for the next one of Envoy."""
+        duplex = self._duplex
+        if duplex is None:
+            return ()
+        messages, duplex.before = duplex.before, []
+        return messages
+
     def end_hold(self) -> None:
         """The held answer is sent now; see `Transaction.end_hold`."""
         self._transaction.end_hold()
 
     def give_up(self, reason: str) -> None:
         """See `Waiting`."""
+        self._send_on(inspects=False)
         self._leave_uncounted(reason)
         self.given_up = True
         self._stop_deciding()
@@ -231,8 +259,18 @@ class Stream(Waiting):
             switch = self._engine.find_switch(request, time(), handed_over)
             if switch is not None and (killed := transaction.kill(request, switch)) is not None:
                 return killed
+        if "x-envoy-attempt-count" in request.headers and request.headers["x-envoy-attempt-count"] != b"1":
+            service.metrics.gateway_retries.inc()
         evaluation = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
+        if evaluation is not None and service.settings.skip_mirrors and is_mirrored(request):
+            return self._skip(evaluation, last)
         return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
+
+    def _skip(self, evaluation: Evaluation, last: str) -> Reply:
+        """Let a copy that Envoy has made of a request pass uncounted."""
+        evaluation.give_up("mirror")
+        self._service.reporter.report_uncounted(evaluation)
+        return DONE[last]
 
     def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
         """Judge the request by the matching policies, now or once its body is complete."""
@@ -256,7 +294,15 @@ class Stream(Waiting):
         transaction.buffered = self._body_mode == BODY_BUFFERED
         if enforcing.candidates and not enforcing.needs_body:
             return self._answer_before_body(evaluation)
-        return self._wait_for_body(evaluation, GO_ON["request_headers"])
+        duplex = self._duplex
+        return self._wait_for_body(evaluation, GO_ON["request_headers"] if duplex is None else self._hold_headers(duplex))
+
+    def _hold_headers(self, duplex: Duplex) -> Reply:
+        """Hold the headers with a body that Envoy does not keep; let them go on if it does."""
+        if self._body_mode != BODY_DUPLEX:
+            return GO_ON["request_headers"]
+        duplex.holds = self._transaction.holds = True
+        return _HELD
 
     def _answer_before_body(self, evaluation: Evaluation) -> MaybeLater:
         """Answer for the enforcing policies at once, even if shadow policies wait for the body."""
@@ -279,6 +325,7 @@ class Stream(Waiting):
             return reply
         self._evaluation = evaluation
         self._service.waiting[self] = None
+        self._transaction.late = self._body_mode == BODY_DUPLEX and not self._transaction.holds
         return Reply(reply.answer, done=False, hold_ms=reply.hold_ms, first=reply.first) if reply.done else reply
 
     def _on_request_body(self, message: EnvoyMessage, kind: str) -> MaybeLater:
@@ -288,12 +335,77 @@ class Stream(Waiting):
             return DONE[kind]
         chunk = message.body
         ended = message.ended or kind == "request_trailers"  # a streamed body can end with trailers
+        duplex = self._duplex
+        if duplex is not None and duplex.holds:
+            return self._on_held(kind, duplex, evaluation, message)
         if self._upload is not None or not (ended or self._transaction.buffered) or is_grpc(evaluation.request):
             return self._on_chunk(kind, evaluation, chunk, ended=ended)
         self._stop_waiting()
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
         content = chunk if len(chunk) <= keeps or (evaluation.reads_ends and evaluation.is_plain) else None
-        return self._transaction.judge(kind, evaluation, NO_BODY.plus(chunk), content=content)
+        encoded = "content-encoding" in evaluation.request.headers
+        sums = self._transaction.sum_up(evaluation, chunk) if encoded else NO_BODY.plus(chunk)
+        return self._transaction.judge(kind, evaluation, sums, content=content)
+
+    def _on_held(self, kind: str, duplex: Duplex, evaluation: Evaluation, message: EnvoyMessage) -> MaybeLater:
+        """Hold another chunk of a body, or judge the request at the body's end."""
+        upload = self._upload
+        if upload is None:
+            upload = self._upload = self._start_upload(evaluation)
+        chunk, size, by_trailers = message.body, len(message.body), kind == "request_trailers"
+        too_long = upload.body.length + size > upload.longest
+        if too_long or not (message.ended or self._service.make_memory(size, upload.held + size)):
+            self._send_on(inspects=too_long)
+            duplex.part = hand_on(chunk, ended=message.ended)
+            return self._on_chunk(kind, evaluation, chunk, ended=message.ended)
+        if upload.add(chunk, ended=message.ended) == MORE:
+            return _HELD
+        self._stop_waiting()
+        framed = is_grpc(evaluation.request) and upload.is_framed
+        whole = duplex.whole = upload.take_held()
+        duplex.has_trailers = by_trailers
+        if framed:
+            return self._transaction.judge("request_headers", evaluation, None, "grpc")
+        keeps = max(evaluation.inspects, evaluation.steers)
+        content = whole if len(whole) <= keeps or (evaluation.reads_ends and evaluation.is_plain) else None
+        encoded = "content-encoding" in evaluation.request.headers
+        sums = self._transaction.sum_up(evaluation, whole) if encoded else upload.body
+        return self._transaction.judge("request_headers", evaluation, sums, content=content)
+
+    def hand_on(self) -> None:
+        """See `Waiting`."""
+        self._send_on(inspects=False)
+        if self.on_given_up is not None:
+            self.on_given_up()
+
+    def _send_on(self, *, inspects: bool) -> None:
+        """Send on what is held of a body that has not ended, and the rest as it comes. With `inspects`, it can be inspected."""
+        duplex, evaluation, upload = self._duplex, self._evaluation, self._upload
+        if duplex is None or not duplex.holds:
+            return
+        duplex.holds = self._transaction.holds = False
+        self._transaction.late = True
+        duplex.before = [_HEADERS]
+        if upload is not None and evaluation is not None:
+            duplex.before += write_parts(upload.copy_held(), ended=False)
+            most = evaluation.inspects if inspects else 0
+            upload.shrink(most, self._open_excerpt(evaluation, most) if inspects else None)
+
+    def _let_held_go(self, message: EnvoyMessage, kind: str) -> str:
+        """The phase to answer after an error: while a whole body is held, its headers are still to be answered."""
+        duplex, upload = self._duplex, self._upload
+        if duplex is None or not duplex.holds or kind in HEADERS:
+            return kind
+        if duplex.whole is not None:
+            return "request_headers"
+        duplex.before = [_HEADERS]
+        if upload is not None:
+            duplex.before += write_parts(upload.copy_held(), ended=False)
+            upload.drop()
+        if kind == "request_body":
+            duplex.part = hand_on(message.body, ended=message.ended)
+        duplex.holds = self._transaction.holds = False
+        return kind
 
     def _on_chunk(self, kind: str, evaluation: Evaluation, chunk: bytes | memoryview, *, ended: bool) -> MaybeLater:
         upload = self._upload
@@ -308,19 +420,33 @@ class Stream(Waiting):
         if is_grpc(evaluation.request) and upload.is_framed:
             return self._transaction.judge(kind, evaluation, None, "grpc")
         content, excerpt = upload.take_content()
-        return self._transaction.judge(kind, evaluation, upload.body, content=content, excerpt=excerpt)
+        sums = upload.body
+        if content is not None and not evaluation.is_plain:
+            sums = self._transaction.sum_up(evaluation, content)
+        return self._transaction.judge(kind, evaluation, sums, content=content, excerpt=excerpt)
 
     def _start_upload(self, evaluation: Evaluation) -> Upload:
         if self._transaction.observed and self._body_mode < 0:
             self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
         length = evaluation.request.headers.get("content-length", b"")
+        if self._transaction.holds:
+            longest = max(evaluation.inspects, evaluation.steers, HELD_BYTES)
+            return Upload(self._service.kept, self._body_mode, b"", longest)
+        if self._body_mode == BODY_DUPLEX:
+            length = b""  # it ends only when Envoy says so, because every part has to be handed back
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
-        excerpt = Excerpt(LIST_PATHS, keeps) if evaluation.reads_ends and evaluation.is_plain else None
-        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, excerpt)
+        if not evaluation.is_plain:
+            keeps = max(keeps, INSPECT_BYTES)  # to unpack it
+        return Upload(self._service.kept, self._body_mode, length, keeps, self._limit, self._open_excerpt(evaluation, keeps))
+
+    def _open_excerpt(self, evaluation: Evaluation, most: int) -> Excerpt | None:
+        """The excerpt of a body that may come in pieces and be too long; None if such bodies are not inspected."""
+        return Excerpt(LIST_PATHS, most) if evaluation.reads_ends and evaluation.is_plain else None
 
     def _on_response(self, message: EnvoyMessage) -> MaybeLater:
         """Stop waiting: the request was answered before its body arrived, or Envoy sends no bodies."""
-        self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
+        if not self._transaction.holds:  # else it is Envoy's own, and its request ends
+            self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
         return DONE[message.kind]
 
     def _stop_waiting(self) -> Evaluation | None:

@@ -23,13 +23,23 @@ from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
 from extproc.engine.recording import record_body, record_callers, record_calls, record_head, record_turns
 from extproc.errors import StoreError
-from extproc.ext_proc.answers.go_on import LAST_HEADERS, find_warning, let_go_on, make_metadata, make_wait, replace_body
+from extproc.ext_proc.answers.go_on import (
+    LAST_HEADERS,
+    Header,
+    find_warning,
+    let_go_on,
+    make_metadata,
+    make_wait,
+    replace_body,
+    replace_headers,
+)
 from extproc.ext_proc.answers.metadata import SESSIONS, write_sessions
 from extproc.ext_proc.answers.refuse import refuse, refuse_blocked, refuse_killed, refuse_uncountable, refuse_without_store
 from extproc.ext_proc.changes.changes import NOTHING, OBSERVED, UNCHANGED, Changed, Original
 from extproc.ext_proc.service import Service
-from extproc.request.fingerprint import Body, write_crc32
+from extproc.request.fingerprint import NO_BODY, Body, write_crc32
 from extproc.request.http import HttpRequest
+from extproc.request.patch import Pieces
 from extproc.store.pending import Listener
 from extproc.store.rules.session import REFUSED, WITHDRAWN
 
@@ -51,12 +61,16 @@ class Reply:
         answer: the ProcessingResponse to send; None if the message has no well-formed answer.
         done: end the stream with status OK after the answer.
         hold_ms: delay before the answer, in milliseconds.
-        first: a ProcessingResponse to send before the delay, so that Envoy waits, too.
+        first: a ProcessingResponse to send before the delay, so that Envoy waits, too; empty for none.
+        rest: ProcessingResponses to send behind the answer.
     """
 
-    __slots__ = ("answer", "done", "first", "hold_ms")
+    __slots__ = ("answer", "done", "first", "hold_ms", "rest")
 
-    def __init__(self, answer: bytes | None, *, done: bool, hold_ms: int = 0, first: bytes = b"") -> None:
+    def __init__(
+        self, answer: bytes | None, *, done: bool, hold_ms: int = 0, first: bytes = b"", rest: Sequence[bytes] = ()
+    ) -> None:
+        self.rest = rest
         self.answer = answer
         self.done = done
         self.hold_ms = hold_ms
@@ -123,6 +137,9 @@ class Transaction:
         observed: Envoy does not wait for answers.
         buffered: Envoy sends the body as a whole, and accepts an edited one.
         ended: the request was refused.
+        holds: its body is held here, so that it can be refused or edited.
+        late: a part of its body was sent on, so that it can be neither.
+        edited: the body to hand back in place of the held one; None if it is unchanged.
         started: the time at which its newest message came, by `perf_counter`.
     """
 
@@ -134,7 +151,10 @@ class Transaction:
         "_service",
         "_unknown",
         "buffered",
+        "edited",
         "ended",
+        "holds",
+        "late",
         "observed",
         "started",
     )
@@ -143,6 +163,9 @@ class Transaction:
         self.observed = False
         self.buffered = False
         self.ended = False
+        self.holds = False
+        self.late = False
+        self.edited: Pieces | None = None
         self.started = 0.0
         self._service = service
         self._content: bytes | memoryview | None = None  # of a request that may be edited
@@ -236,6 +259,16 @@ class Transaction:
                 return self._answer(kind, evaluation, counts, shadow_counts)
         return self._judge_later(kind, evaluation, counts, shadow_counts)
 
+    def sum_up(self, evaluation: Evaluation, body: bytes | memoryview) -> Body:
+        """The checksums of a body that may be compressed. Unpacking it counts as inspection."""
+        budget, tenant, watches = self._service.budget, evaluation.find_tenant(), not evaluation.enforcing.candidates
+        if evaluation.is_plain or not budget.allows(tenant, self.started, shadow=watches):
+            return NO_BODY.plus(body)
+        began = thread_time()
+        sums = evaluation.sum_up(body)
+        budget.spend(tenant, thread_time() - began, shadow=watches)
+        return sums
+
     def _record_read(self, record: dict[str, Any], evaluation: Evaluation) -> None:
         """Add what the body shows to the record. For large bodies, this counts as inspection."""
         large = evaluation.size > _SMALL
@@ -310,17 +343,19 @@ class Transaction:
         rejected = self._record is not None and decision.action is Action.REJECT
         if decision.lead is not None or decision.shadow is not None:
             decision = service.reporter.weigh(evaluation, decision)
+            if self.late:
+                decision = self._let_pass(decision)
             if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
                 decision = self._hold(decision, decision.lead)
         changed = UNCHANGED
-        if decision.steer is not None or (sessions and (evaluation.is_narrowed or evaluation.asks_usage)):
+        if decision.steer is not None or (sessions and not self.late and (evaluation.is_narrowed or evaluation.asks_usage)):
             decision, changed = self._change(kind, evaluation, decision)
         if self._record is not None and sessions:
             refused = counts is None or evaluation.enforcing.forbidden is not None or decision.action is Action.REJECT
             self._record_calls(self._record, evaluation, rejected=rejected, refused=refused)
         service.reporter.report(evaluation, decision)
         reply = None
-        if counts is None or evaluation.enforcing.forbidden is not None:
+        if (counts is None or evaluation.enforcing.forbidden is not None) and not self.late:
             reply = self._refuse_uncounted(evaluation, decision, counts)
         reply = reply or self._encode(kind, evaluation, decision, changed)
         if self.ended and sessions:
@@ -339,6 +374,13 @@ class Transaction:
             return decision
         return decision.refuse_instead(lead.change_action(Action.REJECT))
 
+    def _let_pass(self, decision: Decision) -> Decision:
+        """The decision about a request of which a part has been sent on."""
+        if decision.action in (Action.ALLOW, Action.WARN):
+            return decision
+        self._service.metrics.fail_open.labels("sent_on").inc()
+        return decision.let_pass()
+
     def _change(self, kind: str, evaluation: Evaluation, decision: Decision) -> tuple[Decision, Changed]:
         """Edit the body of a request that continues, if Envoy accepts an edited body."""
         if decision.action is Action.REJECT:
@@ -349,9 +391,9 @@ class Transaction:
         original = Original(content, self._unknown or "inspect_limit")
         if self.observed:
             original = Original(None, OBSERVED)
-        elif kind in HEADERS:
+        elif kind in HEADERS and not self.holds:
             original = Original(None, NOTHING)
-        elif not self.buffered:
+        elif not (self.buffered or self.holds):
             original = Original(None, "body_mode")
         return self._service.changes.apply(evaluation, decision, original)
 
@@ -381,13 +423,23 @@ class Transaction:
             return Reply(refuse(lead, metadata, evaluation), done=True)
         if calls:
             metadata[SESSIONS] = calls
-        if changed.body is not None:
+        if changed.body is not None and self.holds:
+            answer = self._replace_held(evaluation, changed.body, metadata, find_warning(decision), changed.marks)
+        elif changed.body is not None:
             answer = replace_body(changed.body, metadata, warning=find_warning(decision), marks=changed.marks)
         else:
             answer = let_go_on(kind, metadata or None, warning=find_warning(decision))
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
+
+    def _replace_held(
+        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: Sequence[Header]
+    ) -> bytes:
+        """Answer the headers of a request whose held body was edited."""
+        self.edited = body
+        size = sum([len(piece) for piece in body]) if "content-length" in evaluation.request.headers else -1
+        return replace_headers(metadata, warning=warning, marks=marks, size=size)
 
     def _describe_calls(self, evaluation: Evaluation) -> str:
         """Describe for the access log whose call the request is and what has counted it; empty for nothing."""
@@ -428,7 +480,7 @@ class Transaction:
 
     def fail(self, kind: str, error: Exception, calls: str = "") -> Reply:
         """Let the request continue after an internal error and report it. `calls` says whose call it is, if it was counted."""
-        self.ended = False
+        self.ended, self.edited = False, None
         self._service.metrics.fail_open.labels("internal_error").inc()
         self._service.reporter.report_failure("internal error, request let through", error, phase=kind)
         return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from extproc.apis.excerpt import Excerpt
-from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_STREAMED
+from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_DUPLEX, BODY_STREAMED
 from extproc.request.fingerprint import NO_BODY
 
 MAX_KEPT = 64 * 2**20
@@ -35,9 +35,13 @@ class UploadMemory:
         self._limit = limit
         self.bytes = 0
 
+    def has_room(self, size: int) -> bool:
+        """Whether there is room for this number of bytes."""
+        return self.bytes + size <= self._limit
+
     def claim(self, size: int) -> bool:
         """Claim room for this number of bytes; returns False if there is not enough."""
-        if self.bytes + size > self._limit:
+        if not self.has_room(size):
             return False
         self.bytes += size
         return True
@@ -106,7 +110,7 @@ class Upload:
         if ended or self._mode == BODY_BUFFERED or self._is_expected(body.length) or self._has_trailers(body.length):
             self._last = chunk
             return WHOLE
-        if self._mode != BODY_STREAMED:
+        if self._mode != BODY_STREAMED and self._mode != BODY_DUPLEX:  # noqa: PLR1714  # `in` makes a new set at each call
             return CUT_OFF
         if len(self._start) < _PREFIX:
             self._start += bytes(chunk[: _PREFIX - len(self._start)])
@@ -136,6 +140,40 @@ class Upload:
         if self._keeps and self._kept.claim(len(chunk)):
             self._before += chunk
         else:
+            self.drop()
+
+    @property
+    def held(self) -> int:
+        """The number of bytes that are kept."""
+        return len(self._before)
+
+    @property
+    def longest(self) -> int:
+        """Maximum length of a body to keep as a whole, in bytes."""
+        return self._inspects
+
+    def take_held(self) -> bytes | memoryview:
+        """Return all bytes of a body that was kept as a whole, and keep none."""
+        last, before = self._last, self._before
+        self.drop()
+        if not before:
+            return last
+        before += last
+        return memoryview(before)
+
+    def copy_held(self) -> bytes:
+        """All bytes so far of a body that was kept as a whole."""
+        return bytes(self._before)
+
+    def shrink(self, inspects: int, excerpt: Excerpt | None) -> None:
+        """Keep only what may be inspected from now on, as in `__init__`."""
+        self._inspects, self._excerpt = inspects, excerpt
+        before = len(self._before)
+        if excerpt is not None:
+            while len(self._before) > inspects and not excerpt.lost:
+                excerpt.shorten(self._before)
+            self._kept.free(before - len(self._before))
+        if len(self._before) > inspects or not inspects or (excerpt is not None and excerpt.lost):
             self.drop()
 
     @property

@@ -232,7 +232,8 @@ class LoopDetection(SimilarityKeys):
         window_type: `sliding_ttl`: every request restarts the window; `sliding_log`: the last `window_seconds` count;
             `fixed`: the first request starts the window.
         count_refused: with `false`, refused requests don't count.
-        count_failed: with `false`, requests that get a 5xx or no answer don't count, if Envoy's access log reports them.
+        count_failed: with `false`, requests that get a 5xx or no answer, or that another filter refuses before they reach the
+            upstream, don't count, if Envoy's access log reports them.
         reject_status: status of a refusal, 400 to 599; `auto`: 400 if waiting does not help, else 429.
         refuse_as: `error`, or `completion`: an answer with the reason as the model's text.
         max_delay_ms: longest delay of `throttle`, in milliseconds.

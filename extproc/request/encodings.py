@@ -64,6 +64,11 @@ def read_text(body: bytes | memoryview, content_encoding: bytes, limit: int) -> 
     return _decode(_unpack_all(body, list_encodings(content_encoding), limit) if content_encoding else body)
 
 
+def unpack(body: bytes | memoryview, content_encoding: bytes, limit: int) -> bytes | memoryview:
+    """The body without its content-encoding; see `read_text` for the arguments and errors."""
+    return _unpack_all(body, list_encodings(content_encoding), limit)
+
+
 def list_encodings(content_encoding: bytes) -> list[bytes]:
     """The encodings in the header, except those that do not change a body."""
     names = [name.strip().lower() for name in content_encoding.split(b",")]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from heapq import nsmallest
 from operator import attrgetter
@@ -250,7 +250,7 @@ class _Peer(asyncio.Protocol):
         serving = self._serving.get(call.number)
         if serving is None:
             opened = Stream(self._server.service, call.metadata)
-            opened.on_given_up = partial(self._give_up, call)
+            opened.on_given_up = partial(self._give_up, call, opened)
             serving = self._serving[call.number] = _Serving(self, call, opened)
         stream = serving.stream
         if stream is None:
@@ -281,8 +281,9 @@ class _Peer(asyncio.Protocol):
     async def _process_later(self, call: Call, serving: _Serving, reply: Reply | Awaitable[Reply]) -> None:
         settled = reply if isinstance(reply, Reply) else await reply
         if settled.hold_ms:
-            self._grpc.send(call, settled.first)
-            self._schedule()
+            if settled.first:
+                self._grpc.send(call, settled.first)
+                self._schedule()
             await self._server.service.holds.wait(settled.hold_ms)
             if serving.stream is not None:
                 serving.stream.end_hold()
@@ -292,7 +293,9 @@ class _Peer(asyncio.Protocol):
         self._schedule()
 
     def _answer(self, call: Call, reply: Reply) -> None:
-        if reply.done:
+        if reply.rest and reply.answer is not None:
+            self._answer_all(call, reply.answer, reply.rest, done=reply.done)
+        elif reply.done:
             if reply.answer is None:
                 self._grpc.finish(call, grpc.OK)
             else:
@@ -300,6 +303,17 @@ class _Peer(asyncio.Protocol):
             self._drop(call.number)
         elif reply.answer is not None:
             self._grpc.send(call, reply.answer)
+
+    def _answer_all(self, call: Call, first: bytes, rest: Sequence[bytes], *, done: bool) -> None:
+        """Send several messages; with `done`, they end the call."""
+        self._grpc.send(call, first)
+        for message in rest[:-1]:
+            self._grpc.send(call, message)
+        if done:
+            self._grpc.answer(call, rest[-1])
+            self._drop(call.number)
+        else:
+            self._grpc.send(call, rest[-1])
 
     def _finish(self, call: Call, status: int, message: str = "") -> None:
         """End a call with a status, and stop the work for it."""
@@ -312,9 +326,12 @@ class _Peer(asyncio.Protocol):
         else:
             self._finish(call, grpc.OK)
 
-    def _give_up(self, call: Call) -> None:
-        """Stop waiting for the body: after status OK, Envoy continues the request."""
-        self._finish(call, grpc.OK)
+    def _give_up(self, call: Call, stream: Stream) -> None:
+        """Stop waiting for the body: after status OK, Envoy continues the request. If it keeps no body, hand it on."""
+        for message in stream.take_handed_on():
+            self._grpc.send(call, message)
+        if not stream.carries:
+            self._finish(call, grpc.OK)
         self._schedule()
 
     def _drop(self, number: int) -> None:

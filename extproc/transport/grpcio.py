@@ -43,6 +43,27 @@ _OPTIONS = [
 ]
 
 
+class _Writer:
+    """Writes the messages of one call, one after the other: grpc allows no two writes at once."""
+
+    def __init__(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
+        self._context = context
+        self._lock = asyncio.Lock()
+        self._pushes: set[asyncio.Task[None]] = set()
+
+    async def write(self, messages: Iterable[bytes]) -> None:
+        """Write messages."""
+        async with self._lock:
+            for message in messages:
+                await self._context.write(message)
+
+    def push(self, messages: Iterable[bytes]) -> None:
+        """Write messages while the call waits for its next one."""
+        push = asyncio.create_task(self.write(messages))
+        self._pushes.add(push)
+        push.add_done_callback(self._pushes.discard)
+
+
 class GrpcServer:
     """A grpc.aio server around a service."""
 
@@ -105,23 +126,20 @@ class GrpcServer:
         await self._check_peer(context)
         stream = Stream(self._service, context.invocation_metadata() or ())
         call = cast("asyncio.Task[None]", asyncio.current_task())
-        # grpc cannot end a call cleanly while it reads. Only a stop justifies that; otherwise the next message ends the call.
-        stream.on_given_up = lambda: self._service.released and call.cancel()
+        writer = _Writer(context)
+
+        def give_up() -> None:
+            if stream.carries:
+                writer.push(stream.take_handed_on())
+            elif self._service.released:
+                # grpc cannot end a call cleanly while it reads. Only a stop justifies that; else its next message ends it.
+                call.cancel()
+
+        stream.on_given_up = give_up
         try:
-            while True:
-                data = await context.read()
-                if data is grpc.aio.EOF:
-                    return
+            while (data := await context.read()) is not grpc.aio.EOF:
                 reply = stream.receive(data)
-                if not isinstance(reply, Reply):
-                    reply = await reply
-                if reply.hold_ms:
-                    await context.write(reply.first)
-                    await self._service.holds.wait(reply.hold_ms)
-                    stream.end_hold()
-                if reply.answer is not None:
-                    await context.write(reply.answer)
-                if reply.done:
+                if await self._answer(stream, writer, reply if isinstance(reply, Reply) else await reply):
                     return
         except asyncio.CancelledError:
             if not stream.given_up:
@@ -131,6 +149,17 @@ class GrpcServer:
             await context.abort(_STATUS[error.code], str(error))
         finally:
             stream.close()
+
+    async def _answer(self, stream: Stream, writer: _Writer, reply: Reply) -> bool:
+        """Do as a reply says; returns whether the call is over."""
+        if reply.hold_ms:
+            if reply.first:
+                await writer.write([reply.first])
+            await self._service.holds.wait(reply.hold_ms)
+            stream.end_hold()
+        if reply.answer is not None:
+            await writer.write([reply.answer, *reply.rest])
+        return reply.done
 
     async def _log_access(self, messages: AsyncIterator[bytes], context: Any) -> StreamAccessLogsResponse:  # noqa: ANN401  # grpc is untyped
         await self._check_peer(context)

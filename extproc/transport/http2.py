@@ -606,20 +606,26 @@ class Connection:
         assert not stream.local_closed, "the stream is answered"  # noqa: S101  # a bug of the caller
         assert stream.trailers is None, "the stream is answered"  # noqa: S101  # as above
         size = len(data)
-        if (
-            stream.blocked is not None
-            or size > self._window
-            or size > self._peer_window - stream.spent
-            or size > self._peer_frame
-        ):
+        if stream.blocked is not None or size > self._window or size > self._peer_window - stream.spent:
             self._block_output(stream, data, trailers)
             return
-        if size:
+        if size > self._peer_frame:
+            self._send_frames(stream, data)
+        elif size:
             stream.spent += size
             self._window -= size
             self._write(DATA, 0, stream.name, data)
         if trailers is not None:
             self._write_last(stream, trailers)
+
+    def _send_frames(self, stream: Http2Stream, data: bytes) -> None:
+        """Send bytes that the windows allow, but that are too long for one frame."""
+        most = self._peer_frame
+        self.work += len(data) >> 10
+        stream.spent += len(data)
+        self._window -= len(data)
+        for place in range(0, len(data), most):
+            self._write(DATA, 0, stream.name, data[place : place + most])
 
     def goaway(self) -> None:
         """Ask the peer to open no more streams; those that it has opened meanwhile are served."""

@@ -28,6 +28,7 @@ TITLE = (
 _CONNECTIONS = 16
 _SMALL, _LARGE = 1024, 1_000_000
 _LIMIT_LARGE = 1.2
+_LIMIT_DUPLEX = 1.3
 _WARM_UP = 500
 _LIMIT_AGENTS = 1.2
 _CHANGING = {"x-request-id": "%REQ(x-request-id)%"}
@@ -37,11 +38,15 @@ _SERVERS = {
     "go": "null server on grpc-go (GOMAXPROCS=1)",
     "null": "null server on grpc.aio",
     "guard": "guard, compiled",
+    "duplex": "guard, compiled, with bodies that Envoy does not keep (FULL_DUPLEX_STREAMED)",
     "pure": "guard, pure Python",
     "changing": "guard, compiled, with a changing header in the stream's metadata",
     "grpcio": "guard, pure Python, on --transport grpcio",
 }
 """By listener; all take part in every round, as far as they are there."""
+
+_SHARING = ("changing", "duplex")
+"""Listeners that ask the server of another one, `guard`."""
 
 _AGENTS = "agents"
 """The listener of a guard that knows agents by their keys and by what they show; see `samples.agents`."""
@@ -62,6 +67,7 @@ _COMPARISONS = (
     _Comparison("guard", "null", "guard, compiled, vs. grpc.aio", 0.15),
     _Comparison("pure", "null", "guard, pure Python, vs. grpc.aio", 0.34),
     _Comparison("changing", "guard", "guard, compiled, a changing header vs. none"),
+    _Comparison("duplex", "guard", "guard, compiled, FULL_DUPLEX_STREAMED vs. BUFFERED", _LIMIT_DUPLEX),
     _Comparison("grpcio", "null", "guard on --transport grpcio vs. grpc.aio"),
 )
 
@@ -105,7 +111,7 @@ class _Lab:
 
     def send(self, name: str, sent: Iterator[bytes], requests: int) -> _Cost:
         """The same for requests that are made by the caller, of that number."""
-        port, server, _ = self._listeners[name]
+        port, server, *_ = self._listeners[name]
         before = self._clocks(server)
         seconds = asyncio.run(load(port, _CONNECTIONS, sent, requests))
         used, envoy = (after - start for after, start in zip(self._clocks(server), before, strict=True))
@@ -134,12 +140,13 @@ def _lab(directory: Path) -> Iterator[_Lab]:
     policy.write_bytes(samples.bundle([samples.policy(window_seconds=3600)]))
     agents = directory / "agents.json"
     agents.write_bytes(samples.bundle([samples.agents()]))
-    ports = {name: free_port() for name in (*_SERVERS, _AGENTS) if name != "changing"}
+    ports = {name: free_port() for name in (*_SERVERS, _AGENTS) if name not in _SHARING}
     admins = {name: free_port() for name in ("guard", "pure", "grpcio", _AGENTS)}
     commands, missing = _commands(policy, agents, ports, admins)
     listeners = {"without": Listener(free_port()), **{name: Listener(free_port(), name) for name in commands}}
     if "guard" in commands:
         listeners["changing"] = Listener(free_port(), "guard", _CHANGING)
+        listeners["duplex"] = Listener(free_port(), "guard", body_mode="FULL_DUPLEX_STREAMED")
     with ExitStack() as stack:
         pids = {
             name: stack.enter_context(running(command, ports[name], directory / f"{name}.log"))
@@ -171,7 +178,7 @@ def _commands(
         missing["go"] = str(error)
     compiled = find_compiled()
     if compiled is None:
-        missing["guard"] = missing["changing"] = missing[_AGENTS] = explain_missing()
+        missing["guard"] = missing["changing"] = missing["duplex"] = missing[_AGENTS] = explain_missing()
     else:
         commands["guard"] = guard("guard", compiled)
         commands[_AGENTS] = guard(_AGENTS, compiled)
@@ -187,10 +194,12 @@ def run(*, quick: bool) -> list[Row]:
             lab.load(name, _WARM_UP, _SMALL)
         small = _rounds(lab, lab.names, rounds, 1000 if quick else 3000, _SMALL)
         guard = "pure" if "guard" in lab.missing else "guard"
-        large = _rounds(lab, ("null", guard), rounds, 100 if quick else 300, _LARGE)
+        held = () if "duplex" in lab.missing else ("duplex",)
+        large = _rounds(lab, ("null", guard, *held), rounds, 100 if quick else 300, _LARGE)
         agents = _agent_rows(lab, rounds, 10 if quick else 40)
         lab.check_guards()
-    return [*_small_rows(small, lab.missing), *agents, *_large_rows(large["null"], large[guard], _SERVERS[guard])]
+    rows = [*_small_rows(small, lab.missing), *agents, *_large_rows(large["null"], large[guard], _SERVERS[guard])]
+    return [*rows, _duplex_row(large, lab.missing)]
 
 
 def _rounds(lab: _Lab, names: Sequence[str], rounds: int, requests: int, length: int) -> dict[str, list[_Cost]]:
@@ -236,6 +245,16 @@ def _small_rows(found: Mapping[str, Sequence[_Cost]], missing: Mapping[str, str]
             envoy = median(cost.envoy for cost in found[name])
             rows.append(Row(f"1 KB: Envoy itself, {label}", envoy, "us", note=f"{per_second:,.0f} requests/s"))
     return rows
+
+
+def _duplex_row(found: Mapping[str, Sequence[_Cost]], missing: Mapping[str, str]) -> Row:
+    """What it costs to hold a large body here, and to hand it back, compared with one that Envoy holds."""
+    name, why = "1 MB: guard, compiled, FULL_DUPLEX_STREAMED vs. BUFFERED", missing.get("duplex", "")
+    if why:
+        return Row(name, None, "x", _LIMIT_DUPLEX, why)
+    server = {listener: [cost.server for cost in costs] for listener, costs in found.items()}
+    note = f"{median(server['duplex']):.0f} us vs. {median(server['guard']):.0f} us; {spread(server, 'duplex', 'guard')}"
+    return Row(name, ratio(server, "duplex", "guard"), "x", _LIMIT_DUPLEX, note)
 
 
 def _large_rows(null: Sequence[_Cost], guard: Sequence[_Cost], label: str) -> list[Row]:

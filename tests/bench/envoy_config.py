@@ -24,11 +24,13 @@ class Listener(NamedTuple):
         server: the name of the ext_proc server that is asked; without one the body is only buffered, which the filter makes
             Envoy do as well.
         metadata: sent to the server with every stream, Envoy's formatters expanded.
+        body_mode: how bodies are sent to the server.
     """
 
     port: int
     server: str | None = None
     metadata: Mapping[str, str] = {}
+    body_mode: str = "BUFFERED"
 
 
 @contextmanager
@@ -88,7 +90,8 @@ def _ext_proc(listener: Listener) -> dict[str, Any]:
         message_timeout="30s",  # a busy machine must not turn into failures
         processing_mode={
             "request_header_mode": "SEND",
-            "request_body_mode": "BUFFERED",
+            "request_body_mode": listener.body_mode,
+            "request_trailer_mode": "SEND",
             "response_header_mode": "SKIP",
         },
         request_attributes=["source.address", "xds.route_name"],

@@ -29,7 +29,6 @@ from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.logs import escape_controls
 from extproc.operator.table import find_known
 from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
-from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import read_hash_key
 from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
 from extproc.sessions.limits import UNNAMED
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         print(escape_controls(f"no policy matches {request.method} {request.path}: the request passes uncounted"))
         return 0
     reason = explain_unknowable_body(request) if evaluation.needs_body or request.opens_responses else ""
-    evaluation.read_body(None if reason else NO_BODY.plus(body), reason, body)
+    evaluation.read_body(None if reason else evaluation.sum_up(body), reason, body)
     missing = [entry for group in evaluation.groups for entry in group.missing]
     for policy, detector, why in evaluation.list_left_out():
         named = [("detector", detector)] if detector not in ("", DEFAULT_DETECTOR) else []

@@ -117,9 +117,11 @@ class EnvoyOptions:
         gather=",".join,
     )
     body_mode: str = choice(
-        "what happens to a body above the limit: strict refuses it with 413, tolerant lets it through uncounted",
+        "what happens to a body above the limit: strict refuses it with 413, tolerant lets it through uncounted; "
+        "duplex has no limit, and Loopguard holds bodies instead of Envoy",
         "strict",
         "tolerant",
+        "duplex",
     )
     buffer_limit: int = option(10 * 2**20, _parse_bytes, "largest request body to inspect", "BYTES")
     tolerant_routes: tuple[str, ...] = option(
@@ -166,6 +168,8 @@ class EnvoyOptions:
             self._refuse(("failure_mode", "body_mode", "tolerant_routes"), why)
         if self.body_mode == "tolerant":
             self._refuse(("tolerant_routes",), "where --body-mode tolerant makes all of them so")
+        if self.body_mode == "duplex":
+            self._refuse(("tolerant_routes",), "where --body-mode duplex has no limit")
 
     def _check_kind(self) -> None:
         if self.snippet:

@@ -17,7 +17,7 @@ from extproc.policy.loader import PolicySet
 from extproc.request.secrets import may_stand_in_query
 from extproc.settings import Address, parse_subject_name
 
-_BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL"}
+_BODY_MODES = {"strict": "BUFFERED", "tolerant": "BUFFERED_PARTIAL", "duplex": "FULL_DUPLEX_STREAMED"}
 _UPSTREAM_PROTOCOLS = {
     "http1": "explicit_http_config: {http_protocol_options: {}}",
     "http2": "explicit_http_config: {http2_protocol_options: {}}",
@@ -67,7 +67,8 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
         "observing": options.observes,
         "waiting": not options.observes,
         "partial": options.shadow_mode == "partial",
-        "keeps_length": _is_tolerant(options) or bool(options.tolerant_routes),
+        "cuts": _is_tolerant(options) or bool(options.tolerant_routes),
+        "keeps_length": _is_tolerant(options) or bool(options.tolerant_routes) or options.body_mode == "duplex",
         "failure_mode_allow": str(options.failure_mode == "allow").lower(),
         **_describe_rules(options),
         "outcomes": needed and not options.observes,
@@ -92,7 +93,7 @@ def _is_tolerant(options: EnvoyOptions) -> bool:
 def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool) -> Mapping[str, str | bool]:
     """What a guarded route sends; `tolerant` if it is so beside strict routes."""
     observes = options.observes  # answers are ignored, so nothing is held, reported or received
-    buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else "strict"]
+    buffered = _BODY_MODES["tolerant" if tolerant or _is_tolerant(options) else options.body_mode]
     return {
         "usage": _reads_usage(policies, options),
         "bounded": not observes,

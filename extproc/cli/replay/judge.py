@@ -21,7 +21,6 @@ from extproc.engine.engine import Engine
 from extproc.engine.evaluation import CandidateGroup, Evaluation
 from extproc.metrics import Metrics
 from extproc.request.document import NotCounted
-from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import PROCESS_KEY, HashKey, RecordedKey
 from extproc.request.http import HttpRequest, explain_unknowable_body
 from extproc.sessions.call_digests import CallReader, ShownCalls
@@ -76,7 +75,7 @@ class Replayed:
             return evaluation
         # This reads headers that a partial record does not have; they were read when it was recorded.
         reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
-        evaluation.read_body(None if reason else NO_BODY.plus(content), reason, content)
+        evaluation.read_body(None if reason else evaluation.sum_up(content), reason, content)
         return evaluation
 
     def _read_digests(self, recorded: Recorded) -> RecordedBody | None:

@@ -33,7 +33,8 @@ _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
 """The subject of a warning."""
 
 # Numbers of the fields that lead to a body and to headers (envoy/service/ext_proc/v3/external_processor.proto).
-_REQUEST_BODY, _RESPONSE_BODY, _RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 3, 4, 1, 3, 1, 3
+_REQUEST_HEADERS, _REQUEST_BODY, _RESPONSE_BODY, _RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 1, 3, 4, 1, 3, 1, 3
+_ENDED: Final = b"\x10\x01"  # end_of_stream of a StreamedBodyResponse
 _HEADER_MUTATION, _SET_HEADERS, _HEADER, _KEY, _RAW_VALUE = 2, 1, 1, 1, 3
 _OVERWRITTEN: Final = b"\x18\x02"  # append_action: OVERWRITE_IF_EXISTS_OR_ADD
 _REMOVE_HEADERS: Final = 2
@@ -85,15 +86,47 @@ def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks:
     """
     # Envoy compares the body with its content-length, and answers 500 if they differ.
     size = sum([len(piece) for piece in body])
-    headers = [_write_header(name, value) for name, value in [*marks, ("content-length", str(size))]]
-    if warning:
-        headers.append(_write_header(_WARNING, warning))
     inner = write_head(_BODY, size)
     mutation = write_head(_BODY_MUTATION, len(inner) + size) + inner
-    head = write_field(_HEADER_MUTATION, b"".join([*headers, _WITHOUT_DIGESTS])) + mutation
+    head = _write_edit([*marks, ("content-length", str(size))], warning) + mutation
     head = write_head(_RESPONSE, len(head) + size) + head
     head = write_head(_REQUEST_BODY, len(head) + size) + head
     return b"".join([head, *body, write_metadata(metadata)])
+
+
+def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[Header], size: int) -> bytes:
+    """The answer to the headers of a request whose body is handed back edited.
+
+    Args:
+        metadata: dynamic metadata to add.
+        warning: tells the upstream about a loop; empty for none.
+        marks: headers that tell the upstream how the body was edited.
+        size: the length of the edited body, in bytes; negative if the request tells no length.
+    """
+    # Envoy removes the length unless its filter has `allow_content_length_header`.
+    told = [("content-length", str(size))] if size >= 0 else []
+    common = write_field(_RESPONSE, _write_edit([*marks, *told], warning))
+    return write_field(_REQUEST_HEADERS, common) + write_metadata(metadata)
+
+
+def hand_on(piece: bytes | bytearray | memoryview, *, ended: bool) -> bytes:
+    """The answer that hands a piece of a request's body back; with `ended`, it is the last."""
+    size = len(piece)
+    head = write_head(_BODY, size) if size else b""
+    end = _ENDED if ended else b""
+    length = len(head) + size + len(end)
+    head = write_head(_STREAMED, length) + head
+    for number in (_BODY_MUTATION, _RESPONSE, _REQUEST_BODY):
+        head = write_head(number, len(head) + size + len(end)) + head
+    return b"".join([head, piece, end])
+
+
+def _write_edit(marks: Sequence[Header], warning: str) -> bytes:
+    """The header mutation of a request whose body is edited."""
+    headers = [_write_header(name, value) for name, value in marks]
+    if warning:
+        headers.append(_write_header(_WARNING, warning))
+    return write_field(_HEADER_MUTATION, b"".join([*headers, _WITHOUT_DIGESTS]))
 
 
 def hand_back(kind: str, body: bytes | memoryview) -> bytes:

@@ -83,6 +83,7 @@ REPAIRS = {
     "too_large": _BUFFER,
     "no_body_phase": _FILTER,
     "body_mode": _FILTER,
+    "mirror": Repair("are copies that Envoy mirrored", "start without `serve --skip-mirrors`"),
     "overload": Repair("passed because Loopguard was full", "run more processes, or raise `serve --max-streams`"),
     "shutdown": Repair("passed because Loopguard was stopping", "raise `serve --drain-timeout`"),
     "internal_error": Repair("passed because of an error in Loopguard", "report the error, which is in the log"),

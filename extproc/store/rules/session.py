@@ -105,7 +105,7 @@ REFUSED: Final = 2
 """Another guard of Loopguard refused it, so it was not a step."""
 
 WITHDRAWN: Final = 4
-"""Its client left before it was sent on, so it was neither a step nor a refusal."""
+"""Its client left, or another filter of Envoy refused it, before it was sent on: it was neither a step nor a refusal."""
 
 
 Tokens: TypeAlias = tuple[int, int, int, int]

@@ -179,7 +179,11 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
         f"{PER_ROUTE}/processing_mode/request_body_mode",
     ),
     "bodies in pieces": putting("processing-mode", f"{MODE}/request_body_mode", "STREAMED"),
-    "bodies in both directions": putting("processing-mode", f"{MODE}/request_body_mode", "FULL_DUPLEX_STREAMED"),
+    "bodies in both directions": (
+        put(f"{MODE}/request_body_mode", "FULL_DUPLEX_STREAMED"),
+        "content-length",
+        f"{FILTER}/allow_content_length_header",
+    ),
     "bodies in gRPC's mode": putting("processing-mode", f"{MODE}/request_body_mode", "GRPC"),
     "a buffer limit that is none": (
         in_parts({f"{FILTER}/grpc_service/initial_metadata": [{"key": "x-loopguard-buffer-limit", "value": "10485761"}]}),

@@ -330,3 +330,23 @@ def test_a_flood_in_one_message_is_bounded() -> None:
     assert access_log.receive(message.SerializeToString()) == MAX_ENTRIES + 5
     assert access_log.receive(b"\xff" * (MAX_MESSAGE + 1)) == 0
     assert (len(taken), counted("taken"), counted("dropped")) == (1, 1, 6)
+
+
+@pytest.mark.parametrize("status", [0, 401, 403, 429])
+def test_what_another_filter_refused_is_taken_back(status: int) -> None:
+    """Nothing of it went to an upstream: it was no step, and its counts are undone. What an upstream refused stays counted."""
+    counted = {"counted": [["w", "loop:p:default:sliding_ttl::0123456789abcdef:00"]]}
+    unsent = read(status=status, sessions=[SESSION, counted])
+    sent = read(status=status, sessions=[SESSION, counted], took=(0, 0.5))
+    ours = read(status=status, sessions=[SESSION, counted], action="reject")
+
+    assert (unsent.unsent, unsent.failed, len(unsent.counted)) == (True, False, 1)
+    assert (sent.unsent, len(sent.counted)) == (False, 0)
+    assert (ours.unsent, len(ours.counted)) == (False, 0)
+
+
+def test_an_answer_of_envoy_itself_is_no_refusal() -> None:
+    """A direct response of a route reaches no upstream either, and stays counted."""
+    assert not read(status=200).unsent
+    assert read(status=503).failed
+    assert not read(status=503).unsent

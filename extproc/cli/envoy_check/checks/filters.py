@@ -27,7 +27,8 @@ def check_processing_mode(guard: Guard) -> Iterator[Finding]:
             problem = "request headers are not sent to Loopguard: nothing is guarded"
             yield Finding("processing-mode", headers, problem, "request_header_mode: SEND", routes)
         for problem in _explain_body_mode(body.text("NONE"), observes=guard.observes):
-            right = "request_body_mode: BUFFERED, or BUFFERED_PARTIAL" if not guard.observes else "request_body_mode: STREAMED"
+            right = "request_body_mode: BUFFERED, BUFFERED_PARTIAL or FULL_DUPLEX_STREAMED"
+            right = right if not guard.observes else "request_body_mode: STREAMED"
             yield Finding("processing-mode", body, problem, right, routes)
         answers = mode.get("response_body_mode")
         if answers.text("NONE") != "NONE":
@@ -51,8 +52,6 @@ def check_processing_mode(guard: Guard) -> Iterator[Finding]:
 def _explain_body_mode(mode: str, *, observes: bool) -> Iterator[str]:
     if mode == "NONE":
         yield 'bodies are not sent: requests with one are not counted (`no_body_phase`), except with "body": "ignore"'
-    elif mode == "FULL_DUPLEX_STREAMED":
-        yield f"{mode}: Loopguard passes bodies through, and does not count requests that have one (`body_mode`)"
     elif mode == "GRPC":
         yield f"Envoy does not implement {mode} yet: bodies pass, and requests that have one are not counted (`body_mode`)"
     elif mode == "STREAMED" and not observes:
@@ -62,12 +61,13 @@ def _explain_body_mode(mode: str, *, observes: bool) -> Iterator[str]:
 
 
 def check_content_length(guard: Guard) -> Iterator[Finding]:
-    """BUFFERED_PARTIAL removes a header that upstreams may need."""
-    partial = [route.name for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
+    """Other modes than BUFFERED remove a header that upstreams may need."""
     place = guard.filter.config.get("allow_content_length_header")
-    if partial and not place.flag():
-        problem = "Envoy removes content-length with BUFFERED_PARTIAL: upstreams get chunked bodies, which some refuse"
-        yield Finding("content-length", place, problem, "allow_content_length_header: true (Envoy 1.38)", partial)
+    for mode in ("BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED"):
+        routes = [route.name for route in guard.guarded if route.body_mode == mode]
+        if routes and not place.flag():
+            problem = f"Envoy removes content-length with {mode}: upstreams get chunked bodies, which some refuse"
+            yield Finding("content-length", place, problem, "allow_content_length_header: true (Envoy 1.38)", routes)
 
 
 def check_failure_mode(guard: Guard) -> Iterator[Finding]:
@@ -94,7 +94,11 @@ def check_message_timeout(guard: Guard) -> Iterator[Finding]:
     usual, longest = guard.filter.config.get("message_timeout"), guard.filter.config.get("max_message_timeout")
     timeout = usual.seconds(_DEFAULT_MESSAGE_TIMEOUT)
     patience = max(timeout, longest.seconds(0))
-    if patience < guard.needs.hold:
+    untimed = [route.name for route in guard.guarded if route.body_mode == "FULL_DUPLEX_STREAMED"]
+    if untimed:
+        problem = "no timeout bounds Loopguard's answers in FULL_DUPLEX_STREAMED: if Loopguard hangs, requests wait"
+        yield note("message-timeout", usual, problem, "BUFFERED, if such requests should pass instead", untimed)
+    if patience < guard.needs.hold and len(untimed) < len(list(guard.guarded)):
         problem = f"a throttled request takes up to {guard.needs.hold:g} s, but Envoy waits only {patience:g} s: it fails"
         yield Finding("message-timeout", longest, problem, f"max_message_timeout: {max(35, guard.needs.hold):g}s")
     if timeout > _PATIENT:

@@ -127,7 +127,7 @@ def check_idle_timeout(guard: Guard) -> Iterator[Finding]:
 def check_expect(guard: Guard) -> Iterator[Finding]:
     """An upstream that sees nothing before the body is complete cannot ask for it."""
     place = guard.manager.place.get("proxy_100_continue")
-    waiting = [route.name for route in guard.guarded if route.body_mode.startswith("BUFFERED")]
+    waiting = [route.name for route in guard.guarded if route.body_mode.startswith(("BUFFERED", "FULL_DUPLEX"))]
     if place.flag() and waiting and not guard.observes:
         problem = "a client that sends Expect: 100-continue waits: the upstream should answer, but sees nothing before the body"
         yield note("expect", place, problem, "proxy_100_continue: false, so that Envoy answers", waiting)

@@ -1,0 +1,134 @@
+"""FULL_DUPLEX_STREAMED through the real Envoy: every action, on bodies of every size and form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.documents import bundle, policy, read_yaml
+from tests.support.harness import Answer, Stack, envoy_version, eventually, stack
+from tests.support.uploads import Upload, send
+from tests.unit.ext_proc.test_duplex import chat
+
+TRANSPORTS = ["fast", "grpcio"]
+SIZES = [1, 70_000, 1_100_000]
+
+
+def edit(config: str, *, keeps_length: bool = envoy_version() >= (1, 38)) -> str:
+    """The same configuration with trailers; Envoy 1.36 cannot keep content-length."""
+    document = read_yaml(config)
+    manager = document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_protocol_options"] = {"enable_trailers": True}
+    guard = next(item for item in manager["http_filters"] if item["name"] == "envoy.filters.http.ext_proc")
+    if not keeps_length:
+        del guard["typed_config"]["allow_content_length_header"]
+    return json.dumps(document)
+
+
+class Form(NamedTuple):
+    """How a body is sent."""
+
+    size: int
+    http2: bool
+    length: bool
+    trailers: bool
+
+    def make_upload(self, path: str, body: bytes = b"") -> Upload:
+        """A request whose body is of this size, unless there is one."""
+        user = {"x-user-id": "-".join(str(int(value)) for value in self)}
+        sent = body or b"x" * self.size
+        return Upload(path, sent, self.http2, self.length, self.trailers, headers=user)
+
+
+FORMS = [
+    Form(size, http2, length, trailers)
+    for size, http2, length, trailers in product(SIZES, (False, True), (False, True), (False, True))
+    if http2 or not (length and trailers)
+]
+_USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
+_TURNS: dict[str, Any] = {**_USER, "similarity": "turns", "threshold_identical_requests": 3, "max_inspect_bytes": 4_000_000}
+DOCUMENT = bundle(
+    policy("pass", {"pathPrefix": "/pass"}, threshold_identical_requests=100, **_USER),
+    policy("warn", {"pathPrefix": "/warn"}, action="warn", threshold_identical_requests=2, **_USER),
+    policy("reject", {"pathPrefix": "/reject"}, threshold_identical_requests=2, **_USER),
+    policy("throttle", {"pathPrefix": "/throttle"}, action="throttle", threshold_identical_requests=2, **_USER),
+    policy("headers", {"pathPrefix": "/headers"}, threshold_identical_requests=2, body="ignore", **_USER),
+    policy("steer", {"pathPrefix": "/v1/chat"}, action="steer", **_TURNS),
+)
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def made(request: pytest.FixtureRequest) -> Iterator[Stack]:
+    """A stack whose Envoy keeps no bodies. Its limit is below most of them: it does not matter in this mode."""
+    with stack(DOCUMENT, "--transport", request.param, body_mode="duplex", buffer_limit=65_536, edit=edit) as running:
+        yield running
+
+
+def send_twice(made: Stack, path: str) -> dict[Form, list[Answer]]:
+    """Two equal requests in each form."""
+    return {form: [send(made.envoy.port, form.make_upload(path)) for _ in range(2)] for form in FORMS}
+
+
+def arrived(made: Stack, path: str, form: Form) -> list[bytes]:
+    """The bodies that reached the upstream."""
+    user = form.make_upload(path).headers["x-user-id"]
+    return [seen.body for seen in made.upstream.seen if seen.target == path and seen.header("x-user-id") == user]
+
+
+@pytest.mark.parametrize(
+    ("action", "statuses"),
+    [("pass", [200, 200]), ("warn", [200, 200]), ("reject", [200, 429]), ("throttle", [200, 200]), ("headers", [200, 429])],
+)
+def test_each_action_keeps_bodies_whole(made: Stack, action: str, statuses: list[int]) -> None:
+    """What passes comes whole, with its warning; what is refused never reaches the upstream, not even in part."""
+    path = f"/{action}/all"
+
+    answers = send_twice(made, path)
+
+    assert {form: [answer.status for answer in both] for form, both in answers.items() if form.size} == dict.fromkeys(
+        FORMS, statuses
+    )
+    for form in FORMS:
+        assert arrived(made, path, form) == [b"x" * form.size] * statuses.count(200)
+    warned = [seen.header("x-fairvisor-warning") for seen in made.upstream.seen if seen.target == path]
+    assert warned.count("loop_warn") == (len(FORMS) if action == "warn" else 0)
+    assert made.loopguard.metric("uncounted_total", policy=action) == 0
+    eventually(lambda: made.loopguard.metric("streams_in_flight") == 0, "the end of all streams")
+
+
+def test_a_steered_body_arrives_edited(made: Stack) -> None:
+    """Its note is in it, whatever its form; a length that is told is right."""
+    path = "/v1/chat/completions"
+    bodies = {form: chat(3, padding=form.size) for form in FORMS}
+
+    answers = {form: send(made.envoy.port, form.make_upload(path, body)) for form, body in bodies.items()}
+
+    assert {answer.status for answer in answers.values()} == {200}
+    for form, body in bodies.items():
+        [edited] = arrived(made, path, form)
+        assert json.loads(edited)["messages"][:6] == json.loads(body)["messages"][:6]
+        assert "Loop detected" in json.loads(edited)["messages"][6]["content"]
+    assert {seen.header("x-loopguard-steered") for seen in made.upstream.seen if seen.target == path} == {"1"}
+    assert made.loopguard.metric("unsteered_total") == 0
+
+
+_NEEDS_KEPT = pytest.mark.skipif(envoy_version() < (1, 38), reason="keeping content-length needs Envoy 1.38")
+
+
+@pytest.mark.parametrize("allowed", [False, pytest.param(True, marks=_NEEDS_KEPT)])
+def test_the_told_length_is_that_of_the_body(allowed: bool) -> None:
+    """Envoy removes it, or keeps ours where its filter allows that."""
+    form = Form(5_000, http2=False, length=True, trailers=False)
+    with stack(DOCUMENT, body_mode="duplex", edit=partial(edit, keeps_length=allowed)) as made:
+        plain = send(made.envoy.port, form.make_upload("/pass/length"))
+        steered = send(made.envoy.port, form.make_upload("/v1/chat/completions", chat(3, padding=5_000)))
+
+        assert [plain.status, steered.status] == [200, 200]
+        told = [seen.header("content-length") for seen in made.upstream.seen]
+        assert told == ([str(len(seen.body)) for seen in made.upstream.seen] if allowed else [None, None])
+        assert b"Loop detected" in made.upstream.seen[1].body

@@ -1,0 +1,458 @@
+"""One suite of messages that every body mode passes: what comes out is what came in, or the edited body, or a refusal."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import brotli
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Reply
+from extproc.ext_proc.upload import UploadMemory
+from extproc.pb.external_processor_pb2 import HttpTrailers, ProcessingRequest, ProcessingResponse
+from tests.support.documents import policy
+from tests.support.messages import body, headers
+from tests.support.service import FailingStore, exchange, make_service, metadata_of, receive, sample
+
+DUPLEX = "FULL_DUPLEX_STREAMED"
+MODES = ["BUFFERED", "STREAMED", DUPLEX]
+ANY = {"pathPrefix": "/"}
+TRAILERS = ProcessingRequest(request_trailers=HttpTrailers())
+CHAT = "/v1/chat/completions"
+STEERING: dict[str, Any] = {"action": "steer", "similarity": "turns"}
+
+
+class Passed(NamedTuple):
+    """What a gateway makes of the answers to one request.
+
+    Attributes:
+        status: 200, or that of the refusal.
+        body: what the upstream gets.
+        ended: the upstream got the end of the body.
+        set_headers: those that were set.
+        answer: the refusal, or the first answer.
+    """
+
+    status: int
+    body: bytes
+    ended: bool
+    set_headers: dict[str, str]
+    answer: ProcessingResponse
+
+
+class Gateway:
+    """Emulates the data plane of one body mode, as strict as Envoy and as agentgateway are: it refuses any other message."""
+
+    def __init__(self, service: Service, mode: str) -> None:
+        self.stream = Stream(service)
+        self.mode = mode
+        self.answers: list[ProcessingResponse] = []
+        self._expected = 0
+        self._over = False
+        self.got = b""
+        self.ended = False
+        self.sent: list[bytes] = []
+        self._trailers = 0
+
+    def send(self, message: ProcessingRequest) -> None:
+        """Send a message, and check the answers to it."""
+        if self._over:
+            return
+        kind = message.WhichOneof("request")
+        if kind == "request_body":
+            self.sent.append(message.request_body.body)
+        before = len(self.answers)
+        self.take(receive(self.stream, message), ended=kind == "request_trailers" or message.request_body.end_of_stream)
+        if self.mode != DUPLEX:
+            assert len(self.answers) == before + 1  # one answer for each message, at once
+            assert self.answers[-1].WhichOneof("response") in (kind, "immediate_response")
+
+    def take(self, reply: Reply, *, ended: bool = False) -> None:
+        """Read the messages of a reply."""
+        assert reply.answer is not None or not reply.rest
+        for data in [] if reply.answer is None else [reply.answer, *reply.rest]:
+            self._read(ProcessingResponse.FromString(data))
+        self._over = reply.done
+        if ended and self.mode == DUPLEX:
+            assert reply.done  # nothing is left to hand back, and the response is not sent to us
+
+    def take_handed_on(self) -> None:
+        """Read what a transport sends without a message of ours."""
+        for data in self.stream.take_handed_on():
+            self._read(ProcessingResponse.FromString(data))
+
+    def _read(self, answer: ProcessingResponse) -> None:
+        kind = answer.WhichOneof("response") or ""
+        assert not self.answers or self.answers[-1].WhichOneof("response") != "immediate_response"
+        if self.mode == DUPLEX and kind != "immediate_response":
+            assert (kind == "request_headers") == (not self.answers), "the headers are answered first, and once"
+            assert not self._trailers, "nothing follows the trailers"
+            assert not self.ended, "nothing follows the end"
+        self._trailers += kind == "request_trailers"
+        self.answers.append(answer)
+        if kind == "request_body" and self.mode == DUPLEX:
+            mutation = answer.request_body.response.body_mutation
+            assert mutation.WhichOneof("mutation") == "streamed_response"
+            assert answer.ByteSize() <= max(2**16, *[len(chunk) + 100 for chunk in (b"", *self.sent)])
+            self.got += mutation.streamed_response.body
+            self.ended = mutation.streamed_response.end_of_stream
+        elif kind == "request_body":
+            mutation = answer.request_body.response.body_mutation
+            self.got += mutation.body if mutation.WhichOneof("mutation") else self.sent[-1]
+
+    def finish(self) -> Passed:
+        """Close the stream."""
+        self.stream.close()
+        last = self.answers[-1]
+        refused = last.WhichOneof("response") == "immediate_response"
+        if refused and self.mode == DUPLEX:
+            assert len(self.answers) == 1, "nothing was handed back of what is refused"
+        options = [
+            option
+            for answer in self.answers
+            for part in (answer.request_headers, answer.request_body)
+            for option in part.response.header_mutation.set_headers
+        ]
+        return Passed(
+            last.immediate_response.status.code if refused else 200,
+            b"" if refused else self.got,
+            self.ended or bool(self._trailers),
+            {option.header.key: option.header.raw_value.decode() for option in options},
+            last if refused else self.answers[0],
+        )
+
+
+def cut(data: bytes, cuts: Sequence[int]) -> list[bytes]:
+    """A body in chunks, some of them empty, that end at these places."""
+    places = [0, *sorted(min(place, len(data)) for place in cuts), len(data)]
+    return [data[start:end] for start, end in pairwise(places)]
+
+
+def pass_through(
+    service: Service,
+    mode: str,
+    chunks: Sequence[bytes],
+    *,
+    last: str = "end",
+    path: str = "/",
+    length: bool = False,
+    encoding: str = "",
+) -> Passed:
+    """One request.
+
+    Args:
+        service: decides.
+        mode: of the body.
+        chunks: the body; a buffered one comes as a whole.
+        last: it ends with its last chunk (`end`), with an empty one (`empty`) or with trailers (`trailers`).
+        path: of the request.
+        length: its length is told.
+        encoding: of the body.
+    """
+    gateway = Gateway(service, mode)
+    told = {"content_length": str(sum(map(len, chunks)))} if length else {}
+    if encoding:
+        told["content_encoding"] = encoding
+    gateway.send(headers(path, mode=mode, **told))  # type: ignore[arg-type]  # only headers
+    whole = [b"".join(chunks)] if mode == "BUFFERED" else list(chunks)
+    for number, chunk in enumerate(whole):
+        gateway.send(body(chunk, end=(last == "end" or mode == "BUFFERED") and number == len(whole) - 1))
+    if mode != "BUFFERED" and last == "empty":
+        gateway.send(body(b"", end=True))
+    elif mode != "BUFFERED" and last == "trailers":
+        gateway.send(TRAILERS)
+    passed = gateway.finish()
+    assert service.kept.bytes == service.streams == service.given_up == len(service.waiting) == 0
+    return passed
+
+
+def chat(turns: int, padding: int = 0) -> bytes:
+    """A conversation in which a tool was called so often with the same argument and result."""
+    turn = [
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "read", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "Error: no such file"},
+    ]
+    tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+    user = {"role": "user", "content": "go" + "x" * padding}
+    return json.dumps({"model": "m", "tools": tools, "messages": [user, *turn * turns]}).encode()
+
+
+CHUNKS = st.tuples(st.integers(0, 300_000), st.lists(st.integers(0, 300_000), max_size=8))
+LAST = st.sampled_from(["end", "empty", "trailers"])
+
+
+@given(shape=CHUNKS, last=LAST, mode=st.sampled_from(MODES), later=st.booleans())
+def test_what_comes_out_is_what_came_in(shape: tuple[int, list[int]], last: str, mode: str, later: bool) -> None:
+    """However a body is cut and ended, in each mode, with a store in the process or outside: two pass, the third does not."""
+    size, cuts = shape
+    data = bytes(range(251)) * (size // 251 + 1)
+    chunks = cut(data[:size], cuts)
+    service = make_service(policy("p", ANY), store=FailingStore("nothing fails", later=True) if later else None)
+
+    passed = [pass_through(service, mode, chunks, last=last) for _ in range(3)]
+
+    assert [each.status for each in passed] == [200, 200, 429]
+    assert {each.body for each in passed[:2]} == {data[:size]}
+    assert all(each.ended for each in passed[:2]) or mode != DUPLEX
+
+
+@given(
+    cuts=st.lists(st.integers(0, 200_000), max_size=8), last=st.sampled_from(["end", "empty", "trailers"]), told=st.booleans()
+)
+def test_an_edited_body_is_handed_back_in_its_place(cuts: list[int], last: str, told: bool) -> None:
+    """However it was cut, it is the one that a buffered request gets; its length is told where the client told one."""
+    data = chat(3, padding=150_000)
+    answers = []
+    for mode in ("BUFFERED", DUPLEX):
+        service = make_service(policy("p", ANY, **STEERING))
+        answers.append(pass_through(service, mode, cut(data, cuts), last=last, path=CHAT, length=told))
+    buffered, held = answers
+
+    assert held.status == buffered.status == 200
+    assert len(held.body) > len(data)
+    assert json.loads(held.body)["messages"][:6] == json.loads(data)["messages"][:6]
+    assert len(held.body) == len(buffered.body)
+    assert held.set_headers.get("content-length") == (str(len(held.body)) if told else None)
+    assert held.set_headers["x-loopguard-steered"] == "1"
+    assert "content-md5" in held.answer.request_headers.response.header_mutation.remove_headers
+    assert metadata_of(held.answer)["action"] == "steer"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("last", ["end", "empty", "trailers"])
+def test_warnings_and_delays_keep_bodies_whole(mode: str, last: str) -> None:
+    """A warning is on the headers, and a delayed request gets all of its body."""
+    warned = make_service(policy("p", ANY, action="warn", threshold_identical_requests=2))
+    held = make_service(policy("p", ANY, action="throttle", threshold_identical_requests=2))
+    chunks = [b"a" * 70_000, b"", b"b"]
+
+    warnings = [pass_through(warned, mode, chunks, last=last) for _ in range(2)]
+    delays = [pass_through(held, mode, chunks, last=last) for _ in range(2)]
+
+    assert [each.body for each in (*warnings, *delays)] == [b"".join(chunks)] * 4
+    if mode == DUPLEX:
+        assert warnings[1].set_headers == {"X-Fairvisor-Warning": "loop_warn"}
+        assert metadata_of(delays[1].answer)["action"] == "throttle"
+
+
+def test_a_delay_asks_for_no_more_time() -> None:
+    """Envoy has no timeout in full duplex, and other gateways do not know the message that asks for more."""
+    service = make_service(policy("p", ANY, action="throttle", threshold_identical_requests=2))
+    pass_through(service, DUPLEX, [b"x"])
+    stream = Stream(service)
+    receive(stream, headers(mode=DUPLEX))
+    reply = receive(stream, body(b"x"))
+
+    assert (reply.hold_ms, reply.first, reply.done, len(reply.rest)) == (200, b"", True, 1)
+    stream.close()
+
+
+def feed(stream: Stream, gateway: Gateway, count: int, size: int) -> None:
+    """Send this many chunks."""
+    assert stream is gateway.stream
+    for _ in range(count):
+        gateway.send(body(b"x" * size, end=False))
+
+
+@pytest.mark.parametrize("last", ["end", "empty", "trailers"])
+def test_a_body_above_the_bound_passes_whole_and_counted(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held goes on first, then the rest as it comes; it is counted by its checksum, but no longer refused."""
+    monkeypatch.setattr("extproc.ext_proc.stream.HELD_BYTES", 100_000)
+    service = make_service(policy("p", ANY))
+    data = [b"%d" % (number % 10) * 30_000 for number in range(9)]
+
+    passed = [pass_through(service, DUPLEX, data, last=last) for _ in range(4)]
+    small = [pass_through(service, DUPLEX, [b"x"]).status for _ in range(3)]
+
+    assert [(each.status, each.body, each.ended) for each in passed] == [(200, b"".join(data), True)] * 4
+    assert small == [200, 200, 429]
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="warn") == 2
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 4
+    assert sample(service, "fail_open_total", reason="sent_on") == 2
+    assert sample(service, "uncounted_total", policy="p", reason="inspect_limit") == 0
+
+
+def test_the_ends_of_a_body_above_the_bound_are_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`turns` reads its beginning and its newest messages, without more memory than for others."""
+    monkeypatch.setattr("extproc.ext_proc.stream.HELD_BYTES", 100_000)
+    service = make_service(policy("p", ANY, similarity="turns", max_inspect_bytes=50_000))
+    data = chat(8, padding=0).replace(b'"role": "user"', b'"role": "user", "more": "%b"' % (b"x" * 20_000))
+    filler = json.dumps({"role": "user", "content": "y" * 200_000}).encode()
+    data = data.replace(b'"messages": [', b'"messages": [' + filler + b", ")
+
+    gateway = Gateway(service, DUPLEX)
+    gateway.send(headers(CHAT, mode=DUPLEX))
+    most = 0
+    for chunk in cut(data, range(0, len(data), 10_000)):
+        gateway.send(body(chunk, end=False))
+        most = max(most, service.kept.bytes)
+    gateway.send(body(b"", end=True))
+    passed = gateway.finish()
+
+    assert passed.body == data
+    assert most <= 100_000
+    assert sample(service, "loops_detected_total", policy="p", mode="enforce", action="warn") == 1
+    assert service.kept.bytes == 0
+
+
+def test_the_body_that_holds_most_gives_way() -> None:
+    """Where memory for bodies is full, small uploads are still decided, and the largest one passes whole, counted."""
+    service = make_service(policy("p", ANY, threshold_identical_requests=2))
+    service.kept = UploadMemory(1_000_000)
+    large, small = Gateway(service, DUPLEX), [Gateway(service, DUPLEX) for _ in range(8)]
+    large.stream.on_given_up = large.take_handed_on
+    for gateway in (large, *small):
+        gateway.send(headers(mode=DUPLEX))
+    feed(large.stream, large, 6, 100_000)
+    held = len(large.got)
+    for gateway in small:
+        feed(gateway.stream, gateway, 1, 70_000)
+
+    handed_on = len(large.got)
+    feed(large.stream, large, 6, 100_000)
+    for gateway in (*small, large):
+        gateway.send(body(b"end"))
+    passed = [gateway.finish() for gateway in (*small, large)]
+
+    assert (held, handed_on) == (0, 600_000)
+    assert [each.status for each in passed] == [200, *[429] * 7, 200]
+    assert passed[-1].body == b"x" * 1_200_000 + b"end"
+    assert service.kept.bytes == 0
+
+
+def test_an_upload_that_alone_fills_memory_passes() -> None:
+    """It is the largest itself."""
+    service = make_service(policy("p", ANY))
+    service.kept = UploadMemory(50_000)
+    data = [b"x" * 20_000] * 5
+
+    passed = [pass_through(service, DUPLEX, data) for _ in range(3)]
+
+    assert [(each.status, each.body) for each in passed] == [(200, b"".join(data))] * 3
+    assert sample(service, "requests_total", policy="p", mode="enforce", action="warn") == 1
+
+
+def test_a_client_that_leaves_frees_everything() -> None:
+    """At any moment of its upload."""
+    service = make_service(policy("p", ANY))
+    for count in range(4):
+        gateway = Gateway(service, DUPLEX)
+        gateway.send(headers(mode=DUPLEX))
+        feed(gateway.stream, gateway, count, 30_000)
+        assert service.kept.bytes == count * 30_000
+        gateway.stream.close()
+
+        assert service.kept.bytes == service.streams == len(service.waiting) == 0
+
+    assert sample(service, "uncounted_total", policy="p", reason="aborted") == 4
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+def test_what_is_given_up_goes_on(pushed: bool) -> None:
+    """In an overload or a stop, a held body goes on at once or, where the transport cannot do that, with its next chunk."""
+    service = make_service(policy("p", ANY))
+    gateway = Gateway(service, DUPLEX)
+    gateway.send(headers(mode=DUPLEX))
+    feed(gateway.stream, gateway, 2, 70_000)
+    if pushed:
+        gateway.stream.on_given_up = gateway.take_handed_on
+
+    service.release()
+    now = len(gateway.got)
+    carries = gateway.stream.carries
+    gateway.send(body(b"end"))
+    passed = gateway.finish()
+
+    assert now == (140_000 if pushed else 0)
+    assert carries
+    assert (passed.status, passed.body, passed.ended) == (200, b"x" * 140_000 + b"end", True)
+    assert sample(service, "uncounted_total", policy="p", reason="shutdown") == 1
+
+
+def test_an_error_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it happens, the body is handed back as it came."""
+    service = make_service(policy("p", ANY))
+    monkeypatch.setattr(service.counting, "count", None)
+    decided = pass_through(service, DUPLEX, [b"a" * 70_000, b"b"], last="trailers")
+    monkeypatch.setattr(service, "make_memory", None)
+    held = pass_through(service, DUPLEX, [b"a" * 70_000, b"b", b"c"])
+
+    assert (decided.status, decided.body, decided.ended) == (200, b"a" * 70_000 + b"b", True)
+    assert (held.status, held.body, held.ended) == (200, b"a" * 70_000 + b"bc", True)
+    assert sample(service, "fail_open_total", reason="internal_error") == 2
+
+
+def test_a_large_body_is_decided_in_bounded_parts() -> None:
+    """1.1 MB in 16 KB chunks comes back in parts of less than 64 KiB, or is refused."""
+    service = make_service(policy("p", ANY))
+    data = bytes(1_100_000)
+    chunks = cut(data, range(16_384, len(data), 16_384))
+
+    passed = [pass_through(service, DUPLEX, chunks) for _ in range(3)]
+
+    assert [each.status for each in passed] == [200, 200, 429]
+    assert passed[0].body == data
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity", "gzip, gzip"])
+def test_compressed_bodies_count_as_what_they_mean(mode: str, encoding: str) -> None:
+    """The same body counts as equal, compressed differently or not at all."""
+    pack: dict[str, Callable[[bytes, int], bytes]] = {
+        "gzip": lambda data, number: gzip.compress(data, 1 + number, mtime=number),
+        "deflate": lambda data, number: zlib.compress(data, 1 + number),
+        "br": lambda data, number: brotli.compress(data, quality=number),
+        "zstd": lambda data, number: zstandard.ZstdCompressor(1 + number).compress(data),
+        "identity": lambda data, _: data,
+        "gzip, gzip": lambda data, number: gzip.compress(gzip.compress(data, 1 + number), mtime=number),
+    }
+    data = json.dumps([{"line": number % 7} for number in range(20_000)]).encode()
+    service = make_service(policy("p", ANY, threshold_identical_requests=4))
+
+    packed = [pack[encoding](data, number) for number in range(3)]
+    passed = [pass_through(service, mode, cut(each, [100, 5_000]), encoding=encoding) for each in packed]
+    plain = pass_through(service, mode, cut(data, [100_000]))
+    other = pass_through(service, mode, [pack[encoding](b"other", 0)], encoding=encoding)
+
+    assert [each.status for each in passed] == [200] * 3
+    assert [each.body for each in passed] == packed
+    assert plain.status == 429
+    assert other.status == 200
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_cannot_be_unpacked_counts_as_it_was_sent(mode: str) -> None:
+    """A bomb is not unpacked beyond the bound, and equal wrong bodies are equal."""
+    bomb = [gzip.compress(bytes(20_000_000), level, mtime=0) for level in (1, 9)]
+    service = make_service(policy("p", ANY, threshold_identical_requests=2))
+
+    found = [pass_through(service, mode, [each], encoding="gzip").status for each in (*bomb, b"no gzip", b"other", b"no gzip")]
+
+    assert found == [200, 200, 200, 200, 429]
+
+
+def test_mirrored_copies_are_left_out_where_that_is_asked_for() -> None:
+    """A copy's host ends in -shadow, before its port; a retry of Envoy's own is counted in a metric."""
+    asked, careful = make_service(policy("p", ANY), skip_mirrors=True), make_service(policy("p", ANY))
+    for service in (asked, careful):
+        for host in ("host-shadow", "host-shadow:8080", "api.example.com-shadow", "host", "shadow"):
+            message = headers(end=True, x_envoy_attempt_count="2" if host == "host" else "1")
+            for header in message.request_headers.headers.headers:
+                if header.key == ":authority":
+                    header.raw_value = host.encode()
+            exchange(service, message)
+
+    assert sample(asked, "uncounted_total", policy="p", reason="mirror") == 3
+    assert sample(asked, "requests_total", policy="p", mode="enforce", action="allow") == 2
+    assert sample(careful, "uncounted_total", policy="p", reason="mirror") == 0
+    assert sample(asked, "gateway_retries_total") == 1
