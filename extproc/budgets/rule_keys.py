@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from extproc.objects import NO_ITEMS, JsonObject, Place, make_error
+from extproc.objects import AUTO, NO_ITEMS, JsonObject, Place, Status, make_error
 from extproc.request.http import write_claim
 from extproc.request.limit_keys import CallerKey, check_limit_key, is_in_body
 from extproc.sessions.session_limits import NEEDS_PRICES, OR_PACKAGE, Model, Price, knows_all_prices
@@ -198,6 +198,7 @@ class Rule(JsonObject):
         limit_keys: what tells the callers of this budget apart. A request that lacks one is not counted by the rule.
         algorithm: `token_bucket` for requests, `token_bucket_llm` for tokens, `cost_based` for costs in a period.
         algorithm_config: the keys of the algorithm.
+        reject_status: status of a refusal; `auto`: 429 if waiting helps, else 400.
         match: limit keys outside the body, and the value that each must have; all must be equal for the rule to apply.
     """
 
@@ -205,6 +206,7 @@ class Rule(JsonObject):
     limit_keys: list[CallerKey] = NO_ITEMS
     algorithm: Literal["token_bucket", "cost_based", "token_bucket_llm"]
     algorithm_config: dict[str, Any]
+    reject_status: Status = AUTO
     match: dict[MatchKey, MatchValue] | None = None
 
     def needs_answers(self) -> bool:
@@ -230,7 +232,7 @@ class CircuitBreaker(JsonObject):
         spend_rate_threshold_per_minute: spending in a minute from which on requests are refused.
         action: `reject`.
         auto_reset_after_minutes: how long requests are refused; 0 until an operator releases the caller.
-        alert: with `true`, opening is an error in the log, otherwise a warning.
+        alert: with `true`, the line in the log has `alert`.
     """
 
     enabled: bool = False

@@ -30,9 +30,11 @@ class Entry:
         estimated: some token counts are estimated from the lengths of the bodies.
         refused: Loopguard refused it.
         model_ms: time that the upstream took, in milliseconds; 0 if unknown.
+        budgets: what it has reserved of budgets, as sent to Envoy.
     """
 
     __slots__ = (
+        "budgets",
         "counted",
         "estimated",
         "failed",
@@ -59,7 +61,9 @@ class Entry:
         refused: bool,  # noqa: FBT001  # a field
         counted: Sequence[TakeBack] = (),
         model_ms: int = 0,
+        budgets: tuple[dict[str, Any], ...] = (),
     ) -> None:
+        self.budgets = budgets
         self.counted = counted
         self.model_ms = model_ms
         self.sessions = sessions

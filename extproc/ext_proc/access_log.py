@@ -18,6 +18,7 @@ from msgspec import MsgspecError, json
 from extproc.apis import read_counts
 from extproc.apis.usage import MODEL, USAGE_NAMESPACE
 from extproc.decision import Action
+from extproc.engine.budget_candidates import BUDGETS
 from extproc.engine.settlements import Entry
 from extproc.errors import ProtocolError
 from extproc.ext_proc.answers.metadata import NAMESPACE, SESSIONS
@@ -376,9 +377,10 @@ def _make_entry(logged: _Logged) -> Entry | None:
     refused = decided.get(b"action") == _REJECT
     failed = not refused and (logged.status >= _FAILURE or logged.flagged)
     named = _read_sessions(decided[_SESSIONS])
-    sessions = tuple([each for each in named if COUNTED not in each])
+    sessions = tuple([each for each in named if COUNTED not in each and BUDGETS not in each])
+    budgets = tuple([each for each in named if BUDGETS in each])
     counted = [found for each in named if failed for found in _list_counted(each.get(COUNTED))]
-    if named and not sessions and not counted:
+    if named and not sessions and not counted and not budgets:
         return None
     usage, estimated = _find_usage(logged)
     model = logged.told.get(_MODEL)
@@ -394,6 +396,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
         refused,
         counted,
         max(0, logged.received_ms - logged.sent_ms) if logged.sent_ms else 0,
+        budgets,
     )
 
 
@@ -405,7 +408,7 @@ def _list_counted(named: object) -> list[TakeBack]:
 
 
 def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
-    """Read what `SessionCandidate.describe_call` wrote about each session; empty if another program wrote the metadata."""
+    """Read what `describe_call` and `describe_reserved` wrote about sessions and budgets; empty for what others wrote."""
     try:
         if not isinstance(text, str):
             return ()

@@ -339,13 +339,6 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
     """The parts of a drop-in policy that are read but not enforced, each with its place below the policy."""
     spec = policy.spec
-    if spec.rules:
-        names = ", ".join(rule.name for rule in spec.rules)
-        yield ("spec", "rules"), f"rate-limit rules are not enforced by Loopguard: {names}"
-    if spec.fallback_limit is not None:
-        yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
-    if spec.has_breaker():
-        yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"
     places: list[tuple[Place, Sequence[str | FirstOf]]] = [
         (("spec", "limit_keys"), spec.limit_keys),
         (("spec", "ramp_by"), spec.ramp_by or []),
