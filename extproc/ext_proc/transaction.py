@@ -329,7 +329,8 @@ class Transaction:
         if counts is None or evaluation.enforcing.forbidden is not None:
             reply = self._refuse_uncounted(evaluation, decision, counts)
         reply = reply or self._encode(kind, evaluation, decision, changed)
-        self._follow_up(evaluation)
+        if self.ended or self._holding is not None:
+            self._follow_up(evaluation)
         if evaluation.paired:
             self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self.started)
@@ -351,7 +352,7 @@ class Transaction:
                 self._take_back(sessions, REFUSED, _REFUSED_STATUS)
             if budgets:
                 self._give_back(budgets)
-        elif self._holding is not None:
+        else:
             self._held, self._held_budgets = sessions, budgets
 
     def _give_back_refused(self, evaluation: Evaluation, decision: Decision) -> None:

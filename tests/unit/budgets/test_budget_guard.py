@@ -59,7 +59,7 @@ def serve(*policies: dict[str, Any], **settings: Any) -> tuple[Service, Clock]: 
 CHAT = "/v1/chat/completions"
 
 
-def ask(service: Service, key: str = "k", path: str = CHAT, content: bytes = b"{}", **more: str) -> ProcessingResponse:
+def ask(service: Service, key: str = "k", path: str = CHAT, content: bytes = b"{}", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
     """One request of a caller; the last answer."""
     replies = exchange(service, headers(path, x_api_key=key, **more) if key else headers(path, **more), body(content))
     return decoded(replies[-1])
@@ -324,7 +324,7 @@ def test_tokens_have_limits_for_one_request(config: dict[str, Any], content: byt
     """With the format's reasons."""
     service, _ = serve(limited(rule("token_bucket_llm", **{"tokens_per_minute": 100_000, **config})))
 
-    assert refused(ask(service, content=content, x_token_estimate="11")) == reason
+    assert refused(ask(service, content=content, **{"x-token-estimate": "11"})) == reason
 
 
 def test_a_breaker_stops_spending_for_some_minutes() -> None:
