@@ -102,6 +102,11 @@ class PolicySet:
         budgets = [rule.needs_answers() for policy in self.list_acting() for rule in policy.spec.list_budget_rules()]
         return any([*[limit.needs_answers() for limit in limits], *[not loop.count_failed for loop in loops], *budgets])
 
+    def needs_usage(self) -> bool:
+        """Whether an enabled policy depends on the tokens that responses report."""
+        rules = [rule.needs_answers() for policy in self.list_acting() for rule in policy.spec.list_budget_rules()]
+        return any([*[limits.max_cost_per_session is not None for limits in self.list_session_limits()], *rules])
+
     def require_enforced(self) -> None:
         """Raise BundleErrors with each part of a bundle that is not enforced, so that no limit is lost silently."""
         hint = "remove it, or start with --allow-unenforced"
