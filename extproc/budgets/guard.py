@@ -185,8 +185,9 @@ class BudgetRule:
         self._most_tokens = config.max_tokens_per_request or 0
         rate = max(1, scale(config.tokens_per_minute, BUCKET_UNITS // _MS_PER_MINUTE))
         burst = config.burst_tokens or config.tokens_per_minute
+        words = "a minute" if burst == config.tokens_per_minute else f"a burst, and {config.tokens_per_minute:.9g} a minute"
         self.limits = [
-            Limit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, "a minute", "tokens", rate=rate),
+            Limit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, "tokens", rate=rate),
         ]
         if config.tokens_per_day is not None:
             reason = Reason.TPD_EXCEEDED

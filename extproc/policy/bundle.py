@@ -24,7 +24,7 @@ from pydantic import (
     TypeAdapter,
 )
 
-from extproc.budgets.rule_keys import CircuitBreaker, FallbackLimit, Rule
+from extproc.budgets.rule_keys import CircuitBreaker, CostBased, FallbackLimit, Rule, TokenBucket, TokenBucketLlm
 from extproc.detectors import KINDS
 from extproc.detectors.keys import SimilarityKeys
 from extproc.objects import (
@@ -486,6 +486,10 @@ def _list_models(model: type[JsonObject]) -> Iterator[type[JsonObject]]:
 def make_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a policy file: a bundle, one policy or a list of policies."""
     made = TypeAdapter(Bundle | Policy | list[Policy]).json_schema()
+    configs = TypeAdapter(TokenBucket | CostBased | TokenBucketLlm).json_schema()
+    made["$defs"] |= configs["$defs"]
+    for name in (Rule.__name__, FallbackLimit.__name__):
+        made["$defs"][name]["properties"]["algorithm_config"] = {"anyOf": configs["anyOf"]}
     models = {model.__name__: model for model in _list_models(JsonObject)}
     for name, definition in made["$defs"].items():
         _describe(definition, models[name])

@@ -236,6 +236,6 @@ def test_the_openai_sdk_waits_as_long_as_it_is_told(shop: Shop) -> None:
 
 def test_a_kill_switch_comes_first(shop: Shop) -> None:
     """As in the format's example."""
-    answer = shop.ask("/minimal/x", "kim", **{"x-tenant-id": "tenant-42"})
+    answer = shop.ask("/minimal/x", "kim", None, None, **{"x-tenant-id": "tenant-42"})
 
     assert (answer.status, answer.headers["x-fairvisor-reason"]) == (429, "kill_switch")
