@@ -51,7 +51,7 @@ _SAFE_NAME: Final = ""
 ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
 
 
-class Limit:
+class BudgetLimit:
     """One budget of a rule; never changed.
 
     Attributes:
@@ -102,7 +102,7 @@ class Limit:
         return Take(key, self.kind, amount, self.limit + granted * self.units, self.rate, self.span, self.offset)
 
 
-class Stage:
+class BudgetStage:
     """What happens from a percentage of a budget on; never changed."""
 
     __slots__ = ("action", "delay_ms", "percent")
@@ -135,7 +135,7 @@ class BudgetRule:
         self.name = copy_text(rule.name)
         self.quoted = quote(self.name, safe=_SAFE_NAME)
         self.hints = False
-        self.stages: list[Stage] = []
+        self.stages: list[BudgetStage] = []
         self._answer, self._most_answer, self._most_prompt, self._most_tokens = 1000.0, 0.0, 0.0, 0.0
         status = rule.reject_status
         self.refusal = RefusalForm(status if isinstance(status, int) else None)
@@ -145,7 +145,7 @@ class BudgetRule:
             rate = scale(bucket.tokens_per_second or bucket.rps or 0, BUCKET_UNITS // _MS_PER_SECOND)
             words, reason = "a burst", Reason.TOKEN_BUCKET_EXCEEDED
             unit = "requests" if bucket.cost_source == FIXED and bucket.fixed_cost == 1 else ""
-            self.limits = [Limit("bucket", BUCKET, bucket.burst, BUCKET_UNITS, reason, words, unit, rate=max(1, rate))]
+            self.limits = [BudgetLimit("bucket", BUCKET, bucket.burst, BUCKET_UNITS, reason, words, unit, rate=max(1, rate))]
         elif rule.algorithm == "cost_based":
             self._compile_cost(CostBased.model_validate(rule.algorithm_config))
         else:
@@ -159,7 +159,7 @@ class BudgetRule:
         unit = "dollars" if config.cost_key == DOLLARS else "tokens" if config.cost_key in MEASURED else ""
         words = _SPANS[config.period]
         self.limits = [
-            Limit(
+            BudgetLimit(
                 config.period,
                 PERIOD,
                 config.budget,
@@ -174,7 +174,7 @@ class BudgetRule:
         ]
         stages = [stage for stage in config.staged_actions if stage.action != REJECT]
         stages.sort(key=lambda stage: stage.threshold_percent, reverse=True)
-        self.stages = [Stage(stage.threshold_percent, ACTIONS[stage.action], round(stage.delay_ms or 0)) for stage in stages]
+        self.stages = [BudgetStage(each.threshold_percent, ACTIONS[each.action], round(each.delay_ms or 0)) for each in stages]
 
     def _compile_llm(self, config: TokenBucketLlm) -> None:
         self.cost = CostKey(TOKENS, 1, 1)
@@ -187,11 +187,12 @@ class BudgetRule:
         burst = config.burst_tokens or config.tokens_per_minute
         words = "a minute" if burst == config.tokens_per_minute else f"a burst, and {config.tokens_per_minute:.9g} a minute"
         self.limits = [
-            Limit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, "tokens", rate=rate),
+            BudgetLimit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, "tokens", rate=rate),
         ]
         if config.tokens_per_day is not None:
             reason = Reason.TPD_EXCEEDED
-            self.limits.append(Limit("tpd", PERIOD, config.tokens_per_day, PERIOD_UNITS, reason, "a day", "tokens", span=_DAY))
+            most = config.tokens_per_day
+            self.limits.append(BudgetLimit("tpd", PERIOD, most, PERIOD_UNITS, reason, "a day", "tokens", span=_DAY))
 
     @property
     def reads_body(self) -> bool:
@@ -240,7 +241,7 @@ class Reservation:
 
     __slots__ = ("limit", "rule", "take", "taken", "tenant")
 
-    def __init__(self, rule: BudgetRule, limit: Limit, take: Take, tenant: str) -> None:
+    def __init__(self, rule: BudgetRule, limit: BudgetLimit, take: Take, tenant: str) -> None:
         self.rule = rule
         self.limit = limit
         self.take = take
@@ -311,13 +312,13 @@ class BudgetGuard:
         self.refuses_later = True
         self.has_fallback = fallback is not None
         self.rules = [BudgetRule(rule) for rule in [*rules, *([fallback] if fallback is not None else [])]]
-        self.breaker: Limit | None = None
+        self.breaker: BudgetLimit | None = None
         self.alerts = False
         self.breaker_rule = ONE
         if breaker is not None and breaker.enabled and breaker.spend_rate_threshold_per_minute is not None:
             span = round(breaker.auto_reset_after_minutes * _MS_PER_MINUTE)
             threshold, reason = breaker.spend_rate_threshold_per_minute, Reason.CIRCUIT_BREAKER_OPEN
-            self.breaker = Limit("rate", BREAKER, threshold, PERIOD_UNITS, reason, "a minute", "", span=span)
+            self.breaker = BudgetLimit("rate", BREAKER, threshold, PERIOD_UNITS, reason, "a minute", "", span=span)
             self.alerts = breaker.alert
             if rules:
                 self.breaker_rule = self.rules[0]
@@ -336,7 +337,7 @@ class BudgetGuard:
         """Whether a key names a budget of this policy and mode."""
         return key.startswith(self._key)
 
-    def find_limit(self, rule: str, suffix: str) -> tuple[BudgetRule, Limit] | None:
+    def find_limit(self, rule: str, suffix: str) -> tuple[BudgetRule, BudgetLimit] | None:
         """A rule and its limit by their names; None if there is none any more."""
         if self.breaker is not None and suffix == self.breaker.suffix:
             return self.breaker_rule, self.breaker
@@ -430,7 +431,7 @@ def _rank_wait(reserved: Reservation) -> float:
     return float("inf") if wait == FOREVER else wait
 
 
-def _find_stage(reserved: Reservation) -> Stage | None:
+def _find_stage(reserved: Reservation) -> BudgetStage | None:
     """The latest stage that a budget has reached."""
     taken = reserved.taken
     if not reserved.rule.stages or taken is None or reserved.limit.kind != PERIOD:
@@ -478,7 +479,7 @@ NOTHING: Final = BudgetSubject("", Reason.BUDGET_EXCEEDED, 1, 1, 0, "", 0, "")
 """The subject of a request to which no rule applies."""
 
 
-def measure(rule: BudgetRule, limit: Limit, usage: Usage, model: str) -> int:
+def measure(rule: BudgetRule, limit: BudgetLimit, usage: Usage, model: str) -> int:
     """What a response has used of a limit, in its units."""
     return rule.cost.measure(usage, model, limit.units)
 

@@ -13,8 +13,8 @@ from extproc.budgets.costs import Estimate, estimate_prompt
 from extproc.budgets.guard import (
     NOTHING,
     BudgetGuard,
+    BudgetLimit,
     BudgetRule,
-    Limit,
     Reservation,
     find_tenant,
     find_tightest,
@@ -130,7 +130,7 @@ class BudgetCandidate(Candidate):
         amounts = [self._find_amount(rule, limit, estimate) for limit in rule.limits]
         self.reserved += self.budget.reserve(rule, amounts, scope, tenant, renewed, 0)
 
-    def _find_amount(self, rule: BudgetRule, limit: Limit, estimate: Estimate) -> int:
+    def _find_amount(self, rule: BudgetRule, limit: BudgetLimit, estimate: Estimate) -> int:
         """The cost, in units of a limit. What only might be used does not exceed the limit."""
         if not rule.cost.measured:
             return max(1, round(rule.cost.read(self._request) * limit.units))

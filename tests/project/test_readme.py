@@ -27,7 +27,6 @@ import pytest
 import yaml
 from redis import CredentialProvider
 
-from docs import generate
 from extproc.cli.commands import COMMANDS
 from extproc.cli.main import main
 from extproc.metrics import Metrics
