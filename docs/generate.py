@@ -35,9 +35,6 @@ start with `x-`, which are ignored. [Policies](policies.md) and [detectors](dete
 
 METRICS_HEAD = "Loopguard serves these at `/metrics` of the admin port."
 
-UNENFORCED = {"Rule", "FallbackLimit"}
-"""Parts of a Fairvisor bundle of which nothing but `limit_keys` has an effect."""
-
 
 def make_page() -> str:
     """The whole of reference.md."""
@@ -106,7 +103,7 @@ def _list_objects() -> Iterator[str]:
         definition = definitions[name]
         for key, value in definition["properties"].items():
             for below in re.findall(r'"#/\$defs/(\w+)"', json.dumps(value)):
-                if below not in places and below not in UNENFORCED:
+                if below not in places:
                     waiting.append(below)
                 path = f"`{key}`" if name in ("Bundle", "Policy", "Spec") else f"{places[name][0][:-1]}.{key}`"
                 if path not in places.setdefault(below, []):

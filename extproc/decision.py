@@ -33,6 +33,13 @@ class Reason(str, Enum):
     KILL_SWITCH = "kill_switch"
     BLOCKED = "blocked"
     SESSION_LIMIT_EXCEEDED = "session_limit_exceeded"
+    BUDGET_EXCEEDED = "budget_exceeded"
+    TOKEN_BUCKET_EXCEEDED = "token_bucket_exceeded"  # noqa: S105  # no password
+    TPM_EXCEEDED = "tpm_exceeded"
+    TPD_EXCEEDED = "tpd_exceeded"
+    PROMPT_TOKENS_EXCEEDED = "prompt_tokens_exceeded"
+    MAX_TOKENS_PER_REQUEST_EXCEEDED = "max_tokens_per_request_exceeded"
+    CIRCUIT_BREAKER_OPEN = "circuit_breaker_open"
 
 
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {

@@ -147,6 +147,15 @@ class Metrics:
         self.session_unnamed = counter("session_unnamed_total", text, "policy", "mode")
         text = "Callers whose session key changes with every request and names no session"
         self.session_changing = counter("session_changing_total", text, "policy", "key")
+        by_rule = ("policy", "mode", "rule")
+        text = "Requests that reached a stage of a budget, or that a budget refused or would have refused"
+        self.budgets = counter("budgets_total", text, *by_rule, "reason", "action")
+        text = "What responses have used of budgets, in the rule's unit, as far as Envoy's access log reports it"
+        self.budget_used = counter("budget_used_total", text, *by_rule)
+        text = "What had been reserved for these responses"
+        self.budget_estimated = counter("budget_estimated_total", text, *by_rule)
+        text = "Takes of refused requests, and settlements, that the store did not take back"
+        self.budget_lost = counter("budget_lost_total", text)
         text = "Requests from which used-up tools could not be removed"
         self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")
         self._begin()

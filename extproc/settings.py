@@ -185,7 +185,7 @@ class Settings:
         "choose such a host"
     )
     allow_unverified_jwt: bool = switch("read jwt: limit keys from bearer tokens with unverified signatures")
-    allow_unenforced: bool = switch("start even if parts of a bundle (rules, circuit_breaker, ...) are not enforced")
+    allow_unenforced: bool = switch("start even if parts of a bundle are not enforced, such as rules with ip:country")
     max_streams: int = option(20_000, _parse_positive, "maximum open streams; further requests pass at once", "N")
     max_connections: int = option(
         10_000, _parse_positive, "maximum connections; beyond it, the longest idle ones are closed", "N"

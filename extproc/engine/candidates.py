@@ -14,6 +14,7 @@ from extproc.apis import LIST_PATHS, may_declare
 from extproc.apis.conversation import Conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.apis.usage import LONGEST_MODEL, find_model
+from extproc.budgets.guard import BudgetGuard
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, read_place
@@ -46,6 +47,7 @@ from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.pushes import AnyPush
+from extproc.store.rules.budget import Taken
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import KILLED_BY_ERRORS, LIMITS, Settlement, Standing, Step, move_step
@@ -53,10 +55,10 @@ from extproc.store.rules.take_back import CHAIN, LOG, TALLY
 from extproc.store.rules.tree import NO_LIMITS, TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
 
-Guard: TypeAlias = Detector | SessionGuard
+Guard: TypeAlias = Detector | SessionGuard | BudgetGuard
 """What can stop a request."""
 
-Answer: TypeAlias = Count | Standing
+Answer: TypeAlias = Count | Standing | Taken
 """What the store answers to a guard's question."""
 
 Kept: TypeAlias = Sequence[bytes] | Trail

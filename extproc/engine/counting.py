@@ -21,6 +21,7 @@ from extproc.store import Store
 from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
 from extproc.store.pushes import AnyPush
+from extproc.store.rules.budget import Take, Taken
 from extproc.store.rules.chain import Trail
 from extproc.store.rules.session import Settlement
 from extproc.store.rules.take_back import TakeBack
@@ -153,6 +154,29 @@ class Counting:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             _complete(error, pushes, self._local.push)
 
+    def settle_budgets(self, takes: Sequence[Take], here: Sequence[Take]) -> None:
+        """Settle budgets, or give back what was taken; `here` is what this process has counted itself. Nothing waits for it."""
+        if here:
+            self._local.hit(here)
+        if not takes:
+            return
+        try:
+            answers = self.store.hit(takes)
+        except StoreError as error:
+            self._lose(takes, error)
+        else:
+            if isinstance(answers, Pending):
+                answers.then(lambda: self._lose(takes, answers.error))
+            elif not isinstance(answers, HERE):
+                asyncio.ensure_future(answers).add_done_callback(lambda done: self._lose(takes, done.exception()))
+
+    def _lose(self, takes: Sequence[Take], error: BaseException | None) -> None:
+        """Count settlements that the store did not take: these budgets keep what was estimated, until they are whole again."""
+        if error is not None:
+            self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
+            answers = error.answers if isinstance(error, PartlyAwayError) else [None] * len(takes)
+            self._metrics.budget_lost.inc(sum([answer is None for answer in answers]))
+
     def take_back(self, counted: Sequence[TakeBack]) -> None:
         """Take a request back from the counts that include it."""
         self.settle(counted, _ignore)
@@ -211,11 +235,23 @@ class Counting:
                 return None
             self._metrics.fail_open.labels("store_error").inc()
             try:
-                return _complete(error, group.list_hits(), self._local.hit)
+                counts = _complete(error, group.list_hits(), self._local.hit)
             except Exception as bug:  # noqa: BLE001  # handled below, as any other bug
                 error = bug
+            else:
+                if group.budgets:
+                    _mark_here(error, counts)
+                return counts
         group.fail(error)
         return ()
+
+
+def _mark_here(error: Exception, counts: Sequence[Answer]) -> None:
+    """Mark what this process has taken from budgets itself."""
+    from_store = error.answers if isinstance(error, PartlyAwayError) else [None] * len(counts)
+    for place, answer in enumerate(counts):
+        if isinstance(answer, Taken) and from_store[place] is None:
+            answer.here = True
 
 
 def _ignore(_: Sequence[Answer]) -> None:

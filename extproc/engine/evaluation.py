@@ -17,10 +17,13 @@ from msgspec import json
 
 from extproc.apis import LIST_PATHS, asks_model, find_usage_request, open_conversation
 from extproc.apis.excerpt import Excerpt
+from extproc.budgets.guard import BUDGET
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, ToolFailure, decide
 from extproc.detectors.causes import Cause, find_cause
 from extproc.detectors.digests import write_missing
 from extproc.detectors.own_answers import leave_out_answers
+from extproc.engine.budget_candidates import BudgetCandidate
+from extproc.engine.budget_plan import BudgetPlan
 from extproc.engine.candidates import (
     NO_LABELS,
     NOT_CHANGING,
@@ -47,11 +50,13 @@ from extproc.request.notes import Marks, cut_notes, frame_answer
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.trees import NO_AGENT, WireAgent
 from extproc.store.pushes import AnyPush
-from extproc.store.rules.session import Step
+from extproc.store.rules.budget import Taken
+from extproc.store.rules.session import Question
 from extproc.store.rules.take_back import COUNTED
-from extproc.store.rules.windows import UNCOUNTED, Hit
+from extproc.store.rules.windows import UNCOUNTED
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
+_NO_BUDGETS: Final[list[BudgetCandidate]] = []
 _NONE_UNREAD: Final[list[tuple[LoopCandidate, str]]] = []
 
 _WITH_HISTORY: Final = frozenset({"", "no_history"})
@@ -79,6 +84,7 @@ class CandidateGroup:
         failures: (policy, error) of candidates that raised, or could not be counted because of an internal error.
         remembers: a candidate has pushes that were not sent to the store yet.
         sessions: the candidates that limit sessions, including those left out.
+        budgets: the candidates that limit what callers use, including those left out.
         contradicted: policies with a detector for which headers contradict the body.
         changing: (policy, limit key) of values just found to change with every request, so that they name no session.
         unread: detectors that could not count the request because of its body, each with the reason.
@@ -86,6 +92,7 @@ class CandidateGroup:
     """
 
     __slots__ = (
+        "budgets",
         "candidates",
         "changing",
         "contradicted",
@@ -112,6 +119,7 @@ class CandidateGroup:
         self.remembers = False
         self.changing = NOT_CHANGING
         self.sessions = _NO_SESSIONS
+        self.budgets = _NO_BUDGETS
         self.spared: list[Outcome] = []
         self.unread = _NONE_UNREAD
         self.contradicted: list[str] = []
@@ -165,6 +173,24 @@ class CandidateGroup:
             self.failures.append((plan.id, error))
             return False
         return True
+
+    def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest) -> None:
+        """Make the plan's budgets a candidate, if a rule applies to the request, or note why not."""
+        try:
+            plan.check_head(request)
+            candidate = BudgetCandidate(plan, budget, plan.list_values(request), request)
+            if not candidate.choose(self.missing):
+                return
+            candidate.labels = plan.read_labels(request) if plan.labels else NO_LABELS
+        except NotCounted as why:
+            if not plan.judges_requests or why.reason != BYPASS:
+                self._leave_out(plan, BUDGET, why.reason)
+        except Exception as error:  # noqa: BLE001  # an error affects only this policy
+            self.failures.append((plan.id, error))
+        else:
+            self.candidates.append(candidate)
+            self.needs_body = self.needs_body or candidate.needs_body
+            self.budgets = [*self.budgets, candidate]
 
     def _read_headers(self, candidate: LoopCandidate, request: HttpRequest) -> bool:
         """Note what the request's headers say about its body; returns whether the candidate may still count the request."""
@@ -254,9 +280,26 @@ class CandidateGroup:
                 recalled.append(candidate)
         self.candidates = recalled
 
-    def list_hits(self) -> list[Hit | Step]:
-        """The hits and steps that the store has to count."""
-        return [candidate.hit for candidate in self.candidates if candidate.hit is not None]
+    def list_hits(self) -> list[Question]:
+        """The hits and steps that the store has to count, and at the end what is taken from budgets."""
+        hits: list[Question] = [candidate.hit for candidate in self.candidates if candidate.hit is not None]
+        if self.budgets:
+            hits += [take for candidate in self.list_budgets() for take in candidate.takes]
+        return hits
+
+    def list_budgets(self) -> list[BudgetCandidate]:
+        """The candidates among `budgets` that judge the request."""
+        return [candidate for candidate in self.budgets if candidate in self.candidates]
+
+    def _hand_out(self, counts: Sequence[Answer]) -> Sequence[Answer]:
+        """Give candidates of budgets their answers; returns the others."""
+        budgets = self.list_budgets()
+        taken = len(counts) - sum([len(candidate.takes) for candidate in budgets])
+        first = taken
+        for candidate in budgets:
+            first, last = first + len(candidate.takes), first
+            candidate.collect([answer for answer in counts[last:first] if isinstance(answer, Taken)])
+        return counts[:taken]
 
     def judge(self, counts: Sequence[Answer] | None) -> list[Outcome]:
         """The candidates' verdicts.
@@ -266,6 +309,8 @@ class CandidateGroup:
         """
         if counts is None:
             return []
+        if self.budgets and counts:
+            counts = self._hand_out(counts)
         left = iter(counts)
         trace = []
         for candidate in self.candidates:
@@ -334,6 +379,7 @@ class Evaluation:
         shadow: the candidates whose verdict has no effect.
         groups: both.
         sessions: the candidates that limit sessions, of both groups.
+        budgets: the candidates that limit what callers use, of both groups.
         size: length of the body in bytes; 0 if unknown.
         inspects: maximum length of a body to keep for inspection, in bytes; 0 for none.
         steers: maximum length of a body to keep for editing, in bytes; 0 for none.
@@ -360,6 +406,7 @@ class Evaluation:
         "_last",
         "_scope",
         "after_notes",
+        "budgets",
         "content",
         "conversation_key",
         "counts_failed",
@@ -392,6 +439,7 @@ class Evaluation:
         self.plain: Document | None = None
         self.size = 0
         self.sessions = _NO_SESSIONS
+        self.budgets = _NO_BUDGETS
         self.enforcing = CandidateGroup(shadow=False)
         self.shadow = CandidateGroup(shadow=True)
         self.groups = [self.enforcing, self.shadow]
@@ -455,6 +503,10 @@ class Evaluation:
         if plan.ramp is not None and plan.watching is not None and not self.enforcing.acts_on(plan, plan.ramp, self.request):
             plan = plan.watching
         group = self.shadow if plan.shadow else self.enforcing
+        if plan.budget is not None:
+            self._admit_budget(plan, plan.budget, group)
+            if not plan.judges_requests:
+                return
         admitted = group.admit(plan, self.request, self._last)
         if group.sessions:
             self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
@@ -466,6 +518,14 @@ class Evaluation:
                 self.inspects = max(self.inspects, plan.inspects)
                 self.steers = max(self.steers, plan.steers)
                 self.reads_ends = self.reads_ends or plan.reads_ends
+
+    def _admit_budget(self, plan: Plan, budget: BudgetPlan, group: CandidateGroup) -> None:
+        """Make the plan's budgets a candidate of a group."""
+        group.admit_budget(plan, budget, self.request)
+        if group.budgets:
+            self.budgets = [*self.enforcing.budgets, *self.shadow.budgets]
+        if budget.needs_body or budget.guard.steers:
+            self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
 
     def apply_overrides(self, standing: Overrides, now: float) -> None:
         """Apply operators' orders, before the body is read; `now` in seconds since 1970."""
@@ -479,6 +539,10 @@ class Evaluation:
         watching.shadow.candidates = self.shadow.take_body_readers()
         watching.shadow.sessions, self.shadow.sessions = self.shadow.sessions, _NO_SESSIONS
         watching.sessions, self.sessions = watching.shadow.sessions, self.enforcing.sessions
+        if self.shadow.budgets:
+            watching.budgets = watching.shadow.budgets = [each for each in self.shadow.budgets if each.needs_body]
+            self.shadow.budgets = [each for each in self.shadow.budgets if not each.needs_body]
+            self.budgets = [*self.enforcing.budgets, *self.shadow.budgets]
         watching.inspects, watching.reads_ends = self.inspects, self.reads_ends
         watching.paired, watching.counts_failed = self.paired, self.counts_failed
         watching.plans, watching.records = self.plans, self.records

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Final, NamedTuple
 
+from extproc.budgets.guard import BudgetGuard
 from extproc.decision import COMPLETION, NOTED, Action, Outcome, RefusalForm, Repeat, Subject
 from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.loops import REPEAT, RESULT
+from extproc.engine.budget_plan import BudgetPlan
 from extproc.engine.ramp import Ramp
-from extproc.objects import MAX_THRESHOLD, copy_text
+from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
@@ -376,6 +378,7 @@ class Plan:
         guards_strangers: a detector counts nothing, and so acts on requests without a caller, too.
         merges_strangers: all requests without a caller count as one caller's.
         labels: values shown beside the caller's hash, which have no effect on counts.
+        budget: its budgets; None for none.
         aliases: names of callers, by the hash of a caller or of its secret.
         ramp: chooses the callers that the policy acts on; None if it acts on all or none.
         watching: the same policy in shadow, for the other callers.
@@ -395,6 +398,7 @@ class Plan:
         "_missing",
         "_reads",
         "aliases",
+        "budget",
         "callers",
         "counts_failed",
         "detectors",
@@ -421,7 +425,7 @@ class Plan:
         "watching",
     )
 
-    def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
+    def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:  # one statement for each part
         """Compile; keeps no reference to the policy's own objects, which take several times as much memory."""
         spec = policy.spec
         self.id = copy_text(policy.id)
@@ -456,6 +460,7 @@ class Plan:
             self.rings = Rings(self.id, spec.session, namespace=namespace)
         self.limiter = self._make_limiter(spec, parts, namespace)
         self.root_names = self.limiter.names if self.limiter is not None else parts.find_root_names(spec.session)
+        self.budget = self._make_budget(spec, parts, namespace) if spec.has_budgets() else None
         self.needs_body = self.reads_body or self.limiter is not None or any(detector.needs_body for detector in self.detectors)
         looking = [
             detector.max_inspect_bytes
@@ -467,6 +472,8 @@ class Plan:
             looking.append(self.limiter.max_inspect_bytes)
             if (self.limiter.steers or self.limiter.narrows or self.limiter.asks_usage) and not shadow:
                 steering.append(self.limiter.max_inspect_bytes)
+        if self.budget is not None:
+            self._read_for_budget(self.budget, looking, steering)
         self.inspects = max(looking, default=0)
         self.reads_ends = any(detector.similarity.reads_ends for detector in self.detectors)
         self.steers = max(steering, default=0)
@@ -477,6 +484,26 @@ class Plan:
             chosen_by, _ = parts.find_descriptors(spec.list_ramp_keys())
             self.ramp = Ramp(spec.enforce_percent, chosen_by, copy_text(spec.ramp_seed or self.id))
             self.watching = Plan(policy, parts, shadow=True)
+
+    def _make_budget(self, spec: Spec, parts: Parts, namespace: str) -> BudgetPlan:
+        """Its rules, its fallback and its circuit breaker."""
+        rules = spec.list_budget_rules()
+        descriptors = [parts.find_descriptors(rule.limit_keys) for rule in rules]
+        first = next((rule.limit_keys[:1] for rule in spec.rules if rule.limit_keys), None)
+        if spec.has_breaker() and first is not None:
+            descriptors.append(parts.find_descriptors(first))
+        own = spec.rules, spec.fallback_limit, spec.circuit_breaker
+        guard = BudgetGuard(self.id, *own, shadow=self.shadow, namespace=namespace)
+        return BudgetPlan(guard, spec, descriptors)
+
+    def _read_for_budget(self, budget: BudgetPlan, looking: list[int], steering: list[int]) -> None:
+        """Note what its budgets need of the body."""
+        if budget.needs_body:
+            self.needs_body = True
+            looking.append(INSPECT_BYTES)
+        if budget.guard.steers and not self.shadow:
+            looking.append(INSPECT_BYTES)
+            steering.append(INSPECT_BYTES)
 
     def _make_limiter(self, spec: Spec, parts: Parts, namespace: str) -> SessionGuard | None:
         """The guard of its session_limits; None for none."""
@@ -493,6 +520,7 @@ class Plan:
         """The status of its refusals depends on the client, and on whether waiting helps."""
         forms = [detector.refusal for detector in self.detectors]
         forms += [self.limiter.refusal] if self.limiter is not None else []
+        forms += [rule.refusal for rule in self.budget.guard.rules] if self.budget is not None else []
         return any(form.status is None for form in forms)
 
     @property
@@ -501,6 +529,7 @@ class Plan:
         lifetimes = [detector.lifetime_seconds for detector in self.detectors]
         lifetimes += [self.rings.idle_seconds] if self.rings is not None else []
         lifetimes += [self.limiter.lifetime_seconds] if self.limiter is not None else []
+        lifetimes += [self.budget.guard.lifetime_seconds] if self.budget is not None else []
         return max(lifetimes)
 
     def list_names(self) -> list[str]:
@@ -533,6 +562,23 @@ class Plan:
         if len(values) < len(self._descriptors):
             self._check_missing(values, may_follow=self.reads_body)
         return values
+
+    def check_head(self, request: HttpRequest) -> None:
+        """Raise NotCounted for a request that the policy never counts, whoever sends it."""
+        if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
+            raise NotCounted(BYPASS)
+        if is_too_long(request.target, request.query):
+            raise NotCounted("target_too_long")
+
+    def list_values(self, request: HttpRequest) -> list[tuple[str, str]]:
+        """Those of the caller's descriptors in the head that the request has, by name."""
+        read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self._descriptors]
+        return [(name, value) for name, value in read if value and len(value) <= MAX_DESCRIPTOR]
+
+    @property
+    def judges_requests(self) -> bool:
+        """Whether it has guards beside its budgets."""
+        return self.limiter is not None or len(self.detectors) > 0
 
     def read_labels(self, request: HttpRequest) -> list[tuple[str, str]]:
         """The values of labels, by name."""

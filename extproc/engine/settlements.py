@@ -31,9 +31,11 @@ class Entry:
         refused: Loopguard refused it.
         model_ms: time that the upstream took, in milliseconds; 0 if unknown.
         unsent: another filter refused it, or its client left, before anything of it reached an upstream.
+        budgets: what it has reserved of budgets, as sent to Envoy.
     """
 
     __slots__ = (
+        "budgets",
         "counted",
         "estimated",
         "failed",
@@ -62,8 +64,10 @@ class Entry:
         counted: Sequence[TakeBack] = (),
         model_ms: int = 0,
         unsent: bool = False,  # noqa: FBT001, FBT002  # a field
+        budgets: tuple[dict[str, Any], ...] = (),
     ) -> None:
         self.unsent = unsent
+        self.budgets = budgets
         self.counted = counted
         self.model_ms = model_ms
         self.sessions = sessions

@@ -18,6 +18,7 @@ from msgspec import MsgspecError, json
 from extproc.apis import read_counts
 from extproc.apis.usage import MODEL, USAGE_NAMESPACE
 from extproc.decision import Action
+from extproc.engine.budget_candidates import BUDGETS
 from extproc.engine.settlements import Entry
 from extproc.errors import ProtocolError
 from extproc.ext_proc.answers.metadata import NAMESPACE, SESSIONS
@@ -379,11 +380,12 @@ def _make_entry(logged: _Logged) -> Entry | None:
     refused = decided.get(b"action") == _REJECT
     failed = not refused and (logged.status >= _FAILURE or logged.flagged)
     named = _read_sessions(decided[_SESSIONS])
-    sessions = tuple([each for each in named if COUNTED not in each])
+    sessions = tuple([each for each in named if COUNTED not in each and BUDGETS not in each])
+    budgets = tuple([each for each in named if BUDGETS in each])
     # Other filters may refuse a request that Loopguard has counted; answers without an upstream are no refusals.
     unsent = not (refused or failed or logged.sent) and (logged.status >= _ERROR or not logged.status)
     counted = [found for each in named if failed or unsent for found in _list_counted(each.get(COUNTED))]
-    if named and not sessions and not counted:
+    if named and not sessions and not counted and not budgets:
         return None
     usage, estimated = _find_usage(logged)
     model = logged.told.get(_MODEL)
@@ -400,6 +402,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
         counted,
         max(0, logged.received_ms - logged.sent_ms) if logged.sent_ms else 0,
         unsent,
+        budgets,
     )
 
 
@@ -411,7 +414,7 @@ def _list_counted(named: object) -> list[TakeBack]:
 
 
 def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
-    """Read what `SessionCandidate.describe_call` wrote about each session; empty if another program wrote the metadata."""
+    """Read what `describe_call` and `describe_reserved` wrote about sessions and budgets; empty for what others wrote."""
     try:
         if not isinstance(text, str):
             return ()

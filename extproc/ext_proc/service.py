@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter, time
 
+from extproc.engine.budget_settlements import list_budget_settlements
 from extproc.engine.counting import Counting
 from extproc.engine.engine import Engine
 from extproc.engine.handover import HandedOver, RefusedPolicy
@@ -143,6 +144,18 @@ class Service:
             self.reporter.report_unknown_calls(len(entry.sessions) - len(settled))
         report = partial(self.reporter.report_settled, settled, entry)
         self.counting.settle([each.settlement for each in settled], report)
+        if entry.budgets:
+            self._settle_budgets(entry)
+
+    def _settle_budgets(self, entry: Entry) -> None:
+        """Settle what a request has reserved of budgets."""
+        settled = list_budget_settlements(self.engine, entry)
+        self.counting.settle_budgets([each.take for each in settled], ())
+        for each in settled:
+            self.metrics.budget_used.labels(each.policy, each.mode, each.rule).inc(each.used)
+            self.metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(each.estimated)
+        if not settled:
+            self.reporter.report_unknown_calls(1)
 
     def release(self) -> None:
         """End every hold and every wait for a body, now and from now on, because the server is about to stop."""

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from extproc.apis.excerpt import Excerpt
 from extproc.decision import Action, Decision, Outcome
+from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.engine.candidates import SessionCandidate
 from extproc.engine.counting import HERE, Asked, Counts, MaybeCounts, wait_for
 from extproc.engine.engine import Engine
@@ -23,6 +24,7 @@ from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
 from extproc.engine.recording import record_body, record_callers, record_calls, record_head, record_turns
 from extproc.errors import StoreError
+from extproc.ext_proc.answers.budgets import describe_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
     Header,
@@ -146,6 +148,7 @@ class Transaction:
     __slots__ = (
         "_content",
         "_held",
+        "_held_budgets",
         "_holding",
         "_record",
         "_service",
@@ -173,6 +176,7 @@ class Transaction:
         self._record: dict[str, Any] | None = None  # the record of the request, as far as it is known
         self._holding: str | None = None  # the tenant whose place this request takes
         self._held: Sequence[SessionCandidate] = ()  # sessions of a held request, until its answer is sent
+        self._held_budgets: Sequence[BudgetCandidate] = ()  # likewise
 
     def meet(
         self, engine: Engine, request: HttpRequest, scope: str, pinned: Sequence[str], handed_over: Engine | None
@@ -354,18 +358,42 @@ class Transaction:
             refused = counts is None or evaluation.enforcing.forbidden is not None or decision.action is Action.REJECT
             self._record_calls(self._record, evaluation, rejected=rejected, refused=refused)
         service.reporter.report(evaluation, decision)
+        if evaluation.budgets:
+            self._give_back_refused(evaluation, decision)
         reply = None
         if (counts is None or evaluation.enforcing.forbidden is not None) and not self.late:
             reply = self._refuse_uncounted(evaluation, decision, counts)
         reply = reply or self._encode(kind, evaluation, decision, changed)
-        if self.ended and sessions:
-            self._take_back(sessions, REFUSED, _REFUSED_STATUS)
-        elif self._holding is not None:
-            self._held = sessions
+        if self.ended or self._holding is not None:
+            self._follow_up(evaluation)
         if evaluation.paired:
             self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self.started)
         return reply
+
+    def _give_back(self, budgets: Sequence[BudgetCandidate]) -> None:
+        """Give back what was taken from budgets, once."""
+        takes = [take for budget in budgets for take in budget.list_give_backs(here=False)]
+        here = [take for budget in budgets for take in budget.list_give_backs(here=True)]
+        for budget in budgets:
+            budget.reserved = []
+        self._service.counting.settle_budgets(takes, here)
+
+    def _follow_up(self, evaluation: Evaluation) -> None:
+        """Take a refused request back from its sessions and budgets, now, or a held one if it is not sent on."""
+        sessions, budgets = evaluation.sessions, evaluation.budgets
+        if self.ended:
+            if sessions:
+                self._take_back(sessions, REFUSED, _REFUSED_STATUS)
+            if budgets:
+                self._give_back(budgets)
+        else:
+            self._held, self._held_budgets = sessions, budgets
+
+    def _give_back_refused(self, evaluation: Evaluation, decision: Decision) -> None:
+        """Give back what shadow policies would not have let through, before it is described: it must not be settled, too."""
+        if decision.shadow is not None and decision.shadow.action is Action.REJECT:
+            self._give_back(evaluation.shadow.budgets)
 
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests. If none is free, a throttled request is rejected."""
@@ -414,10 +442,13 @@ class Transaction:
 
     def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
         lead, sessions = decision.lead, evaluation.sessions
-        calls = self._describe_calls(evaluation) if sessions or not evaluation.counts_failed else ""
-        if lead is None and decision.shadow is None and self._record is None and changed.body is None:
+        budgets = evaluation.budgets
+        calls = self._describe_calls(evaluation) if sessions or budgets or not evaluation.counts_failed else ""
+        if lead is None and decision.shadow is None and self._record is None and changed.body is None and not budgets:
             return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
         metadata = self._describe(evaluation, decision)
+        if budgets:
+            metadata |= describe_budgets(evaluation.enforcing.list_budgets(), decision)
         if lead is not None and lead.action is Action.REJECT:
             self.ended = True
             return Reply(refuse(lead, metadata, evaluation), done=True)
@@ -448,6 +479,8 @@ class Transaction:
         described = [each.describe_call() for each in evaluation.sessions if each.is_let_through]
         if not evaluation.counts_failed:
             described += evaluation.describe_counted()
+        if evaluation.budgets:
+            described += [text for each in evaluation.budgets if (text := each.describe_reserved())]
         calls = ",".join(described)
         return f"[{calls}]" if calls else ""
 
@@ -488,6 +521,7 @@ class Transaction:
     def end_hold(self) -> None:
         """The held answer is sent now, so the request continues, even if the client has left."""
         self._held = ()
+        self._held_budgets = ()
 
     def close(self) -> None:
         """Free what the request held. If it was held and never sent on, tell its sessions."""
@@ -497,3 +531,6 @@ class Transaction:
         if self._held:
             self._take_back(self._held, WITHDRAWN, 0)
             self._held = ()
+        if self._held_budgets:
+            self._give_back(self._held_budgets)
+            self._held_budgets = ()

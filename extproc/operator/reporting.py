@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from time import perf_counter, time
 
 from extproc.bounded import LRU
+from extproc.budgets.subject import BudgetSubject
 from extproc.decision import NOTED, Action, Decision, Outcome, Reason
 from extproc.engine.candidates import Answer, SessionCandidate
 from extproc.engine.evaluation import CandidateGroup, Evaluation, group_by_policy
@@ -159,6 +160,8 @@ class Reporter:
                 labels = outcome.policy, outcome.mode, outcome.subject.limit, outcome.action.value
                 metrics.session_limits.labels(*labels).inc()
                 self._report_limit(evaluation, outcome, outcome.subject)
+            elif isinstance(outcome.subject, BudgetSubject):
+                self._report_budget(evaluation, outcome, outcome.subject)
             elif outcome.reason is Reason.LOOP_DETECTED:
                 labels = outcome.policy, outcome.detector, outcome.mode, outcome.action.value
                 metrics.detections.labels(*labels, outcome.strength).inc()
@@ -407,6 +410,36 @@ class Reporter:
             alias=known.alias or None,
             labels=dict(known.labels) or None,
             descriptors=dict(candidate.values) if self.show_callers else None,
+        )
+
+    def _report_budget(self, evaluation: Evaluation, outcome: Outcome, subject: BudgetSubject) -> None:
+        """Count a stage or a refusal of a budget, and log the refusals of a caller by one rule once a minute."""
+        labels = outcome.policy, outcome.mode, subject.rule, outcome.reason.value, outcome.action.value
+        self._metrics.budgets.labels(*labels).inc()
+        if outcome.action is not Action.REJECT:
+            return
+        requests = self._remind(f"budget {outcome.policy} {outcome.mode} {subject.rule} {outcome.tenant}")
+        if not requests:
+            return
+        found = [each for each in evaluation.budgets if each.plan.id == outcome.policy and each.guard.mode == outcome.mode]
+        opened = outcome.reason is Reason.CIRCUIT_BREAKER_OPEN
+        self._warn(
+            "circuit breaker open" if opened else "budget exceeded",
+            outcome.tenant,
+            policy=outcome.policy,
+            mode=outcome.mode,
+            rule=subject.rule,
+            reason=outcome.reason.value,
+            limit=subject.limit,
+            left=subject.left,
+            asked=subject.asked,
+            retry_after=outcome.retry_after,
+            requests=requests,
+            tenant=outcome.tenant,
+            alert=True if opened and found and found[0].budget.alerts else None,
+            alias=found[0].find_alias() or None if found else None,
+            labels=dict(found[0].labels) or None if found else None,
+            descriptors=dict(found[0].values) if found and self.show_callers else None,
         )
 
     def _warn(self, message: str, whose: str, **shown: object) -> None:

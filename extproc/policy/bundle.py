@@ -18,13 +18,13 @@ from pydantic import (
     AfterValidator,
     AwareDatetime,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     TypeAdapter,
 )
 
+from extproc.budgets.rule_keys import CircuitBreaker, CostBased, FallbackLimit, Rule, TokenBucket, TokenBucketLlm
 from extproc.detectors import KINDS
 from extproc.detectors.keys import SimilarityKeys
 from extproc.objects import (
@@ -281,36 +281,6 @@ Detections = Annotated[
 ]
 
 
-class Rule(JsonObject):
-    """A Fairvisor rate-limit rule: its `limit_keys` are added to the policy's; the limit itself is not enforced.
-
-    Attributes:
-        name: the rule's name.
-        limit_keys: added to the policy's.
-        algorithm: not enforced.
-        algorithm_config: not enforced.
-        match: not enforced.
-    """
-
-    name: str
-    limit_keys: list[CallerKey] = NO_ITEMS
-    algorithm: Literal["token_bucket", "cost_based", "token_bucket_llm"] | None = None
-    algorithm_config: dict[str, Any] | None = None
-    match: dict[str, Any] | None = None
-
-
-class FallbackLimit(JsonObject):
-    """Fairvisor's limit for requests without a rule: its `limit_keys` are added to the policy's; its other keys are ignored.
-
-    Attributes:
-        limit_keys: added to the policy's.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    limit_keys: list[CallerKey] = NO_ITEMS
-
-
 class Spec(JsonObject):
     """One policy: which requests it applies to, how it tells callers apart, and what it does.
 
@@ -334,9 +304,9 @@ class Spec(JsonObject):
         session_limits: limits of a session.
         unnamed_limits: limits of a caller's requests without a session. Default: none.
         loop_detection: a detector, or a list of them.
-        rules: Fairvisor's rate limits; not enforced.
-        fallback_limit: Fairvisor's fallback limit; not enforced.
-        circuit_breaker: Fairvisor's circuit breaker; not enforced.
+        rules: budgets of callers: rates of requests and tokens, and costs in a period.
+        fallback_limit: the budget of requests for which no rule's `match` holds.
+        circuit_breaker: refuses the requests of callers that spend too fast.
     """
 
     selector: Selector
@@ -358,7 +328,7 @@ class Spec(JsonObject):
     loop_detection: Detections | None = None
     rules: list[Rule] = NO_ITEMS
     fallback_limit: FallbackLimit | None = None
-    circuit_breaker: dict[str, Any] | None = None
+    circuit_breaker: CircuitBreaker | None = None
 
     def all_limit_keys(self) -> list[str | FirstOf]:
         """`limit_keys` of the policy united with those of its rules and its fallback, each once, in order."""
@@ -375,7 +345,19 @@ class Spec(JsonObject):
 
     def is_enabled(self) -> bool:
         """Whether any part of the policy judges requests."""
-        return self.session_limits is not None or bool(self.detectors())
+        return self.session_limits is not None or bool(self.detectors()) or self.has_budgets()
+
+    def has_budgets(self) -> bool:
+        """Whether it limits what a caller may use in a time."""
+        return bool(self.rules) or self.fallback_limit is not None or self.has_breaker()
+
+    def has_breaker(self) -> bool:
+        """Whether its circuit breaker is on."""
+        return self.circuit_breaker is not None and self.circuit_breaker.enabled
+
+    def list_budget_rules(self) -> list[Rule]:
+        """Its rules and its fallback."""
+        return [*self.rules, *([self.fallback_limit] if self.fallback_limit is not None else [])]
 
     def keeps_counts(self) -> bool:
         """Whether a detector stores state that callers without descriptors would share."""
@@ -505,6 +487,10 @@ def _list_models(model: type[JsonObject]) -> Iterator[type[JsonObject]]:
 def make_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a policy file: a bundle, one policy or a list of policies."""
     made = TypeAdapter(Bundle | Policy | list[Policy]).json_schema()
+    configs = TypeAdapter(TokenBucket | CostBased | TokenBucketLlm).json_schema()
+    made["$defs"] |= configs["$defs"]
+    for name in (Rule.__name__, FallbackLimit.__name__):
+        made["$defs"][name]["properties"]["algorithm_config"] = {"anyOf": configs["anyOf"]}
     models = {model.__name__: model for model in _list_models(JsonObject)}
     for name, definition in made["$defs"].items():
         _describe(definition, models[name])

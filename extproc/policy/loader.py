@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
+from extproc.budgets.rule_keys import list_configs
 from extproc.errors import BundleError, BundleErrors
 from extproc.objects import Place
 from extproc.policy import rules
@@ -101,7 +102,13 @@ class PolicySet:
         """Whether an enabled policy depends on the upstream's responses."""
         loops = [loop for policy in self.list_acting() for _, loop in policy.spec.detectors()]
         limits = self.list_session_limits()
-        return any([limit.needs_answers() for limit in limits] + [not loop.count_failed for loop in loops])
+        budgets = [rule.needs_answers() for policy in self.list_acting() for rule in policy.spec.list_budget_rules()]
+        return any([*[limit.needs_answers() for limit in limits], *[not loop.count_failed for loop in loops], *budgets])
+
+    def needs_usage(self) -> bool:
+        """Whether an enabled policy depends on the tokens that responses report."""
+        rules = [rule.needs_answers() for policy in self.list_acting() for rule in policy.spec.list_budget_rules()]
+        return any([*[limits.max_cost_per_session is not None for limits in self.list_session_limits()], *rules])
 
     def require_enforced(self) -> None:
         """Raise BundleErrors with each part of a bundle that is not enforced, so that no limit is lost silently."""
@@ -396,6 +403,8 @@ def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None
     if isinstance(entry, dict):
         for where, message in rules.find_errors(entry.get("spec")):
             report.refuse((*place, "spec", *where), message)
+        for where, model, config in list_configs(entry["spec"]) if isinstance(entry.get("spec"), dict) else ():
+            _validate(model, config, (*place, "spec", *where), report)
         if isinstance(entry.get("id"), str):
             report.ids.append((entry["id"], write_pointer((*place, "id"))))
     if policy is not None:

@@ -19,7 +19,7 @@ from extproc.request.limit_keys import KEY_TAG, OBJECT_TAG
 _LONGEST = 60
 _LIMITS: Place = ("spec", "session_limits")
 
-_NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), ("aliases",))
+_NAMED: tuple[Place, ...] = (("tools",), ("prices",), ("max_calls_per_tool",), ("aliases",), ("match",))
 """The mappings whose keys are checked, too."""
 
 _Phrase: TypeAlias = Callable[[str, Mapping[str, Any]], str]
@@ -109,8 +109,8 @@ _NOTHING_FOUND: dict[str, _Phrase] = {
 _PHRASES: dict[str, _Phrase] = {
     "literal_error": _phrase_choices,
     "greater_than": _phrase_greater_than,
-    "greater_than_equal": lambda name, context: f"{name} must be >= {context['ge']}",
-    "less_than_equal": lambda name, context: f"{name} must be <= {context['le']}",
+    "greater_than_equal": lambda name, context: f"{name} must be >= {context['ge']:.15g}",
+    "less_than_equal": lambda name, context: f"{name} must be <= {context['le']:.15g}",
     "bool_type": _say("must be a boolean"),
     "int_type": _phrase_integer,
     "float_type": _say("must be a number"),

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from extproc.budgets.rule_keys import FALLBACK, MEASURED, Rule, find_rule_errors
 from extproc.decision import COMPLETION, NOTED, Action
 from extproc.detectors import KINDS, Similarity
 from extproc.detectors.keys import Escalation, LoopKeys
 from extproc.objects import MAX_THRESHOLD, Place, is_annotation
-from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, FallbackLimit, LoopDetection, Policy, Spec
+from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, LoopDetection, Policy, Spec
 from extproc.policy.strict_json import write_pointer
 from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
 from extproc.request.secrets import CREDENTIAL, is_secret
@@ -56,6 +57,7 @@ _USERS = {
 }
 """Keys of an entry that only some actions use, and these actions."""
 
+_OFF = 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
 _REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
 
 
@@ -101,6 +103,7 @@ def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # ra
     for below, message in find_unnamed_errors(spec.get("unnamed_limits"), spec.get("session_limits")):
         yield ("unnamed_limits", *below), message
     yield from _find_bypass_errors(spec.get("bypass"))
+    yield from find_rule_errors(spec)
 
 
 def _find_bypass_errors(bypasses: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
@@ -272,6 +275,7 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     yield from _find_idle_steering(policy)
     yield from _find_idle_keys(policy)
     yield from _find_idle_ramp(policy.spec)
+    yield from _find_suspicious_rules(policy)
     selector = policy.spec.selector
     several = [("pathPrefixes", path) for path in selector.pathPrefixes or ()]
     for name, path in [("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix), *several]:
@@ -313,7 +317,7 @@ def _find_idle_detectors(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find detectors that do not set `enabled`."""
     for place, loop in _list_entries(policy):
         if loop.model_fields_set and "enabled" not in loop.model_fields_set:
-            yield place, 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
+            yield place, _OFF
 
 
 def _name_noted(loop: LoopDetection) -> str:
@@ -335,17 +339,8 @@ def _find_idle_steering(policy: Policy) -> Iterator[tuple[Place, str]]:
 def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
     """The parts of a drop-in policy that are read but not enforced, each with its place below the policy."""
     spec = policy.spec
-    if spec.rules:
-        names = ", ".join(rule.name for rule in spec.rules)
-        yield ("spec", "rules"), f"rate-limit rules are not enforced by Loopguard: {names}"
-    if spec.fallback_limit is not None and spec.fallback_limit != FallbackLimit():
-        yield ("spec", "fallback_limit"), "fallback_limit is not enforced by Loopguard"
-    if spec.circuit_breaker and spec.circuit_breaker.get("enabled", True):
-        yield ("spec", "circuit_breaker"), "circuit_breaker is not enforced by Loopguard"
     places: list[tuple[Place, Sequence[str | FirstOf]]] = [
         (("spec", "limit_keys"), spec.limit_keys),
-        *((("spec", "rules", number, "limit_keys"), rule.limit_keys) for number, rule in enumerate(spec.rules)),
-        (("spec", "fallback_limit", "limit_keys"), spec.fallback_limit.limit_keys if spec.fallback_limit else []),
         (("spec", "ramp_by"), spec.ramp_by or []),
         (("spec", "labels"), spec.labels),
         (("spec", "session", "keys"), spec.session.keys if spec.session else []),
@@ -360,6 +355,46 @@ def find_unenforced(policy: Policy) -> Iterator[tuple[Place, str]]:
             for where, source in listed:
                 if source in UNSUPPORTED_KEYS:
                     yield where, f"the descriptor {source} cannot be derived by Loopguard and is left out of fingerprints"
+    yield from _find_idle_rules(policy)
+
+
+def _find_idle_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find rules that never apply, because Loopguard cannot derive what they ask for."""
+    for place, rule in list_rules(policy):
+        keys = [((*place, "limit_keys", number), key) for number, key in enumerate(rule.limit_keys)]
+        keys += [((*place, "match", key), key) for key in rule.match or ()]
+        for where, key in keys:
+            lacking = [source for source in list_sources([key]) if source in UNSUPPORTED_KEYS]
+            if lacking:
+                instead = "use ip:address or a header that your proxy sets, such as header:x-country"
+                why = f"the descriptor {lacking[0]} cannot be derived by Loopguard, so the rule {rule.name} never applies"
+                yield where, f"{why}; {instead}"
+
+
+def list_rules(policy: Policy) -> list[tuple[Place, Rule]]:
+    """The rules of a policy and its fallback, each with its place."""
+    spec = policy.spec
+    placed: list[tuple[Place, Rule]] = [(("spec", "rules", number), rule) for number, rule in enumerate(spec.rules)]
+    return [*placed, *([(("spec", FALLBACK), spec.fallback_limit)] if spec.fallback_limit is not None else [])]
+
+
+def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find budgets that may not be what their author intended."""
+    breaker = policy.spec.circuit_breaker
+    if breaker is not None and "enabled" not in breaker.model_fields_set:
+        yield ("spec", "circuit_breaker"), _OFF
+    for place, rule in list_rules(policy):
+        if not rule.limit_keys:
+            yield place, f"no limit_keys: all callers share the budget of the rule {rule.name}"
+        config = rule.algorithm_config
+        if config.get("default_max_completion_tokens") is not None:
+            where = (*place, "algorithm_config", "default_max_completion_tokens")
+            yield where, "default_max_completion_tokens is ignored; use default_max_completion, whose default is 1000"
+        for name in ("cost_key", "cost_source"):
+            source = config.get(name)
+            if isinstance(source, str) and ":" in source and source not in MEASURED:
+                chosen = f"{source} is the client's choice, so a client can choose what a request costs"
+                yield (*place, "algorithm_config", name), f"{chosen}; let a proxy set it, and remove it from clients' requests"
 
 
 def explain_secrets(policy: Policy) -> Iterator[tuple[Place, str]]:
@@ -420,7 +455,8 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     yield from _find_retried_refusals(policy)
     keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]
-    if "missing_descriptor" in spec.model_fields_set or not spec.is_enabled() or len(always) == len(keys):
+    judging = spec.session_limits is not None or spec.detectors()  # a rule is skipped by its own keys
+    if "missing_descriptor" in spec.model_fields_set or not judging or len(always) == len(keys):
         return
     if always:
         named = " and ".join(sorted(always))

@@ -361,10 +361,7 @@ class SessionGuard:
         self._fewest = min([limit - BATCH for _, limit in self.limits.tools], default=0)  # with more calls, one may be scarce
         self._unlimited = Limits(self.limits.idle_ms, self.limits.max_sessions)
         self.needs_answers = limits.needs_answers() or (unnamed is not None and unnamed.needs_answers())
-        self.rates = Rates(
-            {name: _read_price(price) for name, price in limits.prices.items()},
-            _read_price(limits.unknown_model) if limits.unknown_model is not None else None,
-        )
+        self.rates = make_rates(limits.prices, limits.unknown_model)
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
         self.has_plain_tools = all(is_plain_tool(name) for name in limits.max_calls_per_tool)
         self.shape = _find_shape(limits, session, names.id)
@@ -748,6 +745,12 @@ def _read_price(price: Price) -> TokenPrice:
     given = (price.input, price.output, price.cache_read, price.cache_write)
     first, second, third, fourth = [None if rate is None else Decimal(str(rate)) for rate in given]
     return TokenPrice(first or Decimal(), second or Decimal(), third, fourth)
+
+
+def make_rates(prices: Mapping[str, Price], unknown: Price | None) -> Rates:
+    """The rates of a policy's own prices."""
+    own = {name: _read_price(price) for name, price in prices.items()}
+    return Rates(own, _read_price(unknown) if unknown is not None else None)
 
 
 def _compile_notice(notice: Notice) -> tuple[tuple[str, int], ...]:

@@ -44,7 +44,8 @@ class Store(Protocol):
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any] | Awaitable[list[Any]]:
         """Count every hit once, and decide whether to act on it. Answers are in the order of the hits.
 
-        Questions about sessions go in the same call: a hit is answered with a `Count`, a step or settlement with a `Standing`.
+        Questions about sessions and budgets go in the same call: a hit is answered with a `Count`, a step or settlement with a
+        `Standing`, a take with a `Taken`. Takes come last. Those whose keys are in one hash slot are all granted, or none is.
 
         Raises:
             StoreError: at once or from the awaitable; no other error is raised.

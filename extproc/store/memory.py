@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Sequence
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
@@ -24,6 +24,19 @@ from extproc.metrics import Metrics
 from extproc.settings import Settings
 from extproc.store.memory_chains import MemoryChains
 from extproc.store.pushes import AnyPush
+from extproc.store.rules.budget import (
+    STATE_SIZE,
+    BudgetState,
+    Take,
+    Taken,
+    advance,
+    apply,
+    check,
+    find_lifetime,
+    pack_state,
+    settle,
+    unpack_state,
+)
 from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
@@ -60,6 +73,7 @@ _TIMES: Final = struct.Struct("<qq")
 _LEDGER: Final = struct.Struct("<qqI")
 """These times, and the length of the session's tree of agents, which stands before the ledger."""
 
+_BUDGET_SIZE: Final = _TIMES.size + STATE_SIZE
 _TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
 
@@ -73,6 +87,10 @@ def _read_clock() -> int:
     return _monotonic_ns() // 1_000_000
 
 
+def _read_calendar() -> int:
+    return time_ns() // 1_000_000
+
+
 class MemoryStore:
     """The `memory://` store; see `Store`."""
 
@@ -81,6 +99,7 @@ class MemoryStore:
     ) -> None:
         """Start empty; `clock` returns the time in milliseconds."""
         self._clock = clock
+        self._calendar = _read_calendar if clock is _read_clock else clock
         self._max_entries = max_entries
         self._max_bytes = max_entries * _MEAN_BYTES
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
@@ -102,6 +121,8 @@ class MemoryStore:
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now
+        if hits and isinstance(hits[-1], Take):
+            return self._hit_and_take(hits, moment, now)
         return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
 
     def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> list[list[bytes] | Trail]:
@@ -135,12 +156,47 @@ class MemoryStore:
     async def close(self) -> None:
         """Do nothing: there is no connection."""
 
-    def _answer(self, asked: Step | Settlement | TakeBack, now: int) -> Standing | Count:
+    def _answer(self, asked: Step | Settlement | TakeBack | Take, now: int) -> Standing | Count:
         if isinstance(asked, TakeBack):
             return self._take_back(asked)
+        if isinstance(asked, Take):
+            raise TypeError("takes come last")
         if not isinstance(asked, Step):
             return self._settle(asked, now)
         return self._step(asked, now) if asked.search is None else self._step_below_root(asked, asked.search, now)
+
+    def _hit_and_take(self, hits: Sequence[Question], moment: int, now: int | None) -> list[Any]:
+        """See `hit`; the last questions are about budgets, whose time is that of the calendar."""
+        takes = [hit for hit in hits if isinstance(hit, Take)]
+        answers = self.hit(hits[: -len(takes)], moment) if len(takes) < len(hits) else []
+        today = self._calendar() if now is None else now
+        if takes[0].settles:
+            return answers + [self._settle_take(take, moment, today) for take in takes]
+        return answers + self._take_group(takes, moment, today)
+
+    def _take_group(self, takes: list[Take], moment: int, today: int) -> list[Taken]:
+        """Take all of a group, or nothing."""
+        checked = [check(advance(self._open_budget(take), take, today), take, today) for take in takes]
+        granted = all(taken.fits for _, taken in checked)
+        for take, (found, taken) in zip(takes, checked, strict=True):
+            self._keep_budget(take, apply(found, take, taken) if granted else found, moment, today)
+        return [taken for _, taken in checked]
+
+    def _settle_take(self, asked: Take, moment: int, today: int) -> Taken:
+        self._keep_budget(asked, settle(self._open_budget(asked), asked, today), moment, today)
+        return Taken(False, False, 0, 0, 0, 0)
+
+    def _open_budget(self, take: Take) -> BudgetState | None:
+        """Take out the state of a budget, also if another limit kept it, for a lifetime of its own."""
+        entry = self._take(take.key, take.lifetime_ms)
+        if entry is None:
+            for lifetime in list(self._shards[hash(take.key) % len(self._shards)]):
+                entry = entry or self._take(take.key, lifetime)
+        return unpack_state(bytes(entry[_TIMES.size :])) if entry is not None and len(entry) == _BUDGET_SIZE else None
+
+    def _keep_budget(self, take: Take, state: BudgetState, moment: int, today: int) -> None:
+        until = moment + find_lifetime(state, take, today)
+        self._put(take.key, take.lifetime_ms, _TIMES.pack(moment, until) + pack_state(state), moment)
 
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms

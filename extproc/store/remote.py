@@ -20,11 +20,12 @@ from extproc.store.known_refusals import KnownRefusals
 from extproc.store.pending import Pending
 from extproc.store.pushes import AnyPush
 from extproc.store.remote_documents import RemoteDocuments
+from extproc.store.rules.budget import Take
 from extproc.store.rules.chain import Trail
 from extproc.store.rules.session import Question, Step
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.windows import Count, Hit
-from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call, take_back_call
+from extproc.store.scripts import CountAnswer, ScriptCall, count_call, push_call, session_call, take_back_call, take_call
 from extproc.store.shard import Finish, Shard
 from extproc.store.side_connections import SideConnections
 from extproc.store.topology import Layout
@@ -118,11 +119,11 @@ class RemoteStore:
         if self._whole and self._only is None:
             self._check_whole(hits)
         if now is not None:
-            return self._ask([self._make_call(hit, now) for hit in hits], _take_answers)
+            return self._ask(self._join_takes([self._make_call(hit, now) for hit in hits], now), _take_answers)
         if not self._known_refusals.knows_any:
-            return self._ask([self._make_call(hit, None) for hit in hits], self._finish)
+            return self._ask(self._join_takes([self._make_call(hit, None) for hit in hits], None), self._finish)
         known = [self._known_refusals.answer(hit) if isinstance(hit, Hit) else None for hit in hits]
-        asked = [self._make_call(hit, None) for place, hit in enumerate(hits) if known[place] is None]
+        asked = self._join_takes([self._make_call(hit, None) for place, hit in enumerate(hits) if known[place] is None], None)
         if not asked:
             return known
         counts = self._ask(asked, self._finish)
@@ -226,7 +227,7 @@ class RemoteStore:
             StoreError: a shard is unavailable.
         """
         for question in asked:
-            if isinstance(question, Hit | Step):
+            if isinstance(question, Hit | Step) or (isinstance(question, Take) and not question.settles):
                 self._find(question.key).check_open()
 
     def _settle(self, hit: Hit, times: int) -> None:
@@ -237,7 +238,23 @@ class RemoteStore:
     def _make_call(self, asked: Question, now: int | None) -> ScriptCall:
         if isinstance(asked, Hit):
             return count_call(asked, 1, now, self._known_refusals.take_owed(asked))
+        if isinstance(asked, Take):
+            return take_call(asked, now)
         return take_back_call(asked) if isinstance(asked, TakeBack) else session_call(asked, now)
+
+    def _join_takes(self, calls: list[ScriptCall], now: int | None) -> list[ScriptCall]:
+        """The calls of a request, with the takes of each hash slot as one group. Takes are the last calls."""
+        if len(calls) < 2 or not isinstance(calls[-2].subject, Take):  # noqa: PLR2004  # one take is a group
+            return calls
+        tags = len(self._layout.tags)
+        begun: set[int] = set()
+        for place, call in enumerate(calls):
+            if isinstance(call.subject, Take) and not call.subject.settles:
+                part = find_part(call.subject.key, tags)
+                if part in begun:
+                    calls[place] = take_call(call.subject, now, joined=True)
+                begun.add(part)
+        return calls
 
     def _learn(self, calls: list[ScriptCall], answers: list[Any]) -> list[Any]:
         for place, call in enumerate(calls):

@@ -16,6 +16,7 @@ from extproc.errors import StoreError
 from extproc.store.pushes import AnyPush
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
+from extproc.store.rules.budget import ANSWER, Take, Taken, read_taken
 from extproc.store.rules.chain import ChainLink, read_trail
 from extproc.store.rules.ring import read_entries, split_records
 from extproc.store.rules.root import ROOT_SIZE, RootSearch
@@ -154,6 +155,22 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     if search is not None:
         others = (*others, search.key, search.parent_key)
     return ScriptCall(_SESSION, asked, arguments, 0, others, weigh(asked))
+
+
+def _read_takes(reply: object, calls: int) -> list[Taken]:
+    if not isinstance(reply, bytes) or len(reply) != ANSWER.size * calls:
+        raise _make_error()
+    return read_taken(reply)
+
+
+_BUDGET: Final = Script("budget", _read_takes)
+
+
+def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> ScriptCall:
+    """Take from a budget, or settle; `joined`: in one group with the call before; `now` as in `count_call`."""
+    moment = -1 if now is None else now
+    limits = take.limit, take.rate, take.span, take.offset
+    return ScriptCall(_BUDGET, take, (int(joined), take.kind, take.amount, *limits, take.start, moment))
 
 
 def _read_nothing(_: bytes) -> Count:

@@ -34,6 +34,17 @@ ALLOWED = {
     ("cli/scan/claude_code.py", "tool_use"): "in a key of its printed streams",
     ("cli/scan/otlp.py", "prompt_tokens"): "of older semantic conventions",
     ("cli/scan/otlp.py", "completion_tokens"): "of older semantic conventions",
+    **dict.fromkeys(
+        [
+            ("decision.py", "prompt_tokens"),
+            ("budgets/rule_keys.py", "prompt_tokens"),
+            ("budgets/rule_keys.py", "completion_tokens"),
+            ("budgets/guard.py", "prompt_tokens"),
+            ("budgets/guard.py", "completion_tokens"),
+            ("policy/rules.py", "completion_tokens"),
+        ],
+        "in keys and reasons of the bundle format",
+    ),
     ("cli/envoy_config/templates/bootstrap.yaml", "/responses"): "a comment that says which WebSockets are refused",
 }
 """Where such a word means something else, and what."""

@@ -59,6 +59,121 @@ EXPIRED = "expired at 2026-05-31T23:59:59+00:00; it must be in the future"
 Errors = list[tuple[str, str]]
 
 
+RULE: dict[str, Any] = {
+    "name": "r",
+    "algorithm": "token_bucket",
+    "algorithm_config": {"tokens_per_second": 1, "burst": 2},
+}
+
+
+RULE_KEYS = ("name", "limit_keys", "algorithm", "algorithm_config", "reject_status", "match")
+
+
+BREAKER_KEYS = ("enabled", "spend_rate_threshold_per_minute", "action", "auto_reset_after_minutes", "alert")
+
+
+_REJECT = [{"threshold_percent": 100, "action": "reject"}]
+_LAST = 'must contain {"threshold_percent": 100, "action": "reject"}: without it, the budget has no end'
+_OF = "/spec/rules/0/algorithm_config"
+
+
+def _configured(kind: str, **config: object) -> list[dict[str, Any]]:
+    """One rule."""
+    return [{"name": "r", "algorithm": kind, "algorithm_config": config}]
+
+
+RULE_FIELDS: list[tuple[str, object, Errors]] = [
+    (
+        "rules",
+        [{"name": "r", "algorithm": "leaky", "algorithm_config": {}}],
+        [("/spec/rules/0/algorithm", "algorithm must be one of token_bucket, cost_based, token_bucket_llm")],
+    ),
+    (
+        "rules",
+        [RULE, RULE],
+        [
+            (
+                "/spec/rules/1/name",
+                (
+                    "duplicate name 'r', also at rules/0; the rules of a policy need names of their own, or they would share a "
+                    "budget"
+                ),
+            )
+        ],
+    ),
+    ("rules", _configured("token_bucket", burst=1), [(_OF, "tokens_per_second or rps is required")]),
+    (
+        "rules",
+        _configured("token_bucket", rps=5, burst=2),
+        [(f"{_OF}/burst", "burst must be >= rps, which is 5")],
+    ),
+    (
+        "rules",
+        _configured("token_bucket", algorithm="cost_based", tokens_per_second=0, burst=1e300, cost_source="body:/a"),
+        [
+            (f"{_OF}/algorithm", "algorithm must be token_bucket"),
+            (f"{_OF}/tokens_per_second", "tokens_per_second must be >= 0.001"),
+            (f"{_OF}/burst", "burst must be <= 1000000000, not 1e+300"),
+            (f"{_OF}/cost_source", "cost_source must be 'fixed', 'header:<name>' or 'query:<name>'"),
+        ],
+    ),
+    ("rules", _configured("token_bucket_llm"), [(f"{_OF}/tokens_per_minute", "tokens_per_minute is required")]),
+    (
+        "rules",
+        _configured("token_bucket_llm", tokens_per_minute=10, burst_tokens=9, token_source={"estimator": "x"}),
+        [
+            (f"{_OF}/burst_tokens", "burst_tokens must be >= tokens_per_minute, which is 10"),
+            (f"{_OF}/token_source/estimator", "estimator must be one of simple_word, header_hint"),
+        ],
+    ),
+    (
+        "rules",
+        _configured("cost_based", budget=-1, period="2h", staged_actions=_REJECT, cost_key="body"),
+        [
+            (f"{_OF}/budget", "budget must be greater than 0"),
+            (f"{_OF}/period", "period must be one of 5m, 1h, 1d, 7d"),
+            (
+                f"{_OF}/cost_key",
+                (
+                    "cost_key must be 'fixed', 'header:<name>', 'query:<name>', 'usage:tokens', 'usage:input', 'usage:output' "
+                    "or 'usage:dollars'"
+                ),
+            ),
+        ],
+    ),
+    (
+        "rules",
+        _configured(
+            "cost_based",
+            budget=1,
+            period="1d",
+            unknown_model={"input": 1, "output": 1},
+            staged_actions=[
+                {"threshold_percent": 80, "action": "throttle"},
+                {"threshold_percent": 80, "action": "warn", "delay_ms": 5},
+                {"threshold_percent": 99, "action": "reject"},
+            ],
+        ),
+        [
+            (f"{_OF}/staged_actions/0", "throttle needs delay_ms, in milliseconds"),
+            (f"{_OF}/staged_actions/1/threshold_percent", "duplicate threshold 80, also at staged_actions/0"),
+            (f"{_OF}/staged_actions/1/delay_ms", "delay_ms belongs to the action throttle"),
+            (f"{_OF}/staged_actions", f"staged_actions {_LAST}"),
+            (f"{_OF}/unknown_model", "unknown_model belongs to cost_key usage:dollars"),
+        ],
+    ),
+    (
+        "rules",
+        [RULE | {"match": {"body:/x": "1", "jwt:plan": ["x"], "header:x-a": True}}],
+        [
+            ("/spec/rules/0/match/body:~1x", "body:/x must not be in the body: rules are chosen before the body arrives"),
+            ("/spec/rules/0/match/jwt:plan", "jwt:plan must be a string, a number or a boolean, and not empty"),
+        ],
+    ),
+]
+"""A budget's keys, and what is wrong with them."""
+
+
 def unknown(*keys: str) -> str:
     """The answer to an unknown key where the keys that there are are few."""
     return f"unknown key; known keys are {', '.join(keys)}"
@@ -523,7 +638,7 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ["body:", "body:model", "body:/a~", "body:/a~2", "Body:/a", "body:/a~0~1/0", "body:/"],
         [*((f"/spec/limit_keys/{number}", BODY_KEY) for number in range(4)), ("/spec/limit_keys/4", LIMIT_KEY)],
     ),
-    ("rules", [{"name": "r", "limit_keys": ["body:x"]}], [("/spec/rules/0/limit_keys/0", BODY_KEY)]),
+    ("rules", [RULE | {"limit_keys": ["body:x"]}], [("/spec/rules/0/limit_keys/0", BODY_KEY)]),
     ("bypass", {}, in_spec("bypass", "must be an array")),
     ("bypass", None, in_spec("bypass", "must be an array")),
     (
@@ -580,10 +695,25 @@ SPEC_FIELDS: list[tuple[str, object, Errors]] = [
         ],
     ),
     ("rules", {}, in_spec("rules", "must be an array")),
-    ("rules", [{"limit_keys": ["x"]}], [("/spec/rules/0/name", "name is required"), ("/spec/rules/0/limit_keys/0", LIMIT_KEY)]),
-    ("fallback_limit", 1, in_spec("fallback_limit", "must be an object")),
-    ("fallback_limit", {"limit_keys": ["x"], "any": 1}, [("/spec/fallback_limit/limit_keys/0", LIMIT_KEY)]),
-    ("circuit_breaker", 1, in_spec("circuit_breaker", "must be an object")),
+    (
+        "rules",
+        [{"limit_keys": ["x"]}],
+        [
+            ("/spec/rules/0/name", "name is required"),
+            ("/spec/rules/0/limit_keys/0", LIMIT_KEY),
+            ("/spec/rules/0/algorithm", "algorithm is required"),
+            ("/spec/rules/0/algorithm_config", "algorithm_config is required"),
+        ],
+    ),
+    ("fallback_limit", 1, [("/spec/fallback_limit", an_object("fallback_limit", *RULE_KEYS))]),
+    (
+        "fallback_limit",
+        {**RULE, "limit_keys": ["x"], "any": 1},
+        [("/spec/fallback_limit/limit_keys/0", LIMIT_KEY), ("/spec/fallback_limit/any", unknown(*RULE_KEYS))],
+    ),
+    ("circuit_breaker", 1, [("/spec/circuit_breaker", an_object("circuit_breaker", *BREAKER_KEYS))]),
+    ("circuit_breaker", {"enabled": True}, [("/spec/circuit_breaker", f"when enabled is true, {BREAKER_KEYS[1]} is required")]),
+    *RULE_FIELDS,
 ]
 
 
@@ -658,7 +788,7 @@ DOCUMENTS: list[tuple[object, Errors]] = [
     (spec(bypas=[]), [("/spec/bypas", "unknown key; did you mean bypass?")]),
     (bundle(id="x"), [("/id", "unknown key; id belongs in the policy")]),
     (bundle(global_shadow={"enabled": True, "reson": "x"}), [("/global_shadow/reson", "unknown key; did you mean reason?")]),
-    (spec(rules=[{"name": "r", "limit_key": []}]), [("/spec/rules/0/limit_key", "unknown key; did you mean limit_keys?")]),
+    (spec(rules=[RULE | {"limit_key": []}]), [("/spec/rules/0/limit_key", "unknown key; did you mean limit_keys?")]),
     (spec(**{"a/b~c": 1}), [("/spec/a~1b~0c", ANNOTATION)]),
     # Rules between fields.
     (loop(window_seconds=...), [("/spec/loop_detection", "when enabled is true, window_seconds is required")]),

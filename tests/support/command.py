@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from extproc.cli.main import main
+from tests.support.bundles import RULE
 from tests.support.documents import policy
 
 
@@ -33,7 +34,11 @@ class Run:
 SAID = {"missing_descriptor": "require_one"}
 GOOD = policy("p", {"pathExact": "/v1/chat/completions"}, limit_keys=["jwt:org_id", "jwt:user_id"], **SAID)
 WITH_RULES = policy("p", {"pathExact": "/a"}, limit_keys=["jwt:org_id"], **SAID)
-WITH_RULES["spec"]["rules"] = [{"name": "per-org"}]
+WITH_RULES["spec"]["rules"] = [RULE | {"name": "per-org", "limit_keys": ["ip:country"]}]
+NOT_ENFORCED = (
+    "/policies/0/spec/rules/0/limit_keys/0: the descriptor ip:country cannot be derived by Loopguard, so the rule per-org "
+    "never applies; use ip:address or a header that your proxy sets, such as header:x-country"
+)
 
 
 def written(file: Path, document: object) -> str:

@@ -10,7 +10,8 @@ from tests.support import ROOT as CHECKOUT
 ROOT = CHECKOUT / "extproc"
 
 ROOMS = (
-    "request", "apis", "store", "detectors", "sessions", "policy", "engine", "operator", "ext_proc", "transport", "cli",
+    "request", "apis", "store", "detectors", "sessions", "budgets", "policy", "engine", "operator", "ext_proc", "transport",
+    "cli",
 )  # fmt: skip
 """From the ground up: a room imports from those before it. Modules at the root that import no room are below all of them; those
 that do, which build and run the server, are below the command alone."""

@@ -25,6 +25,7 @@ from extproc.objects import JsonObject
 from extproc.policy.files import read_each
 from extproc.reload import Reloader
 from extproc.settings import Settings
+from tests.support.bundles import RULE
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE
 
@@ -346,7 +347,7 @@ def test_a_file_system_that_never_answers_is_a_failed_reload(
 def test_parts_that_are_not_enforced_are_refused_in_a_reload(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     """No limit is lost through a reload either, unless the server was told to continue without it."""
     item = guard("q")
-    item["spec"]["circuit_breaker"] = {"enabled": True}
+    item["spec"]["rules"] = [RULE | {"limit_keys": ["ip:country"]}]
     place.write(guard())
     place.start()
     place.write(item)
@@ -354,7 +355,9 @@ def test_parts_that_are_not_enforced_are_refused_in_a_reload(place: Place, caplo
     ids = place.ids
     place.start(allow_unenforced=True)
 
-    part = f"{place.folder}/p.json: /spec/circuit_breaker: circuit_breaker is not enforced by Loopguard"
+    idle = "so the rule r never applies; use ip:address or a header that your proxy sets, such as header:x-country"
+    derived = f"the descriptor ip:country cannot be derived by Loopguard, {idle}"
+    part = f"{place.folder}/p.json: /spec/rules/0/limit_keys/0: {derived}"
     assert errors(caplog) == [f"{part}; remove it, or start with --allow-unenforced", KEPT]
     assert (ids, [plan.id for plan in place.reloader.engine.plans]) == (["p"], ["q"])
 

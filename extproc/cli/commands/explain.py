@@ -14,8 +14,10 @@ from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from extproc.apis import takes_websocket
+from extproc.budgets.guard import make_subject
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, NOTED, Action, Outcome
+from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
@@ -91,11 +93,17 @@ def run(options: argparse.Namespace) -> int:
         for candidate in group.candidates:
             policy = candidate.plan.id
             more = ramps.get(policy, []) + _list_missing(missing, policy, request)
-            if isinstance(candidate, LoopCandidate):
-                _print_detector(candidate, evaluation, body, more)
-            elif isinstance(candidate, SessionCandidate):
-                _print_session(candidate, more)
+            _print_candidate(candidate, evaluation, body, more)
     return 0
+
+
+def _print_candidate(candidate: Candidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
+    if isinstance(candidate, LoopCandidate):
+        _print_detector(candidate, evaluation, body, more)
+    elif isinstance(candidate, SessionCandidate):
+        _print_session(candidate, more)
+    elif isinstance(candidate, BudgetCandidate):
+        _print_budgets(candidate, more)
 
 
 def _print_switch(switch: Switch, *, shadow: bool) -> None:
@@ -152,6 +160,32 @@ def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
     ]
     told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
     _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or describe_status(final=True)}")])
+
+
+def _print_budgets(candidate: BudgetCandidate, more: _Rows) -> None:
+    """A block for each budget that the request takes from; with fixed costs, what is left is known only to the store."""
+    guard = candidate.budget
+    if candidate.oversize is not None:
+        subject = candidate.oversize
+        told = f"{subject.reason.value}: about {subject.asked:.9g} tokens, and at most {subject.limit:.9g} are allowed"
+        _print_rows([("policy", f"{candidate.plan.id} ({guard.mode})"), ("budget", subject.rule), *more, ("decision", told)])
+    for reserved in candidate.reserved:
+        limit, subject = reserved.limit, make_subject(reserved)
+        unit = f" {subject.unit}" if subject.unit else ""
+        final = reserved.take.amount > reserved.take.limit
+        status = reserved.rule.refusal.status or (describe_status(final=True) if final else KILLED_STATUS)
+        refusal = f"{'report: would reject' if guard.shadow else 'reject'} with {status} ({limit.reason.value})"
+        cost = "estimated, settled after the response" if reserved.rule.cost.measured else "fixed before the request is sent on"
+        rows = [
+            ("policy", f"{candidate.plan.id} ({guard.mode})"),
+            ("budget", f"{subject.rule}: {subject.limit:.9g}{unit} in {subject.span}"),
+            *more,
+            ("tenant", reserved.tenant),
+            ("key", reserved.take.key),
+            ("cost", f"{subject.asked:.9g}{unit}, {cost}"),
+            ("decision", refusal if final else f"allow while {subject.asked:.9g}{unit} is left, then {refusal}"),
+        ]
+        _print_rows(rows)
 
 
 def _show_known(candidate: Candidate) -> _Rows:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from extproc.ext_proc.transaction import HOLD_MARGIN_MS
-from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Selector
+from extproc.policy.bundle import MAX_DELAY_MS, LoopDetection, Selector, Spec
 from extproc.policy.loader import PolicySet
 from extproc.request.secrets import CREDENTIAL, list_places
 
@@ -61,20 +61,28 @@ def find_needs(policies: PolicySet | None, uploads: int) -> Needs:
     if policies is None:
         hold = (MAX_DELAY_MS + HOLD_MARGIN_MS) / 1000
         return Needs(known=False, uploads=uploads, hold=hold, warns=True, keys=["ip:address"], selectors=())
-    acting, limits = policies.list_acting(), policies.list_session_limits()
+    acting = policies.list_acting()
     enforced = [loop for policy in acting if policy.spec.mode == "enforce" for _, loop in policy.spec.detectors()]
     holds = [loop.max_delay_ms + HOLD_MARGIN_MS for loop in enforced if "throttle" in _list_actions(loop)]
+    staged = [stage for policy in acting if policy.spec.mode == "enforce" for stage in list_stages(policy.spec)]
+    holds += [int(delay) + HOLD_MARGIN_MS for action, delay in staged if action == "throttle"]
     return Needs(
         known=True,
         uploads=uploads,
         hold=max(holds, default=0) / 1000,
-        warns=any({"warn", "steer", "land"} & _list_actions(loop) for loop in enforced),
+        warns=any({"warn", "steer", "land"} & _list_actions(loop) for loop in enforced) or any(staged),
         keys=[key for policy in acting for key in policy.spec.list_sources()],
         selectors=[(policy.id, policy.spec.selector) for policy in acting],
         outcomes=policies.needs_answers(),
-        usage=any(limit.max_cost_per_session is not None for limit in limits),
+        usage=policies.needs_usage(),
         required=[key for policy in acting for key in policy.spec.all_limit_keys() if isinstance(key, str)],
     )
+
+
+def list_stages(spec: Spec) -> list[tuple[str, float]]:
+    """The actions of a policy's budgets before they are used up, each with its delay in milliseconds."""
+    stages = [stage for rule in spec.list_budget_rules() for stage in rule.algorithm_config.get("staged_actions", ())]
+    return [(stage["action"], stage.get("delay_ms") or 0) for stage in stages if stage["action"] != "reject"]
 
 
 def _list_actions(loop: LoopDetection) -> set[str]:

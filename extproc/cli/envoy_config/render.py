@@ -74,6 +74,7 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
         "outcomes": needed and not options.observes,
         "secret_query": any(may_stand_in_query(key) for policy in policies.list_acting() for key in policy.spec.list_sources()),
         "usage": _reads_usage(policies, options),
+        "budgets": any(policy.spec.list_budget_rules() for policy in policies.list_acting()),
         "loopguard_type": "STRICT_DNS" if by_name else "STATIC",
         "loopguard_endpoints": "\n".join(
             f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in options.endpoints
@@ -104,8 +105,7 @@ def describe_route(policies: PolicySet, options: EnvoyOptions, *, tolerant: bool
 
 
 def _reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
-    costs = any(limits.max_cost_per_session is not None for limits in policies.list_session_limits())
-    return costs and options.usage == "exact" and not options.observes
+    return policies.needs_usage() and options.usage == "exact" and not options.observes
 
 
 def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
+from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Action, Decision, Reason
 from extproc.ext_proc.answers.metadata import write_field, write_head, write_metadata
 from extproc.pb.base_pb2 import HeaderValueOption
@@ -30,7 +31,9 @@ STEERED: Final[Header] = ("x-loopguard-steered", "1")
 NARROWED: Final[Header] = ("x-loopguard-narrowed", "1")
 
 _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
-"""The subject of a warning."""
+"""The subject of a warning, if it is not a budget."""
+
+_BUDGET: Final = "budget"
 
 # Numbers of the fields that lead to a body and to headers (envoy/service/ext_proc/v3/external_processor.proto).
 _REQUEST_HEADERS, _REQUEST_BODY, _RESPONSE_BODY, _RESPONSE, _BODY_MUTATION, _BODY, _STREAMED = 1, 3, 4, 1, 3, 1, 3
@@ -161,10 +164,13 @@ def make_wait(milliseconds: int) -> bytes:
 def find_warning(decision: Decision) -> str:
     """The warning for the headers of a request that continues; empty for none."""
     if decision.steer is not None:
-        return f"{_KIND[decision.steer.reason]}_{decision.steer.action.value}"
+        return f"{_KIND.get(decision.steer.reason, _BUDGET)}_{decision.steer.action.value}"
+    lead = decision.lead
     if not decision.warning:
-        return ""
-    return f"{_KIND[decision.lead.reason if decision.lead is not None else Reason.LOOP_DETECTED]}_warn"
+        # As in Fairvisor, a delay by a budget is told as well; that by a loop is not.
+        delayed = lead is not None and lead.action is Action.THROTTLE and lead.reason not in _KIND
+        return f"{_BUDGET}_throttle" if delayed else ""
+    return f"{_KIND.get(lead.reason if lead is not None else Reason.LOOP_DETECTED, _BUDGET)}_warn"
 
 
 def make_metadata(decision: Decision) -> dict[str, Any]:
@@ -187,6 +193,8 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
         if isinstance(lead.subject, SessionSubject):
             used, allowed = lead.subject.shown
             metadata |= {"limit": lead.subject.limit, "used": used, "allowed": allowed}
+        elif isinstance(lead.subject, BudgetSubject):
+            metadata["rule"] = lead.subject.rule
         warning = find_warning(decision)
         if warning and lead.action is not Action.REJECT:
             metadata["warning"] = warning

@@ -9,9 +9,11 @@ from uuid import uuid4
 
 from extproc.apis import find_endpoint
 from extproc.apis.api import Completion, Question, Refusal
+from extproc.budgets.subject import BudgetSubject
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Framed, Outcome, Reason, Subject
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Plan
+from extproc.ext_proc.answers.budgets import list_refusal_headers
 from extproc.ext_proc.answers.go_on import set_headers
 from extproc.ext_proc.answers.metadata import write_metadata
 from extproc.ext_proc.answers.status import Content, choose_status
@@ -41,7 +43,24 @@ def refuse(lead: Outcome, metadata: dict[str, Any], evaluation: Evaluation) -> b
     """The immediate response for the strictest outcome."""
     if isinstance(lead.subject, SessionSubject):
         return refuse_session(lead, lead.subject, metadata, evaluation.request, evaluation.content)
+    if isinstance(lead.subject, BudgetSubject):
+        return refuse_budget(lead, lead.subject, metadata, evaluation.request, evaluation.content)
     return refuse_loop(lead, metadata, evaluation)
+
+
+def refuse_budget(
+    lead: Outcome, subject: BudgetSubject, metadata: dict[str, Any], request: HttpRequest, content: Content
+) -> bytes:
+    """The immediate response for a budget that has no room for the request.
+
+    Usually there will be room after `Retry-After`. A request that is larger than the whole budget is refused for good.
+    """
+    reason, final = subject.reason, lead.retry_after is None
+    status = lead.refusal.status or (choose_status(request, content, final=True) if final else _WAIT_STATUS)
+    message = f"{subject.write_message(lead, request.method, request.path)} ({reason.value})"
+    detail = {"error": reason.value, "message": message, "rule": subject.rule, "retry_after": lead.retry_after}
+    framed = _frame(Refusal(status, message, reason.value, reason.value, detail), request, content)
+    return _make_immediate(framed, _RESOURCE_EXHAUSTED, reason, list_refusal_headers(lead, subject), metadata)
 
 
 def refuse_session(

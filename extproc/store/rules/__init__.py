@@ -10,6 +10,7 @@
 | `session` | what a session has used up, and the number of sessions of a tenant | packed |
 | `tree` | the agents below a session; asked by `session` in the same step | packed |
 | `root` | the root session of an agent that names only its parent; asked by `roots` and `session` | a version and a digest |
+| `budget` | buckets, periods of the calendar, and breakers that open at a rate of spending | packed |
 | `documents` | documents by name, each until its end | a sorted set, a hash and a string |
 
 The Python of `tally` and `sliding_log` is in `windows.py`; the other modules have the rules' names.

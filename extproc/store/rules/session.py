@@ -47,6 +47,7 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
+from extproc.store.rules.budget import Take
 from extproc.store.rules.root import ROOT_SIZE, RootSearch, pack_search
 from extproc.store.rules.take_back import TakeBack
 from extproc.store.rules.tree import (
@@ -384,7 +385,7 @@ _SHOWN: Final = (
 )
 
 
-Question: TypeAlias = Hit | Step | Settlement | TakeBack
+Question: TypeAlias = Hit | Step | Settlement | TakeBack | Take
 """Questions that one call to a store may mix. A hit is answered with a `Count`, the others with a `Standing`."""
 
 # In the byte order of most processors, which takes a third of the time. Remote stores use network byte order.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import GOOD, WITH_RULES, Run, written
+from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, written
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Loopguard, write_policies
 
@@ -28,7 +28,7 @@ def test_validate_fails_where_serve_would(capsys: pytest.CaptureFixture[str], tm
 
     run, fine = Run(capsys, "validate", *flags, file, warned), Run(capsys, "validate", *flags, warned)
 
-    part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
+    part = f"{file}: {NOT_ENFORCED}"
     assert (run.code, run.out) == (1, "")
     assert run.err.splitlines() == [f"{part}; remove it, or start with --allow-unenforced"]
     assert run.err.splitlines() == served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")[1]
@@ -77,7 +77,7 @@ def test_serve_refuses_what_it_does_not_enforce(tmp_path: Path) -> None:
     """Each part that would be lost is named, with the way out; with --allow-unenforced the server starts and warns."""
     write_policies(tmp_path, bundle(WITH_RULES))
     file = f"{tmp_path}/policies/policies.json"
-    part = f"{file}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org"
+    part = f"{file}: {NOT_ENFORCED}"
 
     refusal = served("--policy", file, "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
     server = Loopguard(tmp_path, "--allow-unenforced")

@@ -22,7 +22,7 @@ from extproc.policy.bundle import Policy, make_schema
 from extproc.server import Server
 from extproc.settings import Settings
 from tests.support.bundles import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries, spec
-from tests.support.command import GOOD, WITH_RULES, Run, written
+from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, written
 from tests.support.documents import bundle, policy
 
 pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.sources, pytest.mark.compiled]  # what explains is compiled
@@ -53,7 +53,7 @@ def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
     assert run.err.splitlines() == [
         f"warning: {two}: /spec: no limit_keys: all callers of policy q share its counts",
         f"warning: {one}: /kill_switches/0: {stops}",
-        f"warning: {one}: /policies/0/spec/rules: rate-limit rules are not enforced by Loopguard: per-org",
+        f"warning: {one}: {NOT_ENFORCED}",
     ]
     assert Run(capsys, "validate", "--strict", one, two).code == 1
     assert Run(capsys, "validate", "--strict", "--allow-unenforced", one).code == 2

@@ -30,6 +30,7 @@ from extproc.operator.admin.pages import MAX_BODY, Page, is_near, make_app, read
 from extproc.operator.admin.server import AdminServer
 from extproc.server import Server
 from extproc.settings import Settings, parse_address
+from tests.support.bundles import RULE
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, eventually
 from tests.support.promql import list_labels
@@ -444,7 +445,7 @@ def test_policies_shows_what_is_loaded(server: Server) -> None:
 
 def test_what_is_not_enforced_shows_as_long_as_it_is_in_force(tmp_path: Path) -> None:
     """With --allow-unenforced each part stands in `/policies` and a metric, and `/readyz` has their number."""
-    more = {"rules": [{"name": "r", "limit_keys": ["ip:asn", "ua:bot"]}], "circuit_breaker": {"enabled": True}}
+    more = {"rules": [RULE | {"limit_keys": ["ip:asn", "ua:bot"]}], "labels": ["ip:tor"]}
     plain = policy("p", {"pathExact": "/a"})
     switches = [{"scope_key": "ua:bot", "scope_value": "x"}]
     file = tmp_path / "p.json"
@@ -460,7 +461,8 @@ def test_what_is_not_enforced_shows_as_long_as_it_is_in_force(tmp_path: Path) ->
         return listed, running._readyz().body.get("unenforced"), samples
 
     before = show()
-    route = json.dumps({"id": "route", "spec": {"loop_detection": {"enabled": False}, "fallback_limit": {"requests": 1}}})
+    idle = RULE | {"match": {"ip:country": "de"}}
+    route = json.dumps({"id": "route", "spec": {"loop_detection": {"enabled": False}, "fallback_limit": idle}})
     running.service.compile_handed_over(route)
     with_route = show()
     file.write_text(json.dumps(bundle(plain)))
@@ -469,15 +471,14 @@ def test_what_is_not_enforced_shows_as_long_as_it_is_in_force(tmp_path: Path) ->
 
     expected = [
         ("", "kill_switches", "/kill_switches/0"),
-        ("p", "rules", "/policies/0/spec/rules"),
-        ("p", "circuit_breaker", "/policies/0/spec/circuit_breaker"),
+        ("p", "labels", "/policies/0/spec/labels/0"),
         ("p", "rules", "/policies/0/spec/rules/0/limit_keys/0"),
         ("p", "rules", "/policies/0/spec/rules/0/limit_keys/1"),
     ]
-    counts = {("", "kill_switches"): 1, ("p", "rules"): 3, ("p", "circuit_breaker"): 1}
-    assert before == (expected, 5, counts)
-    of_route = [("route", "fallback_limit", "/spec/fallback_limit")]
-    assert with_route == ([*expected, *of_route], 6, counts | {("route", "fallback_limit"): 1})
+    counts = {("", "kill_switches"): 1, ("p", "rules"): 2, ("p", "labels"): 1}
+    assert before == (expected, 4, counts)
+    of_route = [("route", "fallback_limit", "/spec/fallback_limit/match/ip:country")]
+    assert with_route == ([*expected, *of_route], 5, counts | {("route", "fallback_limit"): 1})
     assert after == (of_route, 1, {("route", "fallback_limit"): 1})
 
 

@@ -26,6 +26,7 @@ from tests.support.bundles import (
     FUTURE,
     NOW,
     PAST,
+    RULE,
     SELECTOR_KEYS,
     SHAPES,
     SPEC_FIELDS,
@@ -120,7 +121,9 @@ def test_each_field_of_an_entry_is_checked(changes: dict[str, object], expected:
         (spec(mode="shadow", enforce_percent=100), WATCHES_ALL),
         *((spec(enforce_percent=99, limit_keys=keys), NO_CALLER_KNOWN) for keys in ([], ["body:/a"])),
         (
-            spec(enforce_percent=1, limit_keys=[], rules=[{"name": "r"}], fallback_limit={"limit_keys": ["body:/a"]}),
+            spec(
+                enforce_percent=1, limit_keys=[], rules=[RULE], fallback_limit=RULE | {"name": "f", "limit_keys": ["body:/a"]}
+            ),
             NO_CALLER_KNOWN,
         ),
         ({}, f"{SHAPES}, not an empty object"),
@@ -358,7 +361,7 @@ def test_description_and_x_keys_may_stand_anywhere() -> None:
     note = {"description": ["any", None], "x-owner": {"team": 1}, "x-": 0}
     selector = {"pathExact": "/a", **note}
     detection = {"enabled": True, "window_seconds": 1, "threshold_identical_requests": 2, **note}
-    rules = [{"name": "r", **note}]
+    rules = [RULE | note]
     item = {
         "id": "p",
         "spec": {"selector": selector, "limit_keys": ["jwt:a"], "loop_detection": detection, "rules": rules, **note},
@@ -367,11 +370,11 @@ def test_description_and_x_keys_may_stand_anywhere() -> None:
     loaded = check(bundle(item | note, global_shadow={"enabled": False, **note}, **note))
 
     assert loaded.sources[0].policies[0].spec.selector.pathExact == "/a"
-    assert loaded.warnings == ()
+    assert plain(loaded.warnings) == [("/policies/0/spec/rules/0", "no limit_keys: all callers share the budget of the rule r")]
 
 
 def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> None:
-    """Every part of a Fairvisor bundle is read; each that Loopguard does not enforce is named at its place."""
+    """Every part of a Fairvisor bundle is read and enforced, but for descriptors that Loopguard cannot derive."""
     rule = {
         "name": "per-org",
         "limit_keys": ["jwt:org_id", "ua:bot"],
@@ -381,8 +384,8 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
     }
     item = spec(
         limit_keys=["ip:country", "header:X-Key"],
-        rules=[rule, {"name": "cost", "limit_keys": ["jwt:org_id"], "algorithm": "cost_based"}],
-        fallback_limit=rule,
+        rules=[rule],
+        fallback_limit=rule | {"name": "rest", "match": {"ip:asn": 64496}},
         circuit_breaker={"enabled": True, "spend_rate_threshold_per_minute": 5},
         session={"keys": ["jwt:sid", "ip:asn"]},
         enforce_percent=5,
@@ -407,15 +410,15 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
 
     here = "/policies/0/spec"
     left_out = "cannot be derived by Loopguard and is left out of fingerprints"
+    instead = "use ip:address or a header that your proxy sets, such as header:x-country"
+    idle = f"cannot be derived by Loopguard, so the rule {{}} never applies; {instead}"
     assert plain(loaded.unenforced) == [
-        (f"{here}/rules", "rate-limit rules are not enforced by Loopguard: per-org, cost"),
-        (f"{here}/fallback_limit", "fallback_limit is not enforced by Loopguard"),
-        (f"{here}/circuit_breaker", "circuit_breaker is not enforced by Loopguard"),
         (f"{here}/limit_keys/0", f"the descriptor ip:country {left_out}"),
-        (f"{here}/rules/0/limit_keys/1", f"the descriptor ua:bot {left_out}"),
-        (f"{here}/fallback_limit/limit_keys/1", f"the descriptor ua:bot {left_out}"),
         (f"{here}/ramp_by/0", f"the descriptor ip:tor {left_out}"),
         (f"{here}/session/keys/1", f"the descriptor ip:asn {left_out}"),
+        (f"{here}/rules/0/limit_keys/1", f"the descriptor ua:bot {idle.format('per-org')}"),
+        (f"{here}/fallback_limit/limit_keys/1", f"the descriptor ua:bot {idle.format('rest')}"),
+        (f"{here}/fallback_limit/match/ip:asn", f"the descriptor ip:asn {idle.format('rest')}"),
     ]
     assert loaded.warnings == ()
     assert loaded.sources[0].policies[0].spec.all_limit_keys() == ["ip:country", "header:x-key", "jwt:org_id", "ua:bot"]
@@ -423,7 +426,7 @@ def test_a_drop_in_fairvisor_bundle_loads_and_names_what_is_not_enforced() -> No
 
 def test_what_a_drop_in_bundle_switches_off_is_not_reported() -> None:
     """A circuit breaker that is off, and empty parts, are not reported as limits that are missing."""
-    loaded = check(bundle(spec(rules=[], fallback_limit={}, circuit_breaker={"enabled": False}), kill_switches=[]))
+    loaded = check(bundle(spec(rules=[], circuit_breaker={"enabled": False}), kill_switches=[]))
 
     assert loaded.unenforced == ()
 
@@ -438,7 +441,40 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
     [
         (spec(limit_keys=[]), [("/spec", SHARED)]),
         (spec(limit_keys=["ip:country"]), [("/spec", SHARED)]),
-        (spec(limit_keys=[], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
+        (spec(limit_keys=[], rules=[RULE | {"limit_keys": ["jwt:a"]}]), []),
+        (
+            spec(rules=[RULE], circuit_breaker={"spend_rate_threshold_per_minute": 1}, loop_detection=None),
+            [
+                ("/spec/circuit_breaker", OFF),
+                ("/spec/rules/0", "no limit_keys: all callers share the budget of the rule r"),
+            ],
+        ),
+        (
+            spec(
+                rules=[
+                    {
+                        "name": "r",
+                        "limit_keys": ["jwt:a"],
+                        "algorithm": "cost_based",
+                        "algorithm_config": {
+                            "budget": 1,
+                            "period": "5m",
+                            "cost_key": "header:X-Cost",
+                            "staged_actions": [{"threshold_percent": 100, "action": "reject"}],
+                        },
+                    }
+                ]
+            ),
+            [
+                (
+                    "/spec/rules/0/algorithm_config/cost_key",
+                    (
+                        "header:X-Cost is the client's choice, so a client can choose what a request costs; let a proxy set "
+                        "it, and remove it from clients' requests"
+                    ),
+                )
+            ],
+        ),
         (spec(loop_detection=None), [("/spec", IDLE)]),
         (loop(enabled=False, window_seconds=...), [("/spec", IDLE)]),
         (loop(enabled=...), [("/spec", IDLE), ("/spec/loop_detection", OFF)]),
@@ -477,7 +513,7 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
         ),
         (spec(mode="shadow", ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
         (spec(enforce_percent=1, ramp_by=["jwt:org"], ramp_seed="s", keep_counts=True), []),
-        (spec(enforce_percent=25, limit_keys=["body:/a"], rules=[{"name": "r", "limit_keys": ["jwt:a"]}]), []),
+        (spec(enforce_percent=25, limit_keys=["body:/a"], rules=[RULE | {"limit_keys": ["jwt:a"]}]), []),
         (spec(enforce_percent=100, limit_keys=["body:/a"]), []),
         (
             loop(similarity="mcp", action="land"),
@@ -683,7 +719,7 @@ def test_the_schema_describes_the_models() -> None:
     ]
     assert all(f'"#/$defs/{name}"' in text for name in kinds)
     assert text.count('"$ref"') == sum(text.count(f'"#/$defs/{name}"') for name in kinds)
-    assert [name for name, kind in kinds.items() if kind["additionalProperties"] is not False] == ["FallbackLimit"]
+    assert [name for name, kind in kinds.items() if kind["additionalProperties"] is not False] == []
     assert all("^x-" in kind["patternProperties"] for kind in kinds.values())
     assert kinds["Bundle"]["required"] == ["bundle_version", "policies"]
     assert kinds["Policy"]["properties"]["id"]["pattern"] == "^[A-Za-z0-9_.-]{1,128}$"

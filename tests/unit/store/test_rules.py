@@ -17,6 +17,7 @@ PACKED = {
     "chain": ["HEAD", "USAGE"],
     "session": ["HEAD", "BEGUN"],
     "tree": ["TREE_HEAD"],
+    "budget": ["SHORT"],
 }
 """The formats of what is kept as one packed value."""
 

@@ -1,0 +1,119 @@
+"""What a request costs a budget, in integers: known before it is sent on, or estimated and settled after the response.
+
+Clients write some of these numbers, so everything is bounded.
+"""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import Final
+
+from extproc.apis import open_conversation
+from extproc.apis.lengths import CHARACTERS_PER_TOKEN, count_characters
+from extproc.budgets.rule_keys import DOLLARS, FIXED, INPUT, MAX_AMOUNT, OUTPUT, TOKENS
+from extproc.request.document import Document, NotCounted
+from extproc.request.http import HttpRequest
+from extproc.sessions.rates import Rates, Usage
+
+PERIOD_UNITS: Final = 1_000_000
+"""Units of 1 in periods and breakers: micro-units."""
+
+BUCKET_UNITS: Final = 3_000_000
+"""Units of 1 in buckets: thirds of a micro-unit, of which a whole number a minute is a whole number a millisecond."""
+
+_NANO_PER_UNIT: Final = 1_000
+"""Nano-dollars in a micro-dollar."""
+
+_NUMBER: Final = re.compile(r"[0-9.eE+-]{1,32}")
+
+
+def read_amount(text: str, default: float) -> float:
+    """A client's positive number, at most MAX_AMOUNT; the default for anything else."""
+    if not _NUMBER.fullmatch(text):
+        return default
+    try:
+        amount = float(text)
+    except ValueError:
+        return default
+    if not isfinite(amount):
+        return MAX_AMOUNT
+    return min(amount, MAX_AMOUNT) if amount > 0 else default
+
+
+def scale(amount: float, units: int) -> int:
+    """An amount in whole units."""
+    return round(amount * units)
+
+
+class Estimate:
+    """The tokens of a request, as far as they are known before its response.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        answer: the most that the client allows for the answer; 0 if it does not say.
+        model: the model's name.
+    """
+
+    __slots__ = ("answer", "model", "prompt")
+
+    def __init__(self, prompt: int, answer: int, model: str) -> None:
+        self.prompt = prompt
+        self.answer = answer
+        self.model = model
+
+
+def estimate_prompt(document: Document | None, size: int) -> int:
+    """The tokens of a prompt; `size` is the length of the body in bytes, for bodies that cannot be read."""
+    characters = size
+    if document is not None:
+        try:
+            characters = count_characters(open_conversation(document), len(document))
+        except NotCounted:
+            characters = len(document)
+    return -(-characters // CHARACTERS_PER_TOKEN)
+
+
+class CostKey:
+    """How a rule finds the cost of a request.
+
+    Attributes:
+        measured: the cost is known only after the response: one of `rule_keys.MEASURED`; empty if it is known before.
+        rates: prices, for dollars.
+    """
+
+    __slots__ = ("_default", "_fixed", "_name", "_source", "measured", "rates")
+
+    def __init__(self, key: str, fixed: float, default: float, rates: Rates | None = None) -> None:
+        """Compile a `cost_key` or `cost_source`."""
+        source, _, name = key.partition(":")
+        self.measured = key if key in (TOKENS, INPUT, OUTPUT, DOLLARS) else ""
+        self.rates = rates
+        self._source = source
+        self._name = name
+        self._fixed = fixed
+        self._default = default
+
+    def read(self, request: HttpRequest) -> float:
+        """The cost of a request, unless it is measured."""
+        if self._source == FIXED:
+            return self._fixed
+        if self._source == "header":
+            return read_amount(request.read_header(self._name).strip(), self._default)
+        return read_amount(request.read_parameter(self._name), self._default)
+
+    def reserve(self, estimate: Estimate, answer: int, units: int) -> int:
+        """The estimated cost in units; `answer` is the number of tokens to reserve for the answer."""
+        return self._weigh(Usage(estimate.prompt, answer), estimate.model, units)
+
+    def measure(self, usage: Usage, model: str, units: int) -> int:
+        """The cost of a response in units."""
+        return self._weigh(usage, model, units)
+
+    def _weigh(self, usage: Usage, model: str, units: int) -> int:
+        prompt = usage.input + usage.cache_read + usage.cache_write
+        if self.measured == DOLLARS and self.rates is not None:
+            nano = self.rates.find_cost(model, usage)
+            return min(nano * units // (PERIOD_UNITS * _NANO_PER_UNIT), MAX_AMOUNT * units)
+        tokens = usage.output if self.measured == OUTPUT else prompt if self.measured == INPUT else prompt + usage.output
+        return min(tokens, MAX_AMOUNT) * units

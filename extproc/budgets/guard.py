@@ -1,0 +1,495 @@
+"""The budget guard: the rules of a policy, its fallback and its circuit breaker, ready to run.
+
+For each rule that applies to a request, it makes the store's questions (`Take`), and a verdict from the answers. All rules that
+apply are asked. Of several that refuse, the one for which the client has to wait longest is reported, because only then the
+request can pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import quote
+
+from extproc.budgets.costs import BUCKET_UNITS, PERIOD_UNITS, CostKey, Estimate, scale
+from extproc.budgets.rule_keys import (
+    DOLLARS,
+    FIXED,
+    HEADER_HINT,
+    MEASURED,
+    REJECT,
+    TOKENS,
+    CircuitBreaker,
+    CostBased,
+    Rule,
+    TokenBucket,
+    TokenBucketLlm,
+)
+from extproc.budgets.subject import BudgetSubject
+from extproc.decision import SEVERITY, Action, Outcome, Reason, RefusalForm
+from extproc.objects import copy_text
+from extproc.request.fingerprint import hash_tenant, join_descriptors
+from extproc.request.http import HttpRequest
+from extproc.sessions.limits import make_rates
+from extproc.sessions.rates import Usage
+from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, PERIOD, Take, Taken
+
+BUDGET: Final = "budget"
+"""The guard's name in outcomes."""
+
+_BREAKER: Final = "circuit_breaker"
+_HINT: Final = "x-token-estimate"
+_DAY: Final = 86_400_000
+_PERIODS: Final = {"5m": 300_000, "1h": 3_600_000, "1d": _DAY, "7d": 7 * _DAY}
+_FIRST_SUNDAY: Final = 259_200_000
+_SPANS: Final = {"5m": "5 minutes", "1h": "an hour", "1d": "a day", "7d": "a week"}
+_MS_PER_MINUTE: Final = 60_000
+_MS_PER_SECOND: Final = 1_000
+_WHOLE: Final = 100
+_SAFE_NAME: Final = ""
+
+ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
+
+
+class BudgetLimit:
+    """One budget of a rule; never changed.
+
+    Attributes:
+        suffix: its name in keys, which says what kind of state it is.
+        kind: as in `Take`.
+        most: the budget in its unit, before a stage that rejects below 100 percent.
+        limit: as in `Take`.
+        rate: as in `Take`.
+        span: as in `Take`.
+        offset: as in `Take`.
+        units: number of units in 1.
+        reason: why a request would be refused.
+        words: the time that it is for.
+        unit: what is counted.
+    """
+
+    __slots__ = ("kind", "limit", "most", "offset", "rate", "reason", "span", "suffix", "unit", "units", "words")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        suffix: str,
+        kind: int,
+        most: float,
+        units: int,
+        reason: Reason,
+        words: str,
+        unit: str,
+        *,
+        rate: int = 0,
+        span: int = 0,
+        offset: int = 0,
+        share: float = _WHOLE,
+    ) -> None:
+        self.suffix = suffix
+        self.kind = kind
+        self.most = most
+        self.units = units
+        self.limit = scale(most * share / _WHOLE, units)
+        self.rate = rate
+        self.span = span
+        self.offset = offset
+        self.reason = reason
+        self.words = words
+        self.unit = unit
+
+    def make_take(self, key: str, amount: int, granted: int = 0) -> Take:
+        """The question, with a limit raised by what an operator has granted."""
+        return Take(key, self.kind, amount, self.limit + granted * self.units, self.rate, self.span, self.offset)
+
+
+class BudgetStage:
+    """What happens from a percentage of a budget on; never changed."""
+
+    __slots__ = ("action", "delay_ms", "percent")
+
+    def __init__(self, percent: float, action: Action, delay_ms: int) -> None:
+        self.percent = percent
+        self.action = action
+        self.delay_ms = delay_ms
+
+
+class BudgetRule:
+    """One rule, compiled.
+
+    Attributes:
+        name: the rule's name.
+        quoted: the same in keys.
+        cost: how its cost is found.
+        limits: what it limits.
+        stages: what happens before its budget is used up, latest first.
+        llm: the keys of `token_bucket_llm`; None for other algorithms.
+        refusal: how it refuses.
+    """
+
+    __slots__ = (
+        "_answer", "_most_answer", "_most_prompt", "_most_tokens", "cost", "hints", "limits", "name", "quoted", "refusal",
+        "stages",
+    )  # fmt: skip
+
+    def __init__(self, rule: Rule) -> None:
+        self.name = copy_text(rule.name)
+        self.quoted = quote(self.name, safe=_SAFE_NAME)
+        self.hints = False
+        self.stages: list[BudgetStage] = []
+        self._answer, self._most_answer, self._most_prompt, self._most_tokens = 1000.0, 0.0, 0.0, 0.0
+        status = rule.reject_status
+        self.refusal = RefusalForm(status if isinstance(status, int) else None)
+        if rule.algorithm == "token_bucket":
+            bucket = TokenBucket.model_validate(rule.algorithm_config)
+            self.cost = CostKey(bucket.cost_source, bucket.fixed_cost, bucket.default_cost)
+            rate = scale(bucket.tokens_per_second or bucket.rps or 0, BUCKET_UNITS // _MS_PER_SECOND)
+            words, reason = "a burst", Reason.TOKEN_BUCKET_EXCEEDED
+            unit = "requests" if bucket.cost_source == FIXED and bucket.fixed_cost == 1 else ""
+            self.limits = [BudgetLimit("bucket", BUCKET, bucket.burst, BUCKET_UNITS, reason, words, unit, rate=max(1, rate))]
+        elif rule.algorithm == "cost_based":
+            self._compile_cost(CostBased.model_validate(rule.algorithm_config))
+        else:
+            self._compile_llm(TokenBucketLlm.model_validate(rule.algorithm_config))
+
+    def _compile_cost(self, config: CostBased) -> None:
+        rates = make_rates(config.prices, config.unknown_model) if config.cost_key == DOLLARS else None
+        self.cost = CostKey(config.cost_key, config.fixed_cost, config.default_cost, rates)
+        share = min([stage.threshold_percent for stage in config.staged_actions if stage.action == REJECT])
+        span, offset = _PERIODS[config.period], _FIRST_SUNDAY if config.period == "7d" else 0
+        unit = "dollars" if config.cost_key == DOLLARS else "tokens" if config.cost_key in MEASURED else ""
+        words = _SPANS[config.period]
+        self.limits = [
+            BudgetLimit(
+                config.period,
+                PERIOD,
+                config.budget,
+                PERIOD_UNITS,
+                Reason.BUDGET_EXCEEDED,
+                words,
+                unit,
+                span=span,
+                offset=offset,
+                share=share,
+            )
+        ]
+        stages = [stage for stage in config.staged_actions if stage.action != REJECT]
+        stages.sort(key=lambda stage: stage.threshold_percent, reverse=True)
+        self.stages = [BudgetStage(each.threshold_percent, ACTIONS[each.action], round(each.delay_ms or 0)) for each in stages]
+
+    def _compile_llm(self, config: TokenBucketLlm) -> None:
+        self.cost = CostKey(TOKENS, 1, 1)
+        self.hints = config.token_source.estimator == HEADER_HINT
+        self._answer = config.default_max_completion
+        self._most_answer = config.max_completion_tokens or 0
+        self._most_prompt = config.max_prompt_tokens or 0
+        self._most_tokens = config.max_tokens_per_request or 0
+        rate = max(1, scale(config.tokens_per_minute, BUCKET_UNITS // _MS_PER_MINUTE))
+        burst = config.burst_tokens or config.tokens_per_minute
+        words = "a minute" if burst == config.tokens_per_minute else f"a burst, and {config.tokens_per_minute:.9g} a minute"
+        self.limits = [
+            BudgetLimit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, "tokens", rate=rate),
+        ]
+        if config.tokens_per_day is not None:
+            reason = Reason.TPD_EXCEEDED
+            most = config.tokens_per_day
+            self.limits.append(BudgetLimit("tpd", PERIOD, most, PERIOD_UNITS, reason, "a day", "tokens", span=_DAY))
+
+    @property
+    def reads_body(self) -> bool:
+        """Whether the cost depends on the body."""
+        return self.cost.measured != ""
+
+    @property
+    def steers(self) -> bool:
+        """Whether a stage adds a note to requests."""
+        return any(stage.action is Action.STEER for stage in self.stages)
+
+    def find_answer(self, estimate: Estimate) -> int:
+        """The number of tokens to reserve for the answer."""
+        answer = float(estimate.answer or self._answer)
+        if self._most_answer:
+            answer = min(answer, self._most_answer)
+        if not estimate.answer and self.cost.measured in ("usage:tokens", "usage:output"):
+            room = min([limit.limit // limit.units for limit in self.limits])
+            prompt = estimate.prompt if self.cost.measured == TOKENS else 0
+            answer = min(answer, max(0, room - prompt))  # a small budget must not refuse what only might be long
+        return round(answer)
+
+    def find_oversize(self, estimate: Estimate, answer: int) -> BudgetSubject | None:
+        """Why a request is too large, whatever is left of the budget; None if it is not."""
+        total = estimate.prompt + answer
+        if self._most_prompt and estimate.prompt > self._most_prompt:
+            return self._make_oversize(Reason.PROMPT_TOKENS_EXCEEDED, self._most_prompt, estimate.prompt)
+        if self._most_tokens and total > self._most_tokens:
+            return self._make_oversize(Reason.MAX_TOKENS_PER_REQUEST_EXCEEDED, self._most_tokens, total)
+        return None
+
+    def _make_oversize(self, reason: Reason, limit: float, asked: float) -> BudgetSubject:
+        return BudgetSubject(self.name, reason, limit, limit, asked, "", 0, "tokens", final=True)
+
+
+class Reservation:
+    """What a request takes from one limit, and later the store's answer.
+
+    Attributes:
+        rule: the rule; its cost decides what is settled.
+        limit: the limit.
+        take: the question.
+        tenant: hash of the caller as the rule knows it.
+        taken: the answer; None before.
+    """
+
+    __slots__ = ("limit", "rule", "take", "taken", "tenant")
+
+    def __init__(self, rule: BudgetRule, limit: BudgetLimit, take: Take, tenant: str) -> None:
+        self.rule = rule
+        self.limit = limit
+        self.take = take
+        self.tenant = tenant
+        self.taken: Taken | None = None
+
+    def describe(self) -> list[object]:
+        """What the access log has to repeat for the settlement: rule, limit, key, amount and start."""
+        taken = self.taken
+        return [self.rule.name, self.limit.suffix, self.take.key, self.take.amount, taken.start if taken is not None else 0]
+
+
+class BudgetGuard:
+    """All budgets of a policy.
+
+    Attributes:
+        policy: the policy's id.
+        mode: `enforce` or `shadow`.
+        name: its name in outcomes.
+        rules: its rules, and at the end its fallback.
+        has_fallback: the last rule is the fallback.
+        breaker: the limit of its circuit breaker; None for none.
+        alerts: the line in the log about an open breaker has `alert`.
+        needs_body: the cost of a rule depends on the body.
+        steers: a stage adds a note.
+        settles: what a rule takes is settled after the response.
+        similarity_name: as of a detector.
+        steer_note: as of a detector.
+        refuses_later: as of a detector.
+    """
+
+    __slots__ = (
+        "_key",
+        "alerts",
+        "breaker",
+        "breaker_rule",
+        "has_fallback",
+        "mode",
+        "name",
+        "needs_body",
+        "policy",
+        "refuses_later",
+        "rules",
+        "settles",
+        "shadow",
+        "similarity_name",
+        "steer_note",
+        "steers",
+    )
+
+    def __init__(  # noqa: PLR0913  # the parts of a policy
+        self,
+        policy: str,
+        rules: Sequence[Rule],
+        fallback: Rule | None,
+        breaker: CircuitBreaker | None,
+        *,
+        shadow: bool,
+        namespace: str,
+    ) -> None:
+        """Compile; every key starts with the namespace."""
+        self.policy = policy
+        self.shadow = shadow
+        self.mode = "shadow" if shadow else "enforce"
+        self.name = BUDGET
+        self.similarity_name = BUDGET
+        self.steer_note = ""
+        self.refuses_later = True
+        self.has_fallback = fallback is not None
+        self.rules = [BudgetRule(rule) for rule in [*rules, *([fallback] if fallback is not None else [])]]
+        self.breaker: BudgetLimit | None = None
+        self.alerts = False
+        self.breaker_rule = ONE
+        if breaker is not None and breaker.enabled and breaker.spend_rate_threshold_per_minute is not None:
+            span = round(breaker.auto_reset_after_minutes * _MS_PER_MINUTE)
+            threshold, reason = breaker.spend_rate_threshold_per_minute, Reason.CIRCUIT_BREAKER_OPEN
+            self.breaker = BudgetLimit("rate", BREAKER, threshold, PERIOD_UNITS, reason, "a minute", "", span=span)
+            self.alerts = breaker.alert
+            if rules:
+                self.breaker_rule = self.rules[0]
+        self.needs_body = any(rule.reads_body for rule in self.rules)
+        self.settles = self.needs_body
+        self.steers = any(rule.steers for rule in self.rules)
+        self._key = f"{namespace}budget1:{policy}:"
+
+    @property
+    def lifetime_seconds(self) -> int:
+        """How long the store may remember a request."""
+        limits = [limit for rule in self.rules for limit in rule.limits] + ([self.breaker] if self.breaker is not None else [])
+        return max([limit.make_take("", 0).lifetime_ms for limit in limits]) // _MS_PER_SECOND
+
+    def owns(self, key: str) -> bool:
+        """Whether a key names a budget of this policy and mode."""
+        return key.startswith(self._key)
+
+    def find_limit(self, rule: str, suffix: str) -> tuple[BudgetRule, BudgetLimit] | None:
+        """A rule and its limit by their names; None if there is none any more."""
+        if self.breaker is not None and suffix == self.breaker.suffix:
+            return self.breaker_rule, self.breaker
+        for known in self.rules:
+            for limit in known.limits:
+                if (known.name, limit.suffix) == (rule, suffix):
+                    return known, limit
+        return None
+
+    def reserve(  # noqa: PLR0913  # everything that decides
+        self, rule: BudgetRule, amounts: Sequence[int], scope: str, tenant: str, renewed: str, granted: int
+    ) -> list[Reservation]:
+        """What a request takes from a rule's limits, in units of each; `renewed` is the tenant's hash, as keys have it."""
+        made = []
+        for limit, amount in zip(rule.limits, amounts, strict=True):
+            key = f"{self._key}{rule.quoted}:{limit.suffix}:{scope}:{renewed}"
+            made.append(Reservation(rule, limit, limit.make_take(key, amount, granted), tenant))
+        return made
+
+    def reserve_breaker(self, amount: int, scope: str, tenant: str, renewed: str) -> Reservation | None:
+        """What a request spends, for the circuit breaker; None if there is none."""
+        limit = self.breaker
+        if limit is None:
+            return None
+        key = f"{self._key}{_BREAKER}:{limit.suffix}:{scope}:{renewed}"
+        return Reservation(self.breaker_rule, limit, limit.make_take(key, amount), tenant)
+
+    def judge(self, fingerprint: str, tenant: str, reserved: Sequence[Reservation], oversize: BudgetSubject | None) -> Outcome:
+        """The verdict, after the store has answered."""
+        if oversize is not None:
+            return self._make_outcome(Action.REJECT, fingerprint, tenant, oversize, self._find_rule(oversize.rule).refusal)
+        refused = [each for each in reserved if each.taken is not None and not each.taken.fits]
+        if refused:
+            worst = max(refused, key=_rank_wait)
+            return self._refuse(fingerprint, tenant, worst)
+        action, found, delay = Action.ALLOW, None, 0
+        for each in reserved:
+            stage = _find_stage(each)
+            if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (SEVERITY[action], delay):
+                action, found, delay = stage.action, each, stage.delay_ms
+        found = found or find_tightest(reserved)
+        if found is None:
+            return self._make_outcome(Action.ALLOW, fingerprint, tenant, NOTHING, _FORM)
+        return self._make_outcome(action, fingerprint, tenant, make_subject(found), found.rule.refusal, delay_ms=delay)
+
+    def _find_rule(self, name: str) -> BudgetRule:
+        return next(rule for rule in self.rules if rule.name == name)
+
+    def _refuse(self, fingerprint: str, tenant: str, reserved: Reservation) -> Outcome:
+        taken = reserved.taken
+        wait = taken.wait_ms if taken is not None else 0
+        retry_after = None if wait == FOREVER else max(1, -(-wait // _MS_PER_SECOND))
+        subject = make_subject(reserved, final=wait == FOREVER)
+        return self._make_outcome(
+            Action.REJECT, fingerprint, reserved.tenant or tenant, subject, reserved.rule.refusal, retry_after=retry_after
+        )
+
+    def _make_outcome(  # noqa: PLR0913  # all that an outcome tells
+        self,
+        action: Action,
+        fingerprint: str,
+        tenant: str,
+        subject: BudgetSubject,
+        refusal: RefusalForm,
+        *,
+        delay_ms: int = 0,
+        retry_after: int | None = None,
+    ) -> Outcome:
+        return Outcome(
+            self.policy,
+            self.mode,
+            action,
+            fingerprint,
+            tenant,
+            round(max(0.0, subject.limit - subject.left)),
+            0,
+            0,
+            delay_ms,
+            retry_after,
+            refusal,
+            self.name,
+            subject,
+            None,
+            subject.reason,
+        )
+
+
+def _rank_wait(reserved: Reservation) -> float:
+    """How long a request has to wait for a budget."""
+    wait = reserved.taken.wait_ms if reserved.taken is not None else 0
+    return float("inf") if wait == FOREVER else wait
+
+
+def _find_stage(reserved: Reservation) -> BudgetStage | None:
+    """The latest stage that a budget has reached."""
+    taken = reserved.taken
+    if not reserved.rule.stages or taken is None or reserved.limit.kind != PERIOD:
+        return None
+    used = (reserved.take.limit - taken.left) * _WHOLE / (reserved.limit.most * reserved.limit.units)
+    for stage in reserved.rule.stages:
+        if used >= stage.percent:
+            return stage
+    return None
+
+
+def find_tightest(reserved: Sequence[Reservation]) -> Reservation | None:
+    """The budget of which the smallest share is left; breakers are no budgets."""
+    tightest, least = None, 2.0
+    for each in reserved:
+        if each.limit.kind != BREAKER and each.taken is not None:
+            share = each.taken.left / max(1, each.take.limit)
+            if share < least:
+                tightest, least = each, share
+    return tightest
+
+
+def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject:
+    """What is told about a budget."""
+    limit, take, taken = reserved.limit, reserved.take, reserved.taken
+    left, reset = (taken.left, taken.reset_ms) if taken is not None else (take.limit, 0)
+    return BudgetSubject(
+        reserved.rule.name if limit.kind != BREAKER else _BREAKER,
+        limit.reason,
+        take.limit / limit.units,
+        left / limit.units,
+        take.amount / limit.units,
+        limit.words,
+        -(-max(0, reset) // _MS_PER_SECOND),
+        limit.unit,
+        final=final,
+    )
+
+
+_FORM: Final = RefusalForm(None)
+ONE: Final = BudgetRule(Rule(name="one", algorithm="token_bucket", algorithm_config={"rps": 1, "burst": 1}))
+"""Without rules, each request costs a breaker 1."""
+
+NOTHING: Final = BudgetSubject("", Reason.BUDGET_EXCEEDED, 1, 1, 0, "", 0, "")
+"""The subject of a request to which no rule applies."""
+
+
+def measure(rule: BudgetRule, limit: BudgetLimit, usage: Usage, model: str) -> int:
+    """What a response has used of a limit, in its units."""
+    return rule.cost.measure(usage, model, limit.units)
+
+
+def read_hint(request: HttpRequest) -> int:
+    """The tokens of the prompt as the client estimates them; 0 if it does not."""
+    text = request.read_header(_HINT).strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= len("1000000000") else 0
+
+
+def find_tenant(values: Sequence[tuple[str, str]]) -> str:
+    """The hash of a rule's caller."""
+    return hash_tenant(join_descriptors(values))

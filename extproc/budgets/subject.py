@@ -1,0 +1,100 @@
+"""What a model or a client is told about a budget."""
+
+from __future__ import annotations
+
+from extproc.decision import Advice, Framed, Outcome, Reason
+
+
+class BudgetSubject:
+    """A budget and a request, for messages; a `Subject`.
+
+    Attributes:
+        rule: the rule's name.
+        reason: why the request would be refused.
+        limit: the most that the bucket holds, or the budget of the period, in the rule's own unit.
+        left: what is left of it.
+        asked: what the request asks for.
+        span: the words for the time that the budget is for, such as `a minute`; empty for a single request.
+        reset: seconds until the budget is whole again, or its next period begins.
+        final: waiting does not help.
+        unit: what is counted: tokens, dollars, or empty for costs.
+    """
+
+    __slots__ = ("asked", "final", "left", "limit", "reason", "reset", "rule", "span", "unit")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        rule: str,
+        reason: Reason,
+        limit: float,
+        left: float,
+        asked: float,
+        span: str,
+        reset: int,
+        unit: str,
+        *,
+        final: bool = False,
+    ) -> None:
+        self.rule = rule
+        self.reason = reason
+        self.limit = limit
+        self.left = left
+        self.asked = asked
+        self.span = span
+        self.reset = reset
+        self.unit = unit
+        self.final = final
+
+    @property
+    def threshold(self) -> int | None:
+        """See `Subject`."""
+        return None
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """See `Subject`."""
+        return ()
+
+    @property
+    def percent(self) -> float:
+        """How much of the budget is used."""
+        return max(0.0, (self.limit - self.left) * 100 / self.limit) if self.limit else 100.0
+
+    def write_message(self, outcome: Outcome, method: str, path: str) -> str:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        if self.reason is Reason.CIRCUIT_BREAKER_OPEN:
+            return self._write_open(outcome)
+        allowed, asked = _write(self.limit, self.unit), _write(self.asked, self.unit)
+        if self.final:
+            most = f"at most {allowed}{f' in {self.span}' if self.span else ' for one request'}"
+            return (
+                f"This request is too large: it needs about {asked}, and rule {self.rule} allows {most}. "
+                "Do not send it again unchanged: shorten it, or ask for a shorter answer."
+            )
+        left = _write(max(0.0, self.left), self.unit)
+        return (
+            f"Budget used up: rule {self.rule} allows {allowed} in {self.span}, {left} of that is left, "
+            f"and this request needs about {asked}. Send it again in {outcome.retry_after or 1} seconds."
+        )
+
+    def _write_open(self, outcome: Outcome) -> str:
+        """The message about an open breaker."""
+        opened = f"Spending was stopped because it reached {_write(self.limit, self.unit)} in a minute."
+        if outcome.retry_after is None:
+            return f"{opened} Do not send this request again: tell the user, and wait for an operator."
+        return f"{opened} Requests are refused for {outcome.retry_after} more seconds."
+
+    def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        told = f"{self.percent:.0f} % of the budget for {self.span} is used"
+        return Advice(told, "", "Finish with what you have, and avoid steps that are not needed.", "Budget near its end")
+
+    def frame(self, message: str, accept: str) -> Framed | None:  # noqa: ARG002  # a Subject's signature
+        """See `Subject`."""
+        return None
+
+
+def _write(amount: float, unit: str) -> str:
+    """An amount for people."""
+    shown = f"{amount:.9g}"
+    return f"{shown} {unit}" if unit else shown

@@ -1,0 +1,203 @@
+"""The budget guard's part in a request, from its headers to a verdict. Pure, like `candidates`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import json
+
+from extproc.apis import asks_model, find_longest_answer, open_conversation
+from extproc.apis.usage import LONGEST_MODEL, find_model
+from extproc.budgets.costs import Estimate, estimate_prompt
+from extproc.budgets.guard import (
+    NOTHING,
+    BudgetGuard,
+    BudgetLimit,
+    BudgetRule,
+    Reservation,
+    find_tenant,
+    find_tightest,
+    read_hint,
+)
+from extproc.budgets.subject import BudgetSubject
+from extproc.decision import Outcome
+from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule, Values
+from extproc.engine.candidates import Answer, Candidate, RequestBody
+from extproc.engine.plan import Plan
+from extproc.request.document import Document, NotCounted
+from extproc.request.fingerprint import join_descriptors
+from extproc.request.http import HttpRequest, cut_text
+from extproc.store.rules.budget import Take, Taken
+
+BUDGETS: Final = "budgets"
+"""Key in metadata: what a request has reserved."""
+
+_LONGEST_ANSWER: Final = 10_000_000
+_MOST_DIGITS: Final = 12
+_encode: Final = json.Encoder().encode
+
+
+class BudgetCandidate(Candidate):
+    """The budgets of one policy and one request.
+
+    Attributes:
+        budget: the guard.
+        reserved: what the request takes from each budget.
+        takes: the same as questions for the store.
+        model: the model in the request; empty for none.
+        oversize: why the request is too large for a rule, whatever is left; None if it is not.
+    """
+
+    __slots__ = ("_body", "_chosen", "_costs", "_plan", "_request", "budget", "model", "oversize", "reserved", "takes")
+
+    def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, request: HttpRequest) -> None:
+        super().__init__(plan, budget.guard, values, join_descriptors(values), (), NOTHING)
+        self.budget: BudgetGuard = budget.guard
+        self.reserved: list[Reservation] = []
+        self.takes: list[Take] = []
+        self.model = ""
+        self.oversize: BudgetSubject | None = None
+        self.needs_body = budget.needs_body
+        self._plan = budget
+        self._request = request
+        self._chosen: list[tuple[PlannedRule, Values]] = []
+        self._body: RequestBody | None = None
+
+    def choose(self, missing: list[tuple[str, str]]) -> bool:
+        """Choose the rules that apply, while the head can still be read; returns whether there are any.
+
+        Raises:
+            NotCounted: a value that identifies the caller is too long.
+        """
+        request, policy = self._request, self.plan.id
+        calls = request.method != "HEAD" and asks_model(request.path)
+        for planned in self._plan.choose(request):
+            if planned.rule.cost.measured and not calls:
+                continue  # nothing is used that could be measured
+            values = planned.read(request, policy, missing)
+            if values is not None:
+                self._chosen.append((planned, values))
+        breaker = self._plan.breaker
+        if self.budget.breaker is not None and (calls or not self.budget.breaker_rule.cost.measured):
+            spender: Values | None = []
+            if breaker is not None:
+                spender = breaker.read(request, policy, missing)
+                if spender is not None:
+                    self._chosen.append((breaker, spender))
+            else:
+                self._chosen.append((EVERYONE, []))
+        return len(self._chosen) > 0
+
+    def goes_on_without_body(self) -> bool:
+        """See `Candidate`; what the body would tell is estimated."""
+        return not any(planned.body for planned, _ in self._chosen)
+
+    def read_body(self, body: RequestBody, missing: list[tuple[str, str]]) -> None:
+        """See `Candidate`."""
+        self._body = body
+        self.body_crc32 = body.sums.crc32
+        self.tenant = body.find_tenant(self.caller)
+        if self._standing is not None:
+            self.name_request()
+            self._look_up(self._standing)
+        document = body.document
+        if document is not None and len(document) > self.plan.inspects:
+            document = None
+        estimate = self._estimate(body, document)
+        for planned, head in self._chosen:
+            values: Values | None = head
+            if planned.body:
+                values = planned.read_body(document, head, self.plan.id, missing)
+            if values is not None:
+                self._reserve(planned, find_tenant(values), estimate, body.scope)
+        if self.oversize is not None and not self.is_allowed:
+            self.reserved = []
+        self.takes = [each.take for each in self.reserved]
+
+    def _reserve(self, planned: PlannedRule, tenant: str, estimate: Estimate, scope: str) -> None:
+        renewed = self._renew(tenant) if self.overrides else tenant
+        breaker = self.budget.breaker
+        if planned is self._plan.breaker or planned is EVERYONE:
+            if breaker is not None:
+                amount = self._find_amount(self.budget.breaker_rule, breaker, estimate)
+                made = self.budget.reserve_breaker(amount, scope, tenant, renewed)
+                self.reserved += [made] if made is not None else []
+            return
+        rule = planned.rule
+        if rule.cost.measured:
+            self.oversize = self.oversize or rule.find_oversize(estimate, rule.find_answer(estimate))
+        amounts = [self._find_amount(rule, limit, estimate) for limit in rule.limits]
+        self.reserved += self.budget.reserve(rule, amounts, scope, tenant, renewed, 0)
+
+    def _find_amount(self, rule: BudgetRule, limit: BudgetLimit, estimate: Estimate) -> int:
+        """The cost, in units of a limit. What only might be used does not exceed the limit."""
+        if not rule.cost.measured:
+            return max(1, round(rule.cost.read(self._request) * limit.units))
+        amount = rule.cost.reserve(estimate, rule.find_answer(estimate), limit.units)
+        if amount <= limit.limit or estimate.answer:
+            return amount
+        return min(amount, max(limit.limit, rule.cost.reserve(estimate, 0, limit.units)))
+
+    def _estimate(self, body: RequestBody, document: Document | None) -> Estimate:
+        """The tokens of the request, if a rule depends on them."""
+        if not self.budget.needs_body:
+            return _NO_TOKENS
+        size, answer, named = body.sums.length, 0, ""
+        if not size:
+            told = self._request.read_header("content-length")
+            size = int(told) if told.isascii() and told.isdecimal() and len(told) < _MOST_DIGITS else 0
+        if document is not None:
+            try:
+                conversation = open_conversation(document)
+                answer, named = min(find_longest_answer(conversation), _LONGEST_ANSWER), conversation.model
+            except NotCounted:
+                document = None
+        prompt = estimate_prompt(document, size)
+        if any(planned.rule.hints for planned, _ in self._chosen):
+            prompt = max(prompt, read_hint(self._request))
+        self.model = cut_text(find_model(body.path, named), LONGEST_MODEL)
+        return Estimate(prompt, answer, self.model)
+
+    def name_request(self) -> None:
+        """See `Candidate`; worked out on demand."""
+        body = self._body
+        if body is not None and not self.fingerprint:
+            self.composite, self.fingerprint, _, _ = body.name(body.sums, self.caller)
+
+    def collect(self, answers: Sequence[Taken]) -> None:
+        """Take the store's answers, in the order of `takes`."""
+        for each, taken in zip(self.reserved, answers, strict=True):
+            each.taken = taken
+
+    def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
+        """See `Candidate`."""
+        if self.oversize is not None or any(each.taken is not None and not each.taken.fits for each in self.reserved):
+            self.name_request()
+        outcome = self.budget.judge(self.fingerprint, self.tenant, self.reserved, self.oversize)
+        self.subject = outcome.subject
+        return outcome
+
+    def find_tightest(self) -> Reservation | None:
+        """The budget of which the smallest share is left; None if no rule applies."""
+        return find_tightest(self.reserved)
+
+    def list_give_backs(self, *, here: bool) -> list[Take]:
+        """What gives back all that was taken, in the store or in this process. Afterwards, nothing is reserved."""
+        taken = [(each, each.taken) for each in self.reserved if each.taken is not None and each.taken.granted]
+        return [each.take.settle(each.take.amount, found.start) for each, found in taken if found.here is here]
+
+    def describe_reserved(self) -> str:
+        """What the access log entry has to repeat, as JSON; empty if nothing is settled."""
+        settled = [
+            each.describe()
+            for each in self.reserved
+            if each.rule.cost.measured and each.taken is not None and each.taken.granted and not each.taken.here
+        ]
+        if not settled:
+            return ""
+        described = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
+        return _encode(described).decode()
+
+
+_NO_TOKENS: Final = Estimate(0, 0, "")

@@ -1,0 +1,125 @@
+"""The budgets of a policy, and how their callers are told apart: each rule has limit keys of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from extproc.budgets.guard import ONE, BudgetGuard, BudgetRule
+from extproc.budgets.rule_keys import Rule
+from extproc.policy.bundle import Spec
+from extproc.request.document import Document, NotCounted, NotJson, find
+from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_plainly
+from extproc.request.limit_keys import UNSUPPORTED_KEYS, list_sources
+
+HeadDescriptors: TypeAlias = tuple[Descriptor, ...]
+BodyDescriptors: TypeAlias = tuple[tuple[Descriptor, list[str]], ...]
+Values: TypeAlias = list[tuple[str, str]]
+"""Values of descriptors, by name."""
+
+
+class PlannedRule:
+    """A rule and its callers.
+
+    Attributes:
+        rule: the rule.
+        head: descriptors in the request's head.
+        body: those in its body, with their pointers.
+    """
+
+    __slots__ = ("_match", "_never", "body", "head", "rule")
+
+    def __init__(self, rule: BudgetRule, keys: Rule, head: HeadDescriptors, body: BodyDescriptors) -> None:
+        match = keys.match or {}
+        asked = [*keys.limit_keys, *match]
+        self.rule = rule
+        self.head = head
+        self.body = body
+        # Without a key that Loopguard cannot derive, a rule would merge callers that it was to tell apart.
+        self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
+        self._match = () if self._never else tuple([(compile_plainly(key), value) for key, value in match.items()])
+
+    def matches(self, request: HttpRequest) -> bool:
+        """Whether its `match` holds."""
+        if self._never or not self._match:
+            return not self._never
+        return all(descriptor.read(request, descriptor.argument) == value for descriptor, value in self._match)
+
+    def read(self, request: HttpRequest, policy: str, missing: list[tuple[str, str]]) -> Values | None:
+        """The caller's descriptors in the head; None if one is missing, so that the rule does not apply.
+
+        Raises:
+            NotCounted: one is too long.
+        """
+        values: Values = []
+        for descriptor in self.head:
+            value = descriptor.read(request, descriptor.argument)
+            if len(value) > MAX_DESCRIPTOR:
+                raise NotCounted("descriptor_too_long")
+            if not value:
+                missing.append((policy, descriptor.key))
+                return None
+            values.append((descriptor.name, value))
+        return values
+
+    def read_body(
+        self, document: Document | None, values: Values, policy: str, missing: list[tuple[str, str]]
+    ) -> Values | None:
+        """The same with those in the body, in addition to `values`."""
+        try:
+            found = document.value() if document is not None else None
+        except NotJson:
+            found = None
+        values = [*values]
+        for descriptor, pointer in self.body:
+            value = find(found, pointer)
+            if len(value) > MAX_DESCRIPTOR:
+                raise NotCounted("descriptor_too_long")
+            if not value:
+                missing.append((policy, descriptor.key))
+                return None
+            values.append((descriptor.name, value))
+        return values
+
+
+EVERYONE: Final = PlannedRule(ONE, Rule(name="all", algorithm="token_bucket", algorithm_config={}), (), ())
+"""All callers of a circuit breaker that does not tell them apart."""
+
+
+class BudgetPlan:
+    """The budget guard of a policy with its rules.
+
+    Attributes:
+        guard: the guard.
+        rules: its rules, without the fallback.
+        fallback: None for none.
+        breaker: whose caller the circuit breaker is about; None if there is none, or if all callers share it.
+        needs_body: a rule needs the body.
+    """
+
+    __slots__ = ("breaker", "fallback", "guard", "needs_body", "rules")
+
+    def __init__(self, guard: BudgetGuard, spec: Spec, descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]]) -> None:
+        """Plan; `descriptors` are those of `Spec.list_budget_rules`, then that of the circuit breaker, if it has one."""
+        self.guard = guard
+        keys = spec.list_budget_rules()
+        planned = [
+            PlannedRule(rule, own, head, body) for rule, own, (head, body) in zip(guard.rules, keys, descriptors, strict=False)
+        ]
+        self.fallback = planned.pop() if spec.fallback_limit is not None else None
+        self.rules = planned
+        self.breaker: PlannedRule | None = None
+        if guard.breaker is not None and len(descriptors) > len(keys):
+            owner = next(rule for rule in spec.rules if rule.limit_keys)
+            first = owner.model_copy(update={"limit_keys": owner.limit_keys[:1], "match": None})
+            self.breaker = PlannedRule(guard.breaker_rule, first, *descriptors[-1])
+        every = [*planned, self.fallback, self.breaker]
+        self.needs_body = guard.needs_body or (guard.steers and not guard.shadow)
+        self.needs_body = self.needs_body or any(rule.body for rule in every if rule is not None)
+
+    def choose(self, request: HttpRequest) -> list[PlannedRule]:
+        """The rules that apply to a request: those whose `match` holds, or else the fallback."""
+        chosen = [rule for rule in self.rules if rule.matches(request)]
+        if not chosen and self.fallback is not None and self.fallback.matches(request):
+            return [self.fallback]
+        return chosen

@@ -1,0 +1,89 @@
+"""Turns an access log entry into settlements for the budgets from which its request took an estimate."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from extproc.budgets.guard import BudgetGuard, measure
+from extproc.engine.budget_candidates import BUDGETS
+from extproc.engine.engine import Engine
+from extproc.engine.settlements import Entry
+from extproc.store.rules.budget import HIGHEST, Take
+
+_SHADOW: Final = "shadow"
+_FIELDS: Final = 5
+_MOST: Final = 64
+"""Reservations read per policy."""
+
+_LONGEST_KEY: Final = 1_024
+
+
+class SettledBudget:
+    """What a response has used of one budget; never changed.
+
+    Attributes:
+        take: the settlement.
+        policy: the policy's id.
+        mode: `enforce` or `shadow`.
+        rule: the rule's name.
+        used: what was used, in the rule's unit.
+        estimated: what had been estimated, in the rule's unit.
+    """
+
+    __slots__ = ("estimated", "mode", "policy", "rule", "take", "used")
+
+    def __init__(self, take: Take, policy: str, mode: str, rule: str, used: float, estimated: float) -> None:  # noqa: PLR0913  # a record
+        self.take = take
+        self.policy = policy
+        self.mode = mode
+        self.rule = rule
+        self.used = used
+        self.estimated = estimated
+
+
+def list_budget_settlements(engine: Engine, entry: Entry) -> list[SettledBudget]:
+    """The settlements for budgets whose policies and rules still exist."""
+    settled: list[SettledBudget] = []
+    for named in entry.budgets:
+        guard = _find_guard(engine, named)
+        reserved = named.get(BUDGETS)
+        if guard is None or not isinstance(reserved, list):
+            continue
+        asked = named.get("model")
+        model = entry.model or (asked if isinstance(asked, str) else "")
+        for each in reserved[:_MOST]:
+            found = _settle(guard, each, entry, model)
+            if found is not None:
+                settled.append(found)
+    return settled
+
+
+def _find_guard(engine: Engine, named: dict[str, Any]) -> BudgetGuard | None:
+    """The guard that let the request through, in the mode that it had then."""
+    policy = named.get("policy")
+    plan = engine.find_plan(policy) if isinstance(policy, str) else None
+    if plan is not None and plan.watching is not None and named.get("mode") == _SHADOW:
+        plan = plan.watching
+    return plan.budget.guard if plan is not None and plan.budget is not None else None
+
+
+def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str) -> SettledBudget | None:
+    """One settlement; None if another program wrote the metadata, or the rule does not exist any more."""
+    if not isinstance(reserved, list) or len(reserved) != _FIELDS:
+        return None
+    rule, suffix, key, amount, start = reserved
+    if not (isinstance(rule, str) and isinstance(suffix, str) and isinstance(key, str) and guard.owns(key)):
+        return None
+    if not (_is_whole(amount) and _is_whole(start)) or len(key) > _LONGEST_KEY:
+        return None
+    known = guard.find_limit(rule, suffix)
+    if known is None:
+        return None
+    owner, limit = known
+    used = 0 if entry.refused or entry.unsent else measure(owner, limit, entry.usage, model)
+    take = limit.make_take(key, amount).settle(amount - used, start)
+    return SettledBudget(take, guard.policy, guard.mode, owner.name, used / limit.units, amount / limit.units)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= HIGHEST

@@ -1,0 +1,261 @@
+"""Budgets of a caller: the rules of `budget.lua`. Amounts are integers, in units that the caller of the store chooses.
+
+- `BUCKET`: a level that rises by `rate` each millisecond, up to `limit`; a request takes its cost (state: level, time).
+- `PERIOD`: what was used in a period of the calendar, up to `limit` (state: start of the period, used).
+- `BREAKER`: what was spent in this minute and in the one before, which counts by its part in the last 60 seconds. The request
+  with which their sum reaches `limit` opens it for `span` (state: minute, spent, spent before, open until).
+
+The takes of one request form a group: if one of them does not fit, none is taken. A request whose cost turns out to be another
+is settled, also below zero, in the bucket or in the period from which it was taken. What was taken from a period that is over
+is not settled: it has no effect any more.
+
+A clock may be set back, or may be behind on another server after a failover. Then a bucket does not rise for the time that is
+lost, a period that has not begun goes on, and a breaker is open no longer than `span`.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, TypeAlias
+
+BUCKET, PERIOD, BREAKER = 0, 1, 2
+
+MINUTE: Final = 60_000
+YEAR: Final = 31_536_000_000
+GARBAGE_MS: Final = 1_000
+"""State is kept for this many milliseconds longer than it matters."""
+
+FOREVER: Final = -1
+"""A time that does not come: when a breaker closes that only an operator closes, or when a request fits that is too large."""
+
+LOWEST: Final = -3_000_000_000_000_000
+"""A level does not fall below this, so that all sums stay exact in the numbers of Lua."""
+
+HIGHEST: Final = 4_000_000_000_000_000
+"""Nor does what was used rise above this."""
+
+BudgetState: TypeAlias = tuple[int, int, int, int]
+"""The state of all kinds; the last two are 0 except for `BREAKER`. Times are in milliseconds since 1970."""
+
+_STATE: Final = struct.Struct("<qqqq")
+STATE_SIZE: Final = _STATE.size
+
+
+class Take:
+    """What a request is to take from one budget, or what it gives back; never changed.
+
+    Attributes:
+        key: the budget's key; like all keys, it ends in two hex digits.
+        kind: BUCKET, PERIOD or BREAKER.
+        amount: the cost. In a settlement, what was taken too much, negative if it was too little.
+        limit: the most that the bucket holds, that may be used in the period, or the rate that opens the breaker.
+        rate: of a bucket, each millisecond.
+        span: length of the period, or how long the breaker stays open, in milliseconds; 0 for until an operator closes it.
+        offset: when the first period began, in milliseconds since 1970.
+        start: in a settlement, the start in the answer to the take; else -1.
+    """
+
+    __slots__ = ("amount", "key", "kind", "limit", "offset", "rate", "span", "start")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self, key: str, kind: int, amount: int, limit: int, rate: int, span: int, offset: int = 0, start: int = -1
+    ) -> None:
+        self.key = key
+        self.kind = kind
+        self.amount = amount
+        self.limit = limit
+        self.rate = rate
+        self.span = span
+        self.offset = offset
+        self.start = start
+
+    @property
+    def settles(self) -> bool:
+        """Whether it is a settlement."""
+        return self.start >= 0
+
+    def settle(self, amount: int, start: int) -> Take:
+        """The settlement of a take: this much was taken too much."""
+        return Take(self.key, self.kind, amount, self.limit, self.rate, self.span, self.offset, start)
+
+    @property
+    def lifetime_ms(self) -> int:
+        """How long the state of such a budget matters, at most, unless it is below zero."""
+        if self.kind == BUCKET:
+            return min(-(-self.limit // self.rate), YEAR) + GARBAGE_MS
+        return (self.span if self.kind == PERIOD else max(2 * MINUTE, self.span)) + GARBAGE_MS
+
+
+class Taken:
+    """The answer to a take.
+
+    Attributes:
+        granted: it was taken, and so was all else in its group.
+        fits: this budget had room for it.
+        left: what is left of the budget, after the take if it was granted; negative if more was used.
+        wait_ms: until it would fit, in milliseconds: 0 if it fits, `FOREVER` if it never does.
+        start: for the settlement: the start of the period or minute, and the time for a bucket.
+        reset_ms: until the budget is whole again, or its next period begins, in milliseconds.
+        here: this process has counted it, because the store was unavailable.
+    """
+
+    __slots__ = ("fits", "granted", "here", "left", "reset_ms", "start", "wait_ms")
+
+    def __init__(  # noqa: PLR0913  # a record
+        self,
+        granted: bool,  # noqa: FBT001  # a field
+        fits: bool,  # noqa: FBT001  # a field
+        left: int,
+        wait_ms: int,
+        start: int,
+        reset_ms: int,
+    ) -> None:
+        self.granted = granted
+        self.fits = fits
+        self.left = left
+        self.wait_ms = wait_ms
+        self.start = start
+        self.reset_ms = reset_ms
+        self.here = False
+
+    def __eq__(self, other: object) -> bool:
+        """Compare all fields but `here`: stores are compared by their answers."""
+        return isinstance(other, Taken) and self._list() == other._list()
+
+    def __hash__(self) -> int:
+        """Hash the fields that equality compares."""
+        return hash(self._list())
+
+    def __repr__(self) -> str:
+        """The form in which tests write it."""
+        return f"Taken{self._list()}"
+
+    def _list(self) -> tuple[bool, bool, int, int, int, int]:
+        return self.granted, self.fits, self.left, self.wait_ms, self.start, self.reset_ms
+
+
+def pack_state(state: BudgetState) -> bytes:
+    """Pack a state for the memory store."""
+    return _STATE.pack(*state)
+
+
+def unpack_state(value: bytes) -> BudgetState:
+    """Unpack what `pack_state` made."""
+    first, second, third, fourth = _STATE.unpack(value)
+    return first, second, third, fourth
+
+
+def advance(state: BudgetState | None, take: Take, now: int) -> BudgetState:
+    """The state as it is now, before anything is taken; None for a budget of which nothing was used."""
+    if take.kind == BUCKET:
+        return _fill(state, take, now)
+    if take.kind == PERIOD:
+        return _begin_period(state, take, now)
+    return _begin_minute(state, take, now)
+
+
+def _fill(state: BudgetState | None, take: Take, now: int) -> BudgetState:
+    if state is None:
+        return take.limit, now, 0, 0
+    level, time, _, _ = state
+    return min(take.limit, level + max(0, now - time) * take.rate), now, 0, 0
+
+
+def _begin_period(state: BudgetState | None, take: Take, now: int) -> BudgetState:
+    start = now - (now - take.offset) % take.span
+    if state is None or start > state[0] or state[0] - start > take.span:
+        return start, 0, 0, 0
+    return state
+
+
+def _begin_minute(state: BudgetState | None, take: Take, now: int) -> BudgetState:
+    begun = now - now % MINUTE
+    if state is None:
+        return begun, 0, 0, 0
+    minute, spent, before, until = state
+    if until != FOREVER and until > now + take.span:
+        until = now + take.span
+    if begun == minute + MINUTE:
+        return begun, 0, spent, until
+    if begun > minute or minute - begun > MINUTE:
+        return begun, 0, 0, until
+    return minute, spent, before, until
+
+
+def find_rate(state: BudgetState, now: int) -> int:
+    """What was spent in the last minute, of which the part in the minute before is an estimate; rounded down."""
+    minute, spent, before, _ = state
+    left = MINUTE - max(0, now - minute)
+    return spent + before // MINUTE * left + before % MINUTE * left // MINUTE
+
+
+def _check_breaker(state: BudgetState, take: Take, now: int) -> tuple[BudgetState, Taken]:
+    minute, _, _, until = state
+    if until == FOREVER or now < until:
+        wait = FOREVER if until == FOREVER else until - now
+        return state, Taken(False, False, 0, wait, minute, max(0, wait))
+    left = take.limit - find_rate(state, now)
+    if left > take.amount:
+        return state, Taken(False, True, left, 0, minute, MINUTE)
+    until = now + take.span if take.span else FOREVER
+    return (minute, 0, 0, until), Taken(False, False, 0, take.span or FOREVER, minute, take.span)
+
+
+def check(state: BudgetState, take: Take, now: int) -> tuple[BudgetState, Taken]:
+    """Whether an advanced budget has room for a take; the state differs if a breaker opens. `granted` is yet to be set."""
+    if take.kind == BREAKER:
+        return _check_breaker(state, take, now)
+    if take.kind == BUCKET:
+        level, start = state[0], now
+        fits, wait, reset = level >= take.amount, -(-(take.amount - level) // take.rate), -(-(take.limit - level) // take.rate)
+    else:
+        start, used = state[0], state[1]
+        level, wait = take.limit - used, start + take.span - now
+        fits, reset = level >= take.amount, wait
+    never = take.amount > take.limit
+    return state, Taken(False, fits, level, 0 if fits else FOREVER if never else wait, start, reset)
+
+
+def apply(state: BudgetState, take: Take, taken: Taken) -> BudgetState:
+    """Take from a budget that has room, and complete the answer."""
+    first, second, third, fourth = state
+    taken.granted = True
+    taken.left -= take.amount
+    if take.kind == BUCKET:
+        taken.reset_ms = -(-(take.limit - taken.left) // take.rate)
+        return first - take.amount, second, 0, 0
+    return first, second + take.amount, third, fourth
+
+
+def settle(state: BudgetState | None, asked: Take, now: int) -> BudgetState:
+    """The state of a budget after a settlement."""
+    first, second, third, fourth = advance(state, asked, now)
+    if asked.kind == BUCKET:
+        return min(asked.limit, max(LOWEST, first + asked.amount)), second, 0, 0
+    if first == asked.start:
+        second = min(HIGHEST, max(0, second - asked.amount))
+    elif asked.kind == BREAKER and first == asked.start + MINUTE:
+        third = min(HIGHEST, max(0, third - asked.amount))
+    return first, second, third, fourth
+
+
+def find_lifetime(state: BudgetState, take: Take, now: int) -> int:
+    """How long the state matters, in milliseconds."""
+    if take.kind == BUCKET:
+        lasts = -(-(take.limit - state[0]) // take.rate)
+    elif take.kind == PERIOD:
+        lasts = state[0] + take.span - now
+    else:
+        lasts = YEAR if state[3] == FOREVER else max(2 * MINUTE, state[3] - now)
+    return min(lasts, YEAR) + GARBAGE_MS
+
+
+ANSWER: Final = struct.Struct(">BBqqqq")
+
+
+def read_taken(reply: bytes) -> list[Taken]:
+    """Read the answer of the script."""
+    return [
+        Taken(granted != 0, fits != 0, left, wait, start, reset)
+        for granted, fits, left, wait, start, reset in ANSWER.iter_unpack(reply)
+    ]

@@ -1,0 +1,241 @@
+"""Budgets on the real Envoy, two replicas and Valkey."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.documents import bundle
+from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
+from tests.support.servers import Server, server
+from tests.support.usage import Model, Reply, whole
+
+pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy reads no answers: budgets are NOT settled")
+
+REJECT = [{"threshold_percent": 100, "action": "reject"}]
+
+
+def limited(identity: str, kind: str, more: dict[str, Any] | None = None, **config: object) -> dict[str, Any]:
+    """A policy of one rule for what is below its name, as the format's examples have it."""
+    rule = {"name": f"{identity}-rule", "limit_keys": ["header:x-api-key"], "algorithm": kind, "algorithm_config": config}
+    selector = {"pathPrefix": f"/{identity}/", "methods": ["POST"]}
+    return {"id": identity, "spec": {"selector": selector, "mode": "enforce", "rules": [rule], **(more or {})}}
+
+
+BREAKER = {
+    "enabled": True,
+    "spend_rate_threshold_per_minute": 4,
+    "action": "reject",
+    "alert": True,
+    "auto_reset_after_minutes": 5,
+}
+LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, "action": "reject", "similarity": "exact"}
+
+POLICIES = bundle(
+    limited("minimal", "token_bucket", tokens_per_second=0.01, burst=3),
+    limited("loop", "token_bucket", {"loop_detection": LOOP}, tokens_per_second=0.01, burst=20),
+    limited("shadow", "token_bucket", {"mode": "shadow", "loop_detection": LOOP}, tokens_per_second=0.01, burst=2),
+    limited(
+        "cost",
+        "cost_based",
+        budget=10,
+        period="7d",
+        cost_key="fixed",
+        fixed_cost=1,
+        staged_actions=[
+            {"threshold_percent": 80, "action": "warn"},
+            {"threshold_percent": 95, "action": "throttle", "delay_ms": 20},
+            *REJECT,
+        ],
+    ),
+    limited("breaker", "cost_based", {"circuit_breaker": BREAKER}, budget=10_000, period="7d", staged_actions=REJECT),
+    limited(
+        "llm",
+        "token_bucket_llm",
+        algorithm="token_bucket_llm",
+        tokens_per_minute=1,
+        tokens_per_day=2_000_000,
+        burst_tokens=10_000,
+        default_max_completion_tokens=1024,
+    ),
+    limited("tokens", "cost_based", budget=1_000_000, period="7d", cost_key="usage:tokens", staged_actions=REJECT),
+    limited(
+        "dollars",
+        "cost_based",
+        budget=1.0,
+        period="7d",
+        cost_key="usage:dollars",
+        prices={"*": {"input": 0, "output": 10_000}},
+        staged_actions=REJECT,
+    ),
+    kill_switches=[{"scope_key": "header:x-tenant-id", "scope_value": "tenant-42", "reason": "incident_block"}],
+)
+
+
+class Shop:
+    """Envoy before a model that reports tokens, two replicas and Valkey."""
+
+    def __init__(self, made: Stack, model: Model, valkey: Server) -> None:
+        self.made = made
+        self.model = model
+        self.valkey = valkey
+
+    def ask(self, path: str, key: str, body: dict[str, Any] | None = None, reply: Reply | None = None, **more: str) -> Answer:
+        """One request of a caller."""
+        self.model.reply = reply or whole(usage={"prompt_tokens": 0, "completion_tokens": 0})
+        data = json.dumps(body or {"messages": [{"role": "user", "content": "hello"}]}).encode()
+        return self.made.send(path, method="POST", body=data, headers={"x-api-key": key, **more})
+
+    def count(self, name: str, **labels: str) -> float:
+        """A metric of both replicas together."""
+        return sum(replica.metric(name, **labels) for replica in self.made.replicas)
+
+    def await_used(self, policy: str, least: float) -> None:
+        """Wait until both replicas together know of this much use."""
+        labels = {"policy": policy, "mode": "enforce", "rule": f"{policy}-rule"}
+        eventually(lambda: self.count("budget_used_total", **labels) >= least, "settlements")
+
+
+@pytest.fixture(scope="module")
+def shop() -> Iterator[Shop]:
+    """One for all tests."""
+    model = Model()
+    try:
+        with (
+            server() as valkey,
+            stack(POLICIES, "--store", f"redis://127.0.0.1:{valkey.port}", replicas=2, upstream=model.address) as made,
+        ):
+            yield Shop(made, model, valkey)
+    finally:
+        model.stop()
+
+
+def test_a_bucket_is_shared_by_replicas_and_its_headers_reach_clients(shop: Shop) -> None:
+    """Allowed requests and refusals have `RateLimit` headers, once each, and a refusal a true `Retry-After`."""
+    answers = [shop.ask("/minimal/x", "ann") for _ in range(4)]
+
+    assert [answer.status for answer in answers] == [200, 200, 200, 429]
+    assert [answer.headers["ratelimit-remaining"] for answer in answers] == ["2", "1", "0", "0"]
+    assert answers[0].headers["ratelimit"] == '"minimal";r=2;t=100'
+    told = answers[3].headers
+    assert 90 <= int(told["retry-after"]) <= 100
+    assert (told["ratelimit-limit"], told["ratelimit-reset"]) == ("3", told["retry-after"])
+    assert told["x-fairvisor-reason"] == "token_bucket_exceeded"
+    assert shop.ask("/minimal/x", "bob").status == 200
+
+
+def test_side_by_side_exactly_as_many_pass_as_there_are(shop: Shop) -> None:
+    """Sixty requests at once on two replicas."""
+    with ThreadPoolExecutor(30) as pool:
+        statuses = list(pool.map(lambda _: shop.ask("/cost/x", "crowd").status, range(60)))
+
+    assert sorted(statuses) == [200] * 10 + [429] * 50
+    refusal = shop.ask("/cost/x", "crowd")
+    assert refusal.headers["x-fairvisor-reason"] == "budget_exceeded"
+    assert 0 < int(refusal.headers["retry-after"]) <= 604_800
+
+
+def test_stages_warn_and_delay(shop: Shop) -> None:
+    """From 80 % on clients are warned, the last request waits."""
+    answers = [shop.ask("/cost/x", "stages") for _ in range(10)]
+
+    assert [answer.status for answer in answers] == [200] * 10
+    warned = [answer.headers.get("x-fairvisor-warning") for answer in answers]
+    assert warned == [None] * 7 + ["budget_warn"] * 2 + ["budget_throttle"]
+
+
+def test_a_loop_pays_nothing_and_a_shadow_budget_refuses_nothing(shop: Shop) -> None:
+    """After a loop the bucket is as before; what a shadow budget would do is counted."""
+    loops = [shop.ask("/loop/x", "ann").status for _ in range(12)]
+    other = {"messages": [{"role": "user", "content": "other"}]}
+
+    assert loops == [200] * 2 + [429] * 10
+    left = eventually(lambda: shop.ask("/loop/x", "ann", {**other, "n": 1}).headers["ratelimit-remaining"], "an answer")
+    assert left == "17"
+    assert [shop.ask("/shadow/x", "ann").status for _ in range(4)] == [200] * 4
+    labels = {"policy": "shadow", "mode": "shadow", "rule": "shadow-rule", "reason": "token_bucket_exceeded"}
+    assert shop.count("budgets_total", **labels, action="reject") == 2
+
+
+def test_a_breaker_opens_on_both_replicas(shop: Shop) -> None:
+    """And says for how long."""
+    answers = [shop.ask("/breaker/x", "ann") for _ in range(6)]
+
+    assert [answer.status for answer in answers] == [200] * 3 + [429] * 3
+    assert answers[-1].headers["x-fairvisor-reason"] == "circuit_breaker_open"
+    assert 290 <= int(answers[-1].headers["retry-after"]) <= 300
+
+
+def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
+    """Exact to the token, on two replicas: estimates are replaced, cached tokens count, also beyond the estimate."""
+    usage = {"prompt_tokens": 5_000, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 4_000}}
+
+    for _ in range(20):
+        assert shop.ask("/tokens/chat/completions", "ann", reply=whole(usage=usage)).status == 200
+    shop.await_used("tokens", 20 * 5_017)
+
+    last = shop.ask("/tokens/chat/completions", "ann", {"messages": [{"role": "user", "content": "1234"}], "max_tokens": 7})
+    assert int(last.headers["ratelimit-remaining"]) == 1_000_000 - 20 * 5_017 - 8
+
+
+def test_an_llm_bucket_goes_below_zero_and_a_large_request_is_final(shop: Shop) -> None:
+    """An answer that was longer than estimated is paid for by those behind it; what no bucket holds is refused for good."""
+    assert shop.ask("/llm/x", "ann", reply=whole(usage={"prompt_tokens": 10, "completion_tokens": 50_000})).status == 200
+    shop.await_used("llm", 2 * 50_010)
+
+    broke = shop.ask("/llm/x", "ann")
+    large = shop.ask("/llm/x", "bob", {"messages": [{"role": "user", "content": "x" * 50_000}]})
+
+    assert (broke.status, broke.headers["x-fairvisor-reason"], broke.headers["ratelimit-remaining"]) == (
+        429,
+        "tpm_exceeded",
+        "0",
+    )
+    assert int(broke.headers["retry-after"]) > 40_000 * 60
+    assert (large.status, large.headers["x-should-retry"], "retry-after" in large.headers) == (400, "false", False)
+
+
+def test_dollars_have_an_end(shop: Shop) -> None:
+    """A cent for each token of the answer: a hundred of them are a dollar."""
+    statuses = []
+    for number in range(5):
+        body = {"model": "m", "max_tokens": 30, "messages": [{"role": "user", "content": str(number)}]}
+        statuses.append(shop.ask("/dollars/x", "ann", body, whole(usage={"prompt_tokens": 9, "completion_tokens": 30})).status)
+        used = 0.3 * statuses.count(200)
+        shop.await_used("dollars", used - 0.01)
+
+    assert statuses == [200, 200, 200, 429, 429]
+
+
+def test_the_openai_sdk_waits_as_long_as_it_is_told(shop: Shop) -> None:
+    """A refusal is a RateLimitError of the SDK with our code; the SDK is not told to give up."""
+    client = openai.OpenAI(
+        api_key="k",
+        base_url=f"http://127.0.0.1:{shop.made.envoy.port}/minimal",
+        default_headers={"x-api-key": "sdk"},
+        max_retries=0,
+        timeout=PATIENCE,
+    )
+    shop.model.reply = whole(id="x", object="chat.completion", created=1, model="m", choices=[])
+
+    def call() -> None:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "again"}])
+
+    for _ in range(3):
+        call()
+    with pytest.raises(openai.RateLimitError) as refusal:
+        call()
+    assert refusal.value.code == "token_bucket_exceeded"
+    assert "x-should-retry" not in refusal.value.response.headers
+
+
+def test_a_kill_switch_comes_first(shop: Shop) -> None:
+    """As in the format's example."""
+    answer = shop.ask("/minimal/x", "kim", None, None, **{"x-tenant-id": "tenant-42"})
+
+    assert (answer.status, answer.headers["x-fairvisor-reason"]) == (429, "kill_switch")

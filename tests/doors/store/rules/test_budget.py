@@ -1,0 +1,90 @@
+"""Budgets in every store; time is an argument."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from extproc.store.rules.budget import Take, Taken
+from tests.support.budgets import CASES, NOON, REQUESTS, Model, Sent, list_asked, make_bucket, make_period, make_takes
+from tests.support.records import replace
+from tests.support.servers import Driver
+from tests.support.windows import make_hit
+
+
+def ask(store: Driver, takes: Sequence[Take], now: int | None) -> list[Taken]:
+    """What one request asks, or its settlements, whether the store answers at once or later."""
+
+    async def answered() -> Any:  # noqa: ANN401  # answers
+        return await ask_later(store, takes, now)
+
+    return list(store.run(answered()))
+
+
+async def ask_later(store: Driver, takes: Sequence[Take], now: int | None) -> Any:  # noqa: ANN401  # answers
+    """The same on the loop."""
+    answer = store.store.hit([replace(take, key=store.name(take.key)) for take in takes], now)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def shown(taken: Taken) -> tuple[bool, bool, int, int]:
+    """An answer as the cases have it."""
+    return taken.granted, taken.fits, taken.left, taken.wait_ms
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_budgets_are_kept(store: Driver, case: str) -> None:
+    """Each case, step by step."""
+    for asked, expected in CASES[case]:
+        answers = ask(store, asked.takes, asked.now)
+        assert [shown(answer) for answer in answers if not asked.takes[0].settles] == expected
+
+
+@given(sent=REQUESTS)
+def test_budgets_are_as_the_documents_say(opened: Driver, sent: list[Sent]) -> None:
+    """Random requests on all kinds of budgets, of which some are settled late and some never, against a plain model."""
+    store, model, now = opened.fresh(), Model(), NOON
+    answers: list[list[Taken]] = []
+    for place, request in enumerate(sent):
+        now += request.gap
+        for settlement in list_asked(sent, answers, place, now):
+            ask(store, [settlement], now)
+            model.settle(settlement, now)
+        takes = make_takes(request)
+        answers.append(ask(store, takes, now))
+        assert [shown(answer) for answer in answers[-1]] == model.ask(takes, now)
+
+
+def test_requests_side_by_side_never_take_more_than_there_is(store: Driver) -> None:
+    """Two hundred in one round trip: as many are granted as fit, each whole, and hits beside them are counted."""
+    takes, hit = [make_bucket(3, limit=100), make_period(1, limit=50)], make_hit(threshold=1_000)
+
+    async def crowd() -> list[Any]:
+        async def one() -> Any:  # noqa: ANN401  # answers
+            asked: list[Any] = [replace(hit, key=store.key(hit)), *[replace(take, key=store.name(take.key)) for take in takes]]
+            answer = store.store.hit(asked, NOON)
+            return await answer if inspect.isawaitable(answer) else answer
+
+        return await asyncio.gather(*[one() for _ in range(200)])
+
+    answers = store.run(crowd())
+
+    granted = [answer for answer in answers if answer[1].granted]
+    assert len(granted) == 33
+    assert all(answer[1].granted is answer[2].granted for answer in answers)
+    assert sorted(answer[0].count for answer in answers) == list(range(1, 201))
+    assert ask(store, takes, NOON)[1].left == 50 - 33
+
+
+def test_the_time_is_the_calendars(store: Driver) -> None:
+    """Without an argument, periods begin when the calendar says so."""
+    (first,) = ask(store, [make_period(1)], None)
+
+    assert first.granted
+    assert first.start % 300_000 == 0
+    assert 0 < first.reset_ms <= 300_000

@@ -1,0 +1,385 @@
+"""Budgets of a policy, from a request to its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.metrics import Metrics
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.store.memory import MemoryStore
+from tests.support.messages import body, headers
+from tests.support.service import FailingStore, decoded, exchange, headers_of, make_service, metadata_of, receive, sample
+
+NOON = 1_795_694_400_000
+"""2026-11-26, a Thursday, in milliseconds."""
+
+REJECT = [{"threshold_percent": 100, "action": "reject"}]
+KEY = ["header:x-api-key"]
+
+
+def rule(algorithm: str, name: str = "r", keys: Sequence[str] = KEY, more: Any = None, **config: object) -> dict[str, Any]:  # noqa: ANN401  # further keys
+    """A rule by its algorithm's keys."""
+    made = {"name": name, "limit_keys": [*keys], "algorithm": algorithm, "algorithm_config": config}
+    return made | (more or {})
+
+
+def bucket(per_second: float = 1, burst: float = 3, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
+    """A bucket of three requests."""
+    return rule("token_bucket", **more) | {"algorithm_config": {"tokens_per_second": per_second, "burst": burst}}
+
+
+def limited(*rules: dict[str, Any], identity: str = "p", **spec: object) -> dict[str, Any]:
+    """A policy of rules alone."""
+    return {"id": identity, "spec": {"selector": {"pathPrefix": "/"}, "rules": [*rules], **spec}}
+
+
+class Clock:
+    """A time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = NOON
+
+    def __call__(self) -> int:
+        """The time in milliseconds."""
+        return self.now
+
+
+def serve(*policies: dict[str, Any], **settings: Any) -> tuple[Service, Clock]:  # noqa: ANN401  # fields of Settings
+    """A service whose store has a clock of the test's."""
+    clock = Clock()
+    return make_service(*policies, store=MemoryStore(Metrics(), clock=clock), **settings), clock
+
+
+CHAT = "/v1/chat/completions"
+
+
+def ask(service: Service, key: str = "k", path: str = CHAT, content: bytes = b"{}", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
+    """One request of a caller; the last answer."""
+    replies = exchange(service, headers(path, x_api_key=key, **more) if key else headers(path, **more), body(content))
+    return decoded(replies[-1])
+
+
+def refused(answer: ProcessingResponse) -> str:
+    """Why a request was refused; empty if it was not."""
+    return headers_of(answer).get("X-Fairvisor-Reason", "") if answer.HasField("immediate_response") else ""
+
+
+def warning_of(answer: ProcessingResponse) -> bytes | None:
+    """The warning for the upstream."""
+    responses = answer.request_headers.response, answer.request_body.response
+    options = [item for response in responses for item in response.header_mutation.set_headers]
+    return next((item.header.raw_value for item in options if item.header.key == "X-Fairvisor-Warning"), None)
+
+
+def chat(text: str, **more: object) -> bytes:
+    """A chat's body."""
+    return json.dumps({"model": "gpt-4o", "messages": [{"role": "user", "content": text}], **more}).encode()
+
+
+def test_a_bucket_refuses_with_true_headers_and_fills_again() -> None:
+    """The fourth request of three waits as long as `Retry-After` says, and no longer; each caller has a bucket."""
+    service, clock = serve(limited(bucket()))
+
+    answers = [ask(service) for _ in range(4)]
+    other = ask(service, "other")
+    clock.now += 999
+    early = ask(service)
+    clock.now += 1
+    later = ask(service)
+
+    assert [refused(answer) for answer in answers] == ["", "", "", "token_bucket_exceeded"]
+    assert answers[3].immediate_response.status.code == 429
+    told = headers_of(answers[3])
+    assert {name: told[name] for name in told if name.startswith(("RateLimit", "Retry"))} == {
+        "Retry-After": "1",
+        "RateLimit-Limit": "3",
+        "RateLimit-Remaining": "0",
+        "RateLimit-Reset": "1",
+        "RateLimit": '"p";r=0;t=1',
+    }
+    assert "x-should-retry" not in told
+    assert json.loads(answers[3].immediate_response.body)["error"]["code"] == "token_bucket_exceeded"
+    assert (refused(other), refused(early), refused(later)) == ("", "token_bucket_exceeded", "")
+
+
+def test_allowed_requests_have_the_tightest_budget_as_metadata() -> None:
+    """Envoy can write response headers from it."""
+    service, _ = serve(limited(bucket(burst=10, name="wide"), bucket(burst=4, name="tight")))
+
+    told = metadata_of(ask(service))
+
+    assert told == {
+        "ratelimit_limit": "4",
+        "ratelimit_remaining": "3",
+        "ratelimit_reset": "1",
+        "ratelimit": '"p";r=3;t=1',
+        "budget_rule": "tight",
+    }
+
+
+def test_a_request_that_a_budget_refuses_takes_nothing_from_others() -> None:
+    """Where one of two rules refuses, the other keeps what it has."""
+    service, clock = serve(limited(bucket(burst=9, name="wide"), bucket(burst=1, name="tight")))
+
+    answers = [ask(service) for _ in range(20)]
+    clock.now += 1
+    told = metadata_of(answers[0])
+    service.follow(make_service(limited(bucket(burst=9, name="wide"))).engine)
+
+    assert [refused(answer) for answer in answers[1:]] == ["token_bucket_exceeded"] * 19
+    assert told["budget_rule"] == "tight"
+    assert metadata_of(ask(service))["ratelimit_remaining"] == "7"
+
+
+@pytest.mark.parametrize("action", ["reject", "warn"])
+def test_a_loop_pays_nothing(action: str) -> None:
+    """After 10,000 refused loops the level is what it was; a loop that only gets a warning pays."""
+    loop = {"enabled": True, "window_seconds": 3600, "threshold_identical_requests": 2, "action": action}
+    service, _ = serve(limited(bucket(burst=20_000), loop_detection=loop))
+
+    answers = [ask(service) for _ in range(10_001)]
+    level = metadata_of(ask(service, content=b"other"))["ratelimit_remaining"]
+
+    assert refused(answers[-1]) == ("loop_detected" if action == "reject" else "")
+    assert level == str(20_000 - 2 if action == "reject" else 20_000 - 10_002)
+
+
+def test_a_loop_is_refused_as_a_loop_where_a_budget_is_used_up_as_well() -> None:
+    """Both refuse; the outcome that holds longest is told."""
+    loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2}
+    service, _ = serve(limited(bucket(burst=1), loop_detection=loop))
+
+    answers = [ask(service) for _ in range(2)]
+
+    assert [refused(answer) for answer in answers] == ["", "loop_detected"]
+
+
+def test_a_period_has_stages_and_ends_by_the_calendar() -> None:
+    """Warned from 40 %, refused beyond 100 % until the next period begins."""
+    stages = [
+        {"threshold_percent": 100, "action": "reject"},
+        {"threshold_percent": 40, "action": "warn"},
+    ]
+    service, clock = serve(limited(rule("cost_based", budget=5, period="1h", staged_actions=stages)))
+    clock.now += 60_000
+
+    answers = [ask(service) for _ in range(6)]
+    clock.now = NOON + 3_600_000
+    later = ask(service)
+
+    actions = [metadata_of(answer).get("action") for answer in answers]
+    assert actions == [None, *["warn"] * 4, "reject"]
+    names = [warning_of(answer) for answer in answers[:5]]
+    assert names == [None, *[b"budget_warn"] * 4]
+    assert (refused(answers[5]), headers_of(answers[5])["Retry-After"]) == ("budget_exceeded", str(3_600 - 60))
+    assert metadata_of(later)["ratelimit_remaining"] == "4"
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_delayed_request_pays_if_it_is_sent_on(stays: bool) -> None:
+    """A client that leaves while its request is held has taken nothing."""
+    stages = [{"threshold_percent": 20, "action": "throttle", "delay_ms": 1}, *REJECT]
+    service, _ = serve(limited(rule("cost_based", budget=5, period="1d", staged_actions=stages)))
+
+    left = []
+    for _ in range(3):
+        stream = Stream(service)
+        reply = receive(stream, headers(CHAT, x_api_key="k"))
+        assert (reply.hold_ms, warning_of(decoded(reply))) == (1, b"budget_throttle")
+        left.append(metadata_of(decoded(reply))["ratelimit_remaining"])
+        if stays:
+            stream.end_hold()
+        stream.close()
+
+    assert left == (["4", "3", "2"] if stays else ["4", "4", "4"])
+
+
+def test_a_stage_that_rejects_below_100_acts() -> None:
+    """As documented: the request that would exceed it is refused."""
+    stages = [{"threshold_percent": 60, "action": "reject"}, *REJECT]
+    service, _ = serve(limited(rule("cost_based", budget=5, period="1d", staged_actions=stages)))
+
+    assert [refused(ask(service)) for _ in range(4)] == ["", "", "", "budget_exceeded"]
+
+
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        *[
+            ("2.5", "7"),
+            ("10", "0"),
+            ("nan", "9"),
+            ("-3", "9"),
+            ("0", "9"),
+            ("inf", "9"),
+            ("", "9"),
+            ("1_0", "9"),
+            ("x" * 99, "9"),
+        ],
+        *[("1e-9", "9"), ("1e300", None), ("1e400", None), ("11", None)],
+    ],
+)
+def test_a_clients_cost_is_bounded(value: str, left: str | None) -> None:
+    """What is no positive number costs the default; what no budget holds is refused for good, and takes nothing."""
+    service, _ = serve(limited(rule("cost_based", budget=10, period="1d", cost_key="header:X-Cost", staged_actions=REJECT)))
+
+    answer = ask(service, x_cost=value)
+
+    assert metadata_of(answer)["ratelimit_remaining"] == (left or "10")
+    if left is None:
+        told = headers_of(answer)
+        assert (answer.immediate_response.status.code, told["x-should-retry"], "Retry-After" in told) == (400, "false", False)
+        assert metadata_of(ask(service))["ratelimit_remaining"] == "9"
+
+
+def test_a_missing_descriptor_skips_its_rule_and_a_match_chooses() -> None:
+    """A rule without its key does not apply; the fallback applies only where no rule's match holds."""
+    free = bucket(burst=1, name="free", more={"match": {"header:x-plan": "free"}})
+    user = bucket(burst=2, name="user", keys=["header:x-user"], more={"match": {"header:x-plan": "free"}})
+    service, _ = serve(limited(free, user, fallback_limit=bucket(burst=5, name="rest")))
+
+    assert metadata_of(ask(service, x_plan="free"))["budget_rule"] == "free"
+    assert metadata_of(ask(service, "", x_plan="free", x_user="ann"))["budget_rule"] == "user"
+    assert metadata_of(ask(service, "", x_plan="free")) == {}
+    assert metadata_of(ask(service, x_plan="paid"))["budget_rule"] == "rest"
+    assert metadata_of(ask(service))["ratelimit_remaining"] == "3"
+    assert sample(service, "missing_descriptor_total", policy="p", key="header:x-user") > 0
+
+
+def test_rules_of_one_name_in_two_policies_are_apart() -> None:
+    """And so are shadow budgets from enforcing ones, and both keep counting."""
+    shadow = limited(bucket(burst=2), identity="s", mode="shadow")
+    service, _ = serve(limited(bucket(burst=3)), limited(bucket(burst=4), identity="q"), shadow)
+
+    answers = [ask(service) for _ in range(4)]
+
+    assert [refused(answer) for answer in answers] == ["", "", "", "token_bucket_exceeded"]
+    assert [metadata_of(answer).get("shadow_action") for answer in answers] == [None, None, "reject", "reject"]
+    assert sample(
+        service, "budgets_total", policy="s", mode="shadow", rule="r", reason="token_bucket_exceeded", action="reject"
+    )
+
+
+def test_a_refused_request_takes_nothing_from_shadow_budgets() -> None:
+    """It never reached the upstream."""
+    service, _ = serve(limited(bucket(burst=1)), limited(bucket(burst=100), identity="s", mode="shadow"))
+
+    for _ in range(50):
+        ask(service)
+    service.follow(make_service(limited(bucket(burst=100), identity="s", keep_counts=True)).engine)
+
+    assert metadata_of(ask(service))["ratelimit_remaining"] == "98"
+
+
+def test_tokens_are_estimated_from_what_the_model_reads() -> None:
+    """Four characters a token, and what the client allows for the answer, or the default."""
+    llm = rule("token_bucket_llm", tokens_per_minute=10_000, default_max_completion=500)
+    service, _ = serve(limited(llm))
+
+    def left(content: bytes) -> int:
+        return int(metadata_of(ask(service, content=content))["ratelimit_remaining"])
+
+    assert left(chat("x" * 400)) == 10_000 - 100 - 500
+    assert left(chat("x" * 401, max_tokens=50)) == 9_400 - 101 - 50
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 40_000}}
+    seen = json.dumps({"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [image]}]}).encode()
+    assert left(seen) == 9_249 - 250 - 1
+
+
+def test_a_small_limit_does_not_refuse_what_only_might_be_long() -> None:
+    """Where the client names no maximum, the default is capped; where it does, it is refused for good."""
+    llm = rule("token_bucket_llm", tokens_per_minute=100)
+    service, _ = serve(limited(llm))
+
+    first = ask(service, content=chat("hello"))
+    large, long = ask(service, "b", content=chat("hello", max_tokens=200)), ask(service, "c", content=chat("x" * 800))
+
+    assert refused(first) == ""
+    assert metadata_of(first)["ratelimit_remaining"] == "0"
+    for answer in (large, long):
+        assert (refused(answer), answer.immediate_response.status.code) == ("tpm_exceeded", 400)
+        assert headers_of(answer)["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("config", "content", "reason"),
+    [
+        ({"max_prompt_tokens": 10}, chat("x" * 41), "prompt_tokens_exceeded"),
+        ({"max_prompt_tokens": 10}, chat("x" * 40), ""),
+        ({"max_tokens_per_request": 60}, chat("x" * 40, max_tokens=51), "max_tokens_per_request_exceeded"),
+        ({"max_tokens_per_request": 60}, chat("x" * 40, max_tokens=50), ""),
+        ({"max_tokens_per_request": 60, "max_completion_tokens": 50}, chat("x" * 40, max_tokens=99), ""),
+        ({"tokens_per_day": 1_000}, chat("x" * 40, max_tokens=995), "tpd_exceeded"),
+        ({"tokens_per_minute": 50}, chat("x" * 40, max_tokens=99), "tpm_exceeded"),
+        ({"token_source": {"estimator": "header_hint"}, "max_prompt_tokens": 10}, chat("x"), "prompt_tokens_exceeded"),
+    ],
+)
+def test_tokens_have_limits_for_one_request(config: dict[str, Any], content: bytes, reason: str) -> None:
+    """With the format's reasons."""
+    service, _ = serve(limited(rule("token_bucket_llm", **{"tokens_per_minute": 100_000, **config})))
+
+    assert refused(ask(service, content=content, **{"x-token-estimate": "11"})) == reason
+
+
+def test_a_breaker_stops_spending_for_some_minutes() -> None:
+    """It opens with the request that reaches the rate, and says how long it stays open; another caller goes on."""
+    breaker = {"enabled": True, "spend_rate_threshold_per_minute": 4, "auto_reset_after_minutes": 5}
+    wide = rule("cost_based", budget=100, period="1h", staged_actions=REJECT)
+    service, clock = serve(limited(wide, circuit_breaker=breaker))
+
+    answers = [ask(service) for _ in range(4)]
+    clock.now += 60_000
+    open_still, other = ask(service), ask(service, "other")
+    clock.now += 240_000
+    closed = ask(service)
+
+    assert [refused(answer) for answer in answers] == ["", "", "", "circuit_breaker_open"]
+    assert (headers_of(answers[3])["Retry-After"], headers_of(open_still)["Retry-After"]) == ("300", "240")
+    assert (refused(other), refused(closed)) == ("", "")
+    assert metadata_of(closed)["ratelimit_remaining"] == "96"
+
+
+def test_a_store_that_is_away_leaves_budgets_to_the_process() -> None:
+    """Requests are limited locally, and what is refused gives back locally."""
+    service = make_service(limited(bucket(burst=2, per_second=0.001)), store=FailingStore())
+
+    assert [refused(ask(service)) for _ in range(3)] == ["", "", "token_bucket_exceeded"]
+
+
+def test_steering_tells_how_much_is_used() -> None:
+    """The note is for the model."""
+    stages = [{"threshold_percent": 50, "action": "steer"}, *REJECT]
+    service, _ = serve(limited(rule("cost_based", budget=2, period="1d", staged_actions=stages)))
+    messages = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "t", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+
+    answer = ask(service, content=json.dumps({"model": "m", "messages": messages}).encode())
+
+    edited = answer.request_body.response.body_mutation.body.decode()
+    assert "50 % of the budget for a day is used" in edited
+    assert metadata_of(answer)["warning"] == "budget_steer"
+
+
+def test_where_no_rule_applies_nothing_is_sent() -> None:
+    """A policy whose rules do not apply is as one without rules."""
+    service, _ = serve(limited(bucket()))
+
+    answer = ask(service, "")
+
+    assert (metadata_of(answer), refused(answer)) == ({}, "")
+
+
+def test_bypassed_requests_pay_nothing() -> None:
+    """`bypass` holds for budgets as well."""
+    service, _ = serve(limited(bucket(burst=1), bypass=[{"header": "x-health"}]))
+
+    assert [refused(ask(service, x_health="1")) for _ in range(3)] == ["", "", ""]
