@@ -16,7 +16,7 @@ from extproc.decision import COMPLETION, NOTED, Action, Outcome, RefusalForm, Re
 from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.loops import REPEAT, RESULT
-from extproc.engine.budget_plan import BudgetPlan
+from extproc.engine.budget_plan import BudgetPlan, PlannedRule
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
@@ -574,6 +574,10 @@ class Plan:
         """Those of the caller's descriptors in the head that the request has, by name."""
         read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self._descriptors]
         return [(name, value) for name, value in read if value and len(value) <= MAX_DESCRIPTOR]
+
+    def tells_apart_as(self, planned: PlannedRule, values: Sequence[tuple[str, str]]) -> bool:
+        """Whether a rule has the same limit keys, and these values of the request are all of them."""
+        return planned.head is self._descriptors and len(values) == len(planned.head) and len(self._body_descriptors) == 0
 
     @property
     def judges_requests(self) -> bool:
