@@ -648,6 +648,7 @@ class Plan:
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
         keys += self.ramp.descriptors if self.ramp is not None else ()
+        keys += self.budget.list_reads() if self.budget is not None else []
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         read = [part.key.partition(":") for key in keys for part in key.list_sources()]
         self._reads = list(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing]))
