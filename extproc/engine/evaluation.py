@@ -293,6 +293,8 @@ class CandidateGroup:
 
     def list_budgets(self) -> list[BudgetCandidate]:
         """The candidates among `budgets` that judge the request."""
+        if len(self.budgets) == len(self.candidates):  # no other guards, none left out
+            return self.budgets
         return [candidate for candidate in self.budgets if candidate in self.candidates]
 
     def _hand_out(self, counts: Sequence[Answer]) -> Sequence[Answer]:

@@ -10,12 +10,19 @@ from extproc.bounded import Memo
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
-from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_text
+from extproc.ext_proc.answers.metadata import SESSIONS, make_heads, write_entries, write_text
 
 RULE: Final = "budget_rule"
 
-_FIXED: Final[Memo[tuple[str, str, float], tuple[bytes, str]]] = Memo(512)
+_FIXED: Final[Memo[tuple[str, str, float], tuple[bytes, bytes]]] = Memo(512)
 """What is the same in the metadata of all requests that continue, by policy, rule and limit."""
+
+_SHORT: Final = 100
+_DIGITS: Final = 20
+_REMAINING: Final = make_heads("ratelimit_remaining", _DIGITS)
+_RESET: Final = make_heads("ratelimit_reset", _DIGITS)
+_WHOLE: Final = make_heads("ratelimit", _SHORT)
+_TIME: Final = b";t="
 
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
@@ -83,9 +90,10 @@ def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
         fixed = _FIXED.get(known)
         if fixed is None:
             rule = write_text(RULE, subject.rule)
-            fixed = write_text("ratelimit_limit", f"{floor(subject.limit)}") + rule, f'"{policy.translate(_SAFE)}";r='
+            fixed = write_text("ratelimit_limit", f"{floor(subject.limit)}") + rule, f'"{policy.translate(_SAFE)}";r='.encode()
             _FIXED.put(known, fixed)
-        left, seconds = f"{max(0, floor(subject.left))}", f"{subject.reset}"
-        entries += [fixed[0], write_text("ratelimit_remaining", left), write_text("ratelimit_reset", seconds)]
-        entries.append(write_text("ratelimit", f"{fixed[1]}{left};t={seconds}"))
+        left, seconds = str(max(0, floor(subject.left))).encode(), str(subject.reset).encode()
+        whole = b"".join([fixed[1], left, _TIME, seconds])
+        entries += [fixed[0], _REMAINING[len(left)], left, _RESET[len(seconds)], seconds]
+        entries += [_WHOLE[len(whole)], whole] if len(whole) < _SHORT else [write_text("ratelimit", whole.decode())]
     return write_entries(entries) if entries else b""
