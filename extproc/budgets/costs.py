@@ -80,15 +80,17 @@ class CostKey:
     Attributes:
         measured: the cost is known only after the response: one of `rule_keys.MEASURED`; empty if it is known before.
         rates: prices, for dollars.
+        limit_key: the header or parameter with the cost, as a limit key; empty if there is none.
     """
 
-    __slots__ = ("_default", "_fixed", "_name", "_source", "measured", "rates")
+    __slots__ = ("_default", "_fixed", "_name", "_source", "limit_key", "measured", "rates")
 
     def __init__(self, key: str, fixed: float, default: float, rates: Rates | None = None) -> None:
         """Compile a `cost_key` or `cost_source`."""
         source, _, name = key.partition(":")
         self.measured = key if key in (TOKENS, INPUT, OUTPUT, DOLLARS) else ""
         self.rates = rates
+        self.limit_key = "" if self.measured or key == FIXED else key
         self._source = source
         self._name = name
         self._fixed = fixed

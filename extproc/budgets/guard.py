@@ -204,6 +204,12 @@ class BudgetRule:
         """Whether a stage adds a note to requests."""
         return any(stage.action is Action.STEER for stage in self.stages)
 
+    def list_reads(self) -> list[str]:
+        """The header or parameter that says what a request costs, as a limit key; empty for none."""
+        if self.hints:
+            return [f"header:{_HINT}"]
+        return [self.cost.limit_key] if self.cost.limit_key else []
+
     def find_answer(self, estimate: Estimate) -> int:
         """The number of tokens to reserve for the answer."""
         answer = float(estimate.answer or self._answer)

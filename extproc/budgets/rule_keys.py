@@ -55,6 +55,12 @@ def _check_cost_key(value: str) -> str:
     return value.lower() if value.startswith("header:") else value
 
 
+def _check_name(value: str) -> str:
+    if not value.isprintable():
+        raise make_error("must have no control characters")
+    return value
+
+
 def _check_match_key(value: str) -> str:
     if is_in_body(value):
         raise make_error("must not be in the body", ": rules are chosen before the body arrives")
@@ -76,7 +82,7 @@ MatchKey = Annotated[str, AfterValidator(_check_match_key)]
 MatchValue = Annotated[str, BeforeValidator(_write_match_value), WithJsonSchema({"type": ["string", "number", "boolean"]})]
 CostSource = Annotated[str, AfterValidator(_check_source)]
 CostKey = Annotated[str, AfterValidator(_check_cost_key)]
-RuleName = Annotated[str, Field(min_length=1, max_length=128)]
+RuleName = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_name)]
 
 
 class Stage(JsonObject):

@@ -56,6 +56,11 @@ class BudgetSubject:
         return ()
 
     @property
+    def share(self) -> float:
+        """The share that is left, 1 for all."""
+        return self.left / self.limit if self.limit else 0.0
+
+    @property
     def percent(self) -> float:
         """How much of the budget is used."""
         return max(0.0, (self.limit - self.left) * 100 / self.limit) if self.limit else 100.0

@@ -17,7 +17,6 @@ from extproc.budgets.guard import (
     BudgetRule,
     Reservation,
     find_tenant,
-    find_tightest,
     read_hint,
 )
 from extproc.budgets.subject import BudgetSubject
@@ -26,7 +25,6 @@ from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule, Values
 from extproc.engine.candidates import Answer, Candidate, RequestBody
 from extproc.engine.plan import Plan
 from extproc.request.document import Document, NotCounted
-from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import HttpRequest, cut_text
 from extproc.store.rules.budget import Take, Taken
 
@@ -47,17 +45,19 @@ class BudgetCandidate(Candidate):
         takes: the same as questions for the store.
         model: the model in the request; empty for none.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
+        told: the budget to tell the client about: the one of the verdict.
     """
 
-    __slots__ = ("_body", "_chosen", "_costs", "_plan", "_request", "budget", "model", "oversize", "reserved", "takes")
+    __slots__ = ("_body", "_chosen", "_costs", "_plan", "_request", "budget", "model", "oversize", "reserved", "takes", "told")
 
-    def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, request: HttpRequest) -> None:
-        super().__init__(plan, budget.guard, values, join_descriptors(values), (), NOTHING)
+    def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
+        super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
         self.budget: BudgetGuard = budget.guard
         self.reserved: list[Reservation] = []
         self.takes: list[Take] = []
         self.model = ""
         self.oversize: BudgetSubject | None = None
+        self.told = NOTHING
         self.needs_body = budget.needs_body
         self._plan = budget
         self._request = request
@@ -75,7 +75,7 @@ class BudgetCandidate(Candidate):
         for planned in self._plan.choose(request):
             if planned.rule.cost.measured and not calls:
                 continue  # nothing is used that could be measured
-            values = planned.read(request, policy, missing)
+            values = self.values if self.plan.tells_apart_as(planned, self.values) else planned.read(request, policy, missing)
             if values is not None:
                 self._chosen.append((planned, values))
         breaker = self._plan.breaker
@@ -110,7 +110,8 @@ class BudgetCandidate(Candidate):
             if planned.body:
                 values = planned.read_body(document, head, self.plan.id, missing)
             if values is not None:
-                self._reserve(planned, find_tenant(values), estimate, body.scope)
+                tenant = self.tenant if values is self.values else find_tenant(values)
+                self._reserve(planned, tenant, estimate, body.scope)
         if self.oversize is not None and not self.is_allowed:
             self.reserved = []
         self.takes = [each.take for each in self.reserved]
@@ -176,11 +177,9 @@ class BudgetCandidate(Candidate):
             self.name_request()
         outcome = self.budget.judge(self.fingerprint, self.tenant, self.reserved, self.oversize)
         self.subject = outcome.subject
+        if isinstance(outcome.subject, BudgetSubject):
+            self.told = outcome.subject
         return outcome
-
-    def find_tightest(self) -> Reservation | None:
-        """The budget of which the smallest share is left; None if no rule applies."""
-        return find_tightest(self.reserved)
 
     def list_give_backs(self, *, here: bool) -> list[Take]:
         """What gives back all that was taken, in the store or in this process. Afterwards, nothing is reserved."""

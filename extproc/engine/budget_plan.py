@@ -39,6 +39,11 @@ class PlannedRule:
         self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
         self._match = () if self._never else tuple([(compile_plainly(key), value) for key, value in match.items()])
 
+    @property
+    def matched(self) -> list[Descriptor]:
+        """The descriptors of its `match`."""
+        return [descriptor for descriptor, _ in self._match]
+
     def matches(self, request: HttpRequest) -> bool:
         """Whether its `match` holds."""
         if self._never or not self._match:
@@ -116,6 +121,12 @@ class BudgetPlan:
         every = [*planned, self.fallback, self.breaker]
         self.needs_body = guard.needs_body or (guard.steers and not guard.shadow)
         self.needs_body = self.needs_body or any(rule.body for rule in every if rule is not None)
+
+    def list_reads(self) -> list[Descriptor]:
+        """What it reads of a request's head beside the limit keys."""
+        rules = [*self.rules, *([self.fallback] if self.fallback is not None else [])]
+        costs = [key for planned in rules for key in planned.rule.list_reads()]
+        return [*[descriptor for planned in rules for descriptor in planned.matched], *map(compile_plainly, costs)]
 
     def choose(self, request: HttpRequest) -> list[PlannedRule]:
         """The rules that apply to a request: those whose `match` holds, or else the fallback."""

@@ -174,11 +174,16 @@ class CandidateGroup:
             return False
         return True
 
-    def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest) -> None:
-        """Make the plan's budgets a candidate, if a rule applies to the request, or note why not."""
+    def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Candidate | None) -> None:
+        """Make the plan's budgets a candidate, if a rule applies to the request, or note why not; `last` is as for `admit`."""
         try:
             plan.check_head(request)
-            candidate = BudgetCandidate(plan, budget, plan.list_values(request), request)
+            if last is not None and plan.reads_like(last.plan, last.values):
+                values, joined = last.values, last.caller
+            else:
+                values = plan.list_values(request)
+                joined = join_descriptors(values)
+            candidate = BudgetCandidate(plan, budget, values, joined, request)
             if not candidate.choose(self.missing):
                 return
             candidate.labels = plan.read_labels(request) if plan.labels else NO_LABELS
@@ -289,6 +294,8 @@ class CandidateGroup:
 
     def list_budgets(self) -> list[BudgetCandidate]:
         """The candidates among `budgets` that judge the request."""
+        if len(self.budgets) == len(self.candidates):  # no other guards, none left out
+            return self.budgets
         return [candidate for candidate in self.budgets if candidate in self.candidates]
 
     def _hand_out(self, counts: Sequence[Answer]) -> Sequence[Answer]:
@@ -503,10 +510,9 @@ class Evaluation:
         if plan.ramp is not None and plan.watching is not None and not self.enforcing.acts_on(plan, plan.ramp, self.request):
             plan = plan.watching
         group = self.shadow if plan.shadow else self.enforcing
-        if plan.budget is not None:
+        if plan.budget is not None and not plan.judges_requests:
             self._admit_budget(plan, plan.budget, group)
-            if not plan.judges_requests:
-                return
+            return
         admitted = group.admit(plan, self.request, self._last)
         if group.sessions:
             self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
@@ -518,10 +524,12 @@ class Evaluation:
                 self.inspects = max(self.inspects, plan.inspects)
                 self.steers = max(self.steers, plan.steers)
                 self.reads_ends = self.reads_ends or plan.reads_ends
+        if plan.budget is not None:
+            self._admit_budget(plan, plan.budget, group)
 
     def _admit_budget(self, plan: Plan, budget: BudgetPlan, group: CandidateGroup) -> None:
         """Make the plan's budgets a candidate of a group."""
-        group.admit_budget(plan, budget, self.request)
+        group.admit_budget(plan, budget, self.request, self._last)
         if group.budgets:
             self.budgets = [*self.enforcing.budgets, *self.shadow.budgets]
         if budget.needs_body or budget.guard.steers:

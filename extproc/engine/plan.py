@@ -16,7 +16,7 @@ from extproc.decision import COMPLETION, NOTED, Action, Outcome, RefusalForm, Re
 from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.loops import REPEAT, RESULT
-from extproc.engine.budget_plan import BudgetPlan
+from extproc.engine.budget_plan import BudgetPlan, PlannedRule
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
@@ -575,6 +575,10 @@ class Plan:
         read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self._descriptors]
         return [(name, value) for name, value in read if value and len(value) <= MAX_DESCRIPTOR]
 
+    def tells_apart_as(self, planned: PlannedRule, values: Sequence[tuple[str, str]]) -> bool:
+        """Whether a rule has the same limit keys, and these values of the request are all of them."""
+        return planned.head is self._descriptors and len(values) == len(planned.head) and len(self._body_descriptors) == 0
+
     @property
     def judges_requests(self) -> bool:
         """Whether it has guards beside its budgets."""
@@ -644,6 +648,7 @@ class Plan:
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
         keys += self.ramp.descriptors if self.ramp is not None else ()
+        keys += self.budget.list_reads() if self.budget is not None else []
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         read = [part.key.partition(":") for key in keys for part in key.list_sources()]
         self._reads = list(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing]))

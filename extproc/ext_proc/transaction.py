@@ -24,7 +24,7 @@ from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
 from extproc.engine.recording import record_body, record_callers, record_calls, record_head, record_turns
 from extproc.errors import StoreError
-from extproc.ext_proc.answers.budgets import describe_budgets
+from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
     Header,
@@ -444,7 +444,10 @@ class Transaction:
         lead, sessions = decision.lead, evaluation.sessions
         budgets = evaluation.budgets
         calls = self._describe_calls(evaluation) if sessions or budgets or not evaluation.counts_failed else ""
-        if lead is None and decision.shadow is None and self._record is None and changed.body is None and not budgets:
+        if lead is None and decision.shadow is None and self._record is None and changed.body is None:
+            if budgets:
+                told = write_budgets(evaluation.enforcing.list_budgets(), calls)
+                return Reply(_GO_ON_BYTES[kind] + told, done=True) if told else DONE[kind]
             return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
         metadata = self._describe(evaluation, decision)
         if budgets:

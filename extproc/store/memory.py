@@ -167,8 +167,13 @@ class MemoryStore:
 
     def _hit_and_take(self, hits: Sequence[Question], moment: int, now: int | None) -> list[Any]:
         """See `hit`; the last questions are about budgets, whose time is that of the calendar."""
-        takes = [hit for hit in hits if isinstance(hit, Take)]
-        answers = self.hit(hits[: -len(takes)], moment) if len(takes) < len(hits) else []
+        answers: list[Any] = []
+        takes: list[Take] = []
+        for hit in hits:
+            if isinstance(hit, Take):
+                takes.append(hit)
+            else:
+                answers.append(self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment))
         today = self._calendar() if now is None else now
         if takes[0].settles:
             return answers + [self._settle_take(take, moment, today) for take in takes]
@@ -176,6 +181,11 @@ class MemoryStore:
 
     def _take_group(self, takes: list[Take], moment: int, today: int) -> list[Taken]:
         """Take all of a group, or nothing."""
+        if len(takes) == 1:  # usually
+            take = takes[0]
+            state, answer = check(advance(self._open_budget(take), take, today), take, today)
+            self._keep_budget(take, apply(state, take, answer) if answer.fits else state, moment, today)
+            return [answer]
         checked = [check(advance(self._open_budget(take), take, today), take, today) for take in takes]
         granted = all(taken.fits for _, taken in checked)
         for take, (found, taken) in zip(takes, checked, strict=True):

@@ -22,6 +22,7 @@ from extproc.request.limit_keys import UNSUPPORTED_KEYS
 from extproc.settings import is_scope
 from extproc.store import _SCHEMES
 from tests.support import ROOT
+from tests.support.bundles import RULE
 from tests.support.chart import CHART, Values, merged, objects, problems, refusal, with_policies
 from tests.support.documents import bundle, policy
 
@@ -64,7 +65,10 @@ def on_route(**more: object) -> Values:
 
 
 MONITORS: Values = {"monitoring": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
-UNENFORCED: Values = {"rules": [{"name": "r"}], "fallback_limit": {"a": 1}, "circuit_breaker": {"b": 1}}
+UNENFORCED: Values = {
+    "rules": [RULE | {"limit_keys": ["ip:country"]}],
+    "fallback_limit": RULE | {"name": "f", "match": {"ua:bot": "true"}},
+}
 
 
 def row(values: Values, *words: str) -> tuple[Values, str]:
@@ -208,8 +212,8 @@ PROBLEMS: list[tuple[Values, str]] = [
     ),
     row(
         with_policies(merged(policy("drop-in", {"pathPrefix": "/"}), {"spec": UNENFORCED})),
-        "policies.bundle: policy drop-in has rules and fallback_limit and circuit_breaker, which Loopguard does not enforce:",
-        "take that out, or accept it with settings.allowUnenforced=true.",
+        "policies.bundle: policy drop-in has the descriptor ip:country and the descriptor ua:bot, which Loopguard does not",
+        "enforce: take that out, or accept it with settings.allowUnenforced=true.",
     ),
     row(
         with_policies(expires_at="2020-01-01T00:00:00.5+02:00"),

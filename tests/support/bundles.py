@@ -101,6 +101,7 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
             )
         ],
     ),
+    ("rules", [RULE | {"name": "a\nb"}], [("/spec/rules/0/name", "name must have no control characters")]),
     ("rules", _configured("token_bucket", burst=1), [(_OF, "tokens_per_second or rps is required")]),
     (
         "rules",

@@ -175,7 +175,18 @@ class Judge(Replayed):
         decision = evaluation.decide(counts, shadow_counts)
         if evaluation.sessions and not self._tries:
             self._take_back(evaluation, decision, shown if isinstance(shown, ShownCalls) else None)
+        if evaluation.budgets and not self._tries:
+            self._give_back(evaluation, decision)
         return evaluation, decision
+
+    def _give_back(self, evaluation: Evaluation, decision: Decision) -> None:
+        """Give back what a refused request took from budgets; of a request that only shadow policies refuse, from theirs."""
+        refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
+        in_shadow = decision.shadow is not None and decision.shadow.action is Action.REJECT
+        budgets = evaluation.budgets if refused else evaluation.shadow.budgets if in_shadow else []
+        takes = [take for budget in budgets for take in budget.list_give_backs(here=False)]
+        if takes:
+            self._store.hit(takes)
 
     def _take_back(self, evaluation: Evaluation, decision: Decision, shown: ShownCalls | None) -> None:
         """Tell ledgers if a request that they let through is refused: as it was live, if policies decide as they did there."""

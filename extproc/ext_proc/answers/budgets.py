@@ -6,10 +6,23 @@ from collections.abc import Sequence
 from math import floor
 from typing import Any, Final
 
-from extproc.budgets.guard import Reservation, make_subject
+from extproc.bounded import Memo
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
+from extproc.ext_proc.answers.metadata import SESSIONS, make_heads, write_entries, write_text
+
+RULE: Final = "budget_rule"
+
+_FIXED: Final[Memo[tuple[str, str, float], tuple[bytes, bytes]]] = Memo(512)
+"""What is the same in the metadata of all requests that continue, by policy, rule and limit."""
+
+_SHORT: Final = 100
+_DIGITS: Final = 20
+_REMAINING: Final = make_heads("ratelimit_remaining", _DIGITS)
+_RESET: Final = make_heads("ratelimit_reset", _DIGITS)
+_WHOLE: Final = make_heads("ratelimit", _SHORT)
+_TIME: Final = b";t="
 
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
@@ -37,14 +50,15 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
     return [*headers, ("x-loopguard-rule", subject.rule)] if subject.rule.isascii() else headers
 
 
-def find_tightest(budgets: Sequence[BudgetCandidate]) -> tuple[str, Reservation] | None:
+def find_tightest(budgets: Sequence[BudgetCandidate]) -> tuple[str, BudgetSubject] | None:
     """The budget of which the smallest share is left, and its policy; None if no rule applies."""
-    found = [(each.plan.id, tightest) for each in budgets if (tightest := each.find_tightest()) is not None]
-    return min(found, key=lambda pair: _find_share(pair[1])) if found else None
-
-
-def _find_share(reserved: Reservation) -> float:
-    return reserved.taken.left / max(1, reserved.take.limit) if reserved.taken is not None else 1.0
+    found: tuple[str, BudgetSubject] | None = None
+    least = 0.0
+    for each in budgets:
+        subject = each.told
+        if subject.rule and (found is None or subject.share < least):
+            found, least = (each.plan.id, subject), subject.share
+    return found
 
 
 def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> dict[str, Any]:
@@ -60,8 +74,26 @@ def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> 
         found = find_tightest(budgets)
         if found is None:
             return {}
-        policy, reserved = found
-        subject = make_subject(reserved)
+        policy, subject = found
         seconds = subject.reset
     headers = {name.lower().replace("-", "_"): value for name, value in list_rate_limit(subject, policy, seconds)}
-    return {**headers, "budget_rule": subject.rule}
+    return {**headers, RULE: subject.rule}
+
+
+def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
+    """The same as `describe_budgets`, as bytes for a request that just continues, with SESSIONS; empty for nothing."""
+    entries = [write_text(SESSIONS, calls)] if calls else []
+    found = find_tightest(budgets)
+    if found is not None:
+        policy, subject = found
+        known = policy, subject.rule, subject.limit
+        fixed = _FIXED.get(known)
+        if fixed is None:
+            rule = write_text(RULE, subject.rule)
+            fixed = write_text("ratelimit_limit", f"{floor(subject.limit)}") + rule, f'"{policy.translate(_SAFE)}";r='.encode()
+            _FIXED.put(known, fixed)
+        left, seconds = str(max(0, floor(subject.left))).encode(), str(subject.reset).encode()
+        whole = b"".join([fixed[1], left, _TIME, seconds])
+        entries += [fixed[0], _REMAINING[len(left)], left, _RESET[len(seconds)], seconds]
+        entries += [_WHOLE[len(whole)], whole] if len(whole) < _SHORT else [write_text("ratelimit", whole.decode())]
+    return write_entries(entries) if entries else b""

@@ -66,6 +66,28 @@ def write_sessions(calls: str) -> bytes:
     return before + text
 
 
+def write_text(key: str, text: str) -> bytes:
+    """An entry with a text, for `write_entries`."""
+    raw = text.encode()
+    size = len(raw)
+    field = _KEYS.get(key)
+    if field is None or size > _SEVEN_BITS - 2 * _SHORT_HEAD - len(field):
+        return _write_entry(key, write_field(_STRING, raw))
+    value = size + _SHORT_HEAD
+    head = _TAGS[_FIELDS] + _LENGTHS[len(field) + value + _SHORT_HEAD]
+    return b"".join([head, field, _TAGS[_VALUE], _LENGTHS[value], _TAGS[_STRING], _LENGTHS[size], raw])
+
+
+def make_heads(key: str, most: int) -> list[bytes]:
+    """What stands before a text of each length below `most` in the entry of a key."""
+    return [write_text(key, "x" * size)[: -size or None] for size in range(most)]
+
+
+def write_entries(entries: list[bytes]) -> bytes:
+    """The field that `write_metadata` writes, with entries that are written already."""
+    return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, write_field(_STRUCT, b"".join(entries))))
+
+
 def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold
     if isinstance(value, str):
         return write_field(_STRING, _write_text(value))

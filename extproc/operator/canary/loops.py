@@ -14,6 +14,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any
 
+from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
 from extproc.engine.candidates import Candidate, LoopCandidate
 from extproc.engine.evaluation import Evaluation
@@ -97,12 +98,14 @@ class SampledLoops:
 
 
 def _describe_measure(outcome: Outcome) -> dict[str, Any]:
-    """The count, turns looked at and time span; or the session's limit, with used and allowed amounts in its own unit."""
+    """The count, turns looked at and time span; or a session's limit or a budget's rule, with used and allowed amounts."""
     subject, repeat = outcome.subject, outcome.repeat
     measure: dict[str, Any] = dict.fromkeys(("count", "turns", "span_seconds", "used", "allowed")) | {"limit": ""}
     if isinstance(subject, SessionSubject):
         used, allowed = subject.shown
         return measure | {"limit": subject.limit, "used": used, "allowed": allowed}
+    if isinstance(subject, BudgetSubject):
+        return measure | {"limit": subject.rule, "used": subject.limit - subject.left, "allowed": subject.limit}
     if repeat is not None:
         return measure | {"count": outcome.count, "turns": repeat.calls}
     return measure | {"count": outcome.count, "span_seconds": outcome.span_ms / 1000}

@@ -53,13 +53,18 @@ class Take:
         span: length of the period, or how long the breaker stays open, in milliseconds; 0 for until an operator closes it.
         offset: when the first period began, in milliseconds since 1970.
         start: in a settlement, the start in the answer to the take; else -1.
+        lifetime_ms: how long the state of such a budget matters at most, in milliseconds, unless it is below zero.
     """
 
-    __slots__ = ("amount", "key", "kind", "limit", "offset", "rate", "span", "start")
+    __slots__ = ("amount", "key", "kind", "lifetime_ms", "limit", "offset", "rate", "span", "start")
 
     def __init__(  # noqa: PLR0913  # a record
         self, key: str, kind: int, amount: int, limit: int, rate: int, span: int, offset: int = 0, start: int = -1
     ) -> None:
+        if kind == BUCKET:
+            self.lifetime_ms = min(-(-limit // rate), YEAR) + GARBAGE_MS
+        else:
+            self.lifetime_ms = (span if kind == PERIOD else max(2 * MINUTE, span)) + GARBAGE_MS
         self.key = key
         self.kind = kind
         self.amount = amount
@@ -77,13 +82,6 @@ class Take:
     def settle(self, amount: int, start: int) -> Take:
         """The settlement of a take: this much was taken too much."""
         return Take(self.key, self.kind, amount, self.limit, self.rate, self.span, self.offset, start)
-
-    @property
-    def lifetime_ms(self) -> int:
-        """How long the state of such a budget matters, at most, unless it is below zero."""
-        if self.kind == BUCKET:
-            return min(-(-self.limit // self.rate), YEAR) + GARBAGE_MS
-        return (self.span if self.kind == PERIOD else max(2 * MINUTE, self.span)) + GARBAGE_MS
 
 
 class Taken:

@@ -3,83 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.metrics import Metrics
-from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.store.memory import MemoryStore
-from tests.support.messages import body, headers
-from tests.support.service import FailingStore, decoded, exchange, headers_of, make_service, metadata_of, receive, sample
-
-NOON = 1_795_694_400_000
-"""2026-11-26, a Thursday, in milliseconds."""
-
-REJECT = [{"threshold_percent": 100, "action": "reject"}]
-KEY = ["header:x-api-key"]
-
-
-def rule(algorithm: str, name: str = "r", keys: Sequence[str] = KEY, more: Any = None, **config: object) -> dict[str, Any]:  # noqa: ANN401  # further keys
-    """A rule by its algorithm's keys."""
-    made = {"name": name, "limit_keys": [*keys], "algorithm": algorithm, "algorithm_config": config}
-    return made | (more or {})
-
-
-def bucket(per_second: float = 1, burst: float = 3, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # further keys
-    """A bucket of three requests."""
-    return rule("token_bucket", **more) | {"algorithm_config": {"tokens_per_second": per_second, "burst": burst}}
-
-
-def limited(*rules: dict[str, Any], identity: str = "p", **spec: object) -> dict[str, Any]:
-    """A policy of rules alone."""
-    return {"id": identity, "spec": {"selector": {"pathPrefix": "/"}, "rules": [*rules], **spec}}
-
-
-class Clock:
-    """A time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = NOON
-
-    def __call__(self) -> int:
-        """The time in milliseconds."""
-        return self.now
-
-
-def serve(*policies: dict[str, Any], **settings: Any) -> tuple[Service, Clock]:  # noqa: ANN401  # fields of Settings
-    """A service whose store has a clock of the test's."""
-    clock = Clock()
-    return make_service(*policies, store=MemoryStore(Metrics(), clock=clock), **settings), clock
-
-
-CHAT = "/v1/chat/completions"
-
-
-def ask(service: Service, key: str = "k", path: str = CHAT, content: bytes = b"{}", **more: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
-    """One request of a caller; the last answer."""
-    replies = exchange(service, headers(path, x_api_key=key, **more) if key else headers(path, **more), body(content))
-    return decoded(replies[-1])
-
-
-def refused(answer: ProcessingResponse) -> str:
-    """Why a request was refused; empty if it was not."""
-    return headers_of(answer).get("X-Fairvisor-Reason", "") if answer.HasField("immediate_response") else ""
-
-
-def warning_of(answer: ProcessingResponse) -> bytes | None:
-    """The warning for the upstream."""
-    responses = answer.request_headers.response, answer.request_body.response
-    options = [item for response in responses for item in response.header_mutation.set_headers]
-    return next((item.header.raw_value for item in options if item.header.key == "X-Fairvisor-Warning"), None)
-
-
-def chat(text: str, **more: object) -> bytes:
-    """A chat's body."""
-    return json.dumps({"model": "gpt-4o", "messages": [{"role": "user", "content": text}], **more}).encode()
+from tests.support.budget_policies import CHAT, NOON, REJECT, ask, bucket, chat, limited, refused, rule, serve, warning_of
+from tests.support.messages import headers
+from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
 
 
 def test_a_bucket_refuses_with_true_headers_and_fills_again() -> None:

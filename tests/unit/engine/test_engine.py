@@ -78,7 +78,7 @@ def test_callers_count_alone_wherever_the_bundle_names_the_key(keys: dict[str, A
     counts = []
     for _ in range(2):
         for user in ("alice", "bob", "carol"):
-            candidate = sealed(engine, get(x_user=user))[0][-1]  # beside the budget's
+            candidate = sealed(engine, get(x_user=user))[0][0]  # the budget is behind it
             (expected,), _ = sealed(reference, get(x_user=user))
             counts += [count.count for count in store.hit([hit for hit in [candidate.hit] if isinstance(hit, Hit)], 0)]
             assert candidate.hit == expected.hit

@@ -1,0 +1,205 @@
+"""What responses have used replaces what was estimated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.errors import PartlyAwayError, StoreError
+from extproc.ext_proc.access_log import read_message
+from extproc.ext_proc.service import Service
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.store.memory import MemoryStore
+from extproc.store.rules.session import Question
+from tests.support.access_logs import make_record, write_lines
+from tests.support.budget_policies import REJECT, ask, bucket, chat, limited, refused, rule, serve
+from tests.support.documents import bundle
+from tests.support.envoy_logs import log
+from tests.support.orders import apply_orders, order
+from tests.support.service import FailingStore, make_service, metadata_of, sample
+from tests.unit.cli.test_replay import Replayed
+
+LLM = rule("token_bucket_llm", tokens_per_minute=10_000, tokens_per_day=1_000_000)
+
+
+def tell(service: Service, answer: ProcessingResponse, **entry: Any) -> None:  # noqa: ANN401  # see `add_entry`
+    """What Envoy logs about a request that was answered so."""
+    sessions = json.loads(metadata_of(answer)["sessions"])
+    for read in read_message(log({"sessions": sessions, **entry}))[0]:
+        service.settle_entry(read)
+
+
+def left(service: Service) -> int:
+    """What is left before a request of one token, which takes it."""
+    return int(metadata_of(ask(service, content=chat("", max_tokens=1)))["ratelimit_remaining"]) + 1
+
+
+@pytest.mark.parametrize(
+    ("told", "used"),
+    [
+        ({"input": 100, "output": 20}, 120),
+        ({"input": 100, "output": 20, "cached": 90}, 120),
+        ({"input": 100, "output": 20, "cache_read": 500, "cache_write": 30}, 650),
+        ({"input": 9_000, "output": 20_000}, 29_000),
+    ],
+)
+def test_an_estimate_is_replaced_by_what_was_used(told: dict[str, int], used: int) -> None:
+    """More or less, with cached tokens, and below zero; once in each budget of the rule."""
+    service, clock = serve(limited(LLM))
+
+    tell(service, ask(service, content=chat("hello")), told=told)
+    clock.now += 3 * 60_000  # the bucket fills, the day does not
+    answer = ask(service, content=chat("", max_tokens=1))
+
+    assert refused(answer) == ""
+    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 2 * used
+    service.follow(make_service(limited(rule("token_bucket_llm", tokens_per_minute=10**8, tokens_per_day=1_000_000))).engine)
+    clock.now += 60_000
+    assert left(service) == 1_000_000 - used - 1
+
+
+def test_an_error_of_the_upstream_costs_nothing() -> None:
+    """It is not billed."""
+    service, _ = serve(limited(LLM))
+
+    tell(service, ask(service, content=chat("hello")), status=503)
+
+    assert left(service) == 10_000
+
+
+def test_a_response_without_counts_is_estimated_by_its_size() -> None:
+    """As for sessions: 4,000 bytes of a request and 800 of a response."""
+    service, _ = serve(limited(LLM))
+
+    tell(service, ask(service, content=chat("hello")))
+
+    assert left(service) == 10_000 - 1_200
+
+
+def test_a_settlement_that_is_lost_leaves_the_estimate() -> None:
+    """The day after, nothing is left of it."""
+    day: dict[str, Any] = {"period": "1d", "cost_key": "usage:tokens", "staged_actions": REJECT}
+    service, clock = serve(limited(rule("cost_based", budget=10_000, **day)))
+
+    answer = ask(service, content=chat("x" * 400, max_tokens=900))
+    assert left(service) == 9_000
+    clock.now += 86_400_000
+    tell(service, answer, told={"input": 9_000, "output": 0})
+
+    assert left(service) == 10_000
+
+
+def test_refused_requests_and_shadow_refusals_are_not_settled_again() -> None:
+    """What is given back has no description in the metadata."""
+    shadow = limited(rule("token_bucket_llm", tokens_per_minute=10, name="s"), identity="s", mode="shadow")
+    service, _ = serve(limited(LLM), shadow)
+
+    answer = ask(service, content=chat("x" * 400))
+    told = metadata_of(answer)
+
+    assert told["shadow_action"] == "reject"
+    assert [each["policy"] for each in json.loads(told["sessions"])] == ["p"]
+
+
+KEY = "budget1:p:r:tpm::aaaaaaaaaaaaaaaa"
+DESCRIBED: dict[str, Any] = {
+    "budgets": [["r", "tpm", KEY, 3, 5]],
+    "policy": "p",
+    "mode": "enforce",
+    "model": "m",
+}
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"budgets": 1},
+        {"budgets": [1]},
+        {"budgets": [[]]},
+        {"budgets": [["r", "tpm", "session:p:r:aaaaaaaaaaaaaaaa", 3, 5]]},
+        {"budgets": [["r", "tpm", "budget1:q:r:tpm::aaaaaaaaaaaaaaaa", 3, 5]]},
+        {"budgets": [["gone", "tpm", "budget1:p:gone:tpm::aaaaaaaaaaaaaaaa", 3, 5]]},
+        {"budgets": [["r", "tpm", "budget1:p:" + "r" * 9_000, 3, 5]]},
+        *({"budgets": [["r", "tpm", KEY, value, 5]]} for value in (-1, 1e300, "3", None, True, 10**17)),
+        *({"budgets": [["r", "tpm", KEY, 3, value]]} for value in (-1, 0.5, "3", None)),
+        {"policy": "q"},
+        {"policy": 5},
+    ],
+)
+def test_metadata_of_others_settles_nothing(forged: dict[str, Any]) -> None:
+    """Whatever it is, it is counted as unknown, and nothing else happens."""
+    service, _ = serve(limited(LLM))
+
+    for read in read_message(log({"sessions": [DESCRIBED | forged]}))[0]:
+        service.settle_entry(read)
+
+    assert sample(service, "access_log_entries_total", result="unknown") == 1
+    assert left(service) == 10_000
+
+
+def test_a_release_begins_all_budgets_anew() -> None:
+    """And an order to allow a caller lets it pass."""
+    breaker = {"enabled": True, "spend_rate_threshold_per_minute": 2}
+    service, _ = serve(limited(bucket(burst=9, keys=["header:x-user-id"]), circuit_breaker=breaker))
+
+    def send(times: int) -> list[str]:
+        return [refused(ask(service, "", x_user_id="ann")) for _ in range(times)]
+
+    before = send(3)
+    apply_orders(service, order("release"))
+    released = send(2)
+    apply_orders(service, order("allow"))
+    allowed = send(9)
+
+    assert before == ["", "circuit_breaker_open", "circuit_breaker_open"]
+    assert released == ["", "circuit_breaker_open"]
+    assert allowed == [""] * 9
+
+
+class HalfAway(MemoryStore):
+    """A store of two servers, of which one is away: that of the second rule."""
+
+    def hit(self, hits: Any, now: int | None = None) -> list[Any]:  # noqa: ANN401  # questions
+        """Take from one, fail for the other."""
+        asked: list[Question] = [hit for hit in hits if ":away:" not in hit.key]
+        answers = iter(super().hit(asked, now) if asked else [])
+        found = [None if ":away:" in hit.key else next(answers) for hit in hits]
+        if None in found:
+            raise PartlyAwayError("away", kind="connection", answers=found)
+        return found
+
+
+def test_where_a_part_of_the_store_is_away_the_rest_gives_back() -> None:
+    """The rule whose server is away counts here; where it refuses, the other rule keeps what it has."""
+    metrics = make_service().metrics
+    service = make_service(limited(bucket(burst=9), bucket(burst=1, name="away", per_second=0.001)), store=HalfAway(metrics))
+
+    answers = [refused(ask(service)) for _ in range(5)]
+    service.follow(make_service(limited(bucket(burst=9))).engine)
+
+    assert answers == ["", *["token_bucket_exceeded"] * 4]
+    assert metadata_of(ask(service))["ratelimit_remaining"] == "7"
+
+
+def test_what_the_store_does_not_take_back_is_counted() -> None:
+    """And the request is answered all the same."""
+    service, _ = serve(limited(LLM))
+    answer = ask(service, content=chat("hello"))
+    service.counting.store = FailingStore(error=StoreError("down", kind="timeout"))
+
+    tell(service, answer, told={"input": 1, "output": 1})
+
+    assert sample(service, "budget_lost_total") == 2
+
+
+def test_recorded_requests_are_replayed_through_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the clock of the log: five at once, of which three pass, and two again after two seconds."""
+    lines = [make_record(second, text=f"{second} {number}") for second, times in ((0, 5), (2, 3)) for number in range(times)]
+    document = limited(bucket(keys=["header:x-user-id"]))
+
+    found = Replayed(tmp_path, capsys, write_lines(lines), policies=bundle(document)).find()
+
+    assert (found["requests"], found["refused"]) == (8, 3)
