@@ -33,7 +33,7 @@ class Duplex:
         untimed: Envoy waits for answers about the request for any time.
         before: messages to send before the next answer.
         part: the message that hands the newest part of a body back, to which the answer belongs; empty for none.
-        whole: the held body, once it has ended.
+        whole: the pieces of the held body, once it has ended.
         has_trailers: the held body ends with trailers.
     """
 
@@ -47,7 +47,7 @@ class Duplex:
         self.holds = False
         self.before: list[bytes] = []
         self.part = b""
-        self.whole: bytes | memoryview | None = None
+        self.whole: list[bytes | memoryview] | None = None
         self.has_trailers = False
 
     @property
@@ -81,15 +81,22 @@ class Duplex:
         """
         whole, self.whole, self.holds = self.whole, None, False
         if edited is not None:
-            whole = b"".join(edited)
-        parts = write_parts(whole if whole is not None else b"", ended=not self.has_trailers)
+            whole = [b"".join(edited)]
+        parts = write_parts(whole if whole is not None else [], ended=not self.has_trailers)
         return [*parts, trailers] if self.has_trailers else parts
 
 
-def write_parts(body: bytes | bytearray | memoryview, *, ended: bool) -> list[bytes]:
-    """The messages that hand these bytes of a request's body back; with `ended`, they are its end."""
-    size = len(body)
-    if not size:
+def write_parts(pieces: Pieces, *, ended: bool) -> list[bytes]:
+    """The messages that hand these pieces of a request's body back; with `ended`, they are its end."""
+    if not pieces:
         return [hand_on(b"", ended=True)] if ended else []
-    with memoryview(body) as view:
-        return [hand_on(view[at : at + _PART], ended=ended and at + _PART >= size) for at in range(0, size, _PART)]
+    parts: list[bytes] = []
+    last = len(pieces) - 1
+    for number, piece in enumerate(pieces):
+        ends, size = ended and number == last, len(piece)
+        if size <= _PART:
+            parts.append(hand_on(piece, ended=ends))
+            continue
+        view = memoryview(piece)
+        parts += [hand_on(view[at : at + _PART], ended=ends and at + _PART >= size) for at in range(0, size, _PART)]
+    return parts

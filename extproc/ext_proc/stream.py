@@ -362,14 +362,18 @@ class Stream(Waiting):
             return _HELD
         self._stop_waiting()
         framed = is_grpc(evaluation.request) and upload.is_framed
-        whole = duplex.whole = upload.take_held()
+        pieces = duplex.whole = upload.take_held()
         duplex.has_trailers = by_trailers
         if framed:
             return self._transaction.judge("request_headers", evaluation, None, "grpc")
-        keeps = max(evaluation.inspects, evaluation.steers)
-        content = whole if len(whole) <= keeps or (evaluation.reads_ends and evaluation.is_plain) else None
-        encoded = "content-encoding" in evaluation.request.headers
-        sums = self._transaction.sum_up(evaluation, whole) if encoded else upload.body
+        sums, encoded = upload.body, "content-encoding" in evaluation.request.headers
+        content: bytes | memoryview | None = None
+        reads = sums.length <= max(evaluation.inspects, evaluation.steers) or (evaluation.reads_ends and evaluation.is_plain)
+        if reads or encoded:
+            content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if encoded and content is not None:
+            sums = self._transaction.sum_up(evaluation, content)
+            content = content if reads else None
         return self._transaction.judge("request_headers", evaluation, sums, content=content)
 
     def hand_on(self) -> None:
@@ -387,7 +391,7 @@ class Stream(Waiting):
         self._transaction.late = True
         duplex.before = [_HEADERS]
         if upload is not None and evaluation is not None:
-            duplex.before += write_parts(upload.copy_held(), ended=False)
+            duplex.before += write_parts(upload.list_held(), ended=False)
             most = evaluation.inspects if inspects else 0
             upload.shrink(most, self._open_excerpt(evaluation, most) if inspects else None)
 
@@ -400,7 +404,7 @@ class Stream(Waiting):
             return "request_headers"
         duplex.before = [_HEADERS]
         if upload is not None:
-            duplex.before += write_parts(upload.copy_held(), ended=False)
+            duplex.before += write_parts(upload.list_held(), ended=False)
             upload.drop()
         if kind == "request_body":
             duplex.part = hand_on(message.body, ended=message.ended)
@@ -431,7 +435,7 @@ class Stream(Waiting):
         length = evaluation.request.headers.get("content-length", b"")
         if self._transaction.holds:
             longest = max(evaluation.inspects, evaluation.steers, HELD_BYTES)
-            return Upload(self._service.kept, self._body_mode, b"", longest)
+            return Upload(self._service.kept, self._body_mode, b"", longest, whole=True)
         if self._body_mode == BODY_DUPLEX:
             length = b""  # it ends only when Envoy says so, because every part has to be handed back
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects

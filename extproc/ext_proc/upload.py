@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from extproc.apis.excerpt import Excerpt
-from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_DUPLEX, BODY_STREAMED
+from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_DUPLEX, BODY_STREAMED, LARGE
 from extproc.request.fingerprint import NO_BODY
 
 MAX_KEPT = 64 * 2**20
@@ -68,6 +68,8 @@ class Upload:
         "_last",
         "_limit",
         "_mode",
+        "_pieces",
+        "_pieces_size",
         "_start",
         "body",
     )
@@ -80,6 +82,8 @@ class Upload:
         inspects: int,
         limit: int = SMALLEST_LIMIT,
         excerpt: Excerpt | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         """Start with an empty body.
 
@@ -90,7 +94,10 @@ class Upload:
             inspects: maximum length of a body to inspect, in bytes.
             limit: Envoy's buffer limit in bytes, or less.
             excerpt: takes the bytes of a longer body; None if longer bodies are not inspected.
+            whole: keep the body as it came, to hand it back. It must not be longer than `inspects`.
         """
+        self._pieces: list[bytes | memoryview] | None = [] if whole else None  # what has come before `_before`
+        self._pieces_size = 0
         self._excerpt = excerpt
         self._keeps = True  # every needed byte was kept
         self._kept = kept
@@ -137,43 +144,59 @@ class Upload:
                 self.drop()
 
     def _append(self, chunk: bytes | memoryview) -> None:
-        if self._keeps and self._kept.claim(len(chunk)):
-            self._before += chunk
-        else:
+        if not (self._keeps and self._kept.claim(len(chunk))):
             self.drop()
+            return
+        if self._pieces is not None and len(chunk) >= LARGE:  # smaller ones would take up more memory than they are long
+            self._close_piece(self._pieces)
+            self._pieces.append(chunk)
+            self._pieces_size += len(chunk)
+        else:
+            self._before += chunk
+
+    def _close_piece(self, pieces: list[bytes | memoryview]) -> None:
+        if self._before:
+            pieces.append(bytes(self._before))
+            self._pieces_size += len(self._before)
+            self._before = bytearray()
 
     @property
     def held(self) -> int:
         """The number of bytes that are kept."""
-        return len(self._before)
+        return self._pieces_size + len(self._before)
 
     @property
     def longest(self) -> int:
         """Maximum length of a body to keep as a whole, in bytes."""
         return self._inspects
 
-    def take_held(self) -> bytes | memoryview:
-        """Return all bytes of a body that was kept as a whole, and keep none."""
-        last, before = self._last, self._before
+    def take_held(self) -> list[bytes | memoryview]:
+        """Return the pieces of a body that was kept as a whole, and keep none."""
+        last, held = self._last, self.list_held()
         self.drop()
-        if not before:
-            return last
-        before += last
-        return memoryview(before)
+        if len(last):
+            held.append(last)
+        return held
 
-    def copy_held(self) -> bytes:
-        """All bytes so far of a body that was kept as a whole."""
-        return bytes(self._before)
+    def list_held(self) -> list[bytes | memoryview]:
+        """The pieces so far of a body that was kept as a whole."""
+        pieces = self._pieces if self._pieces is not None else []
+        self._close_piece(pieces)
+        return [*pieces]
 
     def shrink(self, inspects: int, excerpt: Excerpt | None) -> None:
         """Keep only what may be inspected from now on, as in `__init__`."""
         self._inspects, self._excerpt = inspects, excerpt
+        if not inspects:
+            self.drop()
+            return
+        self._before, self._pieces, self._pieces_size = bytearray(b"".join(self.list_held())), None, 0
         before = len(self._before)
         if excerpt is not None:
             while len(self._before) > inspects and not excerpt.lost:
                 excerpt.shorten(self._before)
             self._kept.free(before - len(self._before))
-        if len(self._before) > inspects or not inspects or (excerpt is not None and excerpt.lost):
+        if len(self._before) > inspects or (excerpt is not None and excerpt.lost):
             self.drop()
 
     @property
@@ -213,6 +236,6 @@ class Upload:
     def drop(self) -> None:
         """Drop the bytes: the body will not be inspected."""
         self._keeps = False
-        self._kept.free(len(self._before))
-        self._before = bytearray()
+        self._kept.free(self.held)
+        self._before, self._pieces, self._pieces_size = bytearray(), None, 0
         self._last = b""

@@ -357,9 +357,7 @@ def _walk_body(data: bytes) -> EnvoyMessage:
     size, position = _read_size(data, 1)
     end = position + size
     message = EnvoyMessage("request_body", data[end:])
-    if position != end:
-        if data[position] != _BODY:
-            raise _UnusualError
+    if position != end and data[position] == _BODY:  # else it is empty, and only ends
         size, position = _read_size(data, position + 1)
         stop = position + size
         message.body = data[position:stop] if size < LARGE else memoryview(data)[position:stop]

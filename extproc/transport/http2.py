@@ -278,7 +278,7 @@ class Connection:
                 (_MAX_HEADER_LIST, MAX_BLOCK),
             )
         )
-        self._out: list[bytes] = []
+        self._out: list[bytes | memoryview] = []
         self._write(SETTINGS, 0, _CONNECTION, settings)
         self._open_window(_CONNECTION, _MAX_WINDOW - _DEFAULT_WINDOW)
 
@@ -624,8 +624,11 @@ class Connection:
         self.work += len(data) >> 10
         stream.spent += len(data)
         self._window -= len(data)
+        view = memoryview(data)
         for place in range(0, len(data), most):
-            self._write(DATA, 0, stream.name, data[place : place + most])
+            part = view[place : place + most]
+            self._out.append(make_head(len(part), DATA, 0) + stream.name)
+            self._out.append(part)  # copied only once, with all that is sent
 
     def goaway(self) -> None:
         """Ask the peer to open no more streams; those that it has opened meanwhile are served."""

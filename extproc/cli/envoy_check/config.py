@@ -300,7 +300,7 @@ def find_guards(manager: Manager, needs: Needs, names: Sequence[str]) -> list[Gu
 
 def _make_guard(manager: Manager, needs: Needs, item: HttpFilter) -> Guard:
     routes = list(_list_on(manager, item))
-    blind = [route for route in routes if not route.is_shown and _list_said(item, route.route)]
+    blind = [route for route in routes if not route.is_shown and _list_said(item, *route.route.levels)]
     return Guard(needs, manager, item, [route for route in routes if route.is_shown], blind)
 
 
@@ -323,26 +323,40 @@ def mentions_loopguard(item: HttpFilter) -> bool:
 
 
 def _list_on(manager: Manager, item: HttpFilter) -> Iterator[GuardedRoute]:
-    """The routes on which it is on, whatever it sends."""
+    """The routes on which it is on, whatever it sends; also those of which only a weighted cluster turns it on."""
     for route in manager.routes:
-        if is_on(item, route):
-            overrides = [_read_per_route(entry).get("overrides") for entry in _list_said(item, route)]
+        weighted = route.place.get("route", "weighted_clusters", "clusters").items()
+        inner = [place for place in weighted if is_on(item, Route(place, route.around, 0), route.levels)]
+        if is_on(item, route) or inner:
+            levels = [*inner[:1], *route.levels]
+            overrides = [_read_per_route(entry).get("overrides") for entry in _list_said(item, *levels)]
             modes = [place.get("processing_mode") for place in overrides]
             mode = next((place for place in modes if place.is_there), item.config.get("processing_mode"))
             yield GuardedRoute(route, mode, [place for place in overrides if place.is_there])
 
 
-def is_on(item: HttpFilter, route: Route) -> bool:
-    """Whether a filter is on for the route's requests: the innermost setting applies."""
-    said = _list_said(item, route)
+def is_on(item: HttpFilter, route: Route, around: Sequence[ConfigPlace] = ()) -> bool:
+    """Whether a filter is on for the route's requests: the innermost setting applies.
+
+    Args:
+        item: the filter.
+        route: the route, or one of its weighted clusters.
+        around: what contains a weighted cluster, innermost first; for a route, its own levels are known.
+    """
+    said = _list_said(item, route.place, *(around or route.around))
     if not said:
         return not item.place.get("disabled").flag()
     return not (said[0].get("disabled").flag() or _read_per_route(said[0]).get("disabled").flag())
 
 
-def _list_said(item: HttpFilter, route: Route) -> list[ConfigPlace]:
+def list_settings(item: HttpFilter, route: Route) -> list[ConfigPlace]:
+    """The settings of a route for a filter, innermost first."""
+    return [_read_per_route(entry) for entry in _list_said(item, *route.levels)]
+
+
+def _list_said(item: HttpFilter, *levels: ConfigPlace) -> list[ConfigPlace]:
     """The settings for a filter, innermost first."""
-    said = [level.get("typed_per_filter_config").entry(item.name) for level in route.levels]
+    said = [level.get("typed_per_filter_config").entry(item.name) for level in levels]
     return [entry for entry in said if entry.is_there]
 
 

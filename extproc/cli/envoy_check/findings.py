@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from extproc.cli.envoy_check.document import ConfigPlace
 
 CODES = {
+    "alias": "An unguarded route rewrites its path to a guarded one.",
     "answers": "Envoy does not carry out refusals or warnings.",
     "attributes": "Loopguard does not receive client addresses or route names.",
     "buffer-limit": "A body that passes today gets a 413, or passes uncounted.",
@@ -29,9 +30,11 @@ CODES = {
     "idle-timeout": "A throttled request ends because its stream is idle.",
     "jwt": "`jwt:` keys are always missing: tokens are not verified, verified too late, or their claims are not forwarded.",
     "kept-bodies": "An upstream can receive part of an upload twice.",
+    "late-refusal": "A filter refuses or changes requests after Loopguard has counted them.",
     "late-route": "A filter can choose the route after Loopguard was skipped.",
     "message-timeout": "A throttled request fails because Envoy does not wait long enough.",
     "metadata": "Envoy drops what Loopguard reports about its decisions.",
+    "mirrors": "Envoy sends copies of guarded requests to another cluster.",
     "nothing-guarded": "No route calls Loopguard.",
     "observing": "The filter only observes.",
     "outcomes": "A policy depends on costs or errors, but Loopguard does not learn how requests end.",
@@ -41,6 +44,7 @@ CODES = {
     "request-timeout": "A stalled upload never ends, or a throttled request ends with 408.",
     "retries": "Envoy retries requests, and each counts once.",
     "routes-missing": "The routes come from RDS and are not in the file.",
+    "second-listener": "Another listener leads to the same upstream without Loopguard.",
     "told-limit": "Loopguard does not know the buffer limit of partly buffered bodies, or assumes a larger one.",
     "twice": "Two filters call Loopguard for the same request.",
     "unguarded": "A policy selects requests of a route that does not call Loopguard.",

@@ -10,7 +10,7 @@ from extproc.cli.envoy_check.config import Guard, Manager, Resources, Route, fin
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 from extproc.cli.envoy_check.needs import Needs
-from extproc.cli.envoy_check.selectors import find_taken
+from extproc.cli.envoy_check.selectors import find_taken, name_clusters
 
 _SNIPPET = "what `loopguard envoy-config --snippet` prints"
 
@@ -48,6 +48,7 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
         guards += own
         routes += _report_routes(manager, own)
         findings += _check_manager(manager, own, needs)
+    findings += _check_other_listeners(managers, guards)
     if not any(guard.guarded for guard in guards):
         findings.insert(0, _explain_nothing(resources, managers, guards))
     return CheckReport(_merge_routes(routes), [finding for finding in _merge(findings) if finding.code not in ignored])
@@ -72,6 +73,22 @@ def _check_manager(manager: Manager, guards: Sequence[Guard], needs: Needs) -> I
     yield from _check_twice(guards)
     if any(guard.guarded for guard in guards):
         yield from _check_selectors(manager, guards, needs)
+
+
+def _check_other_listeners(managers: Sequence[Manager], guards: Sequence[Guard]) -> Iterator[Finding]:
+    """A route of a listener without Loopguard must not lead where a guarded one does."""
+    ways = {_describe_way(route.route): route.name for guard in guards for route in guard.guarded}
+    guarding = {guard.manager.place.pointer for guard in guards if guard.guarded}
+    for manager in managers:
+        same = [ways[way] for route in manager.routes if not route.is_answered_here and (way := _describe_way(route)) in ways]
+        if same and manager.place.pointer not in guarding:
+            problem = f"{manager.name} has the same routes without Loopguard: requests through it are not guarded"
+            yield Finding("second-listener", manager.place.get("http_filters"), problem, _SNIPPET, same)
+
+
+def _describe_way(route: Route) -> tuple[str, frozenset[str]]:
+    """What a route matches, and where it leads."""
+    return route.place.get("match").value_text(), frozenset(name_clusters(route))
 
 
 def _check_twice(guards: Sequence[Guard]) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from extproc.cli.envoy_check.config import Route
+from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.policy.bundle import Selector, is_below, normalize_host
 
 
@@ -51,16 +52,16 @@ def _find_by_path(routes: Sequence[Route], path: str, *, below: bool) -> Iterato
     done: set[str] = set()  # virtual hosts in which the path, or everything below it, has its route
     for route in routes:
         host = route.around[0].pointer
-        takes = host not in done and _takes(route, path)
-        if takes or (below and host not in done and _is_inside(route, path)):
+        fits = host not in done and takes(route.place, path)
+        if fits or (below and host not in done and _is_inside(route, path)):
             yield route
-        if takes and _takes_all_of_a_path(route) and (not below or _is_wide(route)):
+        if fits and _takes_all_of_a_path(route) and (not below or _is_wide(route)):
             done.add(host)
 
 
-def _takes(route: Route, path: str) -> bool:
-    """Whether it matches this exact path."""
-    match = route.place.get("match")
+def takes(place: ConfigPlace, path: str) -> bool:
+    """Whether the `match` of a route, or of another rule, matches this exact path."""
+    match = place.get("match")
     if match.get("path").is_there:
         return match.get("path").text() == path
     if match.get("prefix").is_there:
@@ -91,9 +92,16 @@ def _is_wide(route: Route) -> bool:
     return any(route.place.get("match", name).is_there for name in ("prefix", "path_separated_prefix"))
 
 
+def name_clusters(route: Route) -> set[str]:
+    """The clusters to which a route sends requests."""
+    action = route.place.get("route")
+    weighted = [item.get("name").text() for item in action.get("weighted_clusters", "clusters").items()]
+    return {name for name in (action.get("cluster").text(), *weighted) if name}
+
+
 def takes_everything(route: Route) -> bool:
     """Whether this route matches every request."""
-    return _is_wide(route) and _takes(route, "/") and _takes_all_of_a_path(route)
+    return _is_wide(route) and takes(route.place, "/") and _takes_all_of_a_path(route)
 
 
 def _is_inside(route: Route, prefix: str) -> bool:

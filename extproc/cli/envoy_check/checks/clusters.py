@@ -9,6 +9,7 @@ from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.findings import Finding, note
 
 _OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+_AGGREGATE = "envoy.clusters.aggregate"
 _DEFAULT_REQUESTS = 1024
 _ENOUGH = 10_000
 """As many requests as Loopguard holds at once by default."""
@@ -22,6 +23,17 @@ def check_cluster(guard: Guard) -> Iterator[Finding]:
     if cluster is None:
         yield _report_missing(guard)
         return
+    if cluster.get("cluster_type", "name").text() == _AGGREGATE:
+        names = cluster.get("cluster_type", "typed_config", "clusters").names()
+        found = [find_named(guard.manager.resources.clusters, name) for name in names]
+        members = [member for member in found if member is not None]
+    else:
+        members = [cluster]
+    for member in members:
+        yield from _check_member(member)
+
+
+def _check_member(cluster: ConfigPlace) -> Iterator[Finding]:
     yield from _check_protocol(cluster)
     yield from _check_breakers(cluster)
     if not cluster.get("health_checks").is_there:

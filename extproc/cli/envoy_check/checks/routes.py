@@ -59,8 +59,8 @@ def check_upgrades(guard: Guard) -> Iterator[Finding]:
     """Upgrades can have filters of their own. Then WebSockets for model calls are not refused."""
     for item in guard.manager.place.get("upgrade_configs").items():
         filters = item.get("filters")
-        names = [each.get("name").text() for each in filters.items()]
-        if names and item.get("enabled").flag(default=True) and guard.filter.name not in names:
+        names = [each.get("name").text() for each in filters.items() if not each.get("disabled").flag()]
+        if any(filters.items()) and item.get("enabled").flag(default=True) and guard.filter.name not in names:
             kind = item.get("upgrade_type").text()
             problem = f"upgrades to {kind} have their own filters, which do not include Loopguard"
             yield Finding("upgrades", filters, problem, f"{guard.filter.name} among them, or no filters here")

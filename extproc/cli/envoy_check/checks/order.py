@@ -1,0 +1,199 @@
+"""Filters beside Loopguard's, which may refuse or change requests that Loopguard has counted, and copies that Envoy makes.
+
+Envoy's filters run in their order. One that refuses requests belongs before Loopguard: otherwise Loopguard counts what never
+reaches an upstream, for callers who are not who they say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+from extproc.cli.envoy_check.config import Guard, GuardedRoute, HttpFilter, Route, is_on, list_settings, mentions_loopguard
+from extproc.cli.envoy_check.document import ConfigPlace
+from extproc.cli.envoy_check.findings import Finding, note
+from extproc.cli.envoy_check.selectors import name_clusters, takes
+
+_AUTHENTICATION = (
+    "ext_authz.v3.ExtAuthz",
+    "jwt_authn.v3.JwtAuthentication",
+    "rbac.v3.RBAC",
+    "basic_auth.v3.BasicAuth",
+    "api_key_auth.v3.ApiKeyAuth",
+    "oauth2.v3.OAuth2",
+)
+_RATE_LIMITS = (
+    "ratelimit.v3.RateLimit",
+    "local_ratelimit.v3.LocalRateLimit",
+    "rate_limit_quota.v3.RateLimitQuotaFilterConfig",
+    "admission_control.v3.AdmissionControl",
+)
+
+
+def check_refusals(guard: Guard) -> Iterator[Finding]:
+    """Authentication and rate limits belong before Loopguard."""
+    filters = list(guard.manager.filters)
+    for item in filters[filters.index(guard.filter) + 1 :]:
+        routes = [route.name for route in guard.guarded if _acts(item, route.route)]
+        if not routes:
+            continue
+        right = f"{item.name} before {guard.filter.name}"
+        if guard.filter.is_of_envoy_gateway:
+            right = f"spec.filterOrder of the EnvoyProxy: [{{name: envoy.filters.http.ext_proc, after: {_find_type(item)}}}]"
+        if item.is_a(*_AUTHENTICATION):
+            problem = (
+                f"{item.name} runs after Loopguard: requests that it refuses are counted, so a stranger who names a caller can "
+                "have that caller refused"
+            )
+            yield Finding("late-refusal", item.place, problem, right, routes)
+        elif item.is_a(*_RATE_LIMITS):
+            problem = (
+                f"{item.name} runs after Loopguard: retries of requests that it refuses count as a loop, except with "
+                '"count_failed": false'
+            )
+            yield Finding("late-refusal", item.place, problem, right, routes)
+        elif item.is_a("lua.v3.Lua") and ":respond(" in json.dumps(item.config.value):
+            yield note("late-refusal", item.place, f"{item.name} may answer requests that Loopguard has counted", right, routes)
+        elif item.is_a("ext_proc.v3.ExternalProcessor") and not mentions_loopguard(item):
+            problem = f"{item.name} may refuse or change requests that Loopguard has counted"
+            yield note("late-refusal", item.place, problem, right, routes)
+
+
+def _acts(item: HttpFilter, route: Route) -> bool:
+    """Whether a filter may refuse requests of a route."""
+    if not is_on(item, route):
+        return False
+    acts = next((acts for kind, acts in _ACTS.items() if item.is_a(kind)), None)
+    return acts is None or acts(item, route)
+
+
+def _has_rules(item: HttpFilter, route: Route) -> bool:
+    said = list_settings(item, route)
+    own = said[0].get("rbac") if said and said[0].get("rbac").is_there else item.config
+    return any(own.get(name).is_there for name in ("rules", "matcher"))
+
+
+def _has_bucket(item: HttpFilter, route: Route) -> bool:
+    said = list_settings(item, route)
+    return any(place.get("token_bucket").is_there for place in (item.config, *said))
+
+
+def _has_limits(item: HttpFilter, route: Route) -> bool:
+    limited = (route.place.get("route"), *route.around)
+    said = list_settings(item, route)
+    return any(place.get("rate_limits").is_there for place in (item.config, *limited, *said))
+
+
+_ACTS: Mapping[str, Callable[[HttpFilter, Route], bool]] = {
+    "rbac.v3.RBAC": _has_rules,
+    "local_ratelimit.v3.LocalRateLimit": _has_bucket,
+    "ratelimit.v3.RateLimit": _has_limits,
+    "jwt_authn.v3.JwtAuthentication": lambda item, _: any(
+        rule.get("requires").is_there for rule in item.config.get("rules").items()
+    ),
+}
+"""Filters that do nothing without some settings."""
+
+
+def _find_type(item: HttpFilter) -> str:
+    """The name by which Envoy Gateway orders filters of a kind, whose own names have more parts."""
+    return item.name.partition("/")[0]
+
+
+def check_tokens(guard: Guard) -> Iterator[Finding]:
+    """Claims are known only on routes for which jwt_authn has a rule."""
+    if not guard.needs.requires("jwt:"):
+        return
+    for item in guard.manager.filters:
+        rules = item.config.get("rules")
+        if not item.is_a("jwt_authn.v3.JwtAuthentication") or not rules.is_there:
+            continue
+        bare = [route.name for route in guard.guarded if is_on(item, route.route) and not _is_verified(item, route)]
+        if bare:
+            problem = f"no rule of {item.name} verifies tokens on this route: jwt: keys are always missing"
+            yield Finding("jwt", rules, problem, "a rule whose match covers the route, with requires", bare)
+
+
+def _is_verified(item: HttpFilter, route: GuardedRoute) -> bool:
+    """Whether the first rule that matches the route's path, if any, asks for a token; patterns count as matching."""
+    if any(place.get("requirement_name").is_there for place in list_settings(item, route.route)):
+        return True
+    match = route.route.place.get("match")
+    path = next((text for name in _PATHS if (text := match.get(name).text())), "")
+    for rule in item.config.get("rules").items():
+        if not path or not any(rule.get("match", name).is_there for name in _PATHS) or takes(rule, path):
+            return any(rule.get(name).is_there for name in ("requires", "requirement_name"))
+    return False
+
+
+_PATHS = ("path", "prefix", "path_separated_prefix")
+
+
+def check_aliases(guard: Guard) -> Iterator[Finding]:
+    """An unguarded route may turn its path into a guarded one."""
+    guarded = {route.route.place.pointer for route in guard.guarded}
+    for route in guard.manager.routes:
+        if route.place.pointer in guarded:
+            continue
+        rewrite = route.place.get("route", "prefix_rewrite")
+        path = rewrite.text()
+        aim = next((each for each in guard.guarded if path and _leads_to(path, each.route)), None)
+        if aim is not None and name_clusters(route) & name_clusters(aim.route):
+            problem = f"requests on {route.name!r} reach the upstream under {path}, which is guarded, without Loopguard"
+            yield Finding("alias", rewrite, problem, "Loopguard on this route, too", [aim.name])
+
+
+def _leads_to(path: str, route: Route) -> bool:
+    """Whether requests below a rewritten path may be those that a route guards."""
+    named = next((text for name in _PATHS if (text := route.place.get("match", name).text())), "")
+    return takes(route.place, path) or (len(path) > 1 and named.startswith(path))
+
+
+def check_weighted_clusters(guard: Guard) -> Iterator[Finding]:
+    """A cluster among several may have settings of its own, for its part of the requests."""
+    for route in guard.guarded:
+        for cluster in route.route.place.get("route", "weighted_clusters", "clusters").items():
+            place = cluster.get("typed_per_filter_config").entry(guard.filter.name)
+            inner = Route(cluster, route.route.levels[:2], route.route.number)
+            if not is_on(guard.filter, inner, route.route.levels):
+                problem = f"requests that go to the cluster {cluster.get('name').text()!r} do not reach Loopguard"
+                yield Finding("unguarded", place, problem, "the same setting as the route's, or none", [route.name])
+
+
+def check_mirrors(guard: Guard) -> Iterator[Finding]:
+    """A copy may reach Loopguard through a second gateway."""
+    for route in guard.guarded:
+        own, host, configuration = route.route.levels
+        for level in (own.get("route"), host, configuration):
+            place = level.get("request_mirror_policies")
+            if place.is_there:
+                problem = "Envoy sends copies of requests to another cluster: behind a second Loopguard, they count again"
+                yield note("mirrors", place, problem, "serve --skip-mirrors there", [route.name])
+                break
+
+
+def check_buffer(guard: Guard) -> Iterator[Finding]:
+    """The buffer filter has a limit of its own."""
+    for item in guard.manager.filters:
+        place = item.config.get("max_request_bytes")
+        if item.is_a("buffer.v3.Buffer") and place.number(guard.needs.uploads) < guard.needs.uploads:
+            routes = [route.name for route in guard.guarded if is_on(item, route.route)]
+            if routes:
+                problem = f"a body above {place.number(0):,.0f} bytes gets a 413 from {item.name}"
+                yield note("buffer-limit", place, problem, f"max_request_bytes: {guard.needs.uploads}", routes)
+
+
+def check_services(guard: Guard) -> Iterator[Finding]:
+    """A route may ask another service than the filter."""
+    clusters = [cluster.get("name").text() for cluster in guard.manager.resources.clusters]
+    for route in guard.guarded:
+        for overrides in route.overrides[:1]:
+            place: ConfigPlace = overrides.get("grpc_service", "envoy_grpc", "cluster_name")
+            name = place.text()
+            if not name or name == guard.cluster:
+                continue
+            if name not in clusters and not guard.manager.resources.comes_later:
+                problem = f"there is no cluster {name!r}: Envoy accepts that, and never asks Loopguard on this route"
+                yield Finding("cluster", place, problem, "the filter's cluster, or none here", [route.name])
+            elif "loopguard" not in name.lower():
+                yield note("cluster", place, f"this route asks {name!r} in place of {guard.cluster!r}", routes=[route.name])
