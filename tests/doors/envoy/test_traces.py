@@ -12,16 +12,14 @@ from typing import Any
 import grpc
 import pytest
 import yaml
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (  # type: ignore[import-untyped]  # published without
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from extproc.cli.main import main
 from tests.support.documents import policy
 from tests.support.envoy_config import DOCUMENTS
 from tests.support.harness import eventually, stack
 
+OTLP: Any = trace_service_pb2  # its stubs name no messages
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 TAGS = "loopguard."
 
@@ -36,7 +34,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
         """Answer OTLP's only call."""
         if details.method != EXPORT:
             return None
-        return grpc.unary_unary_rpc_method_handler(self._keep, ExportTraceServiceRequest.FromString, lambda made: made)
+        return grpc.unary_unary_rpc_method_handler(self._keep, OTLP.ExportTraceServiceRequest.FromString, lambda made: made)
 
     def _keep(self, request: Any, _: object) -> bytes:  # noqa: ANN401  # as above
         for resource in request.resource_spans:
@@ -44,7 +42,7 @@ class Collector(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no ty
                 for span in scope.spans:
                     found = {each.key: each.value.string_value for each in span.attributes}
                     self.spans.append({"name": span.name, **found})
-        answer: bytes = ExportTraceServiceResponse().SerializeToString()
+        answer: bytes = OTLP.ExportTraceServiceResponse().SerializeToString()
         return answer
 
     def find(self, path: str) -> list[dict[str, str]]:
