@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; PYTHON chooses the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
-EXTRAS := demo agent-demo test check wheels
+EXTRAS := demo agent-demo test check wheels docs
 # The sources are installed in place in .venv. The compiled wheel has an environment of its own: beside the sources, its
 # files would be imported in their stead.
 COMPILED := .venv/compiled
@@ -88,6 +88,10 @@ dist/sbom.json: .venv/wheels.stamp requirements.txt
 	@sed -n 's/^\([a-z0-9-]*==[0-9.]*\).*/\1/p' requirements.txt > .venv/pins.txt
 	@LOOPGUARD_PURE=1 $(PIP) --python .venv/sbom/bin/python install --constraint .venv/pins.txt .
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file $@ .venv/sbom/bin/python
+
+docs: .venv/docs.stamp ## dist/docs: the documentation as a site, which needs nothing from elsewhere
+	@set -a && . ./.ci/owner.env && set +a && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --clean --config-file .mkdocs.yml
+	@echo dist/docs/index.html
 
 run: $(COMPILED)/demo.stamp ## a sample upstream, Loopguard and the real Envoy, ready for curl (flags: make run ARGS='--help')
 	@exec $(COMPILED)/bin/python envoy/demo.py $(ARGS)

@@ -42,6 +42,7 @@ from extproc.ext_proc.service import Service
 from extproc.request.fingerprint import NO_BODY, Body, write_crc32
 from extproc.request.http import HttpRequest
 from extproc.request.patch import Pieces
+from extproc.sessions.limits import UNNAMED
 from extproc.store.pending import Listener
 from extproc.store.rules.session import REFUSED, WITHDRAWN
 
@@ -490,6 +491,8 @@ class Transaction:
     def _describe(self, evaluation: Evaluation, decision: Decision) -> dict[str, Any]:
         """The dynamic metadata of the answer."""
         metadata = make_metadata(decision)
+        if decision.lead is not None:
+            metadata.update(self._describe_circumstances(evaluation, decision.lead))
         if self._record is None:
             return metadata
         counted = evaluation.enforcing.candidates or evaluation.shadow.candidates
@@ -499,6 +502,22 @@ class Transaction:
             names = {"fingerprint": first.fingerprint, "tenant": first.tenant, "body_crc32": write_crc32(first.body_crc32)}
             metadata = {**names, **metadata}
         return {**metadata, "record": self._record}
+
+    def _describe_circumstances(self, evaluation: Evaluation, lead: Outcome) -> dict[str, Any]:
+        """For traces: the kind of a loop's cause where the request shows it, and the hash of its session where it has one."""
+        found: dict[str, Any] = {}
+        if lead.repeat is not None:
+            try:
+                cause = evaluation.find_cause(lead.repeat)
+            except Exception as error:  # noqa: BLE001  # the decision stands without it
+                self._service.reporter.report_failure("a cause could not be found", error, policy=lead.policy)
+                cause = None
+            if cause is not None:
+                found["cause"] = cause.kind
+        named = [candidate.session for candidate in evaluation.sessions if candidate.session != UNNAMED]
+        if named:
+            found["session"] = named[0]
+        return found
 
     def _take_back(self, sessions: Sequence[SessionCandidate], outcome: int, status: int) -> None:
         """Tell ledgers that a request they let through was refused or withdrawn."""

@@ -65,7 +65,7 @@ class Found:
 
 
 class _Chooser:
-    """The versions of files that have been chosen so far."""
+    """The versions of files that have been chosen so far: parsed, and whether each is the one in force."""
 
     def __init__(
         self, standing: Mapping[str, KeptFile], now: datetime, namespaces: Sequence[Namespace], *, allow_unenforced: bool
@@ -74,18 +74,15 @@ class _Chooser:
         self.now = now
         self.namespaces = namespaces
         self.allow_unenforced = allow_unenforced
-        self.chosen: dict[str, tuple[ParsedFile, KeptFile]] = {}
+        self.chosen: dict[str, tuple[ParsedFile, bool]] = {}
         self.refused: dict[str, list[BundleError]] = {}
         self.scrap: list[object] = []
 
-    def consider(self, file: str, found: Found, *, afresh: bool) -> None:
-        """Choose between the file on disk and the one in force; `afresh`: check it even if these are equal."""
-        standing = self.standing.get(file)
-        if found.data is None or (standing is not None and standing.sha256 == found.sha256 and not afresh):
-            self._restore(file)
-            return
+    def consider(self, file: str, found: Found) -> None:
+        """Choose the file on disk, if it has no errors of its own."""
+        assert found.data is not None  # noqa: S101  # else it is not considered
         parsed = parse_file(file, found.data, found.sha256, self.now, namespaces=self.namespaces)
-        self.chosen[file] = parsed, KeptFile(zlib.compress(found.data, _LEVEL), found.sha256, self.now)
+        self.chosen[file] = parsed, False
         errors = [*parsed.errors, *(() if self.allow_unenforced else refuse_unenforced(parsed.unenforced))]
         if errors:
             self.refuse(file, errors)
@@ -93,19 +90,21 @@ class _Chooser:
     def refuse(self, file: str, errors: list[BundleError]) -> None:
         """Return to the file in force, if there is one."""
         self.refused[file] = errors
-        parsed, _ = self.chosen.pop(file)
+        parsed, stood = self.chosen.pop(file)
         self.scrap += [*parsed.list_scrap(), *(parsed.source.policies if parsed.source is not None else ())]
-        self._restore(file)
+        if not stood:
+            self.restore(file)
 
-    def _restore(self, file: str) -> None:
+    def restore(self, file: str, text: bytes | None = None) -> None:
+        """Choose the file in force, if there is one; `text` if it is open already."""
         kept = self.standing.get(file)
         if kept is not None:
-            parsed = parse_file(file, kept.open(), kept.sha256, kept.checked, namespaces=self.namespaces)
-            self.chosen[file] = parsed, kept
+            text = kept.open() if text is None else text
+            self.chosen[file] = parse_file(file, text, kept.sha256, kept.checked, namespaces=self.namespaces), True
 
     def stands(self, file: str) -> bool:
         """Whether the version in force is chosen, not a new one."""
-        return self.chosen[file][1] is self.standing.get(file)
+        return self.chosen[file][1]
 
 
 def choose(  # noqa: PLR0913  # everything that decides the result
@@ -119,8 +118,17 @@ def choose(  # noqa: PLR0913  # everything that decides the result
 ) -> Choice:
     """Choose the version of each file; a file that is not among `files` is gone."""
     chooser = _Chooser(standing, now, namespaces, allow_unenforced=allow_unenforced)
+    # Opened in advance and compressed afterwards, for the same reason for which `parse` hashes in advance.
+    opened = {
+        file: standing[file].open()
+        for file, found in files.items()
+        if file in standing and (found.data is None or (found.sha256 == standing[file].sha256 and not afresh))
+    }
     for file, found in files.items():
-        chooser.consider(file, found, afresh=afresh)
+        if file in opened:
+            chooser.restore(file, opened[file])
+        elif found.data is not None:
+            chooser.consider(file, found)
     owners: dict[str, str] = {}
 
     def find_owner(identity: str) -> str:
@@ -142,5 +150,9 @@ def choose(  # noqa: PLR0913  # everything that decides the result
     policies = join(parsed)
     policies.scrap.extend(chooser.scrap)
     policies = replace(policies, warnings=(*policies.warnings, *warnings))
-    kept = {file.file: chooser.chosen[file.file][1] for file in parsed}
+    kept = {file.file: standing[file.file] if chooser.stands(file.file) else _keep(files[file.file], now) for file in parsed}
     return Choice(policies, kept, chooser.refused)
+
+
+def _keep(found: Found, now: datetime) -> KeptFile:
+    return KeptFile(zlib.compress(found.data or b"", _LEVEL), found.sha256, now)

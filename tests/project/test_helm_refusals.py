@@ -352,6 +352,11 @@ PROBLEMS: list[tuple[Values, str]] = [
         "envoyGateway.clientTrafficPolicy.enabled=false.",
     ),
     row(
+        merged(GATEWAY, {"envoy": {"traceTags": True}}),
+        "envoy.traceTags is for the filter that istio.enabled makes, and Envoy Gateway's tracing has no tags from metadata:",
+        "leave it out, and add what `loopguard envoy-config --snippet --trace-tags` prints with an EnvoyPatchPolicy.",
+    ),
+    row(
         merged(GATEWAY, {"envoy": {"shadowMode": "observability"}}),
         "envoy.shadowMode=observability is nothing that Envoy Gateway can be told: set envoy.shadowMode=partial and",
         "shadow.enabled=true.",

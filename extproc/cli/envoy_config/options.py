@@ -63,6 +63,14 @@ def _parse_upstream(text: str) -> Address:
     return peer
 
 
+def _parse_collector(text: str) -> Address:
+    example = "127.0.0.1:4317"
+    peer = _parse_peer(text, example)
+    if peer.is_unix:
+        raise ValueError(f"must be HOST:PORT, such as {example}")
+    return peer
+
+
 def _parse_local(text: str) -> Address:
     """Parse the address on which Envoy listens, for which it resolves no names."""
     wanted = "IP:PORT, such as 127.0.0.1:10000 or 0.0.0.0:10000"
@@ -145,6 +153,13 @@ class EnvoyOptions:
         "exact",
         "estimated",
     )
+    trace_tags: bool = switch("put Loopguard's decisions on Envoy's spans, as tags of its tracing")
+    otlp: Address | None = option(
+        None,
+        _parse_collector,
+        "send Envoy's spans to this OpenTelemetry collector (OTLP over gRPC), with these tags",
+        "HOST:PORT",
+    )
     snippet: bool = switch("print the parts that an existing configuration needs, each with its place")
     routes: tuple[str, ...] = option(
         (),
@@ -166,6 +181,8 @@ class EnvoyOptions:
         if self.shadow_mode != "off":
             why = f"where --shadow-mode {self.shadow_mode} decides that"
             self._refuse(("failure_mode", "body_mode", "tolerant_routes"), why)
+        if self.observes:
+            self._refuse(("trace_tags", "otlp"), "where --shadow-mode observability has Envoy ignore all answers")
         if self.body_mode == "tolerant":
             self._refuse(("tolerant_routes",), "where --body-mode tolerant makes all of them so")
         if self.body_mode == "duplex":
@@ -173,7 +190,7 @@ class EnvoyOptions:
 
     def _check_kind(self) -> None:
         if self.snippet:
-            mine = ("upstream", "upstream_protocol", "upstream_tls", "upstream_ca", "listen", "admin")
+            mine = ("upstream", "upstream_protocol", "upstream_tls", "upstream_ca", "listen", "admin", "otlp")
             self._refuse(mine, "with --snippet, because they are in that configuration")
         elif self.upstream is None:
             raise UsageError("envoy-config needs --upstream HOST:PORT, or --snippet for an existing configuration")

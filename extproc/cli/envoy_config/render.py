@@ -80,6 +80,10 @@ def describe_guard(policies: PolicySet, options: EnvoyOptions) -> Mapping[str, s
             f"- endpoint: {{address: {_write_address(endpoint)}}}" for endpoint in options.endpoints
         ),
         **_describe_loopguard_tls(options),
+        "traced": (options.trace_tags or options.otlp is not None) and not options.observes,
+        "collected": options.otlp is not None,
+        "collector_type": "STATIC" if options.otlp is not None and is_ip(options.otlp.host) else "STRICT_DNS",
+        "collector": _write_address(options.otlp) if options.otlp is not None else "",
         "listen": _write_address(options.listen),
         "admin": _write_address(options.admin),
         "buffer_limit": str(options.buffer_limit),
@@ -109,10 +113,15 @@ def _reads_usage(policies: PolicySet, options: EnvoyOptions) -> bool:
 
 
 def write_shared_parts(options: EnvoyOptions) -> dict[str, str]:
-    """The parts that are the same for every Envoy, as YAML: `entries` and `usage`, which report costs, and the `cluster`."""
-    values = defaultdict[str, str | bool](str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True})
+    """The parts that are the same for every Envoy, as YAML.
+
+    `entries` and `usage` report costs, `tracing` puts decisions on spans, and `cluster` is Loopguard's.
+    """
+    values = defaultdict[str, str | bool](
+        str, {**_describe_rules(options), "waiting": True, "outcomes": True, "usage": True, "traced": True}
+    )
     found = cut_parts(read_template("bootstrap"), values)
-    return {name: found[name] for name in ("entries", "usage", "cluster")}
+    return {name: found[name] for name in ("entries", "usage", "tracing", "cluster")}
 
 
 def _describe_rules(options: EnvoyOptions) -> Mapping[str, str]:

@@ -34,6 +34,7 @@ class _Place(NamedTuple):
 _PLACES = {  # by their names in the templates, in the order of the templates
     "listener": _Place(_LISTENER, "the listener through which the requests come"),
     "manager": _Place(_MANAGER, "its envoy.filters.network.http_connection_manager"),
+    "tracing": _Place(f"{_MANAGER}.tracing", "beside your provider and your own tags"),
     "entries": _Place(f"{_MANAGER}.access_log", "one more access log, which goes to Loopguard"),
     "access_log": _Place(
         f"{_MANAGER}.access_log[].typed_config.log_format.json_format", "the decision, where you want it logged"

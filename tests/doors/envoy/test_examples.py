@@ -1,0 +1,152 @@
+"""The examples run: their settings, policies and clients, with the real Envoy in place of its container.
+
+Not shown here: the images themselves, and LiteLLM, Claude Code and Codex (`make test-clients` runs the latter two).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import trustme
+import yaml
+
+from extproc import settings
+from extproc.cli.main import main
+from extproc.policy.presets import find_preset
+from tests.support import ROOT
+from tests.support.harness import ENVOY, Stack, stack
+
+EXAMPLES = ROOT / "examples"
+COMPOSE = EXAMPLES / "compose"
+BODIES = ROOT / "tests" / "support" / "bodies"
+
+
+def read_policy(example: str) -> Any:  # noqa: ANN401  # JSON
+    """The policy of an example."""
+    return json.loads((EXAMPLES / example / "policies" / "agents.json").read_text())
+
+
+def read_commands(page: Path) -> list[list[str]]:
+    """What a page has its reader type."""
+    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [shlex.split(line.removeprefix("$ ")) for block in blocks for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    """The services of the compose file."""
+    found: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
+    return found
+
+
+def test_compose_starts_loopguard_with_good_settings(services: dict[str, Any]) -> None:
+    """Its variables are settings, its policies are where it mounts them, and no one outside can reach its ports."""
+    loopguard = services["loopguard"]
+    chosen = settings.read_settings({}, loopguard["environment"])
+
+    assert settings.find_unknown(loopguard["environment"]) == []
+    assert loopguard["volumes"] == [f"./policies:{chosen.policy[0]}:ro"]
+    assert chosen.store == "redis://valkey:6379/0"
+    assert main(["validate", str(COMPOSE / "policies")]) == 0
+    assert all(port.startswith("127.0.0.1:") for each in services.values() for port in each.get("ports", ()))
+    assert [name for name, each in services.items() if not re.fullmatch(r"\$\{[A-Z]+_IMAGE:-[^}]+\}", each["image"])] == []
+
+
+def test_compose_s_envoy_takes_what_is_printed(
+    services: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of the README prints a configuration that the real Envoy accepts, for the ports and names of the services."""
+    (command,) = (words for words in read_commands(COMPOSE / "README.md") if "envoy-config" in words)
+    asked = command[command.index("envoy-config") : command.index(">")]
+    assert main([word.replace("/policies", str(COMPOSE / "policies")) for word in asked]) == 0
+    text = capsys.readouterr().out
+    authorities = tmp_path / "ca.crt"
+    trustme.CA().cert_pem.write_to_path(str(authorities))
+    (tmp_path / "envoy.yaml").write_text(text.replace("/etc/ssl/certs/ca-certificates.crt", str(authorities)))
+
+    done = subprocess.run(
+        [ENVOY, "--mode", "validate", "-c", str(tmp_path / "envoy.yaml")], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    configuration = yaml.safe_load(text)["static_resources"]
+    (listener,) = configuration["listeners"]
+    assert services["envoy"]["ports"] == [f"127.0.0.1:10000:{listener['address']['socket_address']['port_value']}"]
+    assert "loopguard" in services
+    assert 'address: {socket_address: {address: "loopguard", port_value: 50051}}' in text
+
+
+def test_policies_are_the_preset_s() -> None:
+    """Each example has what `loopguard init` prints; those of LiteLLM and of companies differ in what their README says."""
+    preset = json.loads(Path(find_preset("agents")).read_text())
+    front, company = read_policy("litellm"), read_policy("company")
+
+    assert read_policy("compose") == preset
+    assert front["spec"].pop("limit_keys") == [{"first_of": ["header:x-user-id", "credential"], "name": "caller"}]
+    assert company["spec"].pop("labels") == ["header:x-team"]
+    assert company == preset
+    assert {**front["spec"], "limit_keys": preset["spec"]["limit_keys"]} == preset["spec"]
+
+
+def send(made: Stack, address: str, body: bytes, **headers: str) -> int:
+    """The status of a model call to an API's address, as its SDK spells the path."""
+    return made.send(
+        urlsplit(address).path, method="POST", body=body, headers={"content-type": "application/json", **headers}
+    ).status
+
+
+def test_a_company_s_agents_are_guarded() -> None:
+    """Claude Code and Codex, as their managed settings have it, are noticed when they loop, and shown with their team."""
+    claude = json.loads((EXAMPLES / "company" / "managed-settings.json").read_text())["env"]
+    codex = tomllib.loads((EXAMPLES / "company" / "managed_config.toml").read_text())
+    provider = codex["model_providers"][codex["model_provider"]]
+    name, _, team = claude["ANTHROPIC_CUSTOM_HEADERS"].partition(": ")
+    calls = [
+        (f"{claude['ANTHROPIC_BASE_URL']}/v1/messages", "anthropic_stuck.json", {name: team, "x-api-key": "sk-a"}),
+        (
+            f"{provider['base_url']}/responses",
+            "responses_stuck.json",
+            {**provider["http_headers"], "authorization": "Bearer b"},
+        ),
+    ]
+    with stack(read_policy("company")) as made:
+        seen = []
+        for address, file, headers in calls:
+            send(made, address, (BODIES / file).read_bytes(), **headers)
+            seen.append(made.loopguard.metric("loops_detected_total", policy="agents"))
+        rows = json.loads(made.loopguard.get("/loops")[1])["loops"]
+
+    assert provider["wire_api"] == "responses"
+    assert seen == [1, 2]
+    assert [row["labels"] for row in rows] == [{"x-team": "platform"}] * 2
+
+
+def test_litellm_s_users_are_told_apart() -> None:
+    """In front of Envoy, LiteLLM sends one key for all: the header that it forwards says whose request is repeated."""
+    front = yaml.safe_load((EXAMPLES / "litellm" / "front.yaml").read_text())
+    (model,) = front["model_list"]
+    address = f"{model['litellm_params']['api_base']}/chat/completions"
+    body = json.dumps({"model": "gpt-5.1", "messages": [{"role": "user", "content": "hello"}]}).encode()
+    key = {"authorization": "Bearer provider"}
+    with stack(read_policy("litellm")) as made:
+        counts = []
+        for user in ("ann", "bob"):
+            for _ in range(4):
+                send(made, address, body, **key, **{"x-user-id": user})
+            counts.append(made.loopguard.metric("loops_detected_total", policy="agents"))
+        send(made, address, body, **key, **{"x-user-id": "bob"})
+        counts.append(made.loopguard.metric("loops_detected_total", policy="agents"))
+
+    assert urlsplit(address).netloc == "envoy:10000"
+    assert front["general_settings"] == {"forward_client_headers_to_llm_api": True}
+    assert counts == [0, 0, 1]
+    for name in ("front", "behind"):
+        assert yaml.safe_load((EXAMPLES / "litellm" / f"{name}.yaml").read_text())["litellm_settings"] == {"num_retries": 0}
