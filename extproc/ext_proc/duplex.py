@@ -88,15 +88,16 @@ class Duplex:
 
 def write_parts(pieces: Pieces, *, ended: bool) -> list[bytes]:
     """The messages that hand these pieces of a request's body back; with `ended`, they are its end."""
-    if not pieces:
-        return [hand_on(b"", ended=True)] if ended else []
     parts: list[bytes] = []
-    last = len(pieces) - 1
-    for number, piece in enumerate(pieces):
-        ends, size = ended and number == last, len(piece)
-        if size <= _PART:
-            parts.append(hand_on(piece, ended=ends))
-            continue
-        view = memoryview(piece)
-        parts += [hand_on(view[at : at + _PART], ended=ends and at + _PART >= size) for at in range(0, size, _PART)]
+    group: Pieces = []
+    room = _PART
+    for piece in pieces:
+        rest = memoryview(piece)
+        while len(rest) > room:
+            parts.append(hand_on([*group, rest[:room]], ended=False))
+            rest, group, room = rest[room:], [], _PART
+        group.append(rest)
+        room -= len(rest)
+    if group or ended:
+        parts.append(hand_on(group, ended=ended))
     return parts

@@ -356,7 +356,7 @@ class Stream(Waiting):
         too_long = upload.body.length + size > upload.longest
         if too_long or not (message.ended or self._service.make_memory(size, upload.held + size)):
             self._send_on(inspects=too_long)
-            duplex.part = hand_on(chunk, ended=message.ended)
+            duplex.part = hand_on([chunk], ended=message.ended)
             return self._on_chunk(kind, evaluation, chunk, ended=message.ended)
         if upload.add(chunk, ended=message.ended) == MORE:
             return _HELD
@@ -407,7 +407,7 @@ class Stream(Waiting):
             duplex.before += write_parts(upload.list_held(), ended=False)
             upload.drop()
         if kind == "request_body":
-            duplex.part = hand_on(message.body, ended=message.ended)
+            duplex.part = hand_on([message.body], ended=message.ended)
         duplex.holds = self._transaction.holds = False
         return kind
 

@@ -36,6 +36,9 @@ MAX_METADATA: Final = 16
 MAX_SILENT: Final = 1_000
 """Maximum number of a connection's calls without a message; the oldest is dropped. Envoy sends the first message at once."""
 
+_LONG: Final = 4_096
+"""From this length on, a copy of a message costs more than to write it in pieces."""
+
 _PREFIX: Final = 5
 """Bytes before a message: a compression flag, and the length in 4 bytes."""
 
@@ -205,15 +208,21 @@ class GrpcConnection:
         if call.over:
             return
         self._start(call)
-        self._http.send(call.stream, frame_message(message))
+        self._send(call, message, None)
 
     def answer(self, call: Call, message: bytes) -> None:
         """Send the last message and the status OK."""
         if call.over:
             return
         self._start(call)
-        self._http.send(call.stream, frame_message(message), _OK_TRAILERS)
+        self._send(call, message, _OK_TRAILERS)
         self._close(call)
+
+    def _send(self, call: Call, message: bytes, trailers: bytes | None) -> None:
+        if len(message) < _LONG:
+            self._http.send(call.stream, frame_message(message), trailers)
+        else:
+            self._http.send_long(call.stream, len(message).to_bytes(_PREFIX, "big"), message, trailers)
 
     def finish(self, call: Call, status: int, message: str = "") -> None:
         """End a call with a status."""

@@ -606,29 +606,42 @@ class Connection:
         assert not stream.local_closed, "the stream is answered"  # noqa: S101  # a bug of the caller
         assert stream.trailers is None, "the stream is answered"  # noqa: S101  # as above
         size = len(data)
-        if stream.blocked is not None or size > self._window or size > self._peer_window - stream.spent:
+        if (
+            stream.blocked is not None
+            or size > self._window
+            or size > self._peer_window - stream.spent
+            or size > self._peer_frame
+        ):
             self._block_output(stream, data, trailers)
             return
-        if size > self._peer_frame:
-            self._send_frames(stream, data)
-        elif size:
+        if size:
             stream.spent += size
             self._window -= size
             self._write(DATA, 0, stream.name, data)
         if trailers is not None:
             self._write_last(stream, trailers)
 
-    def _send_frames(self, stream: Http2Stream, data: bytes) -> None:
-        """Send bytes that the windows allow, but that are too long for one frame."""
-        most = self._peer_frame
-        self.work += len(data) >> 10
-        stream.spent += len(data)
-        self._window -= len(data)
+    def send_long(self, stream: Http2Stream, head: bytes, data: bytes, trailers: bytes | None = None) -> None:
+        """Send a head and many bytes, as `send` does, but without a copy that joins them."""
+        size = len(head) + len(data)
+        blocked = stream.lost or stream.blocked is not None or size > self._window or size > self._peer_window - stream.spent
+        if blocked or size <= self._peer_frame or len(head) >= self._peer_frame:
+            self.send(stream, head + data, trailers)
+            return
+        self.work += size >> 10
+        stream.spent += size
+        self._window -= size
         view = memoryview(data)
-        for place in range(0, len(data), most):
-            part = view[place : place + most]
-            self._out.append(make_head(len(part), DATA, 0) + stream.name)
+        part, rest = view[: self._peer_frame - len(head)], view[self._peer_frame - len(head) :]
+        self._out.append(make_head(len(head) + len(part), DATA, 0) + stream.name + head)
+        while True:
             self._out.append(part)  # copied only once, with all that is sent
+            if not rest:
+                break
+            part, rest = rest[: self._peer_frame], rest[self._peer_frame :]
+            self._out.append(make_head(len(part), DATA, 0) + stream.name)
+        if trailers is not None:
+            self._write_last(stream, trailers)
 
     def goaway(self) -> None:
         """Ask the peer to open no more streams; those that it has opened meanwhile are served."""

@@ -112,16 +112,16 @@ def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[H
     return write_field(_REQUEST_HEADERS, common) + write_metadata(metadata)
 
 
-def hand_on(piece: bytes | bytearray | memoryview, *, ended: bool) -> bytes:
-    """The answer that hands a piece of a request's body back; with `ended`, it is the last."""
-    size = len(piece)
+def hand_on(pieces: Pieces, *, ended: bool) -> bytes:
+    """The answer that hands pieces of a request's body back; with `ended`, they are the last."""
+    size = sum([len(piece) for piece in pieces])
     head = write_head(_BODY, size) if size else b""
     end = _ENDED if ended else b""
     length = len(head) + size + len(end)
     head = write_head(_STREAMED, length) + head
     for number in (_BODY_MUTATION, _RESPONSE, _REQUEST_BODY):
         head = write_head(number, len(head) + size + len(end)) + head
-    return b"".join([head, piece, end])
+    return b"".join([head, *pieces, end])
 
 
 def _write_edit(marks: Sequence[Header], warning: str) -> bytes:

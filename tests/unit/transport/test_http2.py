@@ -330,3 +330,35 @@ def test_large_bodies_keep_the_windows_open() -> None:
                 opened_by[stream] += int.from_bytes(payload, "big")
 
     assert min(opened_by.values()) > 6_500 * 16_000 - 2 * 2**24
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60_000)), min_size=1, max_size=4),
+    st.sampled_from([20_000, 65_535, 1_000_000]),
+)
+def test_long_messages_are_sent_as_others_are(messages: list[tuple[int, int]], window: int) -> None:
+    """Head and data in their order, in frames that the peer takes, within its windows; and the end behind all of it."""
+    settings = struct.pack(">HI", 4, window)
+    connection, _, streams = opened(frame(http2.SETTINGS, 0, 0, settings), headers(1))
+    if window > 65_535:
+        receive(connection, frame(http2.WINDOW_UPDATE, 0, 0, struct.pack(">I", window)))
+    sent(connection)
+    expected = b"".join([b"h" * head + bytes([number]) * size for number, (head, size) in enumerate(messages)])
+    connection.respond(streams[1], encode([(b":status", b"200")]))
+    for number, (head, size) in enumerate(messages):
+        last = number == len(messages) - 1
+        connection.send_long(streams[1], b"h" * head, bytes([number]) * size, b"" if last else None)
+
+    frames = sent(connection)
+    assert sum(len(payload) for kind, *_, payload in frames if kind == http2.DATA) <= window
+    for _ in range(20):
+        update = struct.pack(">I", 50_000)
+        receive(connection, frame(http2.WINDOW_UPDATE, 0, 0, update))
+        if not streams[1].local_closed:
+            receive(connection, frame(http2.WINDOW_UPDATE, 0, 1, update))
+        frames += sent(connection)
+
+    parts = [item for item in frames if item[0] == http2.DATA]
+    assert b"".join([payload for *_, payload in parts]) == expected
+    assert max(len(payload) for *_, payload in parts) <= 16_384
+    assert [flags for _, flags, _, _ in parts] == [0] * (len(parts) - 1) + [http2.END_STREAM]
