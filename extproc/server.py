@@ -368,7 +368,7 @@ def _find_transport(name: str) -> Callable[[Service, Health], Transport]:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "grpc":
             raise
-        raise UsageError(f"--transport {name} needs a package more: pip install 'extproc-loopguard[{name}]'") from None
+        raise UsageError("--transport grpcio needs another package: pip install '.[grpcio]'") from None
     return found
 
 
