@@ -53,6 +53,7 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("record", [], "1", True, True),
     ("shadow_samples", ["1"], "100", 1, 100),
     ("shadow_sample_bodies", [], "1", True, True),
+    ("skip_mirrors", [], "yes", True, True),
     ("allow_unverified_jwt", [], "TRUE", True, True),
     ("allow_unenforced", [], "on", True, True),
     ("max_streams", ["1"], "2", 1, 2),
