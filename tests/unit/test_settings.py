@@ -33,7 +33,6 @@ def _dns(name: str) -> SubjectName:
 # field, a value other than the default as flag and as variable, what becomes of them
 EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("policy", ["a:b", "c"], "d:e:", ("a:b", "c"), ("d", "e")),
-    ("namespace_of", ["a=id:a-"], "a=id:a- b=id:b-", ("a=id:a-",), ("a=id:a-", "b=id:b-")),
     ("listen", ["unix:/x"], "h:1", Address("unix:/x"), Address("h:1", "h", 1)),
     ("tls_cert", ["/a"], "/b", "/a", "/b"),
     ("tls_key", ["/a"], "/b", "/a", "/b"),
@@ -54,7 +53,7 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("record", [], "1", True, True),
     ("shadow_samples", ["1"], "100", 1, 100),
     ("shadow_sample_bodies", [], "1", True, True),
-    ("skip_mirrors", [], "1", True, True),
+    ("skip_mirrors", [], "yes", True, True),
     ("allow_unverified_jwt", [], "TRUE", True, True),
     ("allow_unenforced", [], "on", True, True),
     ("max_streams", ["1"], "2", 1, 2),
