@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
-from msgspec import Raw
+from msgspec import Raw, defstruct, json
 
 from extproc.apis.contents import read_string
 from extproc.apis.conversation import TOOL_KEYS, Conversation
@@ -19,35 +20,47 @@ _IMAGE: Final = IMAGE_TOKENS * CHARACTERS_PER_TOKEN
 _MOST: Final = 2**20
 """Characters counted one by one; what is longer is estimated by its bytes."""
 
+_KEYS: Final = ("system", "instructions", "systemInstruction", "system_instruction")
+_INSTRUCTIONS: Final = re.compile(rb'"(?:system|instructions|systemInstruction|system_instruction)"\s*:').search
+_decode_instructions: Final = json.Decoder(defstruct("Instructions", [(key, Raw, ABSENT) for key in _KEYS], gc=False)).decode
+
+_HOLDERS: Final = ("text", "parts")
+"""Keys of an object whose values are all that a model reads of it."""
+
+_DEEPEST: Final = 4
+"""Lists and objects further down are counted as they are written."""
+
 _MEDIA: Final = ("image", "inlinedata", "inline_data", "filedata", "file_data", "document", "audio", "video", "media")
 
 
-def count_characters(conversation: Conversation, size: int) -> int:
+def count_characters(conversation: Conversation, data: bytes) -> int:
     """The number of characters of a request's texts and tools, an image counting as 1,000.
 
     Args:
         conversation: of the request.
-        size: length of its body in bytes, with which a very long one is measured.
+        data: its body, whose length measures a very long one.
 
     Raises:
         NotCounted: it cannot be read.
     """
     total = sum([len(found) for key in TOOL_KEYS if (found := conversation.find_field(key)) is not None])
-    total += _count_instructions(conversation)
+    if _INSTRUCTIONS(data) is not None:
+        total += _count_instructions(data)
     for message in conversation.read_backwards():
         for part in message.read_parts():
             total += _count_part(part)
         if total > _MOST:
-            return max(total, size)
+            return max(total, len(data))
     return total
 
 
-def _count_instructions(conversation: Conversation) -> int:
+def _count_instructions(data: bytes) -> int:
     """What a body says to the model beside its messages."""
-    return sum([_count_value(found) for key in _INSTRUCTIONS if (found := conversation.find_field(key)) is not None])
-
-
-_INSTRUCTIONS: Final = ("system", "instructions", "systemInstruction", "system_instruction")
+    try:
+        found = _decode_instructions(data)
+    except (ValueError, RecursionError):  # errors of msgspec and Unicode are ValueErrors
+        return 0
+    return sum([_count_value(getattr(found, key)) for key in _KEYS])
 
 
 def _count_part(part: Part) -> int:
@@ -57,19 +70,22 @@ def _count_part(part: Part) -> int:
     return len(part.name) + _count_value(part.value)
 
 
-def _count_value(value: object) -> int:
-    if value is ABSENT:
-        return 0
-    if isinstance(value, dict) and _is_media(value):
-        return _IMAGE
+def _count_value(value: object, depth: int = 0) -> int:
     if isinstance(value, Raw):
-        opened = open_value(value) if len(value) <= _MOST else None
-        if isinstance(opened, str):
-            return len(opened)
-        return len(value) if not isinstance(opened, list) else sum([_count_value(item) for item in opened])
-    if isinstance(value, list):
-        return sum([_count_value(item) for item in value])
-    return len(value) if isinstance(value, str) else len(write_canonical(value))
+        if value is ABSENT or len(value) > _MOST:
+            return len(value)
+        value = open_value(value)
+    if isinstance(value, str):
+        return len(value)
+    if depth < _DEEPEST and isinstance(value, list):
+        return sum([_count_value(item, depth + 1) for item in value])
+    if depth < _DEEPEST and isinstance(value, dict):
+        if _is_media(value):
+            return _IMAGE
+        for key in _HOLDERS:
+            if key in value:
+                return _count_value(value[key], depth + 1)
+    return len(write_canonical(value))
 
 
 def _is_media(block: dict[str, object]) -> bool:

@@ -68,7 +68,7 @@ def estimate_prompt(document: Document | None, size: int) -> int:
     characters = size
     if document is not None:
         try:
-            characters = count_characters(open_conversation(document), len(document))
+            characters = count_characters(open_conversation(document), bytes(document))
         except NotCounted:
             characters = len(document)
     return -(-characters // CHARACTERS_PER_TOKEN)

@@ -115,8 +115,15 @@ class Later:
         self._asked.pending.notify(listener)
 
     def cancel(self) -> None:
-        """Cancel the reply."""
-        self._asked.pending.cancel()
+        """Cancel the reply. What the store takes from budgets all the same is given back."""
+        if self._evaluation.budgets:
+            self._asked.pending.then(self._abandon)
+        else:
+            self._asked.pending.cancel()
+
+    def _abandon(self) -> None:
+        """The store has answered, and the client has left."""
+        self._transaction.abandon(self._evaluation, self._asked)
 
     def finish(self) -> Reply:
         """The reply, once the store has answered."""
@@ -371,6 +378,14 @@ class Transaction:
             self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(perf_counter() - self.started)
         return reply
+
+    def abandon(self, evaluation: Evaluation, asked: Asked) -> None:
+        """Give back what a request took from budgets whose client left before it was answered."""
+        try:
+            evaluation.enforcing.judge(asked.collect())
+            self._give_back(evaluation.budgets)
+        except Exception as error:  # noqa: BLE001  # the request is over
+            self._service.reporter.report_failure("a request that was cancelled gave nothing back to budgets", error)
 
     def _give_back(self, budgets: Sequence[BudgetCandidate]) -> None:
         """Give back what was taken from budgets, once."""

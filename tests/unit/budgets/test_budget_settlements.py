@@ -11,13 +11,17 @@ import pytest
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.ext_proc.access_log import read_message
 from extproc.ext_proc.service import Service
+from extproc.ext_proc.stream import Stream
+from extproc.ext_proc.transaction import Later
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.store.memory import MemoryStore
+from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
 from tests.support.access_logs import make_record, write_lines
-from tests.support.budget_policies import REJECT, ask, bucket, chat, limited, refused, rule, serve
+from tests.support.budget_policies import CHAT, REJECT, ask, bucket, chat, limited, refused, rule, serve
 from tests.support.documents import bundle
 from tests.support.envoy_logs import log
+from tests.support.messages import headers
 from tests.support.orders import apply_orders, order
 from tests.support.service import FailingStore, make_service, metadata_of, sample
 from tests.unit.cli.test_replay import Replayed
@@ -157,6 +161,37 @@ def test_a_release_begins_all_budgets_anew() -> None:
     assert before == ["", "circuit_breaker_open", "circuit_breaker_open"]
     assert released == ["", "circuit_breaker_open"]
     assert allowed == [""] * 9
+
+
+class Slow(MemoryStore):
+    """A store that answers when a test says so."""
+
+    waiting: Pending | None = None
+    answers: tuple[Any, ...] = ()
+
+    def hit(self, hits: Any, now: int | None = None) -> Any:  # noqa: ANN401  # questions, and answers to come
+        """Answer at once, unless requests are to wait."""
+        answers = super().hit(hits, now)
+        if self.waiting is None:
+            return answers
+        self.answers, pending, self.waiting = (answers,), self.waiting, None
+        return pending
+
+
+def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
+    """The store has taken what it asked for; once that is known, it is given back."""
+    store = Slow(make_service().metrics)
+    service = make_service(limited(bucket(burst=9, per_second=0.001)), store=store)
+    store.waiting = pending = Pending()
+    stream = Stream(service)
+
+    reply = stream.receive(headers(CHAT, x_api_key="k").SerializeToString())
+    assert isinstance(reply, Later)
+    reply.cancel()
+    stream.close()
+    pending.settle(*store.answers)
+
+    assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
 
 
 class HalfAway(MemoryStore):
