@@ -687,7 +687,13 @@ def test_a_body_that_names_the_caller_is_waited_for_even_where_it_is_ignored() -
 
 def test_keys_of_rules_may_stand_in_the_body() -> None:
     """Wherever a descriptor may stand: the keys of a drop-in bundle's rules are united with the policy's."""
-    made = with_spec(policy("p", ANY, limit_keys=["header:x-a"]), rules=[{"name": "r", "limit_keys": ["body:/model"]}])
+    rule = {
+        "name": "r",
+        "limit_keys": ["body:/model"],
+        "algorithm": "token_bucket",
+        "algorithm_config": {"tokens_per_second": 1, "burst": 9},
+    }
+    made = with_spec(policy("p", ANY, limit_keys=["header:x-a"]), rules=[rule])
 
     assert composites(made, data=encoded({"model": "m"}), request=post(x_a="1")) == ["/model=m|x-a=1"]
 

@@ -67,6 +67,7 @@ def test_a_loop_goes_on_with_a_note() -> None:
         "count": 3,
         "tenant": metadata_of(answer)["tenant"],
         "tool": "read_file",
+        "cause": "same_error",
         "warning": "loop_steer",
     }
     assert sample(service, "requests_total", policy="p", mode="enforce", action="steer") == 1

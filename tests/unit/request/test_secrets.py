@@ -190,7 +190,13 @@ def test_what_is_wrong_with_one_is_told_at_its_place(place: str) -> None:
 def test_a_policy_may_have_it_wherever_callers_are_chosen() -> None:
     """In its own keys, in those of its rules, and where a share of callers is acted on."""
     key = CALLER.model_dump()
-    found = check(spec(limit_keys=[key], ramp_by=[key], enforce_percent=5, rules=[{"name": "r", "limit_keys": [key]}]))
+    rule = {
+        "name": "r",
+        "limit_keys": [key],
+        "algorithm": "token_bucket",
+        "algorithm_config": {"tokens_per_second": 1, "burst": 9},
+    }
+    found = check(spec(limit_keys=[key], ramp_by=[key], enforce_percent=5, rules=[rule]))
     (chosen,) = found.sources[0].policies
 
     assert chosen.spec.all_limit_keys() == [CALLER]

@@ -144,7 +144,7 @@ def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
         "x-loopguard-used": "1",
         "x-loopguard-allowed": "1",
     }
-    assert metadata_of(refused) | {"fingerprint": "", "tenant": ""} == {
+    assert metadata_of(refused) | {"fingerprint": "", "tenant": "", "session": ""} == {
         "action": "reject",
         "reason": "session_limit_exceeded",
         "policy": "agents",
@@ -155,6 +155,7 @@ def test_a_refusal_says_which_limit_and_how_much_of_it() -> None:
         "allowed": 1,
         "fingerprint": "",
         "tenant": "",
+        "session": "",
     }
     assert refused.immediate_response.details == "session_limit_exceeded"
 
