@@ -14,7 +14,6 @@ from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.ext_proc.transaction import Later
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
 from tests.support.access_logs import make_record, write_lines
@@ -163,7 +162,7 @@ def test_a_release_begins_all_budgets_anew() -> None:
     assert allowed == [""] * 9
 
 
-class Slow(MemoryStore):
+class Slow(FailingStore):
     """A store that answers when a test says so."""
 
     waiting: Pending | None = None
@@ -171,7 +170,7 @@ class Slow(MemoryStore):
 
     def hit(self, hits: Any, now: int | None = None) -> Any:  # noqa: ANN401  # questions, and answers to come
         """Answer at once, unless requests are to wait."""
-        answers = super().hit(hits, now)
+        answers = self._memory.hit(hits, now)
         if self.waiting is None:
             return answers
         self.answers, pending, self.waiting = (answers,), self.waiting, None
@@ -180,7 +179,7 @@ class Slow(MemoryStore):
 
 def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
     """The store has taken what it asked for; once that is known, it is given back."""
-    store = Slow(make_service().metrics)
+    store = Slow()
     service = make_service(limited(bucket(burst=9, per_second=0.001)), store=store)
     store.waiting = pending = Pending()
     stream = Stream(service)
@@ -194,13 +193,13 @@ def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
     assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
 
 
-class HalfAway(MemoryStore):
+class HalfAway(FailingStore):
     """A store of two servers, of which one is away: that of the second rule."""
 
     def hit(self, hits: Any, now: int | None = None) -> list[Any]:  # noqa: ANN401  # questions
         """Take from one, fail for the other."""
         asked: list[Question] = [hit for hit in hits if ":away:" not in hit.key]
-        answers = iter(super().hit(asked, now) if asked else [])
+        answers = iter(self._memory.hit(asked, now) if asked else [])
         found = [None if ":away:" in hit.key else next(answers) for hit in hits]
         if None in found:
             raise PartlyAwayError("away", kind="connection", answers=found)
@@ -209,8 +208,7 @@ class HalfAway(MemoryStore):
 
 def test_where_a_part_of_the_store_is_away_the_rest_gives_back() -> None:
     """The rule whose server is away counts here; where it refuses, the other rule keeps what it has."""
-    metrics = make_service().metrics
-    service = make_service(limited(bucket(burst=9), bucket(burst=1, name="away", per_second=0.001)), store=HalfAway(metrics))
+    service = make_service(limited(bucket(burst=9), bucket(burst=1, name="away", per_second=0.001)), store=HalfAway())
 
     answers = [refused(ask(service)) for _ in range(5)]
     service.follow(make_service(limited(bucket(burst=9))).engine)
