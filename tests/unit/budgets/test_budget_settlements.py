@@ -14,7 +14,6 @@ from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.ext_proc.transaction import Later
 from extproc.pb.external_processor_pb2 import ProcessingResponse
-from extproc.store.memory import MemoryStore
 from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
 from tests.support.access_logs import make_record, write_lines
