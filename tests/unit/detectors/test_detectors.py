@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from extproc.apis import conversation
 from extproc.decision import Repeat
 from extproc.detectors import Similarity
+from extproc.engine.candidates import LoopCandidate
 from extproc.engine.engine import Engine
 from extproc.errors import ProtocolError
 from extproc.ext_proc.service import Service
@@ -65,9 +66,8 @@ def chat(*texts: str, **more: object) -> bytes:
 
 def composites(*policies: Mapping[str, Any], data: bytes, request: HttpRequest | None = None) -> list[str]:
     """What is fingerprinted, after the body's checksum."""
-    return [
-        entry.composite.split("|", 4)[4] for entry in looked_into(make_engine(*policies), data, request).enforcing.candidates
-    ]
+    candidates = looked_into(make_engine(*policies), data, request).enforcing.candidates
+    return [entry.composite.split("|", 4)[4] for entry in candidates if isinstance(entry, LoopCandidate)]
 
 
 def sent(service: Service, data: bytes, *, times: int = 1, **more: Any) -> Any:  # noqa: ANN401  # a ProcessingResponse
