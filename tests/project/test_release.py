@@ -18,10 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from extproc.cli.main import main
 from tests.support import ROOT
-from tests.support.documents import policy
-from tests.support.harness import Loopguard, write_policies
 from tests.support.image import COMPILED, compile_only, send_context
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -59,19 +56,6 @@ def test_packages_are_small() -> None:
     assert "uvloop" in packages
     assert not {"grpcio", "zstandard"} & packages
     assert sum(map(measure, packages)) < MAX_MEGABYTES * 10**6
-
-
-def test_loopguard_serves_without_an_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no package of an extra can be imported, it serves and answers a health check."""
-    write_policies(tmp_path, policy("p", {"pathPrefix": "/"}, limit_keys=["jwt:org"]))
-    missing = "".join(f"sys.modules[{name!r}] = None;" for name in ("grpc", "genai_prices", "zstandard"))
-    server = Loopguard(tmp_path, preamble=f"import sys; {missing}")
-    try:
-        code = main(["healthcheck", "--address", server.address])
-    finally:
-        server.stop()
-
-    assert (code, capsys.readouterr().out) == (0, "serving\n")
 
 
 def read_owner() -> dict[str, str]:

@@ -33,6 +33,7 @@ def _dns(name: str) -> SubjectName:
 # field, a value other than the default as flag and as variable, what becomes of them
 EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("policy", ["a:b", "c"], "d:e:", ("a:b", "c"), ("d", "e")),
+    ("namespace_of", ["a=id:a-"], "a=id:a- b=id:b-", ("a=id:a-",), ("a=id:a-", "b=id:b-")),
     ("listen", ["unix:/x"], "h:1", Address("unix:/x"), Address("h:1", "h", 1)),
     ("tls_cert", ["/a"], "/b", "/a", "/b"),
     ("tls_key", ["/a"], "/b", "/a", "/b"),
