@@ -32,11 +32,10 @@ from extproc.engine.orders import (
     sum_grants,
     sum_tool_grants,
 )
-from extproc.errors import StoreError
+from extproc.errors import BadOrderError, StoreError
 from extproc.ext_proc.service import Service
 from extproc.operator import overrides
 from extproc.operator.overrides import (
-    BadOrderError,
     OverrideService,
     Seen,
     describe_override,
