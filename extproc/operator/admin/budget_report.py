@@ -93,6 +93,7 @@ def report_budgets(  # noqa: PLR0913  # what a report depends on
         **describe_view(view, now),
         "known": len(rows),
         "note": note,
+        "exist": exist,
         "total": total,
         "budgets": found[: selection.limit],
     }

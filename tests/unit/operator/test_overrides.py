@@ -750,6 +750,8 @@ KEYS = [
     "concurrent_agents",
     "spawns_per_minute",
     "tools",
+    "budget",
+    "amount",
     "key",
 ]
 WHOLE = "which applies to whole sessions: name a session, or a caller"
@@ -770,7 +772,10 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or
                 "steps belongs to a grant, not to a kill",
             ],
         ),
-        ({"kind": "grant", "session": "a" * 16}, [f"at least one of these is required: {', '.join(KEYS[8:-1])}"]),
+        (
+            {"kind": "grant", "session": "a" * 16},
+            [f"at least one of these is required: {', '.join(KEYS[8:-3])}; or budget and amount"],
+        ),
         *(
             ({"kind": "grant", "session": "a" * 16, "tools": tools}, [f"tools must {problem}"])
             for tools, problem in (
