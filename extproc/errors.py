@@ -52,6 +52,10 @@ def excerpt(problems: Sequence[object]) -> list[str]:
     return [text if len(text) <= _KEPT_CHARACTERS else f"{text[:_KEPT_CHARACTERS]}..." for text in texts]
 
 
+class BadOrderError(LoopguardError):
+    """An operator's order is invalid; the message has everything that is wrong with it."""
+
+
 class StoreError(LoopguardError):
     """The store could not count; `kind` is a short fixed word for metrics, such as `timeout` or `connection`."""
 

@@ -22,6 +22,7 @@ from extproc.errors import StoreError, UsageError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.canary_endpoints import CanaryEndpoints
 from extproc.operator.admin.canary_page import route_canary
 from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
@@ -33,6 +34,8 @@ from extproc.operator.admin.pages import Page, make_app, route_page
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board, View
+from extproc.operator.budget_events import BudgetEvents
+from extproc.operator.budget_rows import BudgetDocument, BudgetRow
 from extproc.operator.canary.answers import AnswerBook
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.conversation_rows import ConversationDocument
@@ -124,11 +127,15 @@ class Server:
             "conversations", ConversationDocument, reporter.conversations, store, self._shows_callers, replica
         )
         coverage = Board("coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica)
-        self._boards: list[Board[Any]] = [loops, conversations, sessions, incidents, coverage]
-        self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view())
+        budgets = Board("budgets", BudgetDocument, reporter.budgets, store, self._shows_callers, replica)
+        self._boards: list[Board[Any]] = [loops, conversations, sessions, incidents, coverage, budgets]
+        self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view(), budgets.view())
+        self._overrides.list_budgets = lambda: budgets.view().document.rows
         loop_pages = LoopPages(loops, Prices(settings.price or None), self._shows_callers, incidents, sessions, conversations)
         session_pages = SessionPages(sessions, self._shows_callers)
-        loop_pages.list_orders = session_pages.list_orders = self._overrides.list_standing
+        budget_pages = BudgetPages(budgets, self._shows_callers)
+        budget_pages.has_budgets = self._has_budgets
+        loop_pages.list_orders = session_pages.list_orders = budget_pages.list_orders = self._overrides.list_standing
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
         credentials = Credentials(settings.admin_token_file)
@@ -137,9 +144,10 @@ class Server:
             route_page("/healthz", self._healthz),
             route_page("/readyz", self._readyz),
             route_page("/policies", self._policies),
-            route_loop_page(loop_pages, session_pages),
+            route_loop_page(loop_pages, session_pages, budget_pages),
             *loop_pages.list_routes(),
             *session_pages.list_routes(),
+            *budget_pages.list_routes(),
             *coverage_pages.list_routes(),
             route_canary(canaries.describe, self._list_files),
             *canaries.list_routes(),
@@ -263,13 +271,14 @@ class Server:
         emit = self._events.emit
         self._overrides.emit = lambda kind, override: emit(kind, override.name, describe_override(override))
         loops, sessions = LoopEvents(emit, self._shows_callers), SessionEvents(emit, self._shows_callers)
-        incidents = IncidentEvents(emit)
+        incidents, budgets = IncidentEvents(emit), BudgetEvents(emit, self._shows_callers)
         health = "ok"
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             loops.look(self.service.reporter.loops.copy(), time.time())
             sessions.look(self.service.reporter.sessions.copy())
             incidents.look(self.service.reporter.incidents.list_incidents())
+            budgets.look(self.service.reporter.budgets.copy(), time.time())
             now = self._store.health()
             if (now == "ok") != (health == "ok"):
                 emit("store_back" if now == "ok" else "store_lost", redact_url(self._settings.store), {"health": now})
@@ -356,6 +365,11 @@ class Server:
             unenforced=len(self._list_unenforced()),
         )
 
+    def _has_budgets(self) -> bool:
+        """Whether a policy has any, also one that came with a route."""
+        plans = [*self.service.engine.plans, *self.service.handed_over.list_plans()]
+        return any(plan.budget is not None for plan in plans)
+
     def _list_files(self) -> dict[str, str]:
         """The file of each policy."""
         return {policy: file for policy, (file, _, _) in self._reloader.locate_policies().items()}
@@ -372,12 +386,14 @@ def _find_transport(name: str) -> Callable[[Service, Health], Transport]:
     return found
 
 
-def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument]) -> Seen:
+def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:
     """The hashes in what all replicas have reported."""
-    rows: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
+    limited = [row for row in budgets.document.rows if row.orderable]
+    in_sessions: list[Loop | SessionRow] = [*loops.document.rows, *sessions.document.rows]
+    rows: list[Loop | SessionRow | BudgetRow] = [*in_sessions, *limited]
     fingerprints = frozenset(loop.fingerprint for loop in loops.document.rows)
     callers = {(name, row.tenant) for row in rows for name in (row.tenant, row.alias, *row.credentials) if name}
-    return Seen(Counter(name for name, _ in callers), frozenset(row.session for row in rows), fingerprints)
+    return Seen(Counter(name for name, _ in callers), frozenset(row.session for row in in_sessions), fingerprints)
 
 
 def _describe_refusal(refusal: RefusedReload) -> dict[str, Any]:

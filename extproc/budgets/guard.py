@@ -37,7 +37,12 @@ from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, PERIOD, Take, T
 BUDGET: Final = "budget"
 """The guard's name in outcomes."""
 
-_BREAKER: Final = "circuit_breaker"
+CIRCUIT_BREAKER: Final = "circuit_breaker"
+"""In place of the name of a rule."""
+
+BREAKER_BUDGET: Final = "rate"
+"""The suffix of its limit."""
+
 _HINT: Final = "x-token-estimate"
 _DAY: Final = 86_400_000
 _PERIODS: Final = {"5m": 300_000, "1h": 3_600_000, "1d": _DAY, "7d": 7 * _DAY}
@@ -324,7 +329,7 @@ class BudgetGuard:
         if breaker is not None and breaker.enabled and breaker.spend_rate_threshold_per_minute is not None:
             span = round(breaker.auto_reset_after_minutes * _MS_PER_MINUTE)
             threshold, reason = breaker.spend_rate_threshold_per_minute, Reason.CIRCUIT_BREAKER_OPEN
-            self.breaker = BudgetLimit("rate", BREAKER, threshold, PERIOD_UNITS, reason, "a minute", "", span=span)
+            self.breaker = BudgetLimit(BREAKER_BUDGET, BREAKER, threshold, PERIOD_UNITS, reason, "a minute", "", span=span)
             self.alerts = breaker.alert
             if rules:
                 self.breaker_rule = self.rules[0]
@@ -368,7 +373,7 @@ class BudgetGuard:
         limit = self.breaker
         if limit is None:
             return None
-        key = f"{self._key}{_BREAKER}:{limit.suffix}:{scope}:{renewed}"
+        key = f"{self._key}{CIRCUIT_BREAKER}:{limit.suffix}:{scope}:{renewed}"
         return Reservation(self.breaker_rule, limit, limit.make_take(key, amount), tenant)
 
     def judge(self, fingerprint: str, tenant: str, reserved: Sequence[Reservation], oversize: BudgetSubject | None) -> Outcome:
@@ -465,7 +470,7 @@ def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject
     limit, take, taken = reserved.limit, reserved.take, reserved.taken
     left, reset = (taken.left, taken.reset_ms) if taken is not None else (take.limit, 0)
     return BudgetSubject(
-        reserved.rule.name if limit.kind != BREAKER else _BREAKER,
+        reserved.rule.name if limit.kind != BREAKER else CIRCUIT_BREAKER,
         limit.reason,
         take.limit / limit.units,
         left / limit.units,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
 _DONE = {"release": "released", "allow": "allowed", "block": "blocked", "kill": "killed", "grant": "granted"}
+_BUDGETS_SHOWN = 5
 _STOPS = ("block", "kill")
 """Orders that hold whatever others say."""
 
@@ -71,6 +72,8 @@ class LoopScreen:
             table.add_row(*(Text(escape_controls(column.write(row, now)), style) for column in columns))
         if rows:
             yield table
+        for line in write_budgets(report.get("budgets"), width):
+            yield Text(escape_controls(line), no_wrap=True, overflow="ellipsis")
         hint = "commands that stop or free each: loopguard top --commands" if grouped and rows and not self._commands else ""
         for line in filter(None, [report["problem"], report["estimate"], hint]):
             yield Text(escape_controls(line), "dim")
@@ -78,14 +81,40 @@ class LoopScreen:
             yield Text(escape_controls(line), no_wrap=True, overflow="ignore")
 
 
+def write_budgets(report: Mapping[str, Any] | None, width: int) -> list[str]:
+    """A line about all budgets, and one for each of the tightest, cut to a width; empty if no policy has any."""
+    if report is None or not (report["known"] or report["exist"]):
+        return []
+    total = report["total"]
+    if not report["budgets"]:
+        return [f"budgets: {report['note']}"]
+    told = f"budgets of {count(total['callers'], 'caller')}: {total['used_up']} used up, {total['refused']} refused"
+    lines = [f"{told}, {count(total['open_breakers'], 'open breaker')}" if total["open_breakers"] else told]
+    for row in sorted(report["budgets"], key=lambda row: (not row["open"], -row["used_percent"]))[:_BUDGETS_SHOWN]:
+        used = "open" if row["open"] else f"{row['used_percent']:.0f} %"
+        again = "" if row["reset_seconds"] is None else f", whole in {write_age(row['reset_seconds'])}"
+        shadow = " (shadow)" if row["mode"] == "shadow" else ""
+        unit = f" {row['unit']}" if row["unit"] else ""
+        what = f"{row['policy']}/{row['rule']}{shadow}  {row['left']:.6g} of {row['limit']:.6g}{unit} left"
+        line = f"{used:>6}  {what}{again}  {row['refused']} refused  {write_caller(row)}"
+        lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
+    return lines
+
+
 def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
     """The commands that stop or free each row, each below what it is about and its orders; `more` flags are added to each."""
     lines = []
+    tight = (report.get("budgets") or {"budgets": []})["budgets"]
     for row in [*_list_incidents(report), *report["conversations"]] if "conversations" in report else ():
         whom = f"for {_count_sessions(row)}" if "sessions" in row else f" {write_caller(row)}"
         said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row.get("orders", ())]]
         lines += ["", *[f"# {' '.join(text.splitlines())}" for text in said]]
         lines += [f"{command}{more}" for command in row.get("commands", {}).values()]
+    for row in tight:
+        if row["commands"]:
+            about = f"budget {row['rule']} of {write_caller(row)}"
+            lines += ["", f"# {' '.join(about.splitlines())}"]
+            lines += [f"{command}{more}" for command in row["commands"].values()]
     return lines
 
 

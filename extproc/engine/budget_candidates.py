@@ -181,6 +181,12 @@ class BudgetCandidate(Candidate):
             self.told = outcome.subject
         return outcome
 
+    def find_values(self, tenant: str) -> Values:
+        """The descriptors of a caller of its rules, by its hash, as far as the head has them."""
+        if tenant == self.tenant:
+            return self.values
+        return next((values for _, values in self._chosen if values and find_tenant(values) == tenant), [])
+
     def list_give_backs(self, *, here: bool) -> list[Take]:
         """What gives back all that was taken, in the store or in this process. Afterwards, nothing is reserved."""
         taken = [(each, each.taken) for each in self.reserved if each.taken is not None and each.taken.granted]

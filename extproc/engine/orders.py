@@ -85,6 +85,8 @@ class ActiveOverride(NamedTuple):
         who: the operator.
         grant: what it grants.
         tools: how many calls of single tools it grants, by name, sorted.
+        budget: name of the rule whose budget it has added to, once, when it was given; empty for others.
+        amount: what it has added, in the rule's unit.
     """
 
     name: str
@@ -97,6 +99,8 @@ class ActiveOverride(NamedTuple):
     who: str
     grant: Grant = Grant()
     tools: tuple[tuple[str, int], ...] = ()
+    budget: str = ""
+    amount: float = 0.0
 
     @property
     def epoch(self) -> str:

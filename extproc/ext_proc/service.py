@@ -152,6 +152,7 @@ class Service:
         settled = list_budget_settlements(self.engine, entry)
         self.counting.settle_budgets([each.take for each in settled], ())
         for each in settled:
+            self.reporter.budgets.settle(each.take)
             self.metrics.budget_used.labels(each.policy, each.mode, each.rule).inc(each.used)
             self.metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(each.estimated)
         if not settled:

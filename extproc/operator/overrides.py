@@ -14,11 +14,13 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from time import time
 from typing import Any, Final, NamedTuple, Protocol
 
+from extproc.budgets.rule_keys import MAX_AMOUNT
 from extproc.engine.engine import Engine
 from extproc.engine.handover import HandedOver
 from extproc.engine.orders import (
@@ -37,9 +39,11 @@ from extproc.engine.orders import (
     hash_descriptor,
 )
 from extproc.engine.plan import Plan
-from extproc.errors import LoopguardError, StoreError
+from extproc.errors import BadOrderError, PartlyAwayError, StoreError
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
+from extproc.operator.budget_grants import find_credits
+from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.table import write_time
 from extproc.policy.bundle import ALIAS
 from extproc.policy.messages import describe
@@ -70,6 +74,7 @@ _MAX_WHO = 64
 _MAX_TOOL = 256
 _MAX_DESCRIPTORS = 16
 _MAX_KEY = 64
+_MAX_RULE = 128
 
 _AMOUNTS = Grant._fields
 _GRANTED = {amount: f"max_{amount}" for amount in _AMOUNTS} | {"cost": "max_cost_per_session"}
@@ -84,10 +89,6 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _SHOWN = 20
 _CALLER = "the 16 hex digits of a tenant, as in logs, an alias, or an object of descriptor values by name"
-
-
-class BadOrderError(LoopguardError):
-    """The order is invalid; the message has everything that is wrong with it."""
 
 
 class Seen(NamedTuple):
@@ -120,11 +121,13 @@ class OverrideService:
     Attributes:
         emit: is called with the kind of event (`events.TYPES`) for each change that is made here.
         list_seen: is called, in a thread, for an order that names a hash; None where that is not known.
+        list_budgets: is called, in a thread, for a grant of a budget; returns the rows of all replicas.
     """
 
     def __init__(self, store: Store, service: Serving, metrics: Metrics) -> None:
         self.emit: Callable[[str, ActiveOverride], None] = lambda _, __: None
         self.list_seen: Callable[[], Seen | None] = lambda: None
+        self.list_budgets: Callable[[], Sequence[BudgetRow]] = tuple
         self._store = store
         self._service = service
         self._version = ""
@@ -146,6 +149,8 @@ class OverrideService:
         """
         plans = self._service.engine.plans
         override = parse_order(order, who, time(), plans, self._service.key)
+        if override.budget:
+            return override, await self._credit(override, who)
         if override.name not in self._standing and len(self.list_standing()) >= MAX_ORDERS:
             raise refuse_more()  # without asking the store, which has other things to do
         if override.kind == RELEASE:
@@ -162,10 +167,41 @@ class OverrideService:
         seen = await asyncio.to_thread(self.list_seen) if hashes else None
         return override, [*remark(override, plans, session_key), *_remark_on_hashes(hashes, seen)]
 
+    async def _credit(self, grant: ActiveOverride, who: str) -> list[str]:
+        """Add to the budgets that a grant is about, once; returns what the operator should know."""
+        rows = await asyncio.to_thread(self.list_budgets)
+        plans = [*self._service.engine.plans, *self._service.handed_over.list_plans()]
+        takes, notes = find_credits(grant, rows, plans, time())
+        await self.refresh()
+        if grant.name in self._standing:
+            return ["this grant was given before, and is not added again"]
+        if len(self.list_standing()) >= MAX_ORDERS:
+            raise refuse_more()
+        await self._store.documents.put(ORDERS, _BOOK, grant.name, write_override(grant), grant.ends - grant.since)
+        try:
+            answers = self._store.hit(takes)
+            if not isinstance(answers, list):
+                await answers
+        except PartlyAwayError:  # if it were given again, some would get it twice
+            notes.append("a part of the store is away: some of the callers have not got it")
+        except StoreError:
+            with suppress(StoreError):
+                await self._store.documents.drop(ORDERS, _BOOK, grant.name)
+            raise
+        _announce("override given", grant, who)
+        self.emit("budget_granted", grant)
+        await self.refresh()
+        return notes
+
     async def revoke(self, name: str, who: str) -> bool:
-        """End an override before its time; returns whether there was one. Raises StoreError if the store is away."""
+        """End an override before its time; returns whether there was one.
+
+        Raises StoreError if the store is away, and BadOrderError for a grant of a budget, which has acted already.
+        """
         await self.refresh()
         revoked = self._standing.get(name)
+        if revoked is not None and revoked.budget:
+            raise BadOrderError(f"{name} has been added to a budget already, and cannot be revoked; it is shown until it ends")
         if not await self._store.documents.drop(ORDERS, _BOOK, name):
             return False
         if revoked is not None:
@@ -193,7 +229,8 @@ class OverrideService:
                 self._forget_ended()
                 return
             standing = await asyncio.to_thread(_read_all, found.documents)
-            filed = await asyncio.to_thread(Overrides, standing.values()) if standing else None
+            acting = [override for override in standing.values() if not override.budget]  # the others have acted already
+            filed = await asyncio.to_thread(Overrides, acting) if acting else None
             self._version, self._standing, self._service.overrides = found.version, standing, filed
 
     def _forget_ended(self) -> None:
@@ -221,7 +258,7 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     An order is an object with `kind`; at least one of `caller` (a hash, an alias, or values by name), `session` (a hash, or one
     value by its key), `fingerprint` and `tool`; and `policy`, `seconds` and `reason`. A grant has at least one of `steps`,
     `tool_calls`, `cost` (in dollars), `depth`, `agents`, `concurrent_agents`, `spawns_per_minute` and `tools` (calls by name),
-    and may have a `key`: orders with the same key are one grant.
+    or a `budget` (the name of a rule) and an `amount`. It may have a `key`: orders with the same key are one grant.
     """
     given = _read_fields(order)
     kind = str(given["kind"])
@@ -239,7 +276,8 @@ def parse_order(order: object, who: str, now: float, plans: Sequence[Plan], key:
     name = blake2b(json.dumps(identity).encode(), digest_size=6).hexdigest()
     grant = Grant(*(int(given.get(amount, 0)) for amount in _AMOUNTS))
     words = str(given.get("reason", "")), who[:_MAX_WHO]
-    return ActiveOverride(name, kind, target, policy, now, now + seconds, *words, grant, given.get("tools", ()))
+    budget = str(given.get("budget", "")), float(given.get("amount", 0))
+    return ActiveOverride(name, kind, target, policy, now, now + seconds, *words, grant, given.get("tools", ()), *budget)
 
 
 def _find_unknown_alias(given: Mapping[str, object], plans: Iterable[Plan]) -> Iterator[str]:
@@ -270,12 +308,31 @@ def _find_misfits(kind: str, given: Mapping[str, object]) -> Iterator[str]:
         for key in ("fingerprint", "tool"):
             if key in given:
                 yield f"{key} cannot be given for a {kind}, which applies to whole sessions: name a session, or a caller"
-    if kind == GRANT and not given.keys() & {*_AMOUNTS, "tools"}:
-        yield f"at least one of these is required: {', '.join(_AMOUNTS)}, tools"
-    if kind != GRANT:
-        for key in (*_AMOUNTS, "tools", "key"):
-            if key in given:
-                yield f"{key} belongs to a grant, not to a {kind}"
+    if kind == GRANT:
+        yield from _find_grant_misfits(given)
+    for key in (*_AMOUNTS, "tools", "budget", "amount", "key") if kind != GRANT else ():
+        if key in given:
+            yield f"{key} belongs to a grant, not to a {kind}"
+
+
+def _find_grant_misfits(given: Mapping[str, object]) -> Iterator[str]:
+    """Errors for what a grant lacks, or cannot have together."""
+    if "budget" in given:
+        yield from _find_budget_misfits(given)
+    elif "amount" in given:
+        yield "amount belongs to a budget, which is the name of a rule"
+    elif not given.keys() & {*_AMOUNTS, "tools"}:
+        yield f"at least one of these is required: {', '.join(_AMOUNTS)}, tools; or budget and amount"
+
+
+def _find_budget_misfits(given: Mapping[str, object]) -> Iterator[str]:
+    """Errors for fields that a grant of a budget cannot have, or lacks."""
+    for key in ("caller", "amount"):
+        if key not in given:
+            yield f"a grant of a budget needs {'a caller' if key == 'caller' else 'an amount'}"
+    for key in (*_AMOUNTS, "tools", "session", "seconds"):
+        if key in given:
+            yield f"{key} cannot be given for a budget, to which an amount is added once"
 
 
 def outlast_kills(release: ActiveOverride, standing: Iterable[ActiveOverride]) -> ActiveOverride:
@@ -380,6 +437,12 @@ def _read_cost(value: object) -> int:
     raise ValueError(f"must be dollars, more than 0 and at most {most}")
 
 
+def _read_amount(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_AMOUNT:
+        return float(value)
+    raise ValueError(f"must be a number, more than 0 and at most {MAX_AMOUNT}")
+
+
 def _read_tools(value: object) -> tuple[tuple[str, int], ...]:
     """Read the granted calls of single tools by name, sorted."""
     most = MAX_GRANT.tool_calls
@@ -411,6 +474,8 @@ _READERS: dict[str, Callable[[object], object]] = {
     **{amount: partial(_read_number, "", most) for amount, most in MAX_GRANT._asdict().items()},
     "cost": _read_cost,
     "tools": _read_tools,
+    "budget": partial(_read_text, _MAX_RULE),
+    "amount": _read_amount,
     "key": partial(_read_text, _MAX_KEY),
 }
 
@@ -524,6 +589,8 @@ def write_override(override: ActiveOverride) -> bytes:
         "who": override.who,
         "grant": override.grant,
         "tools": override.tools,
+        "budget": override.budget,
+        "amount": override.amount,
     }
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
@@ -539,7 +606,8 @@ def read_override(name: str, document: bytes) -> ActiveOverride:
         grant = Grant(*(min(max(0, int(given)), most) for given, most in zip(found.get("grant", ()), MAX_GRANT, strict=False)))
         tools = tuple([(str(tool), min(max(0, int(calls)), MAX_GRANT.tool_calls)) for tool, calls in found.get("tools", ())])
         since, ends = float(found["since"]), float(found["ends"])
-        return ActiveOverride(name, kind, target, policy, since, ends, reason, who, grant, tools)
+        budget = str(found.get("budget", "")), float(found.get("amount", 0))
+        return ActiveOverride(name, kind, target, policy, since, ends, reason, who, grant, tools, *budget)
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"no override: {error}") from None
 
@@ -569,6 +637,8 @@ def describe_override(override: ActiveOverride) -> dict[str, Any]:
         **override.grant._asdict(),
         "cost": override.grant.cost / NANO_DOLLARS,
         "tools": dict(override.tools),
+        "budget": override.budget,
+        "amount": override.amount,
         "reason": override.reason,
         "who": override.who,
         "since": write_time(override.since),

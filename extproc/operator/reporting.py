@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from time import perf_counter, time
 
 from extproc.bounded import LRU
+from extproc.budgets.commands import suggest_amount, write_breaker_release, write_budget_grant
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import NOTED, Action, Decision, Outcome, Reason
+from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.engine.candidates import Answer, SessionCandidate
 from extproc.engine.evaluation import CandidateGroup, Evaluation, group_by_policy
 from extproc.engine.handover import POLICY_METADATA, RefusedPolicy
@@ -18,6 +20,7 @@ from extproc.engine.settlements import Entry, Settled
 from extproc.logs import RateLimit, Reminder, make_extra
 from extproc.metrics import Metrics
 from extproc.operator.after_notes import NoteFollower
+from extproc.operator.budget_table import BudgetTable, CallerBudget
 from extproc.operator.conversation_table import ConversationTable, is_widespread
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import DROPPED, EVICTED
@@ -62,6 +65,7 @@ class Reporter:
         self.conversations = ConversationTable()
         self.sessions = SessionTable()
         self.incidents = IncidentTable()
+        self.budgets = BudgetTable()
         self._spawns = SpawnLinks()
         self.show_callers = show_callers
         self._metrics = metrics
@@ -82,6 +86,8 @@ class Reporter:
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
         """Report a decided request."""
         metrics = self._metrics
+        if budgets := evaluation.budgets:
+            self._note_budgets(budgets, decision)
         if decision.lead is not None or decision.shadow is not None:
             self._report_acts(evaluation, decision)
         if evaluation.enforcing.spared or evaluation.shadow.spared:
@@ -99,9 +105,13 @@ class Reporter:
         if sessions := evaluation.sessions:
             self.report_sessions(sessions, decision.steer or decision.lead)
         if evaluation.inspects:
-            for policy in evaluation.list_compared_exactly():
-                metrics.compared_exactly.labels(policy).inc()
+            self._report_compared(evaluation)
         self.report_uncounted(evaluation)
+
+    def _report_compared(self, evaluation: Evaluation) -> None:
+        """Count requests whose bodies were compared exactly, although they were to be inspected."""
+        for policy in evaluation.list_compared_exactly():
+            self._metrics.compared_exactly.labels(policy).inc()
 
     def weigh(self, evaluation: Evaluation, decision: Decision) -> Decision:
         """The decision about a request in a loop, changed if its tool fails for many."""
@@ -412,16 +422,24 @@ class Reporter:
             descriptors=dict(candidate.values) if self.show_callers else None,
         )
 
+    def _note_budgets(self, candidates: Sequence[BudgetCandidate], decision: Decision) -> None:
+        """Note what is left of budgets; a refused request gives back what it took."""
+        try:
+            self.budgets.note(candidates, time(), refused=decision.action is Action.REJECT)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
+            self.report_failure("budgets could not be reported", error)
+
     def _report_budget(self, evaluation: Evaluation, outcome: Outcome, subject: BudgetSubject) -> None:
         """Count a stage or a refusal of a budget, and log the refusals of a caller by one rule once a minute."""
         labels = outcome.policy, outcome.mode, subject.rule, outcome.reason.value, outcome.action.value
         self._metrics.budgets.labels(*labels).inc()
+        found = [each for each in evaluation.budgets if each.plan.id == outcome.policy and each.guard.mode == outcome.mode]
+        row = self.budgets.act(found[0], outcome, subject, time()) if found else None
         if outcome.action is not Action.REJECT:
             return
         requests = self._remind(f"budget {outcome.policy} {outcome.mode} {subject.rule} {outcome.tenant}")
         if not requests:
             return
-        found = [each for each in evaluation.budgets if each.plan.id == outcome.policy and each.guard.mode == outcome.mode]
         opened = outcome.reason is Reason.CIRCUIT_BREAKER_OPEN
         self._warn(
             "circuit breaker open" if opened else "budget exceeded",
@@ -437,6 +455,7 @@ class Reporter:
             requests=requests,
             tenant=outcome.tenant,
             alert=True if opened and found and found[0].budget.alerts else None,
+            command=_suggest(row, subject) if row is not None and not subject.final else None,
             alias=found[0].find_alias() or None if found else None,
             labels=dict(found[0].labels) or None if found else None,
             descriptors=dict(found[0].values) if found and self.show_callers else None,
@@ -453,3 +472,11 @@ class Reporter:
         every = None if own is None else self._detections.admit(now)
         if own is not None and every is not None:
             _LOG.warning(message, extra=make_extra(**shown, suppressed=own + every or None))
+
+
+def _suggest(row: CallerBudget, subject: BudgetSubject) -> str | None:
+    """The command that lets a caller go on; None if orders cannot name the caller of a circuit breaker by its hash."""
+    tenant, policy, _, rule, _ = row.name
+    if row.is_open:
+        return write_breaker_release(tenant, policy) if row.orderable else None
+    return write_budget_grant(tenant, policy, rule, suggest_amount(subject.limit, subject.left, subject.asked))

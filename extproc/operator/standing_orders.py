@@ -23,6 +23,7 @@ class ShownRow(NamedTuple):
     sessions: Collection[str] = ()
     fingerprints: Collection[str] = ()
     tools: Collection[str] = ()
+    budgets: Collection[str] = ()
 
 
 class OrderIndex:
@@ -65,4 +66,5 @@ def concerns(order: ActiveOverride, about: ShownRow) -> bool:
         and (not target.session or target.session in about.sessions)
         and (not target.fingerprint or target.fingerprint in about.fingerprints)
         and (not target.tool or target.tool in about.tools)
+        and (not order.budget or order.budget in about.budgets)
     )

@@ -353,6 +353,8 @@ CASES = {
         "ShadowFailing", 13, 1, {'fail_open_total{reason="shadow_error"}': "_x10 1x60"}
     ),
     "a shadow policy failed an hour ago": Case("ShadowFailing", 70, 0, {'fail_open_total{reason="shadow_error"}': "_x10 1x90"}),
+    "a store that fails keeps what was taken from budgets": Case("BudgetsLost", 20, 1, {"budget_lost_total": "0+3x30"}),
+    "a few takes were lost": Case("BudgetsLost", 20, 0, {"budget_lost_total": "0x5 4x30"}),
     "a bundle has expired": Case("PolicyExpired", 20, 1, {"policy_expired": "0x10 1x20"}),
     "no bundle has expired": Case("PolicyExpired", 20, 0, {"policy_expired": "0x30"}),
 }

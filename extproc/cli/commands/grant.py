@@ -1,4 +1,4 @@
-"""`loopguard grant`: lets a session continue beyond its limits."""
+"""`loopguard grant`: lets a session continue beyond its limits, or gives a caller more of a budget."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import secrets
 from extproc.cli.commands.ordering import add_order_flags, give
 from extproc.errors import UsageError
 
-HELP = "give a session, or each session of a caller, more steps, tool calls, dollars or agents, or approve calls of a tool"
+HELP = "give a session more steps, tool calls, dollars or agents, approve calls of a tool, or give a caller more of a budget"
 EXAMPLES = """examples:
   loopguard grant --session header:x-session-id=abc --caller x-team=red --steps 10 --cost 5
   loopguard grant --session 9f2c51a07be3d418 --tool-calls 20 --for 2h --reason 'nearly done'
   loopguard grant --session 9f2c51a07be3d418 --tool refund=1 --reason 'ticket 4711'
   loopguard grant --session 9f2c51a07be3d418 --agents 5 --depth 1
+  loopguard grant --caller x-team=red --budget dollars --amount 20 --reason 'release day'
 
-Grants add up."""
+Grants add up. Without --session, a grant is for each session of a caller. What is added to a budget is added once,
+up to the whole budget."""
+
+_LASTS = "1d"
 
 _AMOUNTS = ("steps", "tool_calls", "cost", "agents", "depth", "concurrent_agents", "spawns_per_minute")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_order_flags(parser, lasts="1d", sessions=True)
+    add_order_flags(parser, lasts=_LASTS, sessions=True)
     parser.add_argument("--steps", type=int, metavar="N", help="additional requests")
     parser.add_argument("--tool-calls", type=int, metavar="N", help="additional tool calls")
     parser.add_argument("--cost", type=float, metavar="USD", help="additional dollars")
@@ -31,15 +35,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spawns-per-minute", type=int, metavar="N", help="additional agents that may start within a minute")
     text = "additional calls of a tool that has a limit of its own, repeatable"
     parser.add_argument("--tool", action="append", default=[], metavar="NAME=N", dest="tools", type=_read_tool, help=text)
+    parser.add_argument("--budget", metavar="RULE", help="name of a rule: give the caller more of its budget, once")
+    parser.add_argument("--amount", type=float, metavar="N", help="how much more, in the rule's own unit")
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.budget is not None or options.amount is not None:
+        return _give_budget(options)
     amounts = {name: getattr(options, name) for name in _AMOUNTS}
     if all(amount is None for amount in amounts.values()) and not options.tools:
         flags = ", ".join(f"--{name}".replace("_", "-") for name in _AMOUNTS)
-        raise UsageError(f"give at least one of {flags} and --tool")
+        raise UsageError(f"give at least one of {flags} and --tool, or --budget and --amount")
     key = secrets.token_hex(8)  # servers that share a store grant it only once
     return give("grant", options, **amounts, tools=dict(options.tools) or None, key=key)
+
+
+def _give_budget(options: argparse.Namespace) -> int:
+    if options.budget is None or options.amount is None:
+        raise UsageError("--budget and --amount belong together")
+    given = [name for name in (*_AMOUNTS, "session") if getattr(options, name) is not None]
+    given += ["tool"] * bool(options.tools) + ["for"] * (options.duration != _LASTS)
+    if given:
+        flag = given[0].replace("_", "-")
+        raise UsageError(f"--{flag} does not go with --budget, to which an amount is added once")
+    del options.duration
+    return give("grant", options, budget=options.budget, amount=options.amount, key=secrets.token_hex(8))
 
 
 def _read_tool(text: str) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands.sessions import write_report
 from extproc.cli.loop_screen import LoopScreen, list_commands
-from extproc.errors import UsageError
+from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
 
@@ -32,6 +32,7 @@ Replicas that share a store know all loops: ask any of them. For replicas with s
 output is not a terminal, it is printed once."""
 
 _SORTS = ("now", "cost", "spared", "requests", "count", "last", "first")
+_BUDGETS = 5
 _CONVERSATION, _NONE = "conversation", "none"
 
 
@@ -73,14 +74,26 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(_ask(clients, options), indent=2))
         return 0
     console = Console()
-    report = _ask(clients, options)
+    report = {**_ask(clients, options), "budgets": _ask_budgets(clients, options)}
     if options.once or not sys.stdout.isatty():
         console.print(_show(report, options), end="", crop=False)  # a command is copied whole
         return 0
     with Live(_show(report, options), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(options.interval)
-            live.update(_show(_ask(clients, options), options), refresh=True)
+            report = {**_ask(clients, options), "budgets": _ask_budgets(clients, options)}
+            live.update(_show(report, options), refresh=True)
+
+
+def _ask_budgets(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any] | None:
+    """The tightest budgets; None from servers of an older version."""
+    if options.tree:
+        return None
+    params = {name: value for name in ("policy", "caller") if (value := str(getattr(options, name)))}
+    try:
+        return ask_all(clients, "/budgets", {**params, "limit": str(_BUDGETS)})
+    except LoopguardError:
+        return None
 
 
 def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any]:

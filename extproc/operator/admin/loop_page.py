@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.engine.orders import ActiveOverride, Grant
+from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.conversation_report import GROUP_SORTS
 from extproc.operator.admin.html import send_html
 from extproc.operator.admin.loop_report import ACTIONS, LoopPages
@@ -24,6 +25,7 @@ from extproc.operator.overrides import describe_override
 _MAX_ROWS = 200
 _MAX_RUNS = 100
 _MAX_ORDERS = 100
+_MAX_BUDGETS = 50
 _MAX_CHARTS = 12
 
 _BAR = 6
@@ -55,9 +57,9 @@ class PolicyChart(NamedTuple):
     bars: list[CurveBar]
 
 
-def route_page(pages: LoopPages, sessions: SessionPages) -> Route:
+def route_page(pages: LoopPages, sessions: SessionPages, budgets: BudgetPages) -> Route:
     """The route of the page."""
-    return Route("/", lambda request: _send(request, pages, sessions))
+    return Route("/", lambda request: _send(request, pages, sessions, budgets))
 
 
 def draw_charts(curves: list[dict[str, Any]]) -> list[PolicyChart]:
@@ -82,10 +84,11 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:
     return PolicyChart(policy, mode, [(curve["action"], sum(curve["minutes"])) for curve in curves], most, bars)
 
 
-def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Response:
+def _send(request: Request, pages: LoopPages, sessions: SessionPages, budgets: BudgetPages) -> Response:
     report = pages.report_conversations(request)
     selection = read_selection(request.query_params, GROUP_SORTS)
     runs = sessions.report(request, Selection(selection.policy, selection.caller))
+    used = budgets.report(request, Selection(selection.policy, selection.caller, limit=_MAX_BUDGETS))
     charts = draw_charts(report["curves"])
     orders = list(pages.list_orders())
     return send_html(
@@ -97,6 +100,7 @@ def _send(request: Request, pages: LoopPages, sessions: SessionPages) -> Respons
         standing=[_describe_order(order) for order in orders[:_MAX_ORDERS]],
         more_orders=max(0, len(orders) - _MAX_ORDERS),
         runs={**runs, "sessions": runs["sessions"][:_MAX_RUNS]},
+        budgets=used if used["known"] or budgets.has_budgets() else None,
         selection=selection,
         sorts=GROUP_SORTS,
         actions=dict(reversed(ACTIONS.items())),
@@ -111,5 +115,7 @@ def _describe_order(order: ActiveOverride) -> dict[str, Any]:
     pairs = caller.items() if isinstance(caller, dict) else [("caller", caller)]
     about = [(name, shown[name]) for name in ("session", "fingerprint", "tool") if name in shown]
     more = [(f"+ {name.replace('_', ' ')}", shown[name]) for name in Grant._fields if name in shown]
+    if "budget" in shown:
+        more.append((f"+ {shown['budget']}", shown["amount"]))
     tools = [(f"+ calls of {tool}", calls) for tool, calls in shown.get("tools", {}).items()]
     return {**shown, "about": [*pairs, *about, *more, *tools], "commands": suggest_for_order(shown)}

@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from extproc.errors import BadOrderError
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.pages import Page, ask, read_json, route_page, send_page
-from extproc.operator.overrides import BadOrderError, OverrideService, describe_override
+from extproc.operator.overrides import OverrideService, describe_override
 
 
 def route_overrides(
@@ -36,7 +37,11 @@ def route_overrides(
     async def revoke(request: Request) -> Response:
         who = await asyncio.to_thread(credentials.check, request)
         name = request.path_params["name"]
-        if not await ask(service.revoke(name, who), find_loop()):
+        try:
+            found = await ask(service.revoke(name, who), find_loop())
+        except BadOrderError as error:
+            raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
+        if not found:
             return send_page(Page(HTTPStatus.NOT_FOUND, {"error": f"there is no override {name}; it may have ended"}))
         return send_page(Page(HTTPStatus.OK, {"revoked": name}))
 

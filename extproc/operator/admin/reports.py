@@ -14,6 +14,7 @@ from starlette.requests import Request
 from extproc.engine.orders import ActiveOverride
 from extproc.operator.admin.pages import is_near
 from extproc.operator.board import AnyDocument, Board, View
+from extproc.operator.budget_rows import BudgetRow
 from extproc.operator.loop_rows import Loop
 from extproc.operator.session_rows import SessionRow
 
@@ -91,7 +92,7 @@ def matches(row: Mapping[str, Any], selection: Selection) -> bool:
     return row["caller"].startswith(chosen) or chosen in (*known, *shown.values(), *pairs, ", ".join(pairs))
 
 
-def describe_known(row: Loop | SessionRow) -> dict[str, Any]:
+def describe_known(row: Loop | SessionRow | BudgetRow) -> dict[str, Any]:
     """The values beside the hash of a row's caller."""
     return {"alias": row.alias or None, "labels": dict(row.labels) or None, "credentials": row.credentials}
 

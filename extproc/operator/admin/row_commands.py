@@ -6,10 +6,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from extproc.budgets.commands import suggest_amount, write_breaker_release, write_budget_grant
+from extproc.budgets.guard import BREAKER_BUDGET
 from extproc.engine.orders import BLOCK, KILL
 from extproc.sessions.limits import write_grant
 
 _GRANTS = {"max_steps": "--steps 20", "max_tool_calls": "--tool-calls 20", "max_cost_per_session": "--cost 5"}
+_NEARLY_USED = 80
 _SHORT, _LONG = "--for 30m", "--for 2h"
 
 
@@ -49,6 +52,21 @@ def suggest_for_order(order: Mapping[str, Any]) -> dict[str, str]:
     return _suggest_revoking([order])
 
 
+def suggest_for_budget(row: Mapping[str, Any], *, lacks: float, orderable: bool) -> dict[str, str]:
+    """What may be done about a caller's budget: more of it, or the release of its circuit breaker.
+
+    `lacks` is what the last refused request asked for; `orderable` as in `BudgetRow`.
+    """
+    whole, left = float(row["limit"]), float(row["left"])
+    if row["open"]:
+        free = write_breaker_release(row["caller"], row["policy"]) if orderable else ""
+    elif row["budget"] != BREAKER_BUDGET and (row["refused"] or row["used_percent"] >= _NEARLY_USED):
+        free = write_budget_grant(row["caller"], row["policy"], row["rule"], suggest_amount(whole, left, min(lacks, whole)))
+    else:
+        free = ""
+    return {**({"free": free} if free else {}), **_suggest_revoking(row["orders"])}
+
+
 def suggest_for_session(row: Mapping[str, Any], *, named: bool) -> dict[str, str]:
     """What may be done about a session; `named`: its name can be given."""
     session = row["session"] if named else ""
@@ -76,7 +94,8 @@ def _suggest_more(row: Mapping[str, Any], session: str) -> str:
 
 
 def _suggest_revoking(orders: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return {"revoke": _revoke(orders[0])} if orders else {}
+    kept = [order for order in orders if "budget" not in order]  # what was added to a budget cannot be revoked
+    return {"revoke": _revoke(kept[0])} if kept else {}
 
 
 def _revoke(order: Mapping[str, Any]) -> str:

@@ -10,14 +10,16 @@ import pytest
 
 from extproc.cli.commands import write_caller
 from extproc.engine.orders import BLOCK, Target, hash_descriptor
+from extproc.errors import BadOrderError
 from extproc.ext_proc.service import Service
 from extproc.operator.admin.loop_report import SORTS, make_report
 from extproc.operator.admin.reports import Selection, read_selection
 from extproc.operator.admin.session_report import report_sessions
 from extproc.operator.board import View
+from extproc.operator.budget_rows import BudgetDocument
 from extproc.operator.events import LoopEvents, SessionEvents
 from extproc.operator.loop_rows import LoopDocument
-from extproc.operator.overrides import BadOrderError, Seen, write_override
+from extproc.operator.overrides import Seen, write_override
 from extproc.operator.session_rows import SessionDocument
 from extproc.request.fingerprint import hash_tenant
 from extproc.request.hash_key import PROCESS_KEY
@@ -152,7 +154,8 @@ def test_a_credential_is_blocked_under_every_policy() -> None:
     service = one.services[0]
     send(service, 3)
     rows = LoopDocument.merge([service.reporter.loops.make_document(shows_callers=False)], time.time())
-    seen: Seen = _find_seen(View(rows, "r", ["r"], ""), View(SessionDocument([]), "r", ["r"], ""))
+    documents = View(rows, "r", ["r"], ""), View(SessionDocument([]), "r", ["r"], ""), View(BudgetDocument([]), "r", ["r"], "")
+    seen: Seen = _find_seen(*documents)
     one.givers[0].list_seen = lambda: seen
 
     assert one.give(kind="block", caller=HIDDEN)[1] == [f"this applies to 3 callers, which share {HIDDEN}"]

@@ -32,11 +32,10 @@ from extproc.engine.orders import (
     sum_grants,
     sum_tool_grants,
 )
-from extproc.errors import StoreError
+from extproc.errors import BadOrderError, StoreError
 from extproc.ext_proc.service import Service
 from extproc.operator import overrides
 from extproc.operator.overrides import (
-    BadOrderError,
     OverrideService,
     Seen,
     describe_override,
@@ -751,6 +750,8 @@ KEYS = [
     "concurrent_agents",
     "spawns_per_minute",
     "tools",
+    "budget",
+    "amount",
     "key",
 ]
 WHOLE = "which applies to whole sessions: name a session, or a caller"
@@ -771,7 +772,10 @@ CALLER = "caller must be the 16 hex digits of a tenant, as in logs, an alias, or
                 "steps belongs to a grant, not to a kill",
             ],
         ),
-        ({"kind": "grant", "session": "a" * 16}, [f"at least one of these is required: {', '.join(KEYS[8:-1])}"]),
+        (
+            {"kind": "grant", "session": "a" * 16},
+            [f"at least one of these is required: {', '.join(KEYS[8:-3])}; or budget and amount"],
+        ),
         *(
             ({"kind": "grant", "session": "a" * 16, "tools": tools}, [f"tools must {problem}"])
             for tools, problem in (

@@ -20,6 +20,7 @@ from extproc.decision import ToolFailure
 from extproc.engine.orders import ALLOW, BLOCK, GRANT, ActiveOverride, Target
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
+from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.canary_page import route_canary, suggest_for_canary
 from extproc.operator.admin.coverage_report import CoveragePages, ServerState
 from extproc.operator.admin.loop_page import draw_charts, route_page
@@ -28,6 +29,7 @@ from extproc.operator.admin.pages import make_app
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board
+from extproc.operator.budget_rows import BudgetDocument
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.states import read_state
 from extproc.operator.canary.verdict import Rules
@@ -117,7 +119,9 @@ def serving(service: Service, orders: Sequence[ActiveOverride] = ()) -> Iterator
     coverage = CoveragePages(open_board("coverage", CoverageDocument, reporter.coverage), lambda: state, dict)
     pages.list_orders = sessions.list_orders = lambda: orders
     pages.summarize = coverage.summarize
-    routes = [route_page(pages, sessions), *pages.list_routes(), *sessions.list_routes(), *coverage.list_routes()]
+    budgets = BudgetPages(open_board("budgets", BudgetDocument, reporter.budgets), shows)
+    budgets.has_budgets = lambda: any(plan.budget is not None for plan in service.engine.plans)
+    routes = [route_page(pages, sessions, budgets), *pages.list_routes(), *sessions.list_routes(), *coverage.list_routes()]
     server = AdminServer(make_app(Metrics(), [*routes, route_canary(describe, dict)]))
     try:
         yield f"http://{server.start(parse_address('127.0.0.1:0'))}/"

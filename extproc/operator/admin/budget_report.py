@@ -1,0 +1,142 @@
+"""`/budgets`: what callers have used of their budgets, tightest first, as JSON for people and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from time import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from extproc.operator.admin.pages import Page, send_page
+from extproc.operator.admin.reports import (
+    Selection,
+    Sorts,
+    TablePages,
+    describe_known,
+    describe_view,
+    read_selection,
+    select,
+    write_time,
+)
+from extproc.operator.admin.row_commands import suggest_for_budget
+from extproc.operator.board import View
+from extproc.operator.budget_rows import BudgetDocument, BudgetRow
+from extproc.operator.overrides import describe_override
+from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
+from extproc.store.rules.budget import FOREVER
+
+SORTS: Sorts = {
+    "used": lambda row: (row["open"], row["used_percent"], row["refused"], row["last_seen"]),
+    "refused": lambda row: (row["refused"], row["used_percent"]),
+    "last": lambda row: row["last_seen"],
+}
+"""Sort keys. The tightest, largest or latest comes first."""
+
+_DIGITS = 9
+_MS = 1_000
+
+NO_BUDGETS = "no policy has a budget (rules, fallback_limit or circuit_breaker)"
+_NO_CALLERS = "no request of a caller with a budget in the last hour"
+
+
+class BudgetPages(TablePages[BudgetDocument]):
+    """The page about budgets.
+
+    Attributes:
+        has_budgets: returns whether a policy in force has any.
+    """
+
+    has_budgets: Callable[[], bool] = staticmethod(lambda: True)
+
+    def list_routes(self) -> list[Route]:
+        """Its route."""
+        return [Route("/budgets", self._send)]
+
+    def report(self, request: Request, selection: Selection) -> dict[str, Any]:
+        """The answer to a request."""
+        orders, shown = OrderIndex(self.list_orders()), self._sees_callers(request)
+        return report_budgets(
+            self._board.view(), selection, shows_callers=shown, now=time(), orders=orders, exist=self.has_budgets()
+        )
+
+    def _send(self, request: Request) -> Response:
+        return send_page(Page(HTTPStatus.OK, self.report(request, read_selection(request.query_params, SORTS))))
+
+
+def report_budgets(  # noqa: PLR0913  # what a report depends on
+    view: View[BudgetDocument],
+    selection: Selection,
+    *,
+    shows_callers: bool,
+    now: float,
+    orders: OrderIndex = NO_ORDERS,
+    exist: bool = True,
+) -> dict[str, Any]:
+    """The JSON of `/budgets`; `note` says why it is empty, if it is."""
+    rows = view.document.rows
+    found = select((describe_budget(row, now, shows_callers=shows_callers, orders=orders) for row in rows), selection, SORTS)
+    total = {
+        "budgets": len(found),
+        "callers": len({row["caller"] for row in found}),
+        "used_up": sum(row["left"] <= 0 and not row["open"] for row in found),
+        "open_breakers": sum(row["open"] for row in found),
+        "refused": sum(row["refused"] for row in found),
+    }
+    note = None
+    if not found:
+        note = f"none of {len(rows)} budgets matches" if rows else _NO_CALLERS if exist else NO_BUDGETS
+    return {
+        **describe_view(view, now),
+        "known": len(rows),
+        "note": note,
+        "exist": exist,
+        "total": total,
+        "budgets": found[: selection.limit],
+    }
+
+
+def describe_budget(row: BudgetRow, now: float, *, shows_callers: bool, orders: OrderIndex = NO_ORDERS) -> dict[str, Any]:
+    """One budget of a caller, as far as it is known at a time in seconds since 1970."""
+    left, reset, opened = row.find_left(now), row.find_reset_ms(now), row.find_open_ms(now) != 0
+    described = {
+        "caller": row.tenant,
+        **describe_known(row),
+        "descriptors": dict(row.caller) if shows_callers and row.caller else None,
+        "policy": row.policy,
+        "mode": row.mode,
+        "rule": row.rule,
+        "budget": row.budget,
+        "per": row.words,
+        "unit": row.unit or None,
+        "limit": _convert(row.limit, row),
+        "used": _convert(row.limit - left, row),
+        "left": _convert(left, row),
+        "used_percent": round(max(0.0, (row.limit - left) * 100 / max(1, row.limit)), 1),
+        "open": opened,
+        "reset_seconds": None if reset == FOREVER else -(-reset // _MS),
+        "stage": (row.stage or None) if not row.is_over(now) else None,
+        "requests": row.requests,
+        "refused": row.refused,
+        "last_refused": write_time(row.refused_at) if row.refused_at else None,
+        "first_seen": write_time(row.first),
+        "last_seen": write_time(row.last),
+        "orders": [describe_override(order) for order in orders.find(_make_shown_row(row))],
+    }
+    lacks = row.asked / row.units
+    return {**described, "commands": suggest_for_budget(described, lacks=lacks, orderable=row.orderable)}
+
+
+def _convert(amount: int, row: BudgetRow) -> float:
+    """An amount in the rule's own unit."""
+    value = round(amount / row.units, _DIGITS)
+    return int(value) if value.is_integer() else value
+
+
+def _make_shown_row(row: BudgetRow) -> ShownRow:
+    """What orders may name of a budget's caller."""
+    callers = {row.tenant, *row.credentials, *([row.alias] if row.alias else [])}
+    return ShownRow({row.policy}, callers, dict(row.hashes), budgets={row.rule})

@@ -1,0 +1,91 @@
+"""Grants of budgets: an amount that is given back, once, to a caller who has used it.
+
+A budget's state is shared by all replicas, so the replica that takes the order adds to it in the store. It finds the state by
+the rows of `/budgets`, which know each caller of the last hour.
+"""
+# interpreted: takes what operators order
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from extproc.budgets.guard import CIRCUIT_BREAKER
+from extproc.engine.orders import ActiveOverride
+from extproc.engine.plan import Plan
+from extproc.errors import BadOrderError
+from extproc.operator.budget_rows import BudgetRow
+from extproc.store.rules.budget import BREAKER, Take
+
+_SHOWN = 20
+
+
+def find_credits(
+    grant: ActiveOverride, rows: Sequence[BudgetRow], plans: Sequence[Plan], now: float
+) -> tuple[list[Take], list[str]]:
+    """What to give back to which budgets, and what the operator should know.
+
+    Args:
+        grant: the order.
+        rows: the budgets that all replicas know.
+        plans: the policies in force.
+        now: in seconds since 1970.
+
+    Raises:
+        BadOrderError: the order is about no budget, or about those of several policies.
+    """
+    rule = grant.budget
+    if rule == CIRCUIT_BREAKER:
+        raise BadOrderError(f"a {CIRCUIT_BREAKER} has no budget: use release, which closes it")
+    known = list_rules([plan for plan in plans if grant.policy in ("", plan.id)])
+    if rule not in known:
+        where = f"policy {grant.policy} has" if grant.policy else "the policies have"
+        there = ", ".join(sorted(known)[:_SHOWN]) or "none"
+        raise BadOrderError(f"budget must be the name of a rule; {where}: {there}")
+    found = [row for row in rows if row.rule == rule and row.kind != BREAKER and _concerns(grant, row)]
+    if not found:
+        raise BadOrderError(
+            f"no request of this caller met rule {rule} in the last hour, so there is nothing to add to; /budgets lists callers"
+        )
+    policies = sorted({row.policy for row in found})
+    if len(policies) > 1:
+        raise BadOrderError(f"rule {rule} is in several policies: name one of {', '.join(policies)} with policy")
+    largest = max(row.limit / row.units for row in found)
+    if grant.amount > largest:
+        raise BadOrderError(f"amount is more than the whole budget of {largest:.9g}, and a budget holds no more than that")
+    return [_make_credit(row, grant.amount) for row in found], _remark(found, grant.amount, now)
+
+
+def list_rules(plans: Sequence[Plan]) -> set[str]:
+    """The names of all rules of these policies, with those that they watch."""
+    budgets = [each.budget for plan in plans for each in (plan, plan.watching) if each is not None]
+    return {rule.name for budget in budgets if budget is not None for rule in budget.guard.rules}
+
+
+def _concerns(grant: ActiveOverride, row: BudgetRow) -> bool:
+    """Whether a grant is about the caller of a row."""
+    target, hashes = grant.target, dict(row.hashes)
+    if grant.policy not in ("", row.policy):
+        return False
+    if target.caller:
+        return target.caller in (row.tenant, row.alias, *row.credentials)
+    return all(hashes.get(name) == value for name, value in target.descriptors)
+
+
+def _make_credit(row: BudgetRow, amount: float) -> Take:
+    return row.make_credit(min(row.limit, max(1, round(amount * row.units))))
+
+
+def _remark(rows: Sequence[BudgetRow], amount: float, now: float) -> list[str]:
+    """Remarks about callers that do not get all of it."""
+    notes = []
+    callers = {row.tenant for row in rows}
+    if len(callers) > 1:
+        notes.append(f"this was added to the budgets of {len(callers)} callers")
+    for row in rows:
+        room = (row.limit - row.find_left(now)) / row.units
+        if room < amount:
+            notes.append(
+                f"{row.tenant} had used {max(0.0, room):.9g} of {row.limit / row.units:.9g} ({row.rule}, {row.budget}):"
+                " the budget is whole again, and holds no more"
+            )
+    return notes[:_SHOWN]

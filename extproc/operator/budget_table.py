@@ -1,0 +1,183 @@
+"""Recent callers of budgets, for people: what is left of each budget, and what it refuses.
+
+What is left comes from the store's answers, which all replicas share; this table only shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from extproc.bounded import Memo
+from extproc.budgets.guard import CIRCUIT_BREAKER, Reservation
+from extproc.budgets.subject import BudgetSubject
+from extproc.decision import Action, Outcome
+from extproc.engine.budget_candidates import BudgetCandidate
+from extproc.engine.orders import hash_descriptor
+from extproc.operator.budget_rows import BudgetDocument, BudgetRow
+from extproc.operator.table import MAX_ROWS, UNKNOWN, KnownAs, Table, cut_caller, find_known
+from extproc.store.rules.budget import BREAKER, BUCKET, Take
+
+
+class CallerBudget:
+    """One budget of a caller, as this process knows it; see `BudgetRow`.
+
+    Attributes:
+        name: the caller's hash, policy, mode, rule, and which of its budgets.
+        reserved: what the newest request took, with the store's answer.
+        left: what is left, with settlements since.
+        caller: names and values of the caller's descriptors.
+        orderable: see `BudgetRow`.
+        reason: why it refuses.
+    """
+
+    __slots__ = (
+        "asked", "caller", "first", "known", "last", "left", "name", "orderable", "reason", "refused", "refused_at",
+        "requests", "reserved", "stage", "staged_at", "told",
+    )  # fmt: skip
+
+    def __init__(self, name: tuple[str, str, str, str, str], reserved: Reservation, now: float) -> None:
+        self.name = name
+        self.reserved = reserved
+        self.caller: list[tuple[str, str]] = []
+        self.known: KnownAs = UNKNOWN
+        self.orderable = False
+        self.left = 0
+        self.first = self.last = self.told = now
+        self.requests = 0
+        self.refused = 0
+        self.asked = 0
+        self.refused_at = 0.0
+        self.staged_at = 0.0
+        self.stage = ""
+        self.reason = reserved.limit.reason
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a circuit breaker that refused its newest request."""
+        taken = self.reserved.taken
+        return self.reserved.limit.kind == BREAKER and taken is not None and not taken.fits
+
+    def make_row(self, *, shows_callers: bool) -> BudgetRow:
+        """What reports show of it."""
+        reserved, taken = self.reserved, self.reserved.taken
+        limit, take = reserved.limit, reserved.take
+        tenant, policy, mode, rule, budget = self.name
+        return BudgetRow(
+            tenant=tenant,
+            policy=policy,
+            mode=mode,
+            rule=rule,
+            budget=budget,
+            caller=cut_caller(self.caller) if shows_callers else [],
+            hashes=[(name, hash_descriptor(name, value)) for name, value in self.caller],
+            orderable=self.orderable,
+            unit=limit.unit,
+            words=limit.words,
+            units=limit.units,
+            key=take.key,
+            kind=take.kind,
+            limit=take.limit,
+            rate=take.rate,
+            span=take.span,
+            offset=take.offset,
+            start=taken.start if taken is not None else 0,
+            left=self.left,
+            wait_ms=taken.wait_ms if taken is not None and limit.kind == BREAKER else 0,
+            told=self.told,
+            first=self.first,
+            last=self.last,
+            requests=self.requests,
+            refused=self.refused,
+            refused_at=self.refused_at,
+            stage=self.stage,
+            asked=self.asked,
+            alias=self.known.alias,
+            labels=self.known.labels,
+            credentials=self.known.credentials,
+        )
+
+
+_MOST_SEEN: Final = MAX_ROWS
+
+
+class BudgetTable(Table[CallerBudget, BudgetDocument]):
+    """The budgets of one process, by caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_key: Memo[str, CallerBudget] = Memo(_MOST_SEEN)
+
+    def note(self, candidates: Sequence[BudgetCandidate], now: float, *, refused: bool) -> None:
+        """Note what a request took; `refused`: all of it is given back. `now` is in seconds since 1970."""
+        for candidate in candidates:
+            policy, mode = candidate.plan.id, candidate.guard.mode
+            for each in candidate.reserved:
+                taken = each.taken
+                if taken is None:
+                    continue
+                name = _name_row(each, policy, mode)
+                row = self.use(name)
+                if row is None:
+                    row = _begin_row(candidate, name, each, now)
+                    self.put(name, row)
+                    self._by_key.put(each.take.key, row)
+                elif row.reserved.take.key != each.take.key:  # a release has renewed it
+                    self._by_key.put(each.take.key, row)
+                row.reserved = each
+                row.left = taken.left + each.take.amount if refused and taken.granted else taken.left
+                row.last = row.told = now
+                row.requests += 1
+
+    def act(self, candidate: BudgetCandidate, outcome: Outcome, subject: BudgetSubject, now: float) -> CallerBudget | None:
+        """Note a budget's refusal, or the stage that it has reached; None if no budget of the request is meant."""
+        refuses = outcome.action is Action.REJECT
+        for each in candidate.reserved:
+            meant = _name_rule(each) == subject.rule and each.limit.reason is subject.reason
+            if not meant or each.taken is None or each.taken.fits is refuses:
+                continue
+            row = self.use(_name_row(each, outcome.policy, outcome.mode))
+            if row is None:
+                continue
+            row.stage = outcome.action.value
+            if refuses:
+                row.refused += 1
+                row.refused_at, row.asked = now, each.take.amount
+            else:
+                row.staged_at = now
+            return row
+        return None
+
+    def settle(self, take: Take) -> None:
+        """Note a settlement, if the budget is known here."""
+        row = self._by_key.get(take.key)
+        taken = row.reserved.taken if row is not None else None
+        if row is not None and taken is not None and (take.kind == BUCKET or taken.start == take.start):
+            row.left += take.amount
+
+    def make_document(self, *, shows_callers: bool) -> BudgetDocument:
+        """The table as it is now, the newest first; without callers' values unless they may be shown."""
+        found = sorted(self.copy(), key=lambda row: -row.last)
+        return BudgetDocument([row.make_row(shows_callers=shows_callers) for row in found])
+
+
+def _name_rule(reserved: Reservation) -> str:
+    return reserved.rule.name if reserved.limit.kind != BREAKER else CIRCUIT_BREAKER
+
+
+def _name_row(reserved: Reservation, policy: str, mode: str) -> tuple[str, str, str, str, str]:
+    return reserved.tenant, policy, mode, _name_rule(reserved), reserved.limit.suffix
+
+
+def _begin_row(
+    candidate: BudgetCandidate, name: tuple[str, str, str, str, str], reserved: Reservation, now: float
+) -> CallerBudget:
+    """A row without any request."""
+    row = CallerBudget(name, reserved, now)
+    row.caller = candidate.find_values(reserved.tenant)
+    row.orderable = reserved.tenant == candidate.tenant
+    if row.orderable:
+        row.known = find_known(candidate)
+    else:
+        row.known = KnownAs(candidate.plan.aliases.get(reserved.tenant, ""), [], [])
+    return row
