@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import floor
+
 from extproc.decision import Advice, Framed, Outcome, Reason
 
 
@@ -70,16 +72,18 @@ class BudgetSubject:
         if self.reason is Reason.CIRCUIT_BREAKER_OPEN:
             return self._write_open(outcome)
         allowed, asked = _write(self.limit, self.unit), _write(self.asked, self.unit)
+        if self.unit in ("tokens", "dollars"):
+            asked = f"about {asked}"
         if self.final:
             most = f"at most {allowed}{f' in {self.span}' if self.span else ' for one request'}"
             return (
-                f"This request is too large: it needs about {asked}, and rule {self.rule} allows {most}. "
+                f"This request is too large: it needs {asked}, and rule {self.rule} allows {most}. "
                 "Do not send it again unchanged: shorten it, or ask for a shorter answer."
             )
         left = _write(max(0.0, self.left), self.unit)
         return (
             f"Budget used up: rule {self.rule} allows {allowed} in {self.span}, {left} of that is left, "
-            f"and this request needs about {asked}. Send it again in {outcome.retry_after or 1} seconds."
+            f"and this request needs {asked}. Send it again in {_write_seconds(outcome.retry_after or 1)}."
         )
 
     def _write_open(self, outcome: Outcome) -> str:
@@ -87,7 +91,7 @@ class BudgetSubject:
         opened = f"Spending was stopped because it reached {_write(self.limit, self.unit)} in a minute."
         if outcome.retry_after is None:
             return f"{opened} Do not send this request again: tell the user, and wait for an operator."
-        return f"{opened} Requests are refused for {outcome.retry_after} more seconds."
+        return f"{opened} Send this request again in {_write_seconds(outcome.retry_after)}."
 
     def advise(self, outcome: Outcome, method: str, path: str) -> Advice:  # noqa: ARG002  # a Subject's signature
         """See `Subject`."""
@@ -101,5 +105,11 @@ class BudgetSubject:
 
 def _write(amount: float, unit: str) -> str:
     """An amount for people."""
+    if unit == "requests":
+        return f"{floor(amount)} request{'' if floor(amount) == 1 else 's'}"
     shown = f"{amount:.9g}"
     return f"{shown} {unit}" if unit else shown
+
+
+def _write_seconds(seconds: int) -> str:
+    return f"{seconds} second{'' if seconds == 1 else 's'}"

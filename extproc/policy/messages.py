@@ -90,18 +90,19 @@ def _say(text: str) -> _Phrase:
 
 
 _NOTHING_LEFT_OUT = {
-    "loop_detection": "",
-    "keys": " for the headers that agents send anyway",
-    "ramp_by": " for the policy's limit_keys",
+    "loop_detection": "; leave it out",
+    "keys": "; leave it out for the headers that agents send anyway",
+    "ramp_by": "; leave it out for the policy's limit_keys",
+    "staged_actions": "; it needs at least one stage",
 }
-"""The effect of omitting a field, unless it is that any value matches."""
+"""What to do instead, unless it is to omit the field, so that any value matches."""
 
 _NOTHING_FOUND: dict[str, _Phrase] = {
     "missing": _say("is required"),
     "string_too_short": _say("must not be empty"),
     "string_too_long": lambda name, context: f"{name} must be at most {context['max_length']} characters",
     "too_short": lambda name, _: (
-        f"{name} must not be an empty array; leave it out{_NOTHING_LEFT_OUT.get(name, ' to match any')}"
+        f"{name} must not be an empty array{_NOTHING_LEFT_OUT.get(name, '; leave it out to match any')}"
     ),
 }
 """Sentences that do not mention the value, by pydantic's type of the error."""
@@ -134,7 +135,7 @@ def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
     """Which key was meant, or where it belongs."""
     own = find_object(model, place[:-1])
     keys = list(own.model_fields) if own is not None else []
-    started = [key for key in keys if key.startswith(f"{name}_") or name.startswith(f"{key}_")]
+    started = [key for key in keys if key.startswith(f"{name}_") or name.startswith(f"{key}_") or f"_{name}_" in key]
     if len(started) == 1:
         return f"unknown key; did you mean {started[0]}?"
     owner = _find_owner(name, place)

@@ -383,10 +383,17 @@ def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
     breaker = policy.spec.circuit_breaker
     if breaker is not None and "enabled" not in breaker.model_fields_set:
         yield ("spec", "circuit_breaker"), _OFF
+    if breaker is not None and breaker.enabled and not any(rule.limit_keys for _, rule in list_rules(policy)):
+        yield ("spec", "circuit_breaker"), "no rule has limit_keys: all callers share the circuit breaker"
     for place, rule in list_rules(policy):
         if not rule.limit_keys:
             yield place, f"no limit_keys: all callers share the budget of the rule {rule.name}"
         config = rule.algorithm_config
+        reserved = config.get("default_max_completion", 1000)
+        holds = config.get("burst_tokens") or config.get("tokens_per_minute")
+        if rule.algorithm == "token_bucket_llm" and 2 * reserved > holds:
+            where = (*place, "algorithm_config", "default_max_completion")
+            yield where, f"a request without max_tokens reserves {reserved:g} of {holds:g} tokens; lower default_max_completion"
         if config.get("default_max_completion_tokens") is not None:
             where = (*place, "algorithm_config", "default_max_completion_tokens")
             yield where, "default_max_completion_tokens is ignored; use default_max_completion, whose default is 1000"
