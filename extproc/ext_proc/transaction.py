@@ -459,7 +459,7 @@ class Transaction:
     def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
         lead, sessions = decision.lead, evaluation.sessions
         budgets = evaluation.budgets
-        calls = self._describe_calls(evaluation) if sessions or budgets or not evaluation.counts_failed else ""
+        calls = self._describe_calls(evaluation) if sessions or evaluation.settles or not evaluation.counts_failed else ""
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
             if budgets:
                 told = write_budgets(evaluation.enforcing.list_budgets(), calls)
@@ -498,7 +498,7 @@ class Transaction:
         described = [each.describe_call() for each in evaluation.sessions if each.is_let_through]
         if not evaluation.counts_failed:
             described += evaluation.describe_counted()
-        if evaluation.budgets:
+        if evaluation.settles:
             described += [text for each in evaluation.budgets if (text := each.describe_reserved())]
         calls = ",".join(described)
         return f"[{calls}]" if calls else ""
