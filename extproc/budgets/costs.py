@@ -96,6 +96,10 @@ class CostKey:
         self._fixed = fixed
         self._default = default
 
+    def find_flat(self, units: int) -> int:
+        """What each request costs, in units; 0 if that depends on the request."""
+        return max(1, scale(self._fixed, units)) if self._source == FIXED else 0
+
     def read(self, request: HttpRequest) -> float:
         """The cost of a request, unless it is measured."""
         if self._source == FIXED:

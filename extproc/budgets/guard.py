@@ -71,9 +71,13 @@ class BudgetLimit:
         reason: why a request would be refused.
         words: the time that it is for.
         unit: what is counted.
+        flat: what each request costs, in units; 0 if that depends on the request.
+        place: what all of its keys begin with; empty before its guard is compiled.
     """
 
-    __slots__ = ("kind", "limit", "most", "offset", "rate", "reason", "span", "suffix", "unit", "units", "words")
+    __slots__ = (
+        "flat", "kind", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix", "unit", "units", "words",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -101,6 +105,8 @@ class BudgetLimit:
         self.reason = reason
         self.words = words
         self.unit = unit
+        self.flat = 0
+        self.place = ""
 
     def make_take(self, key: str, amount: int, granted: int = 0) -> Take:
         """The question, with a limit raised by what an operator has granted."""
@@ -155,6 +161,8 @@ class BudgetRule:
             self._compile_cost(CostBased.model_validate(rule.algorithm_config))
         else:
             self._compile_llm(TokenBucketLlm.model_validate(rule.algorithm_config))
+        for limit in self.limits:
+            limit.flat = self.cost.find_flat(limit.units)
 
     def _compile_cost(self, config: CostBased) -> None:
         rates = make_rates(config.prices, config.unknown_model) if config.cost_key == DOLLARS else None
@@ -337,6 +345,11 @@ class BudgetGuard:
         self.settles = self.needs_body
         self.steers = any(rule.steers for rule in self.rules)
         self._key = f"{namespace}budget1:{policy}:"
+        for rule in self.rules:
+            for limit in rule.limits:
+                limit.place = f"{self._key}{rule.quoted}:{limit.suffix}:"
+        if self.breaker is not None:
+            self.breaker.place = f"{self._key}{_BREAKER}:{self.breaker.suffix}:"
 
     @property
     def lifetime_seconds(self) -> int:
@@ -358,25 +371,7 @@ class BudgetGuard:
                     return known, limit
         return None
 
-    def reserve(  # noqa: PLR0913  # everything that decides
-        self, rule: BudgetRule, amounts: Sequence[int], scope: str, tenant: str, renewed: str, granted: int
-    ) -> list[Reservation]:
-        """What a request takes from a rule's limits, in units of each; `renewed` is the tenant's hash, as keys have it."""
-        made = []
-        for limit, amount in zip(rule.limits, amounts, strict=True):
-            key = f"{self._key}{rule.quoted}:{limit.suffix}:{scope}:{renewed}"
-            made.append(Reservation(rule, limit, limit.make_take(key, amount, granted), tenant))
-        return made
-
-    def reserve_breaker(self, amount: int, scope: str, tenant: str, renewed: str) -> Reservation | None:
-        """What a request spends, for the circuit breaker; None if there is none."""
-        limit = self.breaker
-        if limit is None:
-            return None
-        key = f"{self._key}{CIRCUIT_BREAKER}:{limit.suffix}:{scope}:{renewed}"
-        return Reservation(self.breaker_rule, limit, limit.make_take(key, amount), tenant)
-
-    def judge(self, fingerprint: str, tenant: str, reserved: Sequence[Reservation], oversize: BudgetSubject | None) -> Outcome:
+    def judge(self, fingerprint: str, tenant: str, reserved: list[Reservation], oversize: BudgetSubject | None) -> Outcome:
         """The verdict, after the store has answered."""
         if oversize is not None:
             return self._make_outcome(Action.REJECT, fingerprint, tenant, oversize, self._find_rule(oversize.rule).refusal)
@@ -417,13 +412,15 @@ class BudgetGuard:
         delay_ms: int = 0,
         retry_after: int | None = None,
     ) -> Outcome:
+        used = max(0.0, subject.limit - subject.left)
+        count = int(used)
         return Outcome(
             self.policy,
             self.mode,
             action,
             fingerprint,
             tenant,
-            round(max(0.0, subject.limit - subject.left)),
+            count if count == used else round(used),  # rounding takes long
             0,
             0,
             delay_ms,
@@ -454,7 +451,12 @@ def _find_stage(reserved: Reservation) -> BudgetStage | None:
     return None
 
 
-def find_tightest(reserved: Sequence[Reservation]) -> Reservation | None:
+def reserve(rule: BudgetRule, limit: BudgetLimit, amount: int, scope: str, tenant: str, renewed: str) -> Reservation:  # noqa: PLR0913  # everything that decides
+    """What a request takes from a limit, in its units; `renewed` is the tenant's hash, as keys have it."""
+    return Reservation(rule, limit, limit.make_take(f"{limit.place}{scope}:{renewed}", amount), tenant)
+
+
+def find_tightest(reserved: list[Reservation]) -> Reservation | None:
     """The budget of which the smallest share is left; breakers are no budgets."""
     tightest, least = None, 2.0
     for each in reserved:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from msgspec import json
@@ -18,6 +17,7 @@ from extproc.budgets.guard import (
     Reservation,
     find_tenant,
     read_hint,
+    reserve,
 )
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
@@ -26,7 +26,7 @@ from extproc.engine.candidates import Answer, Candidate, RequestBody
 from extproc.engine.plan import Plan
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest, cut_text
-from extproc.store.rules.budget import Take, Taken
+from extproc.store.rules.budget import Take
 
 BUDGETS: Final = "budgets"
 """Key in metadata: what a request has reserved."""
@@ -42,19 +42,17 @@ class BudgetCandidate(Candidate):
     Attributes:
         budget: the guard.
         reserved: what the request takes from each budget.
-        takes: the same as questions for the store.
         model: the model in the request; empty for none.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
         told: the budget to tell the client about: the one of the verdict.
     """
 
-    __slots__ = ("_body", "_chosen", "_costs", "_plan", "_request", "budget", "model", "oversize", "reserved", "takes", "told")
+    __slots__ = ("_body", "_chosen", "_costs", "_plan", "_request", "budget", "model", "oversize", "reserved", "told")
 
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
         self.budget: BudgetGuard = budget.guard
         self.reserved: list[Reservation] = []
-        self.takes: list[Take] = []
         self.model = ""
         self.oversize: BudgetSubject | None = None
         self.told = NOTHING
@@ -71,7 +69,7 @@ class BudgetCandidate(Candidate):
             NotCounted: a value that identifies the caller is too long.
         """
         request, policy = self._request, self.plan.id
-        calls = request.method != "HEAD" and asks_model(request.path)
+        calls = not self.budget.needs_body or (request.method != "HEAD" and asks_model(request.path))
         for planned in self._plan.choose(request):
             if planned.rule.cost.measured and not calls:
                 continue  # nothing is used that could be measured
@@ -114,7 +112,6 @@ class BudgetCandidate(Candidate):
                 self._reserve(planned, tenant, estimate, body.scope)
         if self.oversize is not None and not self.is_allowed:
             self.reserved = []
-        self.takes = [each.take for each in self.reserved]
 
     def _reserve(self, planned: PlannedRule, tenant: str, estimate: Estimate, scope: str) -> None:
         renewed = self._renew(tenant) if self.overrides else tenant
@@ -122,14 +119,14 @@ class BudgetCandidate(Candidate):
         if planned is self._plan.breaker or planned is EVERYONE:
             if breaker is not None:
                 amount = self._find_amount(self.budget.breaker_rule, breaker, estimate)
-                made = self.budget.reserve_breaker(amount, scope, tenant, renewed)
-                self.reserved += [made] if made is not None else []
+                self.reserved.append(reserve(self.budget.breaker_rule, breaker, amount, scope, tenant, renewed))
             return
         rule = planned.rule
         if rule.cost.measured:
             self.oversize = self.oversize or rule.find_oversize(estimate, rule.find_answer(estimate))
-        amounts = [self._find_amount(rule, limit, estimate) for limit in rule.limits]
-        self.reserved += self.budget.reserve(rule, amounts, scope, tenant, renewed, 0)
+        for limit in rule.limits:
+            amount = limit.flat or self._find_amount(rule, limit, estimate)
+            self.reserved.append(reserve(rule, limit, amount, scope, tenant, renewed))
 
     def _find_amount(self, rule: BudgetRule, limit: BudgetLimit, estimate: Estimate) -> int:
         """The cost, in units of a limit. What only might be used does not exceed the limit."""
@@ -166,14 +163,12 @@ class BudgetCandidate(Candidate):
         if body is not None and not self.fingerprint:
             self.composite, self.fingerprint, _, _ = body.name(body.sums, self.caller)
 
-    def collect(self, answers: Sequence[Taken]) -> None:
-        """Take the store's answers, in the order of `takes`."""
-        for each, taken in zip(self.reserved, answers, strict=True):
-            each.taken = taken
-
     def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
         """See `Candidate`."""
-        if self.oversize is not None or any(each.taken is not None and not each.taken.fits for each in self.reserved):
+        for each in self.reserved:
+            if each.taken is not None and not each.taken.fits:
+                self.name_request()
+        if self.oversize is not None:
             self.name_request()
         outcome = self.budget.judge(self.fingerprint, self.tenant, self.reserved, self.oversize)
         self.subject = outcome.subject

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from time import perf_counter
 from types import NoneType
 from typing import Any, Final, TypeAlias, cast
 
+from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.engine.candidates import Answer, Kept
 from extproc.engine.evaluation import CandidateGroup
 from extproc.errors import PartlyAwayError, StoreError
@@ -43,7 +43,7 @@ class Asked:
     """Counts that the store has not sent yet.
 
     Attributes:
-        pending: the store's answer; cancel it if the counts are no longer needed.
+        pending: the store's answer; call `abandon` if the counts are no longer needed.
     """
 
     __slots__ = ("_counting", "_group", "_started", "pending")
@@ -60,9 +60,25 @@ class Asked:
 
     async def wait(self) -> Counts:
         """Wait for the counts."""
-        with suppress(StoreError):  # `collect` handles it
-            await self.pending
+        try:
+            await self.pending.arrive()
+        except asyncio.CancelledError:
+            self.abandon()
+            raise
         return self.collect()
+
+    def abandon(self) -> None:
+        """Stop waiting, because the client has left. What the store takes from budgets all the same is given back."""
+        if not self._group.budgets:
+            self.pending.cancel()
+        elif self.pending.done:
+            self._give_back()
+        else:
+            self.pending.then(self._give_back)
+
+    def _give_back(self) -> None:
+        self._group.judge(self.collect())
+        self._counting.give_back(self._group.budgets)
 
 
 MaybeCounts: TypeAlias = Counts | Asked | Awaitable[Counts]
@@ -153,6 +169,14 @@ class Counting:
         if error is not None:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             _complete(error, pushes, self._local.push)
+
+    def give_back(self, budgets: Sequence[BudgetCandidate]) -> None:
+        """Give back what was taken from budgets, once."""
+        takes = [take for budget in budgets for take in budget.list_give_backs(here=False)]
+        here = [take for budget in budgets for take in budget.list_give_backs(here=True)]
+        for budget in budgets:
+            budget.reserved = []
+        self.settle_budgets(takes, here)
 
     def settle_budgets(self, takes: Sequence[Take], here: Sequence[Take]) -> None:
         """Settle budgets, or give back what was taken; `here` is what this process has counted itself. Nothing waits for it."""

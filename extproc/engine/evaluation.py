@@ -177,7 +177,8 @@ class CandidateGroup:
     def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Candidate | None) -> None:
         """Make the plan's budgets a candidate, if a rule applies to the request, or note why not; `last` is as for `admit`."""
         try:
-            plan.check_head(request)
+            if last is None or last.plan is not plan:  # else it has been checked
+                plan.check_head(request)
             if last is not None and plan.reads_like(last.plan, last.values):
                 values, joined = last.values, last.caller
             else:
@@ -195,7 +196,7 @@ class CandidateGroup:
         else:
             self.candidates.append(candidate)
             self.needs_body = self.needs_body or candidate.needs_body
-            self.budgets = [*self.budgets, candidate]
+            self.budgets = [*self.budgets, candidate] if self.budgets else [candidate]
 
     def _read_headers(self, candidate: LoopCandidate, request: HttpRequest) -> bool:
         """Note what the request's headers say about its body; returns whether the candidate may still count the request."""
@@ -289,24 +290,26 @@ class CandidateGroup:
         """The hits and steps that the store has to count, and at the end what is taken from budgets."""
         hits: list[Question] = [candidate.hit for candidate in self.candidates if candidate.hit is not None]
         if self.budgets:
-            hits += [take for candidate in self.list_budgets() for take in candidate.takes]
+            for candidate in self.list_budgets():
+                for each in candidate.reserved:
+                    hits.append(each.take)  # noqa: PERF401  # compiled, as fast
         return hits
 
     def list_budgets(self) -> list[BudgetCandidate]:
         """The candidates among `budgets` that judge the request."""
-        if len(self.budgets) == len(self.candidates):  # no other guards, none left out
+        if len(self.budgets) == 1 and self.candidates and self.candidates[-1] is self.budgets[0]:  # usually
             return self.budgets
         return [candidate for candidate in self.budgets if candidate in self.candidates]
 
-    def _hand_out(self, counts: Sequence[Answer]) -> Sequence[Answer]:
-        """Give candidates of budgets their answers; returns the others."""
-        budgets = self.list_budgets()
-        taken = len(counts) - sum([len(candidate.takes) for candidate in budgets])
-        first = taken
-        for candidate in budgets:
-            first, last = first + len(candidate.takes), first
-            candidate.collect([answer for answer in counts[last:first] if isinstance(answer, Taken)])
-        return counts[:taken]
+    def _hand_out(self, counts: Sequence[Answer]) -> None:
+        """Give candidates of budgets their answers, which are the last ones."""
+        place = len(counts)
+        for candidate in reversed(self.list_budgets()):
+            for each in reversed(candidate.reserved):
+                place -= 1
+                answer = counts[place]
+                if isinstance(answer, Taken):
+                    each.taken = answer
 
     def judge(self, counts: Sequence[Answer] | None) -> list[Outcome]:
         """The candidates' verdicts.
@@ -317,7 +320,7 @@ class CandidateGroup:
         if counts is None:
             return []
         if self.budgets and counts:
-            counts = self._hand_out(counts)
+            self._hand_out(counts)
         left = iter(counts)
         trace = []
         for candidate in self.candidates:
@@ -387,6 +390,7 @@ class Evaluation:
         groups: both.
         sessions: the candidates that limit sessions, of both groups.
         budgets: the candidates that limit what callers use, of both groups.
+        settles: what one of these takes is settled after the response.
         size: length of the body in bytes; 0 if unknown.
         inspects: maximum length of a body to keep for inspection, in bytes; 0 for none.
         steers: maximum length of a body to keep for editing, in bytes; 0 for none.
@@ -433,6 +437,7 @@ class Evaluation:
         "records",
         "request",
         "sessions",
+        "settles",
         "shadow",
         "size",
         "steers",
@@ -447,6 +452,7 @@ class Evaluation:
         self.size = 0
         self.sessions = _NO_SESSIONS
         self.budgets = _NO_BUDGETS
+        self.settles = False
         self.enforcing = CandidateGroup(shadow=False)
         self.shadow = CandidateGroup(shadow=True)
         self.groups = [self.enforcing, self.shadow]
@@ -531,7 +537,8 @@ class Evaluation:
         """Make the plan's budgets a candidate of a group."""
         group.admit_budget(plan, budget, self.request, self._last)
         if group.budgets:
-            self.budgets = [*self.enforcing.budgets, *self.shadow.budgets]
+            self.budgets = [*self.enforcing.budgets, *self.shadow.budgets] if self.budgets else group.budgets
+            self.settles = self.settles or budget.guard.settles
         if budget.needs_body or budget.guard.steers:
             self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
 
@@ -552,6 +559,7 @@ class Evaluation:
             self.shadow.budgets = [each for each in self.shadow.budgets if not each.needs_body]
             self.budgets = [*self.enforcing.budgets, *self.shadow.budgets]
         watching.inspects, watching.reads_ends = self.inspects, self.reads_ends
+        watching.settles = self.settles
         watching.paired, watching.counts_failed = self.paired, self.counts_failed
         watching.plans, watching.records = self.plans, self.records
         watching._earlier = self

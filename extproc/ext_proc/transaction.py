@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import suppress
 from functools import partial
 from math import ceil, inf
 from time import perf_counter, thread_time, time
@@ -23,7 +22,6 @@ from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
 from extproc.engine.recording import record_body, record_callers, record_calls, record_head, record_turns
-from extproc.errors import StoreError
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
@@ -116,14 +114,8 @@ class Later:
 
     def cancel(self) -> None:
         """Cancel the reply. What the store takes from budgets all the same is given back."""
-        if self._evaluation.budgets:
-            self._asked.pending.then(self._abandon)
-        else:
-            self._asked.pending.cancel()
-
-    def _abandon(self) -> None:
-        """The store has answered, and the client has left."""
-        self._transaction.abandon(self._evaluation, self._asked)
+        if not self._asked.pending.done:
+            self._asked.abandon()
 
     def finish(self) -> Reply:
         """The reply, once the store has answered."""
@@ -131,8 +123,11 @@ class Later:
         return reply if self.stay is None else self.stay(reply)
 
     async def _wait(self) -> Reply:
-        with suppress(StoreError):  # `finish` handles it
-            await self._asked.pending
+        try:
+            await self._asked.pending.arrive()
+        except asyncio.CancelledError:
+            self._asked.abandon()
+            raise
         return self.finish()
 
     def __await__(self) -> Generator[Any, None, Reply]:
@@ -379,22 +374,6 @@ class Transaction:
         service.metrics.decision_seconds.observe(perf_counter() - self.started)
         return reply
 
-    def abandon(self, evaluation: Evaluation, asked: Asked) -> None:
-        """Give back what a request took from budgets whose client left before it was answered."""
-        try:
-            evaluation.enforcing.judge(asked.collect())
-            self._give_back(evaluation.budgets)
-        except Exception as error:  # noqa: BLE001  # the request is over
-            self._service.reporter.report_failure("a request that was cancelled gave nothing back to budgets", error)
-
-    def _give_back(self, budgets: Sequence[BudgetCandidate]) -> None:
-        """Give back what was taken from budgets, once."""
-        takes = [take for budget in budgets for take in budget.list_give_backs(here=False)]
-        here = [take for budget in budgets for take in budget.list_give_backs(here=True)]
-        for budget in budgets:
-            budget.reserved = []
-        self._service.counting.settle_budgets(takes, here)
-
     def _follow_up(self, evaluation: Evaluation) -> None:
         """Take a refused request back from its sessions and budgets, now, or a held one if it is not sent on."""
         sessions, budgets = evaluation.sessions, evaluation.budgets
@@ -402,14 +381,14 @@ class Transaction:
             if sessions:
                 self._take_back(sessions, REFUSED, _REFUSED_STATUS)
             if budgets:
-                self._give_back(budgets)
+                self._service.counting.give_back(budgets)
         else:
             self._held, self._held_budgets = sessions, budgets
 
     def _give_back_refused(self, evaluation: Evaluation, decision: Decision) -> None:
         """Give back what shadow policies would not have let through, before it is described: it must not be settled, too."""
         if decision.shadow is not None and decision.shadow.action is Action.REJECT:
-            self._give_back(evaluation.shadow.budgets)
+            self._service.counting.give_back(evaluation.shadow.budgets)
 
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests. If none is free, a throttled request is rejected."""
@@ -459,7 +438,7 @@ class Transaction:
     def _encode(self, kind: str, evaluation: Evaluation, decision: Decision, changed: Changed) -> Reply:
         lead, sessions = decision.lead, evaluation.sessions
         budgets = evaluation.budgets
-        calls = self._describe_calls(evaluation) if sessions or budgets or not evaluation.counts_failed else ""
+        calls = self._describe_calls(evaluation) if sessions or evaluation.settles or not evaluation.counts_failed else ""
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
             if budgets:
                 told = write_budgets(evaluation.enforcing.list_budgets(), calls)
@@ -498,7 +477,7 @@ class Transaction:
         described = [each.describe_call() for each in evaluation.sessions if each.is_let_through]
         if not evaluation.counts_failed:
             described += evaluation.describe_counted()
-        if evaluation.budgets:
+        if evaluation.settles:
             described += [text for each in evaluation.budgets if (text := each.describe_reserved())]
         calls = ",".join(described)
         return f"[{calls}]" if calls else ""
@@ -569,5 +548,5 @@ class Transaction:
             self._take_back(self._held, WITHDRAWN, 0)
             self._held = ()
         if self._held_budgets:
-            self._give_back(self._held_budgets)
+            self._service.counting.give_back(self._held_budgets)
             self._held_budgets = ()

@@ -25,7 +25,6 @@ from extproc.settings import Settings
 from extproc.store.memory_chains import MemoryChains
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import (
-    STATE_SIZE,
     BudgetState,
     Take,
     Taken,
@@ -33,9 +32,7 @@ from extproc.store.rules.budget import (
     apply,
     check,
     find_lifetime,
-    pack_state,
     settle,
-    unpack_state,
 )
 from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
@@ -73,7 +70,8 @@ _TIMES: Final = struct.Struct("<qq")
 _LEDGER: Final = struct.Struct("<qqI")
 """These times, and the length of the session's tree of agents, which stands before the ledger."""
 
-_BUDGET_SIZE: Final = _TIMES.size + STATE_SIZE
+_BUDGET: Final = struct.Struct("<qqqqqq")
+_BUDGET_SIZE: Final = _BUDGET.size
 _TALLY: Final = struct.Struct("<qqqI")
 _MAX_COUNT: Final = 2**32 - 1
 
@@ -170,22 +168,27 @@ class MemoryStore:
         answers: list[Any] = []
         takes: list[Take] = []
         for hit in hits:
-            if isinstance(hit, Take):
+            if isinstance(hit, Hit):
+                answers.append(self._count(hit, moment))
+            elif isinstance(hit, Take):
                 takes.append(hit)
             else:
-                answers.append(self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment))
+                answers.append(self._answer(hit, moment))
         today = self._calendar() if now is None else now
         if takes[0].settles:
             return answers + [self._settle_take(take, moment, today) for take in takes]
+        if len(takes) == 1:  # usually
+            answers.append(self._take_one(takes[0], moment, today))
+            return answers
         return answers + self._take_group(takes, moment, today)
+
+    def _take_one(self, take: Take, moment: int, today: int) -> Taken:
+        state, answer = check(advance(self._open_budget(take), take, today), take, today)
+        self._keep_budget(take, apply(state, take, answer) if answer.fits else state, moment, today)
+        return answer
 
     def _take_group(self, takes: list[Take], moment: int, today: int) -> list[Taken]:
         """Take all of a group, or nothing."""
-        if len(takes) == 1:  # usually
-            take = takes[0]
-            state, answer = check(advance(self._open_budget(take), take, today), take, today)
-            self._keep_budget(take, apply(state, take, answer) if answer.fits else state, moment, today)
-            return [answer]
         checked = [check(advance(self._open_budget(take), take, today), take, today) for take in takes]
         granted = all(taken.fits for _, taken in checked)
         for take, (found, taken) in zip(takes, checked, strict=True):
@@ -202,11 +205,19 @@ class MemoryStore:
         if entry is None:
             for lifetime in list(self._shards[hash(take.key) % len(self._shards)]):
                 entry = entry or self._take(take.key, lifetime)
-        return unpack_state(bytes(entry[_TIMES.size :])) if entry is not None and len(entry) == _BUDGET_SIZE else None
+        if not isinstance(entry, bytes) or len(entry) != _BUDGET_SIZE:
+            return None
+        first: int
+        second: int
+        third: int
+        fourth: int
+        _, _, first, second, third, fourth = _BUDGET.unpack(entry)
+        return first, second, third, fourth
 
     def _keep_budget(self, take: Take, state: BudgetState, moment: int, today: int) -> None:
         until = moment + find_lifetime(state, take, today)
-        self._put(take.key, take.lifetime_ms, _TIMES.pack(moment, until) + pack_state(state), moment)
+        first, second, third, fourth = state
+        self._put(take.key, take.lifetime_ms, _BUDGET.pack(moment, until, first, second, third, fourth), moment)
 
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms

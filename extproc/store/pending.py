@@ -89,13 +89,17 @@ class Pending:
         """Wait for it."""
         return self._wait().__await__()
 
-    async def _wait(self) -> Any:  # noqa: ANN401  # as above
+    async def arrive(self) -> None:
+        """Wait until the answer has arrived, or the error. A caller that is cancelled does not cancel it."""
         if not self.done:
             told = asyncio.Event()
             self.then(told.set)
-            try:
-                await told.wait()
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
+            await told.wait()
+
+    async def _wait(self) -> Any:  # noqa: ANN401  # as above
+        try:
+            await self.arrive()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
         return self.result()

@@ -2,8 +2,8 @@
 
 Every step is of a session whose ledger knows seven tool calls, and shows one more. The room is measured in a process of its own
 (`python -m tests.bench.sessions COUNT`), as that of fingerprints is. Then the dearest steps that there are, by Valkey's own
-clock: what one script takes, every other client of the server waits for. At last whole requests of agents of known sessions,
-with and without limits on agents.
+clock: what one script takes, every other client of the server waits for. At last whole requests: of agents of known sessions,
+with and without limits on agents, and of callers with and without a budget.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from extproc.store.rules.windows import Hit
 from tests.bench import samples
 from tests.bench.processes import run_module
 from tests.bench.report import Row, progress
-from tests.bench.timing import at_one_clock, cpu_us, difference, interleaved, process_cpu, resident_mb
+from tests.bench.timing import at_one_clock, cpu_us, difference, interleaved, process_cpu, ratio, resident_mb, spread
 from tests.support.servers import Server, server
 
 TITLE = "sessions: a step in addition to a hit, in the store; 1,000,000 sessions in memory"
@@ -40,6 +40,10 @@ _LONG = 4_900
 _LIMIT_SCRIPT_US = 1_000
 _LIMIT_LEDGER_KB = 16
 _LIMIT_AGENTS_US = 2
+_LIMIT_BUDGET = 1.25
+_CALLERS = 40
+_BUCKET = {"tokens_per_second": 1_000, "burst": 1_000_000}
+_RULE = {"name": "r", "limit_keys": ["header:x-user-id"], "algorithm": "token_bucket", "algorithm_config": _BUCKET}
 _ROOTS, _AGENTS = 20, 10
 _ON_AGENTS = {"max_agents": 50, "max_depth": 5, "max_concurrent_agents": 20, "max_spawns_per_minute": 30}
 _LIMITS = Limits(
@@ -257,21 +261,44 @@ class _Agents:
         policy = samples.budget()
         del policy["spec"]["session"]
         policy["spec"]["session_limits"] |= limits
-        serving = samples.service(samples.engine([policy]))
+        return _measure_requests(policy, self._begun, self._later)
 
-        def work(pairs: Sequence[tuple[bytes, bytes]]) -> None:
-            for headers, body in pairs:
-                stream = Stream(serving)
-                stream.receive(headers)
-                stream.receive(body)
-                stream.close()
 
-        work(self._begun)
-        spent = at_one_clock(lambda: cpu_us(lambda: work(self._later), len(self._later)))
-        labels = {"policy": "policy-00000", "mode": "enforce", "action": "allow"}
-        if serving.metrics.registry.get_sample_value("loopguard_requests_total", labels) != len(self._begun) + len(self._later):
-            raise RuntimeError("not every request was counted and let through")
-        return spent
+def _measure_requests(
+    policy: dict[str, Any], begun: Sequence[tuple[bytes, bytes]], later: Sequence[tuple[bytes, bytes]]
+) -> float:
+    """Microseconds for each later request, by its headers and body, under one policy that lets all pass."""
+    serving = samples.service(samples.engine([policy]))
+
+    def work(pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        for headers, body in pairs:
+            stream = Stream(serving)
+            stream.receive(headers)
+            stream.receive(body)
+            stream.close()
+
+    work(begun)
+    spent = at_one_clock(lambda: cpu_us(lambda: work(later), len(later)))
+    labels = {"policy": "policy-00000", "mode": "enforce", "action": "allow"}
+    if serving.metrics.registry.get_sample_value("loopguard_requests_total", labels) != len(begun) + len(later):
+        raise RuntimeError("not every request was counted and let through")
+    return spent
+
+
+def _measure_budgets(rounds: int, count: int) -> Row:
+    """One rule of a policy beside its detector, as a share of the same policy without."""
+    heads = [samples.headers_message(user=f"user-{number}") for number in range(_CALLERS)]
+    pairs = [(heads[number % _CALLERS], samples.body_message(samples.chat_body(number))) for number in range(count + _CALLERS)]
+    plain, limited = samples.policy(), samples.policy()
+    limited["spec"]["rules"] = [_RULE]
+    begun, later = pairs[:_CALLERS], pairs[_CALLERS:]
+    works = {
+        "plain": lambda: _measure_requests(plain, begun, later),
+        "limited": lambda: _measure_requests(limited, begun, later),
+    }
+    found = interleaved(rounds, works)
+    note = spread(found, "limited", "plain")
+    return Row("in memory: a policy with a budget vs. without", ratio(found, "limited", "plain"), "x", _LIMIT_BUDGET, note)
 
 
 def _name_agent(root: int, agent: int) -> dict[str, str]:
@@ -320,6 +347,7 @@ def run(*, quick: bool) -> list[Row]:
             _LIMIT_AGENTS_US,
             f"{_ROOTS} sessions of {_AGENTS} agents",
         ),
+        _measure_budgets(rounds, count),
         *_run_long(quick=quick),
     ]
 

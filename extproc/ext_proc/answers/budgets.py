@@ -10,21 +10,44 @@ from extproc.bounded import Memo
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
-from extproc.ext_proc.answers.metadata import SESSIONS, make_heads, write_entries, write_text
+from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_entries_head, write_text, write_text_head
 
 RULE: Final = "budget_rule"
 
-_FIXED: Final[Memo[tuple[str, str, float], tuple[bytes, bytes]]] = Memo(512)
-"""What is the same in the metadata of all requests that continue, by policy, rule and limit."""
-
-_SHORT: Final = 100
-_DIGITS: Final = 20
-_REMAINING: Final = make_heads("ratelimit_remaining", _DIGITS)
-_RESET: Final = make_heads("ratelimit_reset", _DIGITS)
-_WHOLE: Final = make_heads("ratelimit", _SHORT)
 _TIME: Final = b";t="
+_KNOWN: Final = 512
+"""Number of forms in each generation. One takes 300 bytes, more with the longest names."""
 
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
+
+
+class _Form:
+    """The metadata of requests that continue, but for two numbers; the same for all numbers of so many digits.
+
+    Attributes:
+        head: what stands before it.
+        first: up to what is left.
+        second: from there to the seconds.
+        third: from there to what is left, again; the seconds follow once more.
+    """
+
+    __slots__ = ("first", "head", "second", "third")
+
+    def __init__(self, policy: str, subject: BudgetSubject, left: int, seconds: int) -> None:
+        """For `left` and `seconds` digits."""
+        quoted = f'"{policy.translate(_SAFE)}";r='.encode()
+        whole = len(quoted) + left + len(_TIME) + seconds
+        limit = write_text("ratelimit_limit", f"{floor(subject.limit)}")
+        self.first = limit + write_text(RULE, subject.rule) + write_text_head("ratelimit_remaining", left)
+        self.second = write_text_head("ratelimit_reset", seconds)
+        self.third = write_text_head("ratelimit", whole) + quoted
+        self.head = write_entries_head(
+            len(self.first) + left + len(self.second) + seconds + len(self.third) - len(quoted) + whole
+        )
+
+
+_FORMS: Final[Memo[tuple[str, str, float, int, int], _Form]] = Memo(_KNOWN)
+"""By policy, rule, limit, and the numbers of digits."""
 
 
 def list_rate_limit(subject: BudgetSubject, policy: str, seconds: int) -> list[tuple[str, str]]:
@@ -52,6 +75,9 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
 
 def find_tightest(budgets: Sequence[BudgetCandidate]) -> tuple[str, BudgetSubject] | None:
     """The budget of which the smallest share is left, and its policy; None if no rule applies."""
+    if len(budgets) == 1:  # usually
+        only = budgets[0]
+        return (only.plan.id, only.told) if only.told.rule else None
     found: tuple[str, BudgetSubject] | None = None
     least = 0.0
     for each in budgets:
@@ -82,18 +108,17 @@ def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> 
 
 def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
     """The same as `describe_budgets`, as bytes for a request that just continues, with SESSIONS; empty for nothing."""
-    entries = [write_text(SESSIONS, calls)] if calls else []
     found = find_tightest(budgets)
-    if found is not None:
-        policy, subject = found
-        known = policy, subject.rule, subject.limit
-        fixed = _FIXED.get(known)
-        if fixed is None:
-            rule = write_text(RULE, subject.rule)
-            fixed = write_text("ratelimit_limit", f"{floor(subject.limit)}") + rule, f'"{policy.translate(_SAFE)}";r='.encode()
-            _FIXED.put(known, fixed)
-        left, seconds = str(max(0, floor(subject.left))).encode(), str(subject.reset).encode()
-        whole = b"".join([fixed[1], left, _TIME, seconds])
-        entries += [fixed[0], _REMAINING[len(left)], left, _RESET[len(seconds)], seconds]
-        entries += [_WHOLE[len(whole)], whole] if len(whole) < _SHORT else [write_text("ratelimit", whole.decode())]
-    return write_entries(entries) if entries else b""
+    if found is None:
+        return write_entries([write_text(SESSIONS, calls)]) if calls else b""
+    policy, subject = found
+    left, seconds = str(int(max(0.0, subject.left))).encode(), str(subject.reset).encode()
+    known = policy, subject.rule, subject.limit, len(left), len(seconds)
+    form = _FORMS.get(known)
+    if form is None:
+        form = _Form(policy, subject, len(left), len(seconds))
+        _FORMS.put(known, form)
+    if calls:
+        told = [write_text(SESSIONS, calls), form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
+        return write_entries(told)
+    return b"".join([form.head, form.first, left, form.second, seconds, form.third, left, _TIME, seconds])

@@ -78,14 +78,19 @@ def write_text(key: str, text: str) -> bytes:
     return b"".join([head, field, _TAGS[_VALUE], _LENGTHS[value], _TAGS[_STRING], _LENGTHS[size], raw])
 
 
-def make_heads(key: str, most: int) -> list[bytes]:
-    """What stands before a text of each length below `most` in the entry of a key."""
-    return [write_text(key, "x" * size)[: -size or None] for size in range(most)]
+def write_text_head(key: str, size: int) -> bytes:
+    """What stands before a text of this many bytes, at least one, in the entry of a key."""
+    return write_text(key, "x" * size)[:-size]
 
 
 def write_entries(entries: list[bytes]) -> bytes:
     """The field that `write_metadata` writes, with entries that are written already."""
     return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, write_field(_STRUCT, b"".join(entries))))
+
+
+def write_entries_head(size: int) -> bytes:
+    """What stands before entries of this many bytes, at least one, in that field."""
+    return write_entries([bytes(size)])[:-size]
 
 
 def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold

@@ -37,9 +37,6 @@ HIGHEST: Final = 4_000_000_000_000_000
 BudgetState: TypeAlias = tuple[int, int, int, int]
 """The state of all kinds; the last two are 0 except for `BREAKER`. Times are in milliseconds since 1970."""
 
-_STATE: Final = struct.Struct("<qqqq")
-STATE_SIZE: Final = _STATE.size
-
 
 class Take:
     """What a request is to take from one budget, or what it gives back; never changed.
@@ -130,17 +127,6 @@ class Taken:
 
     def _list(self) -> tuple[bool, bool, int, int, int, int]:
         return self.granted, self.fits, self.left, self.wait_ms, self.start, self.reset_ms
-
-
-def pack_state(state: BudgetState) -> bytes:
-    """Pack a state for the memory store."""
-    return _STATE.pack(*state)
-
-
-def unpack_state(value: bytes) -> BudgetState:
-    """Unpack what `pack_state` made."""
-    first, second, third, fourth = _STATE.unpack(value)
-    return first, second, third, fourth
 
 
 def advance(state: BudgetState | None, take: Take, now: int) -> BudgetState:

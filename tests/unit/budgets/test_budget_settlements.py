@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,35 @@ def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
     pending.settle(*store.answers)
 
     assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_task_that_is_cancelled_while_it_waits_for_the_store_pays_nothing(late: bool) -> None:  # a parameter
+    """As with gRPC by grpcio; also if the answer has arrived, but the task has not gone on yet."""
+    store = Slow()
+    service = make_service(limited(bucket(burst=9, per_second=0.001)), store=store)
+    store.waiting = pending = Pending()
+    reply = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
+    assert isinstance(reply, Later)
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(wait_for_reply(reply))
+        await asyncio.sleep(0)
+        if not late:
+            pending.settle(*store.answers)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        pending.settle(*store.answers)
+
+    asyncio.run(leave())
+
+    assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
+
+
+async def wait_for_reply(reply: Later) -> None:
+    """Wait as a task does that answers a stream."""
+    await reply
 
 
 class HalfAway(FailingStore):
