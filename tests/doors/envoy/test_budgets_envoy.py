@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -82,7 +83,8 @@ POLICIES = bundle(
 class Shop:
     """Envoy before a model that reports tokens, two replicas and Valkey."""
 
-    def __init__(self, made: Stack, model: Model, valkey: Server) -> None:
+    def __init__(self, made: Stack, model: Model, valkey: Server, tokens: Path) -> None:
+        self.tokens = tokens
         self.made = made
         self.model = model
         self.valkey = valkey
@@ -104,15 +106,17 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """One for all tests."""
-    model = Model()
+    model, tokens = Model(), tmp_path_factory.mktemp("operator") / "tokens"
+    tokens.write_text("sesame-sesame-sesame-sesame")
+    flags = ["--admin-token-file", str(tokens)]
     try:
         with (
             server() as valkey,
-            stack(POLICIES, "--store", f"redis://127.0.0.1:{valkey.port}", replicas=2, upstream=model.address) as made,
+            stack(POLICIES, "--store", f"redis://127.0.0.1:{valkey.port}", *flags, replicas=2, upstream=model.address) as made,
         ):
-            yield Shop(made, model, valkey)
+            yield Shop(made, model, valkey, tokens)
     finally:
         model.stop()
 
@@ -249,7 +253,8 @@ def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.Cap
     row: dict[str, Any] = eventually(find_row, "the row of the caller")
     command = row["commands"]["free"]
 
-    assert main([*shlex.split(command)[1:-1], "2", "--admin", first.admin_url, "--admin", second.admin_url]) == 0
+    both = ["--admin", first.admin_url, "--admin", second.admin_url, "--token-file", str(shop.tokens)]
+    assert main([*shlex.split(command)[1:-1], "2", *both]) == 0
 
     assert (row["limit"], row["left"]) == (3, pytest.approx(0, abs=0.5))
     assert "not added again" in capsys.readouterr().err
