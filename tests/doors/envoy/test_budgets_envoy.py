@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from extproc.cli.main import main
 from tests.support.documents import bundle
 from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
 from tests.support.servers import Server, server
@@ -80,7 +83,8 @@ POLICIES = bundle(
 class Shop:
     """Envoy before a model that reports tokens, two replicas and Valkey."""
 
-    def __init__(self, made: Stack, model: Model, valkey: Server) -> None:
+    def __init__(self, made: Stack, model: Model, valkey: Server, tokens: Path) -> None:
+        self.tokens = tokens
         self.made = made
         self.model = model
         self.valkey = valkey
@@ -102,15 +106,17 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     """One for all tests."""
-    model = Model()
+    model, tokens = Model(), tmp_path_factory.mktemp("operator") / "tokens"
+    tokens.write_text("sesame-sesame-sesame-sesame")
+    flags = ["--admin-token-file", str(tokens)]
     try:
         with (
             server() as valkey,
-            stack(POLICIES, "--store", f"redis://127.0.0.1:{valkey.port}", replicas=2, upstream=model.address) as made,
+            stack(POLICIES, "--store", f"redis://127.0.0.1:{valkey.port}", *flags, replicas=2, upstream=model.address) as made,
         ):
-            yield Shop(made, model, valkey)
+            yield Shop(made, model, valkey, tokens)
     finally:
         model.stop()
 
@@ -232,6 +238,29 @@ def test_the_openai_sdk_waits_as_long_as_it_is_told(shop: Shop) -> None:
         call()
     assert refusal.value.code == "token_bucket_exceeded"
     assert "x-should-retry" not in refusal.value.response.headers
+
+
+def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command in the row of `/budgets` adds on both replicas, once, although it is sent to both."""
+    first, second = shop.made.replicas
+
+    def find_row() -> dict[str, Any] | None:
+        rows = json.loads(first.get("/budgets?policy=minimal&sort=refused")[1])["budgets"]
+        return next((row for row in rows if row["caller"] not in before and row["refused"]), None)
+
+    before = {row["caller"] for row in json.loads(first.get("/budgets?policy=minimal")[1])["budgets"]}
+    assert [shop.ask("/minimal/x", "gus").status for _ in range(5)] == [200, 200, 200, 429, 429]
+    row: dict[str, Any] = eventually(find_row, "the row of the caller")
+    command = row["commands"]["free"]
+
+    both = ["--admin", first.admin_url, "--admin", second.admin_url, "--token-file", str(shop.tokens)]
+    assert main([*shlex.split(command)[1:-1], "2", *both]) == 0
+
+    assert (row["limit"], row["left"]) == (3, pytest.approx(0, abs=0.5))
+    assert "not added again" in capsys.readouterr().err
+    assert [shop.ask("/minimal/x", "gus").status for _ in range(3)] == [200, 200, 429]
+    assert main(["top", "--once", "--policy", "minimal", "--admin", second.admin_url]) == 0
+    assert "minimal/minimal-rule" in capsys.readouterr().out
 
 
 def test_a_kill_switch_comes_first(shop: Shop) -> None:

@@ -86,6 +86,38 @@ def test_eighty_columns_have_what_matters() -> None:
     assert "\x1b" not in fourth
 
 
+def make_budget(**changes: Any) -> dict[str, Any]:  # noqa: ANN401  # fields of a row
+    """A caller's budget."""
+    row = {
+        "caller": CALLER, "alias": None, "labels": None, "descriptors": None, "policy": "team", "mode": "enforce",
+        "rule": "dollars", "limit": 50, "left": 4.5, "unit": "dollars", "used_percent": 91.0, "open": False,
+        "reset_seconds": 7_200, "refused": 3, "commands": {"free": "loopguard grant --amount 5"},
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_tightest_budgets_stand_below_the_loops(width: int) -> None:
+    """In a line each that never wraps; a line says that no caller has used any; without budgets, there is nothing."""
+    total = {"callers": 2, "used_up": 0, "open_breakers": 1, "refused": 3}
+    rows = [make_budget(), make_budget(rule="circuit_breaker", open=True, reset_seconds=None, unit=None, mode="shadow")]
+    budgets = {"known": 2, "exist": True, "note": None, "total": total, "budgets": rows}
+    report = make_report(*ROWS)
+
+    lines = show({**report, "budgets": budgets}, width)
+    place = lines.index("budgets of 2 callers: 0 used up, 3 refused, 1 open breaker")
+
+    assert lines[place + 1].startswith("  open  team/circuit_breaker (shadow)")
+    assert lines[place + 2].startswith("  91 %  team/dollars  4.5 of 50 dollars left, whole in 2h00m  3 refused")
+    assert all(cell_len(line) <= width for line in lines)
+    assert "budgets: nothing yet" in show(
+        {**report, "budgets": {**budgets, "known": 0, "budgets": [], "note": "nothing yet"}}, 80
+    )
+    unused = {**budgets, "known": 0, "exist": False, "budgets": []}
+    assert show({**report, "budgets": unused}, width) == show(report, width)
+    assert "loopguard grant --amount 5 --admin x" in list_commands({**report, "budgets": budgets}, " --admin x")
+
+
 def test_wider_terminals_say_more() -> None:
     """Columns are added, none goes, and cells get the room that is left."""
     heads = [next(line for line in show(make_report(*ROWS), width) if "what repeats" in line) for width in (80, 120, 160, 250)]

@@ -44,6 +44,8 @@ from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import LIMITS, Standing
 from tests.support.browser import BROWSER, Browser, browsing
+from tests.support.budget_policies import ask, bucket, limited
+from tests.support.budget_policies import serve as serve_budgets
 from tests.support.documents import policy
 from tests.support.harness import PATIENCE, eventually
 from tests.support.messages import body, headers
@@ -173,6 +175,30 @@ def test_the_page_shows_sessions() -> None:
     assert f'<a href="/sessions/{"5" * 16}">' in text
     assert "walker" in narrowed
     assert "runner" not in narrowed
+
+
+def test_the_page_shows_budgets() -> None:
+    """The tightest first, with the command that gives more; a line if nobody has used any; nothing without budgets."""
+    service, _ = serve_budgets(limited(bucket(0.001, 2, name="<b>rate", keys=["header:x-user-id"])), show_callers=True)
+    with serving(service) as url:
+        unused = re.sub(r"\s+", " ", fetch(url)[1])
+        for _ in range(3):
+            ask(service, x_user_id="runner")
+        text = re.sub(r"\s+", " ", fetch(url)[1])
+    with serving(make_night()) as url:
+        without = fetch(url)[1]
+
+    assert "No request of a caller with a budget in the last hour." in unused
+    for shown in (
+        "<h2>Budgets</h2>",
+        "x-user-id: <b>runner</b>",
+        "&lt;b&gt;rate",
+        "100 %",
+        "2 requests in a burst",
+        "--amount 1<",
+    ):
+        assert shown in text, shown
+    assert "<h2>Budgets</h2>" not in without
 
 
 def test_each_row_has_the_commands_to_copy_and_the_orders_that_stand() -> None:
