@@ -25,7 +25,7 @@ from extproc.budgets.rule_keys import (
     TokenBucket,
     TokenBucketLlm,
 )
-from extproc.budgets.subject import BudgetSubject
+from extproc.budgets.subject import DOLLAR_UNIT, REQUEST_UNIT, BudgetSubject
 from extproc.decision import SEVERITY, Action, Outcome, Reason, RefusalForm
 from extproc.objects import copy_text
 from extproc.request.fingerprint import hash_tenant, join_descriptors
@@ -54,6 +54,10 @@ _WHOLE: Final = 100
 _SAFE_NAME: Final = ""
 
 ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
+
+
+_BEHIND: Final = 1e12
+"""More than any share."""
 
 
 class BudgetLimit:
@@ -155,7 +159,7 @@ class BudgetRule:
             self.cost = CostKey(bucket.cost_source, bucket.fixed_cost, bucket.default_cost)
             rate = scale(bucket.tokens_per_second or bucket.rps or 0, BUCKET_UNITS // _MS_PER_SECOND)
             words, reason = "a burst", Reason.TOKEN_BUCKET_EXCEEDED
-            unit = "requests" if bucket.cost_source == FIXED and bucket.fixed_cost == 1 else ""
+            unit = REQUEST_UNIT if bucket.cost_source == FIXED and bucket.fixed_cost == 1 else ""
             self.limits = [BudgetLimit("bucket", BUCKET, bucket.burst, BUCKET_UNITS, reason, words, unit, rate=max(1, rate))]
         elif rule.algorithm == "cost_based":
             self._compile_cost(CostBased.model_validate(rule.algorithm_config))
@@ -169,7 +173,7 @@ class BudgetRule:
         self.cost = CostKey(config.cost_key, config.fixed_cost, config.default_cost, rates)
         share = min([stage.threshold_percent for stage in config.staged_actions if stage.action == REJECT])
         span, offset = _PERIODS[config.period], _FIRST_SUNDAY if config.period == "7d" else 0
-        unit = "dollars" if config.cost_key == DOLLARS else "tokens" if config.cost_key in MEASURED else ""
+        unit = DOLLAR_UNIT if config.cost_key == DOLLARS else "tokens" if config.cost_key in MEASURED else ""
         words = _SPANS[config.period]
         self.limits = [
             BudgetLimit(
@@ -349,7 +353,7 @@ class BudgetGuard:
             for limit in rule.limits:
                 limit.place = f"{self._key}{rule.quoted}:{limit.suffix}:"
         if self.breaker is not None:
-            self.breaker.place = f"{self._key}{_BREAKER}:{self.breaker.suffix}:"
+            self.breaker.place = f"{self._key}{CIRCUIT_BREAKER}:{self.breaker.suffix}:"
 
     @property
     def lifetime_seconds(self) -> int:
@@ -457,11 +461,13 @@ def reserve(rule: BudgetRule, limit: BudgetLimit, amount: int, scope: str, tenan
 
 
 def find_tightest(reserved: list[Reservation]) -> Reservation | None:
-    """The budget of which the smallest share is left; breakers are no budgets."""
-    tightest, least = None, 2.0
+    """The budget of which the smallest share is left, one of dollars only if there is no other; breakers are no budgets."""
+    tightest, least = None, 2 * _BEHIND
     for each in reserved:
         if each.limit.kind != BREAKER and each.taken is not None:
             share = each.taken.left / max(1, each.take.limit)
+            if each.limit.unit == DOLLAR_UNIT:
+                share += _BEHIND
             if share < least:
                 tightest, least = each, share
     return tightest

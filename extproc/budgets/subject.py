@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from math import floor
+from typing import Final
 
 from extproc.decision import Advice, Framed, Outcome, Reason
+
+DOLLAR_UNIT: Final = "dollars"
+REQUEST_UNIT: Final = "requests"
 
 
 class BudgetSubject:
@@ -72,7 +76,7 @@ class BudgetSubject:
         if self.reason is Reason.CIRCUIT_BREAKER_OPEN:
             return self._write_open(outcome)
         allowed, asked = _write(self.limit, self.unit), _write(self.asked, self.unit)
-        if self.unit in ("tokens", "dollars"):
+        if self.unit in ("tokens", DOLLAR_UNIT):
             asked = f"about {asked}"
         if self.final:
             most = f"at most {allowed}{f' in {self.span}' if self.span else ' for one request'}"
@@ -105,7 +109,7 @@ class BudgetSubject:
 
 def _write(amount: float, unit: str) -> str:
     """An amount for people."""
-    if unit == "requests":
+    if unit == REQUEST_UNIT:
         return f"{floor(amount)} request{'' if floor(amount) == 1 else 's'}"
     shown = f"{amount:.9g}"
     return f"{shown} {unit}" if unit else shown

@@ -7,7 +7,7 @@ from math import floor
 from typing import Any, Final
 
 from extproc.bounded import Memo
-from extproc.budgets.subject import BudgetSubject
+from extproc.budgets.subject import DOLLAR_UNIT, BudgetSubject
 from extproc.decision import Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_entries_head, write_text, write_text_head
@@ -68,21 +68,25 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
     """The headers of a refusal."""
     again = lead.retry_after
     headers = [("x-should-retry", "false")] if again is None else [("Retry-After", str(again))]
-    headers += list_rate_limit(subject, lead.policy, subject.reset if again is None else again)
+    if subject.unit != DOLLAR_UNIT:
+        headers += list_rate_limit(subject, lead.policy, subject.reset if again is None else again)
     headers += [("X-Fairvisor-Reason", subject.reason.value), ("x-loopguard-policy", lead.policy)]
     return [*headers, ("x-loopguard-rule", subject.rule)] if subject.rule.isascii() else headers
 
 
 def find_tightest(budgets: Sequence[BudgetCandidate]) -> tuple[str, BudgetSubject] | None:
-    """The budget of which the smallest share is left, and its policy; None if no rule applies."""
+    """The budget of which the smallest share is left, and its policy; None if no rule applies.
+
+    Dollars have no headers: these are whole numbers of what a client counts.
+    """
     if len(budgets) == 1:  # usually
         only = budgets[0]
-        return (only.plan.id, only.told) if only.told.rule else None
+        return (only.plan.id, only.told) if only.told.rule and only.told.unit != DOLLAR_UNIT else None
     found: tuple[str, BudgetSubject] | None = None
     least = 0.0
     for each in budgets:
         subject = each.told
-        if subject.rule and (found is None or subject.share < least):
+        if subject.rule and subject.unit != DOLLAR_UNIT and (found is None or subject.share < least):
             found, least = (each.plan.id, subject), subject.share
     return found
 
@@ -95,6 +99,8 @@ def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> 
     lead = decision.lead
     if lead is not None and isinstance(lead.subject, BudgetSubject) and lead.subject.rule:
         policy, subject = lead.policy, lead.subject
+        if subject.unit == DOLLAR_UNIT:
+            return {RULE: subject.rule}
         seconds = subject.reset if lead.retry_after is None else lead.retry_after
     else:
         found = find_tightest(budgets)

@@ -314,3 +314,36 @@ def test_bypassed_requests_pay_nothing() -> None:
     service, _ = serve(limited(bucket(burst=1), bypass=[{"header": "x-health"}]))
 
     assert [refused(ask(service, x_health="1")) for _ in range(3)] == ["", "", ""]
+
+
+def test_dollars_have_no_headers_of_whole_numbers() -> None:
+    """A dime would be a limit of 0; of two rules, the other is told."""
+    amounts = {
+        "period": "1d",
+        "cost_key": "usage:dollars",
+        "unknown_model": {"input": 1, "output": 1},
+        "staged_actions": REJECT,
+    }
+    dime = rule("cost_based", budget=0.000001, **amounts)
+    alone, _ = serve(limited(rule("cost_based", budget=0.1, **amounts)))
+    both, _ = serve(limited({**rule("cost_based", budget=0.1, **amounts), "name": "dime"}, bucket(burst=5)))
+    empty, _ = serve(limited(dime))
+
+    answer = ask(empty, content=chat("word " * 100))
+
+    assert not [name for name in metadata_of(ask(alone)) if name.startswith("ratelimit")]
+    assert metadata_of(ask(both))["ratelimit_limit"] == "5"
+    assert refused(answer) == "budget_exceeded"
+    assert not [name for name in headers_of(answer) if name.lower().startswith("ratelimit")]
+    assert not [name for name in metadata_of(answer) if name.startswith("ratelimit")]
+
+
+def test_a_refusal_counts_in_whole_requests() -> None:
+    """Fixed costs are known, and a second is one."""
+    service, _ = serve(limited(bucket(burst=1, per_second=1)))
+    ask(service)
+
+    message = ask(service).immediate_response.body.decode()
+
+    assert "allows 1 request in" in message
+    assert "0 requests of that is left, and this request needs 1 request. Send it again in 1 second." in message
