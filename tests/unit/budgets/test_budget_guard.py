@@ -318,7 +318,7 @@ def test_bypassed_requests_pay_nothing() -> None:
 
 def test_dollars_have_no_headers_of_whole_numbers() -> None:
     """A dime would be a limit of 0; of two rules, the other is told."""
-    amounts = {
+    amounts: Any = {
         "period": "1d",
         "cost_key": "usage:dollars",
         "unknown_model": {"input": 1, "output": 1},
