@@ -104,14 +104,9 @@ class Reporter:
                 loops[labels] = loops.get(labels, 0) + 1
         if sessions := evaluation.sessions:
             self.report_sessions(sessions, decision.steer or decision.lead)
-        if evaluation.inspects:
-            self._report_compared(evaluation)
+        for policy in evaluation.list_compared_exactly() if evaluation.inspects else ():
+            metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)
-
-    def _report_compared(self, evaluation: Evaluation) -> None:
-        """Count requests whose bodies were compared exactly, although they were to be inspected."""
-        for policy in evaluation.list_compared_exactly():
-            self._metrics.compared_exactly.labels(policy).inc()
 
     def weigh(self, evaluation: Evaluation, decision: Decision) -> Decision:
         """The decision about a request in a loop, changed if its tool fails for many."""

@@ -21,7 +21,7 @@ _KNOWN: Final = 512
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
 
-class _Form:
+class _BudgetForm:
     """The metadata of requests that continue, but for two numbers; the same for all numbers of so many digits.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Form:
         )
 
 
-_FORMS: Final[Memo[tuple[str, str, float, int, int], _Form]] = Memo(_KNOWN)
+_FORMS: Final[Memo[tuple[str, str, float, int, int], _BudgetForm]] = Memo(_KNOWN)
 """By policy, rule, limit, and the numbers of digits."""
 
 
@@ -122,7 +122,7 @@ def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
     known = policy, subject.rule, subject.limit, len(left), len(seconds)
     form = _FORMS.get(known)
     if form is None:
-        form = _Form(policy, subject, len(left), len(seconds))
+        form = _BudgetForm(policy, subject, len(left), len(seconds))
         _FORMS.put(known, form)
     if calls:
         told = [write_text(SESSIONS, calls), form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
