@@ -568,7 +568,7 @@ def _remark_on_hashes(hashes: Sequence[tuple[str, str]], seen: Seen | None) -> I
         if value not in getattr(seen, kind):
             yield (
                 f"as far as this server knows, this does nothing: the {kind[:-1]} {value} was not reported in the last hour. "
-                "Take hashes from the server's log or from /loops; hashes from a replay match no request"
+                "Take hashes from the server's log, from /loops, or from a replay of recorded requests"
             )
 
 

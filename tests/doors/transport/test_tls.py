@@ -403,7 +403,8 @@ def test_no_other_client_can_ask(at_door: AtDoor, folder: Path, who: str) -> Non
         else:
             status = await door.ask(credentials_of(issue_client(folder, "stranger.example")))
 
-        assert status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED)
+        # A client that is refused while it still sends may report the end of the stream as INTERNAL.
+        assert status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INTERNAL)
         assert counted(door) == 0
         assert await door.ask(credentials_of(issue_client(folder, ENVOY))) is grpc.StatusCode.OK
 
