@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Final, NamedTuple, Protocol
 
@@ -22,6 +22,8 @@ SEVERITY = {action: rank for rank, action in enumerate(Action)}
 
 NOTED: Final = frozenset({Action.STEER, Action.LAND})
 """Actions that put a note for the model into the request."""
+
+_ACTING: Final = frozenset(Action) - {Action.ALLOW}
 
 
 class Reason(str, Enum):
@@ -357,21 +359,21 @@ class Decision:
 
     def let_pass(self) -> Decision:
         """A copy for a request of which a part has been sent on: it can only be warned about."""
-        trace = [
-            outcome.change_action(Action.WARN) if outcome.action is not Action.ALLOW and outcome.mode == "enforce" else outcome
-            for outcome in self.trace
-        ]
         lead = self.lead.change_action(Action.WARN) if self.lead is not None else None
-        return Decision(lead, self.shadow, trace, warning=self.warning)
+        return Decision(lead, self.shadow, self._warn_of(_ACTING), warning=self.warning)
 
     def warn_instead(self) -> Decision:
         """A copy for a request that cannot be edited: actions that need a note become warnings."""
-        trace = [
-            outcome.change_action(Action.WARN) if outcome.action in NOTED and outcome.mode == "enforce" else outcome
-            for outcome in self.trace
-        ]
+        trace = self._warn_of(NOTED)
         lead = find_strictest([outcome for outcome in trace if outcome.mode == "enforce"])
         return Decision(lead, self.shadow, trace, warning=True)
+
+    def _warn_of(self, actions: Collection[Action]) -> list[Outcome]:
+        """The outcomes, with warnings in place of these actions."""
+        return [
+            outcome.change_action(Action.WARN) if outcome.action in actions and outcome.mode == "enforce" else outcome
+            for outcome in self.trace
+        ]
 
 
 def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:

@@ -1,1 +1,1 @@
-"""Budgets: what a caller may use in a time, as `rules`, `fallback_limit` and `circuit_breaker` of a policy say."""
+"""Budgets: how much a caller may use over time, as `rules`, `fallback_limit` and `circuit_breaker` of a policy say."""

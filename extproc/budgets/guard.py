@@ -31,7 +31,6 @@ from extproc.objects import copy_text
 from extproc.request.fingerprint import hash_tenant, join_descriptors
 from extproc.request.http import HttpRequest
 from extproc.sessions.limits import make_rates
-from extproc.sessions.rates import Usage
 from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, PERIOD, Take, Taken
 
 BUDGET: Final = "budget"
@@ -51,10 +50,8 @@ _SPANS: Final = {"5m": "5 minutes", "1h": "an hour", "1d": "a day", "7d": "a wee
 _MS_PER_MINUTE: Final = 60_000
 _MS_PER_SECOND: Final = 1_000
 _WHOLE: Final = 100
-_SAFE_NAME: Final = ""
 
 ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
-
 
 _BEHIND: Final = 1e12
 """More than any share."""
@@ -112,9 +109,9 @@ class BudgetLimit:
         self.flat = 0
         self.place = ""
 
-    def make_take(self, key: str, amount: int, granted: int = 0) -> Take:
-        """The question, with a limit raised by what an operator has granted."""
-        return Take(key, self.kind, amount, self.limit + granted * self.units, self.rate, self.span, self.offset)
+    def make_take(self, key: str, amount: int) -> Take:
+        """The question for the store."""
+        return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset)
 
 
 class BudgetStage:
@@ -137,7 +134,7 @@ class BudgetRule:
         cost: how its cost is found.
         limits: what it limits.
         stages: what happens before its budget is used up, latest first.
-        llm: the keys of `token_bucket_llm`; None for other algorithms.
+        hints: clients may give their own estimate of a prompt's tokens.
         refusal: how it refuses.
     """
 
@@ -148,7 +145,7 @@ class BudgetRule:
 
     def __init__(self, rule: Rule) -> None:
         self.name = copy_text(rule.name)
-        self.quoted = quote(self.name, safe=_SAFE_NAME)
+        self.quoted = quote(self.name, safe="")
         self.hints = False
         self.stages: list[BudgetStage] = []
         self._answer, self._most_answer, self._most_prompt, self._most_tokens = 1000.0, 0.0, 0.0, 0.0
@@ -288,9 +285,8 @@ class BudgetGuard:
         has_fallback: the last rule is the fallback.
         breaker: the limit of its circuit breaker; None for none.
         alerts: the line in the log about an open breaker has `alert`.
-        needs_body: the cost of a rule depends on the body.
+        needs_body: the cost of a rule depends on the body, and is settled after the response.
         steers: a stage adds a note.
-        settles: what a rule takes is settled after the response.
         similarity_name: as of a detector.
         steer_note: as of a detector.
         refuses_later: as of a detector.
@@ -308,7 +304,6 @@ class BudgetGuard:
         "policy",
         "refuses_later",
         "rules",
-        "settles",
         "shadow",
         "similarity_name",
         "steer_note",
@@ -346,7 +341,6 @@ class BudgetGuard:
             if rules:
                 self.breaker_rule = self.rules[0]
         self.needs_body = any(rule.reads_body for rule in self.rules)
-        self.settles = self.needs_body
         self.steers = any(rule.steers for rule in self.rules)
         self._key = f"{namespace}budget1:{policy}:"
         for rule in self.rules:
@@ -496,11 +490,6 @@ ONE: Final = BudgetRule(Rule(name="one", algorithm="token_bucket", algorithm_con
 
 NOTHING: Final = BudgetSubject("", Reason.BUDGET_EXCEEDED, 1, 1, 0, "", 0, "")
 """The subject of a request to which no rule applies."""
-
-
-def measure(rule: BudgetRule, limit: BudgetLimit, usage: Usage, model: str) -> int:
-    """What a response has used of a limit, in its units."""
-    return rule.cost.measure(usage, model, limit.units)
 
 
 def read_hint(request: HttpRequest) -> int:

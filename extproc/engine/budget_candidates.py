@@ -47,7 +47,7 @@ class BudgetCandidate(Candidate):
         told: the budget to tell the client about: the one of the verdict.
     """
 
-    __slots__ = ("_body", "_chosen", "_costs", "_plan", "_request", "budget", "model", "oversize", "reserved", "told")
+    __slots__ = ("_body", "_chosen", "_plan", "_request", "budget", "model", "oversize", "reserved", "told")
 
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)

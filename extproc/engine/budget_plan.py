@@ -58,13 +58,8 @@ class PlannedRule:
         """
         values: Values = []
         for descriptor in self.head:
-            value = descriptor.read(request, descriptor.argument)
-            if len(value) > MAX_DESCRIPTOR:
-                raise NotCounted("descriptor_too_long")
-            if not value:
-                missing.append((policy, descriptor.key))
+            if not _add(values, descriptor, descriptor.read(request, descriptor.argument), policy, missing):
                 return None
-            values.append((descriptor.name, value))
         return values
 
     def read_body(
@@ -77,14 +72,20 @@ class PlannedRule:
             found = None
         values = [*values]
         for descriptor, pointer in self.body:
-            value = find(found, pointer)
-            if len(value) > MAX_DESCRIPTOR:
-                raise NotCounted("descriptor_too_long")
-            if not value:
-                missing.append((policy, descriptor.key))
+            if not _add(values, descriptor, find(found, pointer), policy, missing):
                 return None
-            values.append((descriptor.name, value))
         return values
+
+
+def _add(values: Values, descriptor: Descriptor, value: str, policy: str, missing: list[tuple[str, str]]) -> bool:
+    """Add a descriptor's value, or note that it is missing; returns whether it is there."""
+    if len(value) > MAX_DESCRIPTOR:
+        raise NotCounted("descriptor_too_long")
+    if not value:
+        missing.append((policy, descriptor.key))
+        return False
+    values.append((descriptor.name, value))
+    return True
 
 
 EVERYONE: Final = PlannedRule(ONE, Rule(name="all", algorithm="token_bucket", algorithm_config={}), (), ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from extproc.budgets.guard import BudgetGuard, measure
+from extproc.budgets.guard import BudgetGuard
 from extproc.engine.budget_candidates import BUDGETS
 from extproc.engine.engine import Engine
 from extproc.engine.settlements import Entry
@@ -80,7 +80,7 @@ def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str) -> S
     if known is None:
         return None
     owner, limit = known
-    used = 0 if entry.refused or entry.unsent else measure(owner, limit, entry.usage, model)
+    used = 0 if entry.refused or entry.unsent else owner.cost.measure(entry.usage, model, limit.units)
     take = limit.make_take(key, amount).settle(amount - used, start)
     return SettledBudget(take, guard.policy, guard.mode, owner.name, used / limit.units, amount / limit.units)
 

@@ -538,7 +538,7 @@ class Evaluation:
         group.admit_budget(plan, budget, self.request, self._last)
         if group.budgets:
             self.budgets = [*self.enforcing.budgets, *self.shadow.budgets] if self.budgets else group.budgets
-            self.settles = self.settles or budget.guard.settles
+            self.settles = self.settles or budget.guard.needs_body
         if budget.needs_body or budget.guard.steers:
             self.inspects, self.steers = max(self.inspects, plan.inspects), max(self.steers, plan.steers)
 

@@ -425,7 +425,7 @@ class Plan:
         "watching",
     )
 
-    def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:  # one statement for each part
+    def __init__(self, policy: Policy, parts: Parts, *, shadow: bool) -> None:
         """Compile; keeps no reference to the policy's own objects, which take several times as much memory."""
         spec = policy.spec
         self.id = copy_text(policy.id)
@@ -564,7 +564,7 @@ class Plan:
         return values
 
     def check_head(self, request: HttpRequest) -> None:
-        """Raise NotCounted for a request that the policy never counts, whoever sends it."""
+        """Raise NotCounted for a request that the policy never counts, from any caller."""
         if self._bypass and any(_bypasses(entry, request) for entry in self._bypass):
             raise NotCounted(BYPASS)
         if is_too_long(request.target, request.query):

@@ -12,6 +12,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from copy import copy
 from time import time
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -46,6 +47,35 @@ class BoardDocument(Protocol):
     @classmethod
     def merge(cls, documents: Iterable[Self], now: float) -> Self:
         """Merge documents of several replicas, without rows that are too old; `now` in seconds since 1970."""
+
+
+class MergedRow(Protocol):
+    """A row that other replicas have as well; `last` is the time of its last request, in seconds since 1970."""
+
+    last: float
+
+    @property
+    def name(self) -> tuple[str, ...]:
+        """The same on all replicas."""
+
+    def absorb(self, other: Self, /) -> None:
+        """Add what another replica knows of the same row."""
+
+
+AnyRow = TypeVar("AnyRow", bound=MergedRow)
+
+
+def merge_rows(rows: Iterable[AnyRow], since: float) -> list[AnyRow]:
+    """One row for each name that had a request since then; the given ones stay as they are."""
+    merged: dict[tuple[str, ...], AnyRow] = {}
+    for row in rows:
+        if row.last < since:
+            continue
+        if (known := merged.get(row.name)) is None:
+            merged[row.name] = copy(row)
+        else:
+            known.absorb(row)
+    return list(merged.values())
 
 
 class BoardTable(Protocol[Made_co]):

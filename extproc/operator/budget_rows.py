@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from extproc.operator.board import KEPT_SECONDS, fit
+from extproc.operator.board import KEPT_SECONDS, fit, merge_rows
 from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, PERIOD, Take
 
 _MS = 1_000
@@ -139,15 +139,6 @@ class BudgetDocument(msgspec.Struct, array_like=True):
     @classmethod
     def merge(cls, documents: Iterable[BudgetDocument], now: float) -> BudgetDocument:
         """Merge documents; `now` is in seconds since 1970."""
-        merged: dict[tuple[str, ...], BudgetRow] = {}
-        left_out = 0
-        for document in documents:
-            left_out += document.left_out
-            for row in document.rows:
-                if row.last < now - KEPT_SECONDS:
-                    continue
-                if (known := merged.get(row.name)) is None:
-                    merged[row.name] = msgspec.structs.replace(row)
-                else:
-                    known.absorb(row)
-        return cls(sorted(merged.values(), key=lambda row: -row.last), left_out)
+        every = list(documents)
+        rows = merge_rows((row for document in every for row in document.rows), now - KEPT_SECONDS)
+        return cls(sorted(rows, key=lambda row: -row.last), sum(document.left_out for document in every))

@@ -11,7 +11,7 @@ from math import exp
 
 import msgspec
 
-from extproc.operator.board import KEPT_SECONDS, fit
+from extproc.operator.board import KEPT_SECONDS, fit, merge_rows
 
 PACE_SECONDS = 60.0
 """Time constant of a conversation's pace: what is older counts for little."""
@@ -115,15 +115,6 @@ class ConversationDocument(msgspec.Struct, array_like=True):
     @classmethod
     def merge(cls, documents: Iterable[ConversationDocument], now: float) -> ConversationDocument:
         """Merge documents, without rows that are too old; `now` in seconds since 1970."""
-        merged: dict[tuple[str, str], ConversationRow] = {}
-        left_out = 0
-        for document in documents:
-            left_out += document.left_out
-            for row in document.rows:
-                if row.last < now - KEPT_SECONDS:
-                    continue
-                if (known := merged.get(row.name)) is None:
-                    merged[row.name] = msgspec.structs.replace(row)
-                else:
-                    known.absorb(row)
-        return cls(list(merged.values()), left_out)
+        every = list(documents)
+        rows = merge_rows((row for document in every for row in document.rows), now - KEPT_SECONDS)
+        return cls(rows, sum(document.left_out for document in every))

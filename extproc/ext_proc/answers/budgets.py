@@ -22,7 +22,7 @@ _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
 
 class _BudgetForm:
-    """The metadata of requests that continue, but for two numbers; the same for all numbers of so many digits.
+    """The metadata of requests that continue, without two numbers; the same for all numbers with as many digits.
 
     Attributes:
         head: what stands before it.

@@ -74,6 +74,16 @@ def test_an_error_of_the_upstream_costs_nothing() -> None:
     assert left(service) == 10_000
 
 
+@pytest.mark.parametrize("status", [0, 401, 403, 429])
+def test_what_another_filter_refused_costs_nothing(status: int) -> None:
+    """Nothing was used, whether the client left (0) or a filter refused it: the estimate is given back."""
+    service, _ = serve(limited(LLM))
+
+    tell(service, ask(service, content=chat("hello")), status=status)
+
+    assert left(service) == 10_000
+
+
 def test_a_response_without_counts_is_estimated_by_its_size() -> None:
     """As for sessions: 4,000 bytes of a request and 800 of a response."""
     service, _ = serve(limited(LLM))
