@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,13 +33,23 @@ limit_integers()  # as the command does
 sys.path.append(str(ROOT / "envoy"))  # scripts, and what agents and their models share
 
 TESTS = ROOT / "tests"
-DRIVING = "tests/doors/agents"
-AGENTS = {path.name: f"agents {place % 2}" for place, path in enumerate(sorted((ROOT / DRIVING).glob("test_*.py")))}
+_SDKS = re.compile(
+    r"^ *(?:import|from) (?:anthropic|openai|google import genai|mcp|fastmcp|tests\.support\.(?:agents|frameworks|sdks))\b",
+    re.MULTILINE,
+)
+_DRIVERS = 3
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--build`, by which `make test` divides the tests."""
     parser.addoption("--build", choices=["sources", "compiled"], help="only what `make test` runs on this build")
+
+
+@cache
+def find_drivers() -> dict[str, str]:
+    """Which of a few workers has a module that drives agents, by its path."""
+    driving = [path for path in sorted(TESTS.rglob("test_*.py")) if _SDKS.search(path.read_text(encoding="utf-8"))]
+    return {path.relative_to(ROOT).as_posix(): f"agents {place % _DRIVERS}" for place, path in enumerate(driving)}
 
 
 @cache
@@ -52,13 +63,13 @@ def find_sharing(path: str) -> str:
 class Scopes(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
     """What shares servers stays with one worker; all else is divided finely, so that no worker is left with a long module.
 
-    Two workers have all modules that drive agents: each of their SDKs takes a second to import.
+    Three workers have all modules that drive agents: each of their SDKs takes a second to import.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        if path.startswith(f"{DRIVING}/"):
-            return AGENTS[Path(path).name]
+        if driver := find_drivers().get(path):
+            return driver
         sharing = find_sharing(path)
         if sharing == "module":
             return path

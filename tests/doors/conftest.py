@@ -12,6 +12,7 @@ import pytest
 from extproc.ext_proc.service import Service
 from tests.support.documents import bundle, policy
 from tests.support.harness import Stack, stack
+from tests.support.receivers import CA
 from tests.support.transport import TRANSPORTS, Run, Running, open_running
 
 _USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
@@ -28,6 +29,17 @@ SHARED_BUNDLE = bundle(
     policy("beside", {"pathExact": "/beside"}, **_USER),
     policy("canary", {"pathExact": "/beside"}, mode="shadow", threshold_identical_requests=2, **_USER),
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each client of an SDK reads all authorities that there are, for 30 ms, unless told of others; these tests use http."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.getbasetemp() / "authority.pem"
+        if not path.exists():
+            CA.cert_pem.write_to_path(str(path))
+        patch.setenv("SSL_CERT_FILE", str(path))
+        yield
 
 
 @pytest.fixture(scope="session", params=["fast", "grpcio"])

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 
 class Did(NamedTuple):
     """A turn by what it means: two are equal when `calls`, `results` and `user` are.
@@ -31,7 +33,8 @@ Writer = Callable[[Sequence[Did]], dict[str, Any]]
 def _spelled(arguments: dict[str, Any], number: int) -> str:
     """Arguments in a spelling that changes from turn to turn."""
     items = list(arguments.items())
-    return json.dumps(dict(items[::-1] if number % 2 else items), indent=number % 3 or None)
+    spelled = json.dumps(dict(items[::-1] if number % 2 else items))
+    return msgspec.json.format(spelled, indent=number % 3) if number % 3 else spelled
 
 
 def _numbered(turns: Sequence[Did]) -> list[tuple[int, Did]]:
