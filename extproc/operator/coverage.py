@@ -104,7 +104,7 @@ class Coverage:
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
 
     def note_unsteered(self, policies: Sequence[str], reason: str) -> None:
-        """Note a request that got a warning in place of a note."""
+        """Note a request that got a warning instead of a note."""
         for policy in policies:
             self._add((policy, "enforce", "", "", f"unsteered {reason}"))
 

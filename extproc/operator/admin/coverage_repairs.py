@@ -95,4 +95,4 @@ REPAIRS = {
 }
 
 UNKNOWN = Repair("could not be counted", "see loopguard_uncounted_total in docs/reference.md")
-UNSTEERED = Repair("got a warning in place of a note", "see docs/policies.md#steering")
+UNSTEERED = Repair("got a warning instead of a note", "see docs/policies.md#steering")
