@@ -1,4 +1,4 @@
-"""Make reference.md: flags, policy keys, metrics and findings, as the code describes them.
+"""Make reference.md: flags, policy keys, metrics and reasons, as the code describes them.
 
 python docs/generate.py            writes it
 python docs/generate.py --check    writes nothing; exit code 1 if it is out of date
@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from extproc.metrics import Metrics
+from extproc.operator.admin.coverage_repairs import REPAIRS, Repair
 from extproc.operator.canary.pairs import Pairs
+from extproc.operator.coverage import BY_DESIGN
+from extproc.operator.coverage_rows import SHARED
 from extproc.options import ENVIRONMENT_ONLY
 from extproc.policy.bundle import make_schema
 from extproc.settings import ENV_PREFIX, Settings
@@ -35,6 +38,9 @@ start with `x-`, which are ignored. [Policies](policies.md) and [detectors](dete
 
 METRICS_HEAD = "Loopguard serves these at `/metrics` of the admin port."
 
+REASONS_HEAD = """`loopguard_uncounted_total` and `loopguard doctor` have these reasons. If one detector cannot use a body,
+others still do."""
+
 
 def make_page() -> str:
     """The whole of reference.md."""
@@ -49,6 +55,9 @@ def make_page() -> str:
         "## Metrics",
         METRICS_HEAD,
         _write_table("|metric|meaning|", _list_metrics()),
+        "## Why a request is not counted",
+        REASONS_HEAD,
+        _write_table("|reason|these requests|what to change|", _list_reasons()),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -136,6 +145,16 @@ def _list_metrics() -> Iterator[str]:
         labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
         name = f"{family.name}_total" if family.type == "counter" else family.name
         yield _write_row(name + (f"{{{','.join(labels)}}}" if labels else ""), family.documentation)
+
+
+def _list_reasons() -> Iterator[str]:
+    """A row for each meaning of reasons, those that need no change last."""
+    repairs = {reason: repair for reason, repair in REPAIRS.items() if reason != SHARED}
+    repairs.update({reason: Repair(text, "") for reason, text in BY_DESIGN.items()})
+    for repair in dict.fromkeys(repairs.values()):
+        names = "`, `".join([reason for reason, each in repairs.items() if each == repair])
+        change = repair.change.format(example='`"credential"`')
+        yield f"|`{names}`|{repair.text.removesuffix(': {keys}')}|{change}|"
 
 
 def main(arguments: list[str]) -> int:

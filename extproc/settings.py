@@ -129,16 +129,15 @@ class Settings:
     policy: tuple[str, ...] = option(
         (),
         _parse_paths,
-        "policy file or directory; repeatable (in the environment separated by ':'); without one, the preset agents watches"
-        " in shadow mode",
+        "policy file or directory; repeatable (in the environment separated by ':'); default: the preset agents in shadow mode",
         "PATH",
         gather=tuple,
     )
     namespace_of: tuple[str, ...] = option(
         (),
         _parse_words,
-        "policies below PATH may only select these hosts, paths and routes, and their ids begin so; repeatable (in the"
-        " environment separated by spaces)",
+        "policies below PATH may only select these hosts, paths and routes, and their ids must start with PREFIX; repeatable"
+        " (in the environment separated by spaces)",
         "PATH=host:NAME,path:/PREFIX,route:NAME,id:PREFIX",
         gather=tuple,
     )
@@ -156,10 +155,10 @@ class Settings:
     allow_plaintext: bool = switch("do not warn about a port without TLS")
     transport: Literal["fast", "grpcio"] = choice("gRPC server: fast is built in, grpcio is the reference", "fast", "grpcio")
     admin: Address = option(
-        "127.0.0.1:9900", parse_address, "where the page of loops, /metrics and others are served", "HOST:PORT"
+        "127.0.0.1:9900", parse_address, "the admin port: the page of loops, /metrics and others", "HOST:PORT"
     )
     admin_token_file: str = option("", str, "file of tokens, one per line, for overrides and reviews on the admin port", "PATH")
-    admin_socket: str = option("", str, "serve it on a Unix socket too, for this server's user only", "PATH")
+    admin_socket: str = option("", str, "also serve the admin port on a Unix socket, for this server's user only", "PATH")
     store: str = option("memory://", str, "where counts are kept", "URL")
     store_timeout: float = option(0.05, _parse_timeout, "how long a request waits for the store", "SECONDS")
     store_password: str = option("", str, "password of the store, if it is not in the URL", ENVIRONMENT_ONLY)
@@ -172,16 +171,16 @@ class Settings:
         "while the store is down, allow: count in this process; reject: answer 503", "allow", "reject"
     )
     shadow: bool = switch("force every policy into shadow mode: count and report, never act")
-    record: bool = switch("add every matched request to the access log for replay, callers hashed")
+    record: bool = switch("add a record of each matched request, with hashed callers, to the access log")
     shadow_samples: int = option(
         "0",
         parse_integer(0, MAX_SAMPLES),
-        "new loops to keep of each canary, for `loopguard canary review`",
+        "number of new loops to keep for each canary, for `loopguard canary review`",
         "N",
     )
-    shadow_sample_bodies: bool = switch("keep what was compared in them, such as tool arguments and results")
+    shadow_sample_bodies: bool = switch("also keep what was compared, such as tool arguments and results")
     skip_mirrors: bool = switch(
-        "leave requests uncounted whose host ends in -shadow, which Envoy gives to mirrored copies; only where clients cannot "
+        "do not count requests whose host ends in -shadow, as that of Envoy's mirrored copies does; only if clients cannot "
         "choose such a host"
     )
     allow_unverified_jwt: bool = switch("read jwt: limit keys from bearer tokens with unverified signatures")
@@ -196,18 +195,18 @@ class Settings:
         "share of a processor for inspecting bodies",
         "SHARE",
     )
-    max_throttled: int = option(10_000, _parse_positive, "maximum throttled requests at once; a tenth of them per tenant", "N")
+    max_throttled: int = option(10_000, _parse_positive, "maximum throttled requests at once; a tenth of that per tenant", "N")
     drain_delay: float = option(
         5.0,
         _parse_delay,
-        "after SIGTERM, time of full service with health NOT_SERVING",
+        "after SIGTERM, how long to keep serving with health NOT_SERVING",
         "SECONDS",
     )
     drain_timeout: float = option(35.0, _parse_delay, "after the delay, time for open streams to finish", "SECONDS")
     log_format: LogFormat = choice("format of log lines", "text", "json")
     log_level: str = choice("lowest level to log", "debug", "info", "warning", "error", default="info")
     show_callers: bool = switch("show the values of limit keys in logs and /loops, not only hashes (SIGUSR1 toggles it)")
-    events: str = option("", str, "send loops to other programs, as CloudEvents", "FILE|-|https://...")
+    events: str = option("", str, "send events to other programs, as CloudEvents", "FILE|-|https://...")
     events_secret_file: str = option("", str, "file with the secret that signs events", "PATH")
     events_ca: str = option("", str, "CA certificates to verify the receiver with", "PATH")
     price: float = option(

@@ -24,8 +24,16 @@ from extproc.operator.coverage_rows import (
     CoverageRow,
 )
 
-BY_DESIGN: Final = frozenset({"bypass", "not_a_call", "allowed_tool", "decided_before", "aborted", "no_body", "not_recorded"})
-"""Reasons for leaving out requests on purpose, or because they ended early."""
+BY_DESIGN: Final = {
+    "bypass": "match an entry of the policy's bypass",
+    "not_a_call": "call no tool or agent",
+    "allowed_tool": "call a tool that the policy allows",
+    "decided_before": "were refused or delayed before a shadow policy saw their body",
+    "aborted": "were cancelled by the client or ended by Envoy, by its request_timeout or for their size",
+    "no_body": "are replayed from a log without bodies",
+    "not_recorded": "are replayed from a log without what the policy needs",
+}
+"""Reasons for leaving out requests on purpose, or because they ended early, and what each says about them."""
 
 WINDOW_SECONDS: Final = 900
 _SNAPSHOT_SECONDS: Final = 60
@@ -89,14 +97,14 @@ class Coverage:
             self._add((policy, mode, route, detector, reason))
         for policy, reasons in _group_reasons(left_out).items():
             if policy not in counted:
-                self._add((policy, mode, route, "", UNGUARDED if reasons - BY_DESIGN else EXEMPT))
+                self._add((policy, mode, route, "", UNGUARDED if reasons - BY_DESIGN.keys() else EXEMPT))
         if group.missing:
             for policy in {each.plan.id for each in group.candidates if each.plan.merges_strangers and not each.caller}:
                 self._add((policy, mode, route, "", SHARED))
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
 
     def note_unsteered(self, policies: Sequence[str], reason: str) -> None:
-        """Note a request that got a warning in place of a note."""
+        """Note a request that got a warning instead of a note."""
         for policy in policies:
             self._add((policy, "enforce", "", "", f"unsteered {reason}"))
 

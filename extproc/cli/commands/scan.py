@@ -13,7 +13,7 @@ from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.options import make_type, parse_seconds
 
-HELP = "find loops in transcripts that agents left on disk"
+HELP = "find loops in transcripts of agents on disk"
 EXAMPLES = """examples:
   loopguard scan
   loopguard scan ~/.claude/projects --since 7 --show

@@ -19,7 +19,7 @@ EXAMPLES = """examples:
   loopguard validate policies/ && git push
   loopguard validate --namespace-of policies/shop=host:shop.example.com,id:shop- policies/
 
-exit code: 0 serve takes these files (warnings and notes on stderr), 1 it does not: every error is on stderr as
+exit code: 0 serve accepts these files (warnings and notes on stderr), 1 it does not: every error is on stderr as
 file: /json/pointer: message"""
 
 _VARIABLE = f"{ENV_PREFIX}ALLOW_UNENFORCED"
@@ -27,9 +27,9 @@ _VARIABLE = f"{ENV_PREFIX}ALLOW_UNENFORCED"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_mutually_exclusive_group()
-    text = f"parts of a bundle that are not enforced are warnings, as they are for serve with this flag [{_VARIABLE}]"
+    text = f"only warn about parts of a bundle that are not enforced, as serve does with this flag [{_VARIABLE}]"
     chosen.add_argument("--allow-unenforced", action="store_true", help=text)
-    text = "they are errors, which is the default; also name policies of different files that apply to the same requests"
+    text = "treat them as errors, which is the default; also report policies of different files that apply to the same requests"
     chosen.add_argument("--strict", action="store_true", help=text)
     add_namespace_flag(parser)
     parser.add_argument("path", nargs="+", metavar="PATH", help="policy file or directory")

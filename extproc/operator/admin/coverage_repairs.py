@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from extproc.operator.coverage_rows import SHARED
+from extproc.request.fingerprint import MAX_TARGET
+from extproc.request.http import MAX_DESCRIPTOR
 
 
 class Repair(NamedTuple):
@@ -29,11 +31,14 @@ _STREAMS = Repair(
     'set "body": "ignore" in loop_detection to compare them without',
     "loop_detection",
 )
-_BUFFER = Repair(
-    "have a body above Envoy's buffer limit",
+_TRUNCATED = Repair(
+    "have a body that is, or may be, above Envoy's buffer limit",
     "raise it: per_connection_buffer_limit_bytes of the listener, or `loopguard envoy-config --buffer-limit`",
 )
-_TOO_LONG = Repair("have a limit key, or a path and query, that is too long", _REFUSE, "uncountable")
+_TOO_LARGE = Repair("got Envoy's 413, because their body is above its buffer limit", _TRUNCATED.change)
+_TOO_LONG = Repair(
+    f"have a limit key above {MAX_DESCRIPTOR} characters, or a path and query above {MAX_TARGET}", _REFUSE, "uncountable"
+)
 _FILTER = Repair(
     "came without a body that Loopguard can inspect",
     "set request_body_mode: BUFFERED in the filter's processing_mode; `loopguard check-envoy` finds such routes",
@@ -79,8 +84,8 @@ REPAIRS = {
         "open a WebSocket for model calls",
         "have clients use HTTP: docs/policies.md#websockets",
     ),
-    "body_truncated": _BUFFER,
-    "too_large": _BUFFER,
+    "body_truncated": _TRUNCATED,
+    "too_large": _TOO_LARGE,
     "no_body_phase": _FILTER,
     "body_mode": _FILTER,
     "mirror": Repair("are copies that Envoy mirrored", "start without `serve --skip-mirrors`"),
@@ -89,5 +94,5 @@ REPAIRS = {
     "internal_error": Repair("passed because of an error in Loopguard", "report the error, which is in the log"),
 }
 
-UNKNOWN = Repair("could not be counted", "see loopguard_uncounted_total in docs/operations.md")
-UNSTEERED = Repair("got a warning in place of a note", "see docs/policies.md#steering")
+UNKNOWN = Repair("could not be counted", "see loopguard_uncounted_total in docs/reference.md")
+UNSTEERED = Repair("got a warning instead of a note", "see docs/policies.md#steering")

@@ -39,7 +39,6 @@ _GRAVE = 0.01
 
 _REASONS_SHOWN = 3
 _PRESET = "loopguard init"
-_ON_PURPOSE = "are left out on purpose"
 _MINUTE = 60
 
 HOW_TO_ENFORCE = "`loopguard init > policies/agents.json`, then `loopguard serve --policy policies/`"
@@ -249,7 +248,7 @@ def _describe_reason(row: CoverageRow, number: int, of: int, places: Places) -> 
         "requests": number,
         "of": of,
         "since_start": row.total,
-        "text": _ON_PURPOSE if row.reason in BY_DESIGN else repair.text.format(keys=", ".join(keys) or "none"),
+        "text": BY_DESIGN.get(row.reason) or repair.text.format(keys=", ".join(keys) or "none"),
         "place": _write_place(places, row.policy, repair.key),
         "change": None if row.reason in BY_DESIGN else repair.change.format(example=_suggest_key(keys)),
     }

@@ -172,7 +172,7 @@ def test_what_a_policy_passes_over_on_purpose_is_no_problem(made: Stack, capsys:
     send(made, "/bypass/a", x_internal="1", **ANN)
 
     found = Doctor(capsys, made.loopguard).find("bypass")
-    assert (found["level"], found["change"], found["text"]) == ("note", None, "are left out on purpose")
+    assert (found["level"], found["change"], found["text"]) == ("note", None, "match an entry of the policy's bypass")
 
 
 def ask(replica: Loopguard, path: str = "/coverage") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Two versions of Loopguard on one Valkey, as during an upgrade: the one before comes from git, and runs beside this one.
 
-docs/operations.md says what is asserted here, under "Two versions on one store".
+docs/operations.md says what is asserted here, under "Upgrade".
 """
 
 from __future__ import annotations

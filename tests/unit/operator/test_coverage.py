@@ -10,10 +10,9 @@ import pytest
 
 from extproc.engine.evaluation import Evaluation
 from extproc.ext_proc.service import Service
-from extproc.operator.admin.coverage_repairs import REPAIRS
 from extproc.operator.admin.coverage_report import ServerState, describe_coverage, make_report
 from extproc.operator.board import View, unpack_all
-from extproc.operator.coverage import BY_DESIGN, WINDOW_SECONDS, Coverage
+from extproc.operator.coverage import WINDOW_SECONDS, Coverage
 from extproc.operator.coverage_rows import CoverageDocument, CoverageRow
 from extproc.request.http import HttpRequest, StatedFacts
 from extproc.store.rules.documents import MAX_DOCUMENT
@@ -152,13 +151,3 @@ def test_what_there_is_no_room_for_is_a_problem() -> None:
     assert dropped["text"].startswith("3 turns were not kept")
     assert (evicted["level"], evicted["reason"]) == ("problem", "evicted")
     assert "dropped 5 entries" in evicted["text"]
-
-
-def test_every_documented_reason_has_a_repair() -> None:
-    """The list in docs/operations.md and the repairs name the same reasons."""
-    from tests.support import ROOT  # for this one
-
-    text = (ROOT / "docs" / "operations.md").read_text().partition("### Why a request is not counted")[2].partition("\n## ")[0]
-    named = {name for line in text.splitlines() if line.startswith("- ") for name in line.partition(": ")[0].split("`")[1::2]}
-    assert named
-    assert named <= set(REPAIRS) | BY_DESIGN
