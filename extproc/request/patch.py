@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, ValidationError, defstruct, json
 
+from extproc.bounded import Memo
 from extproc.request.document import NotCounted, NotJson, check_containers, check_members, mend, start_looking
 
 MAX_BYTES: Final = 2 * 2**20
@@ -67,6 +69,16 @@ _decode_items: Final = json.Decoder(list[Raw]).decode
 _decode_objects: Final = json.Decoder(list[defstruct("Element", [], gc=False)]).decode  # type: ignore[misc]  # made at run time
 _decode_text: Final = json.Decoder(str).decode
 _decode_raw: Final = json.Decoder(Raw).decode
+_encode_text: Final = json.Encoder().encode
+
+_QUOTES: Final = (("\u201c".encode(), rb"\u201c"), ("\u201d".encode(), rb"\u201d"))
+"""What notes have beside ASCII, and how Python's `json` writes it."""
+
+_Members = list[tuple[str, int, int, int]]
+"""Keys of an object's members, and the attributes `at`, `start` and `end` of each."""
+
+_KNOWN: Final[Memo[bytes, _Members]] = Memo(4 * 2**20, lambda text, _: len(text))
+"""The members of bodies without their messages, which hardly differ from one request of an agent to the next."""
 
 
 class Value:
@@ -165,14 +177,17 @@ class Patch:
         short = b"".join([self._text[:start], self._text[end:]])
         size = root.end - root.start
         self.take((size >> _STEP_BITS) - (size - without >> _STEP_BITS))
-        self._children[root] = members = self._list_members(short, Value("", root.start, root.start, root.end - without, None))
-        for member in members:
-            member.within = root
-            if member.end > start:
-                member.end += without
-            if member.at > start:
-                member.at += without
-                member.start += without
+        members = _KNOWN.get(short)
+        if members is None:
+            listed = self._list_members(short, Value("", root.start, root.start, root.end - without, None))
+            members = [(member.key, member.at, member.start, member.end) for member in listed]
+            _KNOWN.put(short, members)
+        else:
+            self.take(1 + (size - without >> _STEP_BITS) + len(members))  # as if they were decoded
+        self._children[root] = opened = list[Value]()
+        for key, at, begins, ends in members:
+            moved = without if at > start else 0
+            opened.append(Value(key, at + moved, begins + moved, ends + without if ends > start else ends, root))
 
     def take(self, steps: int) -> None:
         """Charge this many steps.
@@ -557,10 +572,14 @@ class Patch:
 
 
 def _escape(text: str) -> bytes:
-    """A text in a JSON string, as Python's `json` writes it, which takes long for a note of ours."""
-    made = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    made = made.replace("\u201c", "\\u201c").replace("\u201d", "\\u201d")
-    return (made if made.isascii() and made.isprintable() else encode_basestring_ascii(text)[1:-1]).encode()
+    """A text in a JSON string, in ASCII, as Python's `json` writes it, which takes long for a note of ours."""
+    with suppress(ValueError):  # it is not Unicode
+        made: bytes = _encode_text(text)[1:-1]
+        for quote, written in _QUOTES:
+            made = made.replace(quote, written)
+        if made.isascii():
+            return made
+    return encode_basestring_ascii(text)[1:-1].encode()
 
 
 def _get_end(value: Value) -> int:
