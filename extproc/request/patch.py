@@ -122,7 +122,7 @@ class Patch:
         root: the whole value, without white space around it.
     """
 
-    __slots__ = ("_added", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "data", "root")
+    __slots__ = ("_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "data", "root")
 
     def __init__(self, data: bytes, checked: tuple[int, int] | None = None) -> None:
         """Open a body, without changes.
@@ -142,6 +142,7 @@ class Patch:
         check_members(data)
         self.data = data
         self._text = data  # the same length, but readable for msgspec
+        self._checked = checked
         self._left = _DENSE_STEPS
         self._more = MAX_STEPS - _DENSE_STEPS
         self._children: dict[Value, list[Value]] = {}
@@ -162,6 +163,7 @@ class Patch:
             if mended is None:
                 raise
             self._text = mended
+            self._checked = None
             self._validate()
 
     def _validate(self) -> None:
@@ -455,8 +457,9 @@ class Patch:
         self._added.setdefault(value, []).append((key, text))
 
     def replace(self, value: Value, text: bytes) -> None:
-        """Replace a value."""
-        self._new[value] = text
+        """Replace a value, unless it is the same."""
+        if text != self._text[value.start : value.end]:
+            self._new[value] = text
 
     def remove(self, value: Value, gone: Collection[int]) -> None:
         """Remove members of an object, or elements of a list, by their indexes. Call this only once for each value."""
@@ -473,6 +476,10 @@ class Patch:
                 self.replace(fields[key], text)
             elif text is not None:
                 self.append(value, text, key)
+
+    def count_changes(self) -> int:
+        """The number of values that change."""
+        return len(self._tails) + len(self._added) + len(self._new) + len(self._gone)
 
     def apply(self) -> Pieces:
         """Apply all changes, which must not overlap. Joined, the pieces are the new body; only one if nothing changes.
@@ -526,16 +533,15 @@ class Patch:
                 at = at.within
                 touched.add(at)
             wholes[at] = None
-        left: list[tuple[Value, bytes]] = []
-        for whole in wholes:
-            inside = [edit for edit in edits if edit.start >= whole.start and edit.end <= whole.end]
-            left.append((whole, b"".join(_cut(self._text, inside, whole.start, whole.end))))
+        if self._checked is not None and any(value is not self.root and self._is_around(value) for value in touched):
+            self._checked = None
+        left: list[tuple[Value, bytes]] = [(whole, self._write(whole, edits)) for whole in wholes]
         while left:
             value, new = left.pop()
             if value in self._new:
                 same = new == self._new[value]
             elif value not in touched:
-                same = new == self._text[value.start : value.end]
+                same = new == self._write(value, ())
             elif value in self._tails:
                 old = self._text[value.start : value.end - 1]
                 same = new.startswith(old) and self.decode(b'"' + new[len(old) :], _decode_text) == self._tails[value]
@@ -546,11 +552,28 @@ class Patch:
 
     def _verify_tails(self, edits: Sequence[_Edit]) -> None:
         """Check strings that are extended: each is still one string, so JSON around it is read as before."""
-        for value, edit in zip(sorted(self._tails, key=_get_end), edits, strict=True):
+        values = list(self._tails) if len(edits) == 1 else sorted(self._tails, key=_get_end)
+        for place, value in enumerate(values):
+            edit = edits[place]
             self.decode(self._view(value), _decode_raw)
-            tail = self.decode(b'"%b"' % edit.text, _decode_text)
+            tail = self.decode(b"".join([b'"', edit.text, b'"']), _decode_text)
             if not self.is_text(value) or edit.start != value.end - 1 or tail != self._tails[value]:
                 raise NotCounted(UNVERIFIED)
+
+    def _is_around(self, value: Value) -> bool:
+        """Whether a value contains the messages that were checked before."""
+        return self._checked is not None and value.start < self._checked[0] and self._checked[1] < value.end
+
+    def _write(self, value: Value, edits: Sequence[_Edit]) -> bytes:
+        """A value after its edits, without the messages that were checked before, whose edits are verified separately."""
+        text, start, end = self._text, value.start, value.end
+        if self._checked is None or not self._is_around(value):
+            inside = [edit for edit in edits if edit.start >= start and edit.end <= end]
+            return b"".join(_cut(text, inside, start, end))
+        first, last = self._checked
+        before = [edit for edit in edits if edit.start >= start and edit.end <= first]
+        behind = [edit for edit in edits if edit.start >= last and edit.end <= end]
+        return b"".join([*_cut(text, before, start, first), *_cut(text, behind, last, end)])
 
     def _compare(self, value: Value, new: bytes, left: list[tuple[Value, bytes]]) -> bool:
         """Whether an object or a list has the expected members; members still to be compared are added to `left`."""

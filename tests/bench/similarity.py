@@ -250,7 +250,7 @@ class _Streams:
             stream.close()
         last = replies[-1]
         assert isinstance(last, Reply)
-        return last.answer or b""
+        return last.join_answer()
 
     def run(self) -> float:
         """Microseconds for one of them."""
