@@ -452,7 +452,16 @@ class Turn:
         """False if a check without decoding shows that the action differs from another turn's."""
         if self.known_action is not None:
             return True
-        mark, message = other.mark, self._open()
+        message, mark = self._open(), other._mark
+        if mark is None:  # a part of its action that no request spells otherwise
+            known = other.known_action
+            mark = known.mark if known is not None else None
+            if mark is None:
+                mark = find_mark(other.action).decode("latin-1")
+                known = other.known_action  # which is there now, if the action is kept
+                if known is not None:
+                    known.mark = mark
+            other._mark = mark
         if self._action is not None or message is None or message.joined is not None or not mark:
             return True
         if mark == self._lacks:
@@ -466,20 +475,6 @@ class Turn:
             return True
         self._lacks = mark
         return False
-
-    @property
-    def mark(self) -> str:
-        """A part of its action that no request spells otherwise; empty if there is none."""
-        if self._mark is None:
-            known = self.known_action
-            if known is None or known.mark is None:
-                self._mark = find_mark(self.action).decode("latin-1")
-                known = self.known_action  # unless the action is not kept
-                if known is not None:
-                    known.mark = self._mark
-            else:
-                self._mark = known.mark
-        return self._mark
 
     @property
     def names(self) -> tuple[str, ...]:
