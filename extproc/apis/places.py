@@ -7,7 +7,7 @@ from json import dumps
 from typing import NamedTuple
 
 from extproc.apis.contents import READERS
-from extproc.request.patch import Fields, Patch, Pieces, Value
+from extproc.request.patch import Fields, Patch, Value
 
 _MAX_BLOCKS = 100
 
@@ -41,19 +41,14 @@ class Place(NamedTuple):
         return self.value.end - 1
 
 
-def splice(patch: Patch, places: list[Place], note: str, separator: str = "") -> Pieces:
-    """Put a note into each of these places, with the separator between a text and its note; returns the new body in pieces.
-
-    Raises:
-        NotCounted: this would change anything else, or is too expensive to check.
-    """
+def add_notes(patch: Patch, places: list[Place], note: str, separator: str = "") -> None:
+    """Put a note into each of these places, with the separator between a text and its note."""
     for place in places:
         if place.around is None:
             patch.extend(place.value, separator + note)
         else:
             opening, closing = place.around
             patch.append(place.value, opening + dumps(note).encode() + closing, place.key)
-    return patch.apply()
 
 
 Locator = Callable[[Patch, Fields, Value], list[Place]]

@@ -191,9 +191,10 @@ class KnownAction:
         id: digest of the action, 16 bytes.
         hash: digest of the action, 8 bytes, as in `Turn`.
         calls: as in `Turn`.
+        mark: see `find_mark`; None if not known yet.
     """
 
-    __slots__ = ("calls", "hash", "id", "ignored", "names")
+    __slots__ = ("calls", "hash", "id", "ignored", "mark", "names")
 
     def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
         self.ignored = ignored
@@ -201,6 +202,7 @@ class KnownAction:
         self.id = digest(action.spelled, _ID)
         self.hash = digest(action.spelled)
         self.calls = bool(action.places)
+        self.mark: str | None = None
 
 
 class KnownResult:
@@ -302,6 +304,7 @@ class Turn:
         "_head",
         "_ids",
         "_kept",
+        "_lacks",
         "_mark",
         "_message",
         "_needs_whole",
@@ -365,6 +368,7 @@ class Turn:
         self._evidence = -1
         self._words: bytes | None = None
         self._mark: str | None = None
+        self._lacks = ""  # a mark that its action is known not to have
         self._result: str | None = None
         self._result_id: bytes | None = None
         self._opening: str | None = None
@@ -448,16 +452,29 @@ class Turn:
         """False if a check without decoding shows that the action differs from another turn's."""
         if self.known_action is not None:
             return True
-        message = self._open()
-        if other._mark is None:  # a part of its action that no request spells otherwise
-            other._mark = find_mark(other.action).decode("latin-1")
-        if self._action is not None or message is None or message.joined is not None or not other._mark:
+        message, mark = self._open(), other._mark
+        if mark is None:  # a part of its action that no request spells otherwise
+            known = other.known_action
+            mark = known.mark if known is not None else None
+            if mark is None:
+                mark = find_mark(other.action).decode("latin-1")
+                known = other.known_action  # which is there now, if the action is kept
+                if known is not None:
+                    known.mark = mark
+            other._mark = mark
+        if self._action is not None or message is None or message.joined is not None or not mark:
             return True
+        if mark == self._lacks:
+            return False
         if message.known is not None:  # a check without decoding the message
             written = self._reading.conversation.show_raw(message.place)
-            if not may_hold(written.decode("latin-1"), other._mark):
+            if not may_hold(written.decode("latin-1"), mark):
+                self._lacks = mark
                 return False
-        return may_hold(bytes(message.shape.find_raw(message.value)).decode("latin-1"), other._mark)
+        if may_hold(bytes(message.shape.find_raw(message.value)).decode("latin-1"), mark):
+            return True
+        self._lacks = mark
+        return False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -192,7 +192,7 @@ class Stream(Waiting):
             return reply
         if reply.done:
             self._stop_deciding()
-        answers = [*duplex.before, duplex.part + reply.answer]
+        answers = [*duplex.before, duplex.part + reply.join_answer()]
         if duplex.whole is not None:
             answers += duplex.write_whole(self._transaction.edited, _TRAILERS)
         duplex.before, duplex.part = [], b""
@@ -321,7 +321,7 @@ class Stream(Waiting):
             evaluation.give_up(_DECIDED_BEFORE)
             self._service.reporter.report_uncounted(evaluation)
             if reply.answer is not None and not self._transaction.ended and self._body_mode == BODY_BUFFERED_PARTIAL:
-                return Reply(end_headers(reply.answer), done=True, hold_ms=reply.hold_ms, first=reply.first)
+                return Reply(end_headers(reply.join_answer()), done=True, hold_ms=reply.hold_ms, first=reply.first)
             return reply
         self._evaluation = evaluation
         self._service.waiting[self] = None

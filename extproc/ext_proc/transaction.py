@@ -59,7 +59,8 @@ class Reply:
     """What to do with one message; never changed.
 
     Attributes:
-        answer: the ProcessingResponse to send; None if the message has no well-formed answer.
+        answer: the ProcessingResponse to send, in pieces if it contains an edited body; None if the message has no well-formed
+            answer.
         done: end the stream with status OK after the answer.
         hold_ms: delay before the answer, in milliseconds.
         first: a ProcessingResponse to send before the delay, so that Envoy waits, too; empty for none.
@@ -69,13 +70,17 @@ class Reply:
     __slots__ = ("answer", "done", "first", "hold_ms", "rest")
 
     def __init__(
-        self, answer: bytes | None, *, done: bool, hold_ms: int = 0, first: bytes = b"", rest: Sequence[bytes] = ()
+        self, answer: bytes | Pieces | None, *, done: bool, hold_ms: int = 0, first: bytes = b"", rest: Sequence[bytes] = ()
     ) -> None:
         self.rest = rest
         self.answer = answer
         self.done = done
         self.hold_ms = hold_ms
         self.first = first
+
+    def join_answer(self) -> bytes:
+        """The answer, which must not be None, as one piece."""
+        return self.answer if isinstance(self.answer, bytes) else b"".join(self.answer or [])
 
 
 MaybeLater: TypeAlias = Reply | Awaitable[Reply]
@@ -453,7 +458,9 @@ class Transaction:
         if calls:
             metadata[SESSIONS] = calls
         if changed.body is not None and self.holds:
-            answer = self._replace_held(evaluation, changed.body, metadata, find_warning(decision), changed.marks)
+            answer: bytes | Pieces = self._replace_held(
+                evaluation, changed.body, metadata, find_warning(decision), changed.marks
+            )
         elif changed.body is not None:
             answer = replace_body(changed.body, metadata, warning=find_warning(decision), marks=changed.marks)
         else:

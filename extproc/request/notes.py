@@ -66,9 +66,12 @@ _OPENINGS: Final = f"(?:{re.escape(OPENING)}|{re.escape(ANSWER)})"
 _FORM: Final = f'{_OPENINGS}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{{2 * _MARK_BYTES}}}){re.escape(END)}'
 _WRITTEN: Final = re.compile(_FORM.encode())
 _SAID: Final = re.compile(_FORM.replace("([", "(?:["))
+_ORDINARY: Final = b"\n" + bytes(range(0x20, 0x7F))
+_OPEN: Final = "\u201c".encode()
+_CLOSE: Final = "\u201d".encode()
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
-# An item, or a member of an object, that exists only for the note, as `splice` writes it and others may rewrite it. In these,
+# An item, or a member of an object, that exists only for the note, as `add_notes` writes it and others rewrite it. In these,
 # no separator precedes the note.
 _TYPE: Final = rb'"type"\s*+:\s*+"(?:input_)?text"\s*+'
 _BEFORE: Final = re.compile(rb'(,\s*+)?(\{\s*+(?:%b,\s*+)?"text"|"(?:content|gateway_note_*+)")\s*+:\s*+"\Z' % _TYPE, re.DOTALL)
@@ -174,10 +177,16 @@ def frame_answer(text: str, marks: Marks) -> str:
 
 def _write_plain(text: str) -> str:
     plain = text.strip()[:_LONGEST]
-    if not plain.replace("\n", " ").isprintable():  # a fast check: no odd character is printable
+    if not _is_plain(plain):
         plain = _ODD.sub(" ", plain)
     # Of a text that is not ASCII, `translate` takes ten times as long.
     return "\n" + plain.replace('"', "'").replace("\\", "/").replace(chr(_RARE), "-") + "\n"
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text certainly has no odd characters; usually a note is ASCII but for quotes."""
+    left = text.encode("utf-8", "surrogatepass").translate(None, _ORDINARY)
+    return not left or not left.replace(_OPEN, b"").replace(_CLOSE, b"") or text.replace("\n", " ").isprintable()
 
 
 def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:

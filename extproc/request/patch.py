@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NamedTuple
 
 from msgspec import Raw, ValidationError, defstruct, json
 
+from extproc.bounded import Memo
 from extproc.request.document import NotCounted, NotJson, check_containers, check_members, mend, start_looking
 
 MAX_BYTES: Final = 2 * 2**20
@@ -67,6 +69,16 @@ _decode_items: Final = json.Decoder(list[Raw]).decode
 _decode_objects: Final = json.Decoder(list[defstruct("Element", [], gc=False)]).decode  # type: ignore[misc]  # made at run time
 _decode_text: Final = json.Decoder(str).decode
 _decode_raw: Final = json.Decoder(Raw).decode
+_encode_text: Final = json.Encoder().encode
+
+_QUOTES: Final = (("\u201c".encode(), rb"\u201c"), ("\u201d".encode(), rb"\u201d"))
+"""What notes have beside ASCII, and how Python's `json` writes it."""
+
+_Members = list[tuple[str, int, int, int]]
+"""Keys of an object's members, and the attributes `at`, `start` and `end` of each."""
+
+_KNOWN: Final[Memo[bytes, _Members]] = Memo(4 * 2**20, lambda text, _: len(text))
+"""The members of bodies without their messages, which hardly differ from one request of an agent to the next."""
 
 
 class Value:
@@ -110,7 +122,7 @@ class Patch:
         root: the whole value, without white space around it.
     """
 
-    __slots__ = ("_added", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "data", "root")
+    __slots__ = ("_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "data", "root")
 
     def __init__(self, data: bytes, checked: tuple[int, int] | None = None) -> None:
         """Open a body, without changes.
@@ -130,6 +142,7 @@ class Patch:
         check_members(data)
         self.data = data
         self._text = data  # the same length, but readable for msgspec
+        self._checked = checked
         self._left = _DENSE_STEPS
         self._more = MAX_STEPS - _DENSE_STEPS
         self._children: dict[Value, list[Value]] = {}
@@ -150,6 +163,7 @@ class Patch:
             if mended is None:
                 raise
             self._text = mended
+            self._checked = None
             self._validate()
 
     def _validate(self) -> None:
@@ -165,14 +179,17 @@ class Patch:
         short = b"".join([self._text[:start], self._text[end:]])
         size = root.end - root.start
         self.take((size >> _STEP_BITS) - (size - without >> _STEP_BITS))
-        self._children[root] = members = self._list_members(short, Value("", root.start, root.start, root.end - without, None))
-        for member in members:
-            member.within = root
-            if member.end > start:
-                member.end += without
-            if member.at > start:
-                member.at += without
-                member.start += without
+        members = _KNOWN.get(short)
+        if members is None:
+            listed = self._list_members(short, Value("", root.start, root.start, root.end - without, None))
+            members = [(member.key, member.at, member.start, member.end) for member in listed]
+            _KNOWN.put(short, members)
+        else:
+            self.take(1 + (size - without >> _STEP_BITS) + len(members))  # as if they were decoded
+        self._children[root] = opened = list[Value]()
+        for key, at, begins, ends in members:
+            moved = without if at > start else 0
+            opened.append(Value(key, at + moved, begins + moved, ends + without if ends > start else ends, root))
 
     def take(self, steps: int) -> None:
         """Charge this many steps.
@@ -440,8 +457,9 @@ class Patch:
         self._added.setdefault(value, []).append((key, text))
 
     def replace(self, value: Value, text: bytes) -> None:
-        """Replace a value."""
-        self._new[value] = text
+        """Replace a value, unless it is the same."""
+        if text != self._text[value.start : value.end]:
+            self._new[value] = text
 
     def remove(self, value: Value, gone: Collection[int]) -> None:
         """Remove members of an object, or elements of a list, by their indexes. Call this only once for each value."""
@@ -458,6 +476,10 @@ class Patch:
                 self.replace(fields[key], text)
             elif text is not None:
                 self.append(value, text, key)
+
+    def count_changes(self) -> int:
+        """The number of values that change."""
+        return len(self._tails) + len(self._added) + len(self._new) + len(self._gone)
 
     def apply(self) -> Pieces:
         """Apply all changes, which must not overlap. Joined, the pieces are the new body; only one if nothing changes.
@@ -511,16 +533,15 @@ class Patch:
                 at = at.within
                 touched.add(at)
             wholes[at] = None
-        left: list[tuple[Value, bytes]] = []
-        for whole in wholes:
-            inside = [edit for edit in edits if edit.start >= whole.start and edit.end <= whole.end]
-            left.append((whole, b"".join(_cut(self._text, inside, whole.start, whole.end))))
+        if self._checked is not None and any(value is not self.root and self._is_around(value) for value in touched):
+            self._checked = None
+        left: list[tuple[Value, bytes]] = [(whole, self._write(whole, edits)) for whole in wholes]
         while left:
             value, new = left.pop()
             if value in self._new:
                 same = new == self._new[value]
             elif value not in touched:
-                same = new == self._text[value.start : value.end]
+                same = new == self._write(value, ())
             elif value in self._tails:
                 old = self._text[value.start : value.end - 1]
                 same = new.startswith(old) and self.decode(b'"' + new[len(old) :], _decode_text) == self._tails[value]
@@ -531,11 +552,28 @@ class Patch:
 
     def _verify_tails(self, edits: Sequence[_Edit]) -> None:
         """Check strings that are extended: each is still one string, so JSON around it is read as before."""
-        for value, edit in zip(sorted(self._tails, key=_get_end), edits, strict=True):
+        values = list(self._tails) if len(edits) == 1 else sorted(self._tails, key=_get_end)
+        for place, value in enumerate(values):
+            edit = edits[place]
             self.decode(self._view(value), _decode_raw)
-            tail = self.decode(b'"%b"' % edit.text, _decode_text)
+            tail = self.decode(b"".join([b'"', edit.text, b'"']), _decode_text)
             if not self.is_text(value) or edit.start != value.end - 1 or tail != self._tails[value]:
                 raise NotCounted(UNVERIFIED)
+
+    def _is_around(self, value: Value) -> bool:
+        """Whether a value contains the messages that were checked before."""
+        return self._checked is not None and value.start < self._checked[0] and self._checked[1] < value.end
+
+    def _write(self, value: Value, edits: Sequence[_Edit]) -> bytes:
+        """A value after its edits, without the messages that were checked before, whose edits are verified separately."""
+        text, start, end = self._text, value.start, value.end
+        if self._checked is None or not self._is_around(value):
+            inside = [edit for edit in edits if edit.start >= start and edit.end <= end]
+            return b"".join(_cut(text, inside, start, end))
+        first, last = self._checked
+        before = [edit for edit in edits if edit.start >= start and edit.end <= first]
+        behind = [edit for edit in edits if edit.start >= last and edit.end <= end]
+        return b"".join([*_cut(text, before, start, first), *_cut(text, behind, last, end)])
 
     def _compare(self, value: Value, new: bytes, left: list[tuple[Value, bytes]]) -> bool:
         """Whether an object or a list has the expected members; members still to be compared are added to `left`."""
@@ -557,10 +595,14 @@ class Patch:
 
 
 def _escape(text: str) -> bytes:
-    """A text in a JSON string, as Python's `json` writes it, which takes long for a note of ours."""
-    made = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    made = made.replace("\u201c", "\\u201c").replace("\u201d", "\\u201d")
-    return (made if made.isascii() and made.isprintable() else encode_basestring_ascii(text)[1:-1]).encode()
+    """A text in a JSON string, in ASCII, as Python's `json` writes it, which takes long for a note of ours."""
+    with suppress(ValueError):  # it is not Unicode
+        made: bytes = _encode_text(text)[1:-1]
+        for quote, written in _QUOTES:
+            made = made.replace(quote, written)
+        if made.isascii():
+            return made
+    return encode_basestring_ascii(text)[1:-1].encode()
 
 
 def _get_end(value: Value) -> int:

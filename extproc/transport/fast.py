@@ -32,7 +32,7 @@ from extproc.sockets import keep_alive, open_listening_socket
 from extproc.store.pending import Listener
 from extproc.transport import grpc
 from extproc.transport.acceptor import Acceptor
-from extproc.transport.grpc import Call, HalfClosed, MessageReceived
+from extproc.transport.grpc import Call, HalfClosed, Message, MessageReceived
 from extproc.transport.headers import Cache
 from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Http2Limits, Pool
@@ -304,7 +304,7 @@ class _Peer(asyncio.Protocol):
         elif reply.answer is not None:
             self._grpc.send(call, reply.answer)
 
-    def _answer_all(self, call: Call, first: bytes, rest: Sequence[bytes], *, done: bool) -> None:
+    def _answer_all(self, call: Call, first: Message, rest: Sequence[bytes], *, done: bool) -> None:
         """Send several messages; with `done`, they end the call."""
         self._grpc.send(call, first)
         for message in rest[:-1]:

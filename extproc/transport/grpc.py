@@ -50,6 +50,10 @@ _RESPONSE: Final = encode([(b":status", b"200"), (b"content-type", b"application
 _NOT_GRPC: Final = encode([(b":status", b"415"), (b"content-type", b"text/plain")])
 
 
+Message: TypeAlias = bytes | list[bytes | memoryview]
+"""A message to send; a long one may be in pieces, which are only joined with everything else that is sent."""
+
+
 class Call:
     """One call.
 
@@ -203,14 +207,14 @@ class GrpcConnection:
                 return event
         return None
 
-    def send(self, call: Call, message: bytes) -> None:
+    def send(self, call: Call, message: Message) -> None:
         """Send a message."""
         if call.over:
             return
         self._start(call)
         self._send(call, message, None)
 
-    def answer(self, call: Call, message: bytes) -> None:
+    def answer(self, call: Call, message: Message) -> None:
         """Send the last message and the status OK."""
         if call.over:
             return
@@ -218,11 +222,14 @@ class GrpcConnection:
         self._send(call, message, _OK_TRAILERS)
         self._close(call)
 
-    def _send(self, call: Call, message: bytes, trailers: bytes | None) -> None:
-        if len(message) < _LONG:
-            self._http.send(call.stream, frame_message(message), trailers)
-        else:
-            self._http.send_long(call.stream, len(message).to_bytes(_PREFIX, "big"), message, trailers)
+    def _send(self, call: Call, message: Message, trailers: bytes | None) -> None:
+        if isinstance(message, bytes):
+            if len(message) < _LONG:
+                self._http.send(call.stream, frame_message(message), trailers)
+                return
+            message = [message]
+        size = sum([len(piece) for piece in message])
+        self._http.send_long(call.stream, [size.to_bytes(_PREFIX, "big"), *message], trailers)
 
     def finish(self, call: Call, status: int, message: str = "") -> None:
         """End a call with a status."""

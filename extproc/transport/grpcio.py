@@ -158,7 +158,7 @@ class GrpcServer:
             await self._service.holds.wait(reply.hold_ms)
             stream.end_hold()
         if reply.answer is not None:
-            await writer.write([reply.answer, *reply.rest])
+            await writer.write([reply.join_answer(), *reply.rest])
         return reply.done
 
     async def _log_access(self, messages: AsyncIterator[bytes], context: Any) -> StreamAccessLogsResponse:  # noqa: ANN401  # grpc is untyped

@@ -621,25 +621,27 @@ class Connection:
         if trailers is not None:
             self._write_last(stream, trailers)
 
-    def send_long(self, stream: Http2Stream, head: bytes, data: bytes, trailers: bytes | None = None) -> None:
-        """Send a head and many bytes, as `send` does, but without a copy that joins them."""
-        size = len(head) + len(data)
+    def send_long(self, stream: Http2Stream, pieces: list[bytes | memoryview], trailers: bytes | None = None) -> None:
+        """Send many bytes, as `send` does, but without a copy that joins the pieces."""
+        size = sum([len(piece) for piece in pieces])
         blocked = stream.lost or stream.blocked is not None or size > self._window or size > self._peer_window - stream.spent
-        if blocked or size <= self._peer_frame or len(head) >= self._peer_frame:
-            self.send(stream, head + data, trailers)
+        if blocked or size <= self._peer_frame:
+            self.send(stream, b"".join(pieces), trailers)
             return
         self.work += size >> 10
         stream.spent += size
         self._window -= size
-        view = memoryview(data)
-        part, rest = view[: self._peer_frame - len(head)], view[self._peer_frame - len(head) :]
-        self._out.append(make_head(len(head) + len(part), DATA, 0) + stream.name + head)
-        while True:
-            self._out.append(part)  # copied only once, with all that is sent
-            if not rest:
-                break
-            part, rest = rest[: self._peer_frame], rest[self._peer_frame :]
-            self._out.append(make_head(len(part), DATA, 0) + stream.name)
+        left, room = size, 0  # bytes that are in no frame yet, and that fit into the newest frame
+        for piece in pieces:
+            rest = memoryview(piece)
+            while rest:
+                if not room:
+                    room = left if left < self._peer_frame else self._peer_frame  # noqa: FURB136  # compiled, min() is slow
+                    left -= room
+                    self._out.append(make_head(room, DATA, 0) + stream.name)
+                part, rest = rest[:room], rest[room:]
+                room -= len(part)
+                self._out.append(part)  # copied only once, with all that is sent
         if trailers is not None:
             self._write_last(stream, trailers)
 

@@ -79,7 +79,7 @@ def _make_entry(serving: Service, number: int) -> bytes:
         raise TypeError("counts in memory are there at once")
     entry = HTTPAccessLogEntry()
     metadata = entry.common_properties.metadata.filter_metadata
-    decided = MessageToDict(ProcessingResponse.FromString(reply.answer).dynamic_metadata)
+    decided = MessageToDict(ProcessingResponse.FromString(reply.join_answer()).dynamic_metadata)
     if "sessions" not in decided["loopguard"]:
         raise RuntimeError("the request belongs to no session")
     ParseDict(decided["loopguard"], metadata["loopguard"])

@@ -24,6 +24,7 @@ from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
+from extproc.server import freeze_objects
 from extproc.sessions.names import Rings
 from extproc.store.memory import MemoryStore
 from tests.bench import samples
@@ -193,6 +194,7 @@ def _stuck(size: int) -> bytes:
 
 def _measure_steering(*, quick: bool) -> list[Row]:
     """The cost of adding a note, and the cost for requests that get none, over whole streams."""
+    freeze_objects()  # as in a server
     size, times = 70_000, 20 if quick else 100
     bodies = {"stuck": samples.body_message(_stuck(size)), "at work": samples.body_message(request(size))}
     found = interleaved(
@@ -250,7 +252,7 @@ class _Streams:
             stream.close()
         last = replies[-1]
         assert isinstance(last, Reply)
-        return last.answer or b""
+        return last.join_answer()
 
     def run(self) -> float:
         """Microseconds for one of them."""

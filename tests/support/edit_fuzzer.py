@@ -14,7 +14,7 @@ from random import Random
 from typing import Any, Final, TypeAlias
 
 from extproc.apis import locate_results
-from extproc.apis.places import splice
+from extproc.apis.places import add_notes
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.ext_proc.changes.narrow import narrow
 from extproc.ext_proc.changes.steer import MAX_PLACES
@@ -289,7 +289,8 @@ def check_steer(body: bytes) -> str:
     try:
         mark, patch = open_patch(_REQUEST, body)
         places = locate_results(patch)[-MAX_PLACES:]
-        new = b"".join([mark, *splice(patch, places, NOTE)])
+        add_notes(patch, places, NOTE)
+        new = b"".join([mark, *patch.apply()])
     except (NotEdited, NotCounted) as why:
         return _check_reason(why.reason)
     old_value, new_value = _read_both(body, new)

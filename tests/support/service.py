@@ -138,7 +138,7 @@ def receive(stream: Stream, message: Message) -> Reply:
 def decoded(reply: Reply) -> ProcessingResponse:
     """The answer as a message."""
     assert reply.answer is not None
-    return ProcessingResponse.FromString(reply.answer)
+    return ProcessingResponse.FromString(reply.join_answer())
 
 
 def exchange(service: Service, *messages: ProcessingRequest) -> list[Reply]:

@@ -76,8 +76,8 @@ def end_headers(answer: bytes) -> bytes:
     return answer + _LAST
 
 
-def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> bytes:
-    """The answer that lets a request continue with another body.
+def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> Pieces:
+    """The answer that lets a request continue with another body, in pieces, so that the body is not copied.
 
     It is written from the inside out, because protobuf would copy the body four times.
 
@@ -94,7 +94,7 @@ def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks:
     head = _write_edit([*marks, ("content-length", str(size))], warning) + mutation
     head = write_head(_RESPONSE, len(head) + size) + head
     head = write_head(_REQUEST_BODY, len(head) + size) + head
-    return b"".join([head, *body, write_metadata(metadata)])
+    return [head, *body, write_metadata(metadata)]
 
 
 def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[Header], size: int) -> bytes:

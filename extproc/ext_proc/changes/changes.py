@@ -5,6 +5,7 @@ Impossible edits are counted, and the request continues without them, unless all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter, thread_time
 from typing import Final, NamedTuple
@@ -14,11 +15,11 @@ from extproc.engine.evaluation import Evaluation
 from extproc.ext_proc.answers.go_on import NARROWED, STEERED, Header
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.changes.edits import NotEdited
-from extproc.ext_proc.changes.narrow import narrow
+from extproc.ext_proc.changes.narrow import narrow, remove_tools
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.ext_proc.changes.usage import request_usage
 from extproc.operator.reporting import Reporter
-from extproc.request.patch import AMBIGUOUS, Pieces
+from extproc.request.patch import AMBIGUOUS, Patch, Pieces
 
 OBSERVED: Final = "observed"
 NOTHING: Final = "no_body"
@@ -65,6 +66,25 @@ class Changed(NamedTuple):
 
 
 UNCHANGED: Final = Changed(None, ())
+
+
+class _Landing:
+    """Removes all tools from a body that gets a note.
+
+    Attributes:
+        began: the note has a place, so what fails from then on is the removal.
+        narrowed: there were tools to remove.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.began = False
+        self.narrowed = False
+
+    def remove_tools(self, patch: Patch) -> None:
+        """Remove them; raises as `narrow.remove_tools` does."""
+        self.began = True
+        self.narrowed = remove_tools(patch, self._path)
 
 
 class Changes:
@@ -137,22 +157,30 @@ class Changes:
             candidate = evaluation.find_candidate(outcome)
             body = b"".join(changed.body) if changed.body is not None else original.read(candidate.plan.steers)
             note = write_note(outcome, evaluation, candidate.guard)
-            noted = steer(evaluation.request, body, note, partial(evaluation.make_marks, candidate), evaluation.document)
-            changed = Changed(noted, (*changed.marks, STEERED))
-            return decision, self._land(evaluation, changed, outcome) if outcome.action is Action.LAND else changed
+            add_note = partial(
+                steer, evaluation.request, body, note, partial(evaluation.make_marks, candidate), evaluation.document
+            )
+            marks = *changed.marks, STEERED
+            if outcome.action is Action.LAND:
+                return decision, self._land(evaluation, outcome, add_note, marks)
+            return decision, Changed(add_note(), marks)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._reporter.report_unsteered(decision, self._find_reason(error))
             return decision.warn_instead(), changed
 
-    def _land(self, evaluation: Evaluation, noted: Changed, outcome: Outcome) -> Changed:
-        """Remove all tools from a request with a note; where that is impossible, the note has to do."""
-        whole = b"".join(noted.body or [])
+    def _land(
+        self, evaluation: Evaluation, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[Header, ...]
+    ) -> Changed:
+        """Add a note and remove all tools; where that is impossible, the note has to do. Raises what `steer` does."""
+        landing = _Landing(evaluation.request.path)
         try:
-            body = narrow(evaluation.request, whole, None)
-        except Exception as error:  # noqa: BLE001  # no error may undo the decision
+            noted = add_note(landing.remove_tools)
+        except Exception as error:
+            if not landing.began:
+                raise
             self._reporter.report_unnarrowed([outcome.policy], self._find_reason(error))
-            return noted
-        return noted if body == whole else Changed([body], tuple(dict.fromkeys((*noted.marks, NARROWED))))
+            return Changed(add_note(), marks)
+        return Changed(noted, tuple(dict.fromkeys((*marks, NARROWED))) if landing.narrowed else marks)
 
     def _find_reason(self, error: Exception) -> str:
         """The reason why a body was not edited; internal errors are logged."""

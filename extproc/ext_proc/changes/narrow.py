@@ -70,6 +70,22 @@ def narrow(  # noqa: PLR0913  # all that an edit depends on
         raise NotEdited(why.reason) from None
 
 
+def remove_tools(patch: Patch, path: str) -> bool:
+    """Remove all tools from a body that is being edited; returns whether there were any to remove.
+
+    Args:
+        patch: the edit of the body.
+        path: the request's path.
+
+    Raises:
+        NotEdited: the tools cannot be removed.
+        NotCounted: the body is ambiguous or too large.
+    """
+    before = patch.count_changes()
+    _Narrowing(patch, None, (), (), path).narrow()
+    return patch.count_changes() > before
+
+
 def _open_object(patch: Patch, value: Value) -> Fields:
     """The members of an object.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from extproc.apis import locate_results
-from extproc.apis.places import splice
+from extproc.apis.places import add_notes
 from extproc.decision import Action, Outcome
 from extproc.engine.candidates import Guard
 from extproc.engine.evaluation import Evaluation
@@ -18,7 +18,7 @@ from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
 from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
-from extproc.request.patch import Pieces
+from extproc.request.patch import Patch, Pieces
 from extproc.request.quoting import quote_all
 
 _OUTLOOK: Final = "If this continues, requests will be refused."
@@ -29,12 +29,13 @@ MAX_PLACES: Final = 16
 """The maximum number of results that get the note, newest first."""
 
 
-def steer(
+def steer(  # noqa: PLR0913  # all that an edit depends on
     request: HttpRequest,
     body: bytes | memoryview,
     note: str,
     make_marks: Callable[[bytes], Marks],
     document: Document | None = None,
+    change: Callable[[Patch], object] | None = None,
 ) -> Pieces:
     """Add the note to a request's body; returns the new one in pieces, because its only copy is the answer to Envoy.
 
@@ -44,6 +45,7 @@ def steer(
         note: the text of the note.
         make_marks: makes the note's marks for the conversation in a body; raises NotCounted if there is none.
         document: see `open_patch`.
+        change: edits the same body further, if the note has a place; may raise NotEdited and NotCounted.
 
     Raises:
         NotEdited: the body has no place for the note, or cannot be edited.
@@ -55,7 +57,10 @@ def steer(
             raise NotEdited("no_result")
         marks = make_marks(patch.data)
         free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset, marks)]
-        return [mark, *splice(patch, free, frame_note(note, marks), SEPARATOR)]
+        add_notes(patch, free, frame_note(note, marks), SEPARATOR)
+        if change is not None:
+            change(patch)
+        return [mark, *patch.apply()]
     except NotCounted as why:
         raise NotEdited(why.reason) from None
 

@@ -497,7 +497,7 @@ def test_a_body_is_replaced_as_protobuf_would_write_it(size: int, warning: str) 
 
     assert (
         ProcessingResponse.FromString(
-            replace_body([sent[: size // 2], sent[size // 2 :]], {"count": 3}, warning=warning, marks=(STEERED,))
+            b"".join(replace_body([sent[: size // 2], sent[size // 2 :]], {"count": 3}, warning=warning, marks=(STEERED,)))
         )
         == expected
     )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.apis import locate_results
-from extproc.apis.places import Place, splice
+from extproc.apis.places import Place, add_notes
 from extproc.request.document import NotCounted, decode_json
 from extproc.request.patch import AMBIGUOUS, Patch
 from tests.support.examples import examples
@@ -128,7 +128,8 @@ def put_each(body: bytes, note: str = NOTE) -> list[bytes]:
     bodies = []
     for number in range(len(locate(body))):
         patch = Patch(body)
-        bodies.append(b"".join(splice(patch, [locate_results(patch)[number]], note)))
+        add_notes(patch, [locate_results(patch)[number]], note)
+        bodies.append(b"".join(patch.apply()))
     return bodies
 
 

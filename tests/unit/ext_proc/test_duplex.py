@@ -86,7 +86,7 @@ class Gateway:
     def take(self, reply: Reply, *, ended: bool = False) -> None:
         """Read the messages of a reply."""
         assert reply.answer is not None or not reply.rest
-        for data in [] if reply.answer is None else [reply.answer, *reply.rest]:
+        for data in [] if reply.answer is None else [reply.join_answer(), *reply.rest]:
             self._read(ProcessingResponse.FromString(data))
         self._over = reply.done
         if ended and self.mode == DUPLEX:

@@ -95,6 +95,38 @@ def test_each_api_lands_in_its_own_way(api: str) -> None:
         assert not value.get("tools") or mode == "NONE" or value["tool_choice"] in ("none", {"type": "none"})
 
 
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("front", [False, True])
+@pytest.mark.parametrize("api", sorted(DECLARED))
+def test_every_byte_around_a_note_stays_as_the_history_grows(api: str, front: bool, spaced: bool) -> None:
+    """Of later requests, only what is new is decoded, whether the tools are before the messages or behind them."""
+    service = make_service(policy("p", ANY, similarity="turns", action="steer"))
+    for times in (3, 4, 5):
+        history = SHAPES[api]([Did((("f", {"a": 1}),), ("no such file",))] * times)
+        sent = json.dumps(DECLARED[api] | history if front else history | DECLARED[api], indent=2 if spaced else None).encode()
+
+        answer = decoded(exchange(service, headers(PATHS[api]), body(sent))[-1])
+
+        changed = answer.request_body.response.body_mutation.body
+        assert changed.count(OPENING.encode()) == 1
+        assert without_notes(changed) == sent
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_a_landing_changes_only_the_tools_beside_its_note(front: bool) -> None:
+    """Whether the tools are before the messages or behind them, and in each request of a growing history."""
+    service = make_service(policy("p", ANY, **NOTE))
+    tools = DECLARED["chat"] | {"tool_choice": "auto"}
+    for times in (3, 4, 5):
+        history = SHAPES["chat"]([Did((("f", {"a": 1}),), ("no such file",))] * times)
+
+        answer = ask(service, encoded(tools | history if front else history | tools))
+
+        left = {"tools": tools["tools"][:1], "tool_choice": "none"}
+        expected = encoded(left | history if front else history | left)
+        assert without_notes(answer.request_body.response.body_mutation.body) == expected
+
+
 def test_an_agent_that_writes_its_actions_lands_by_the_note_alone() -> None:
     """It declares no tools that could be taken away."""
     sent = encoded(as_text([Did((("ls", {}),), ("no such file",))] * 3, STYLES["fence"]))

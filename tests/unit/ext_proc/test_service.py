@@ -263,7 +263,7 @@ _RARE: dict[str, Any] = {"body": "ignore", "threshold_identical_requests": 1_000
 
 def handed_back(replies: Sequence[Reply], kind: str = "request_body") -> list[tuple[bytes, bool]]:
     """What is handed back of a body, with the end of the stream."""
-    sent = [data for reply in replies if reply.answer is not None for data in (reply.answer, *reply.rest)]
+    sent = [data for reply in replies if reply.answer is not None for data in (reply.join_answer(), *reply.rest)]
     answers = [answer for data in sent if (answer := ProcessingResponse.FromString(data)).WhichOneof("response") == kind]
     parts = [getattr(answer, kind).response.body_mutation.streamed_response for answer in answers]
     return [(part.body, part.end_of_stream) for part in parts]

@@ -347,7 +347,7 @@ def test_long_messages_are_sent_as_others_are(messages: list[tuple[int, int]], w
     connection.respond(streams[1], encode([(b":status", b"200")]))
     for number, (head, size) in enumerate(messages):
         last = number == len(messages) - 1
-        connection.send_long(streams[1], b"h" * head, bytes([number]) * size, b"" if last else None)
+        connection.send_long(streams[1], [b"h" * head, bytes([number]) * size], b"" if last else None)
 
     frames = sent(connection)
     assert sum(len(payload) for kind, *_, payload in frames if kind == http2.DATA) <= window
