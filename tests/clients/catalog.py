@@ -240,11 +240,9 @@ CLIENTS: Final = (
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_GLOBAL_CONFIG_DIR": "{home}/mini",
             "MSWEA_SILENT_STARTUP": "1",
-            "TYPER_STANDARD_TRACEBACK": "1",
         },
         Call("bash", {"command": "cat {file}"}),
         end=Call("bash", {"command": f"echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {DONE}"}),
-        remark="runs with `TYPER_STANDARD_TRACEBACK`, without which it spends seconds on a coloured traceback after a refusal",
     ),
     _python(
         "smolagents/code",
