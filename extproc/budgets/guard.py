@@ -74,10 +74,12 @@ class BudgetLimit:
         unit: what is counted.
         flat: what each request costs, in units; 0 if that depends on the request.
         place: what all of its keys begin with; empty before its guard is compiled.
+        forms: as in `BudgetSubject`.
     """
 
     __slots__ = (
-        "flat", "kind", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix", "unit", "units", "words",
+        "flat", "forms", "kind", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix", "unit", "units",
+        "words",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -108,6 +110,7 @@ class BudgetLimit:
         self.unit = unit
         self.flat = 0
         self.place = ""
+        self.forms: dict[int, object] = {}
 
     def make_take(self, key: str, amount: int) -> Take:
         """The question for the store."""
@@ -480,6 +483,7 @@ def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject
         limit.words,
         -(-max(0, reset) // _MS_PER_SECOND),
         limit.unit,
+        limit.forms,
         final=final,
     )
 

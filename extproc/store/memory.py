@@ -25,7 +25,7 @@ from extproc.settings import Settings
 from extproc.store.memory_budgets import KeptBudget, MemoryBudgets
 from extproc.store.memory_chains import MemoryChains
 from extproc.store.pushes import AnyPush
-from extproc.store.rules.budget import BudgetState, Take
+from extproc.store.rules.budget import UNUSED, BudgetState, Take
 from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
@@ -171,14 +171,14 @@ class MemoryStore:
         answers += self._budgets.ask(takes, moment, self._calendar() if now is None else now)
         return answers
 
-    def _unpack_budget(self, take: Take) -> BudgetState | None:
+    def _unpack_budget(self, take: Take) -> BudgetState:
         """Take out the state of a budget, also if another limit kept it, for a lifetime of its own."""
         entry = self._take(take.key, take.lifetime_ms)
         if entry is None:
             for lifetime in list(self._shards[hash(take.key) % len(self._shards)]):
                 entry = entry or self._take(take.key, lifetime)
         if not isinstance(entry, bytes) or len(entry) != _BUDGET_SIZE:
-            return None
+            return UNUSED
         first: int
         second: int
         third: int
@@ -187,9 +187,8 @@ class MemoryStore:
         return first, second, third, fourth
 
     def _pack_budget(self, budget: KeptBudget) -> None:
-        if budget.state is not None:
-            take, moment = budget.take, budget.moment
-            self._put(take.key, take.lifetime_ms, _BUDGET.pack(moment, budget.until, *budget.state), moment)
+        take, moment = budget.take, budget.moment
+        self._put(take.key, take.lifetime_ms, _BUDGET.pack(moment, budget.until, *budget.state), moment)
 
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms

@@ -16,7 +16,7 @@ class KeptBudget:
     """A budget; its state was true at the time `today`.
 
     Attributes:
-        state: the state; None if nothing was used.
+        state: the state.
         take: the newest question about it.
         moment: when that came.
         today: the same by the calendar.
@@ -25,7 +25,7 @@ class KeptBudget:
 
     __slots__ = ("leaves", "moment", "state", "take", "today")
 
-    def __init__(self, state: BudgetState | None, take: Take, moment: int, today: int) -> None:
+    def __init__(self, state: BudgetState, take: Take, moment: int, today: int) -> None:
         self.state = state
         self.take = take
         self.moment = moment
@@ -35,13 +35,13 @@ class KeptBudget:
     @property
     def until(self) -> int:
         """The moment from which the state does not matter."""
-        return self.moment if self.state is None else self.moment + find_lifetime(self.state, self.take, self.today)
+        return self.moment + find_lifetime(self.state, self.take, self.today)
 
 
 class MemoryBudgets:
     """The budgets of a store. Times are in milliseconds: `moment` by its clock, `today` by the calendar, as rules need it."""
 
-    def __init__(self, most: int, unpack: Callable[[Take], BudgetState | None], pack: Callable[[KeptBudget], None]) -> None:
+    def __init__(self, most: int, unpack: Callable[[Take], BudgetState], pack: Callable[[KeptBudget], None]) -> None:
         """Start empty, with room for `most` unpacked budgets; `unpack` takes one out of the store, `pack` puts it there."""
         self._most = most
         self._unpack = unpack
@@ -56,6 +56,8 @@ class MemoryBudgets:
         """Take all of a group, or nothing; or settle, if the first is a settlement."""
         if takes[0].settles:
             return [self._settle(take, moment, today) for take in takes]
+        if len(takes) == 1:  # usually
+            return [self._take_one(takes[0], moment, today)]
         budgets = [self._open(take, moment, today) for take in takes]
         answers = []
         granted = True
@@ -66,11 +68,19 @@ class MemoryBudgets:
             answers.append(taken)
         for place, take in enumerate(takes):
             budget = budgets[place]
-            if granted and budget.state is not None:
+            if granted:
                 budget.state = apply(budget.state, take, answers[place])
             if budget.leaves:
                 self._pack(budget)
         return answers
+
+    def _take_one(self, take: Take, moment: int, today: int) -> Taken:
+        budget = self._open(take, moment, today)
+        state, taken = check(advance(budget.state, take, today), take, today)
+        budget.state = apply(state, take, taken) if taken.fits else state
+        if budget.leaves:
+            self._pack(budget)
+        return taken
 
     def _settle(self, asked: Take, moment: int, today: int) -> Taken:
         budget = self._open(asked, moment, today)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import floor
 from typing import Any, Final
 
-from extproc.bounded import Memo
 from extproc.budgets.subject import DOLLAR_UNIT, BudgetSubject
 from extproc.decision import Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
@@ -15,8 +14,8 @@ from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_ent
 RULE: Final = "budget_rule"
 
 _TIME: Final = b";t="
-_KNOWN: Final = 512
-"""Number of forms in each generation. One takes 300 bytes, more with the longest names."""
+_DIGITS: Final = 64
+"""More than the digits of any number."""
 
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
@@ -44,10 +43,6 @@ class _BudgetForm:
         self.head = write_entries_head(
             len(self.first) + left + len(self.second) + seconds + len(self.third) - len(quoted) + whole
         )
-
-
-_FORMS: Final[Memo[tuple[str, str, float, int, int], _BudgetForm]] = Memo(_KNOWN)
-"""By policy, rule, limit, and the numbers of digits."""
 
 
 def list_rate_limit(subject: BudgetSubject, policy: str, seconds: int) -> list[tuple[str, str]]:
@@ -119,11 +114,10 @@ def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
         return write_entries([write_text(SESSIONS, calls)]) if calls else b""
     policy, subject = found
     left, seconds = str(int(max(0.0, subject.left))).encode(), str(subject.reset).encode()
-    known = policy, subject.rule, subject.limit, len(left), len(seconds)
-    form = _FORMS.get(known)
-    if form is None:
-        form = _BudgetForm(policy, subject, len(left), len(seconds))
-        _FORMS.put(known, form)
+    known = len(left) * _DIGITS + len(seconds)
+    form = subject.forms.get(known)
+    if not isinstance(form, _BudgetForm):
+        form = subject.forms[known] = _BudgetForm(policy, subject, len(left), len(seconds))
     if calls:
         told = [write_text(SESSIONS, calls), form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
         return write_entries(told)

@@ -37,6 +37,9 @@ HIGHEST: Final = 4_000_000_000_000_000
 BudgetState: TypeAlias = tuple[int, int, int, int]
 """The state of all kinds; the last two are 0 except for `BREAKER`. Times are in milliseconds since 1970."""
 
+UNUSED: Final[BudgetState] = (0, -1, 0, 0)
+"""The state of a budget of which nothing was used: what is second is a time or an amount, so never negative."""
+
 
 class Take:
     """What a request is to take from one budget, or what it gives back; never changed.
@@ -129,8 +132,8 @@ class Taken:
         return self.granted, self.fits, self.left, self.wait_ms, self.start, self.reset_ms
 
 
-def advance(state: BudgetState | None, take: Take, now: int) -> BudgetState:
-    """The state as it is now, before anything is taken; None for a budget of which nothing was used."""
+def advance(state: BudgetState, take: Take, now: int) -> BudgetState:
+    """The state as it is now, before anything is taken."""
     if take.kind == BUCKET:
         return _fill(state, take, now)
     if take.kind == PERIOD:
@@ -138,25 +141,27 @@ def advance(state: BudgetState | None, take: Take, now: int) -> BudgetState:
     return _begin_minute(state, take, now)
 
 
-def _fill(state: BudgetState | None, take: Take, now: int) -> BudgetState:
-    if state is None:
-        return take.limit, now, 0, 0
+def _fill(state: BudgetState, take: Take, now: int) -> BudgetState:
     level, time, _, _ = state
-    return min(take.limit, level + max(0, now - time) * take.rate), now, 0, 0
+    if time < 0:
+        return take.limit, now, 0, 0
+    if now > time:
+        level += (now - time) * take.rate
+    return min(level, take.limit), now, 0, 0
 
 
-def _begin_period(state: BudgetState | None, take: Take, now: int) -> BudgetState:
+def _begin_period(state: BudgetState, take: Take, now: int) -> BudgetState:
     start = now - (now - take.offset) % take.span
-    if state is None or start > state[0] or state[0] - start > take.span:
+    if state[1] < 0 or start > state[0] or state[0] - start > take.span:
         return start, 0, 0, 0
     return state
 
 
-def _begin_minute(state: BudgetState | None, take: Take, now: int) -> BudgetState:
+def _begin_minute(state: BudgetState, take: Take, now: int) -> BudgetState:
     begun = now - now % MINUTE
-    if state is None:
-        return begun, 0, 0, 0
     minute, spent, before, until = state
+    if spent < 0:
+        return begun, 0, 0, 0
     if until != FOREVER and until > now + take.span:
         until = now + take.span
     if begun == minute + MINUTE:
@@ -211,7 +216,7 @@ def apply(state: BudgetState, take: Take, taken: Taken) -> BudgetState:
     return first, second + take.amount, third, fourth
 
 
-def settle(state: BudgetState | None, asked: Take, now: int) -> BudgetState:
+def settle(state: BudgetState, asked: Take, now: int) -> BudgetState:
     """The state of a budget after a settlement."""
     first, second, third, fourth = advance(state, asked, now)
     if asked.kind == BUCKET:
