@@ -22,7 +22,7 @@ from extproc.budgets.guard import (
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
 from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule, Values
-from extproc.engine.candidates import Answer, Candidate, RequestBody
+from extproc.engine.candidates import CALLS, Answer, Candidate, RequestBody
 from extproc.engine.plan import Plan
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest, cut_text
@@ -197,6 +197,7 @@ class BudgetCandidate(Candidate):
         if not settled:
             return ""
         described = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
+        described["call"] = CALLS.name().hex()
         return _encode(described).decode()
 
 

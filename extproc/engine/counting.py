@@ -178,8 +178,13 @@ class Counting:
             budget.reserved = []
         self.settle_budgets(takes, here)
 
-    def settle_budgets(self, takes: Sequence[Take], here: Sequence[Take]) -> None:
-        """Settle budgets, or give back what was taken; `here` is what this process has counted itself. Nothing waits for it."""
+    def settle_budgets(
+        self, takes: Sequence[Take], here: Sequence[Take], report: Callable[[Sequence[Answer | None]], None] | None = None
+    ) -> None:
+        """Settle budgets, or give back what was taken; `here` is what this process has counted itself.
+
+        Nothing waits for it. `report` takes the answers for `takes`, now or when the store has answered; None for those lost.
+        """
         if here:
             self._local.hit(here)
         if not takes:
@@ -187,19 +192,31 @@ class Counting:
         try:
             answers = self.store.hit(takes)
         except StoreError as error:
-            self._lose(takes, error)
+            self._finish_budgets(takes, (), error, report)
         else:
             if isinstance(answers, Pending):
-                answers.then(lambda: self._lose(takes, answers.error))
-            elif not isinstance(answers, HERE):
-                asyncio.ensure_future(answers).add_done_callback(lambda done: self._lose(takes, done.exception()))
+                pending = answers
+                pending.then(lambda: self._finish_budgets(takes, pending, pending.error, report))
+            elif isinstance(answers, HERE):
+                self._finish_budgets(takes, answers, None, report)
+            else:
+                later = asyncio.ensure_future(answers)
+                later.add_done_callback(lambda done: self._finish_budgets(takes, (), done.exception(), report))
 
-    def _lose(self, takes: Sequence[Take], error: BaseException | None) -> None:
+    def _finish_budgets(
+        self,
+        takes: Sequence[Take],
+        answers: Sequence[Answer | None] | Pending,
+        error: BaseException | None,
+        report: Callable[[Sequence[Answer | None]], None] | None,
+    ) -> None:
         """Count settlements that the store did not take: these budgets keep what was estimated, until they are whole again."""
         if error is not None:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             answers = error.answers if isinstance(error, PartlyAwayError) else [None] * len(takes)
             self._metrics.budget_lost.inc(sum([answer is None for answer in answers]))
+        if report is not None:
+            report(answers.result() if isinstance(answers, Pending) else answers)
 
     def take_back(self, counted: Sequence[TakeBack]) -> None:
         """Take a request back from the counts that include it."""

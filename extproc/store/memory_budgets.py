@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from extproc.bounded import LRU
-from extproc.store.rules.budget import BudgetState, Take, Taken, advance, apply, check, find_lifetime, settle
+from extproc.bounded import LRU, Memo
+from extproc.store.rules.budget import BudgetState, Take, Taken, advance, apply, check, find_lifetime, is_marked, settle
 
 _LATELY_MS: Final = 60_000
 """A budget used within this time stays unpacked: with too many callers, all would only change places."""
+
+
+_MARKERS: Final = 16_384
+"""Number of markers of settlements in each generation. They take 6 MB at most."""
 
 
 class KeptBudget:
@@ -46,6 +50,7 @@ class MemoryBudgets:
         self._most = most
         self._unpack = unpack
         self._pack = pack
+        self._markers: Memo[str, int] = Memo(_MARKERS)
         self._at_hand: LRU[str, KeptBudget] = LRU(most)
 
     def __len__(self) -> int:
@@ -83,11 +88,16 @@ class MemoryBudgets:
         return taken
 
     def _settle(self, asked: Take, moment: int, today: int) -> Taken:
+        if asked.marker:
+            marked = self._markers.get(asked.marker)
+            if marked is not None and is_marked(marked, today):
+                return Taken(False, False, 0, 0, 0, 0)
+            self._markers.put(asked.marker, today)
         budget = self._open(asked, moment, today)
         budget.state = settle(budget.state, asked, today)
         if budget.leaves:
             self._pack(budget)
-        return Taken(False, False, 0, 0, 0, 0)
+        return Taken(True, False, 0, 0, 0, 0)
 
     def _open(self, take: Take, moment: int, today: int) -> KeptBudget:
         budget = self._at_hand.use(take.key)

@@ -93,6 +93,34 @@ def test_a_response_without_counts_is_estimated_by_its_size() -> None:
     assert left(service) == 10_000 - 1_200
 
 
+def test_an_entry_that_comes_twice_counts_once() -> None:
+    """Envoy sends entries again after a failure, perhaps to another replica of one store; usage is reported once, too."""
+    service, clock = serve(limited(LLM))
+    other = make_service(limited(LLM), store=service.counting.store)
+    answer = ask(service, content=chat("x" * 4_000, max_tokens=1_000))
+
+    for taken_by in (service, other, service):
+        tell(taken_by, answer, told={"input": 100, "output": 20})
+    clock.now += 1
+
+    assert left(service) == 10_000 - 120
+    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 2 * 120
+    assert sample(other, "budget_used_total", policy="p", mode="enforce", rule="r") == 0
+    assert [sample(each, "access_log_entries_total", result="unknown") for each in (service, other)] == [2, 2]
+
+
+def test_an_entry_of_an_older_version_is_settled() -> None:
+    """It does not name its call."""
+    service, _ = serve(limited(LLM))
+    sessions = json.loads(metadata_of(ask(service, content=chat("hello")))["sessions"])
+    del sessions[0]["call"]
+
+    for read in read_message(log({"sessions": json.dumps(sessions), "told": {}}))[0]:
+        service.settle_entry(read)
+
+    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") is not None
+
+
 def test_a_settlement_that_is_lost_leaves_the_estimate() -> None:
     """The day after, nothing is left of it."""
     day: dict[str, Any] = {"period": "1d", "cost_key": "usage:tokens", "staged_actions": REJECT}
