@@ -125,7 +125,7 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_period(span=3_600_000).settle(1, NOON, "c")], NOON), []),
         (Asked([make_period(span=3_600_000).settle(1, NOON, "b")], NOON + MARKED_MS - 1), []),
         (Asked([make_period(span=3_600_000).settle(1, NOON, "b")], NOON + MARKED_MS), []),
-        (Asked([make_period(0, span=3_600_000)], NOON), [(True, True, 1, 0)]),
+        (Asked([make_period(0, span=3_600_000)], NOON), [(True, True, 2, 0)]),
     ],
     "a breaker learns what was spent": [
         (Asked([make_breaker(1)], NOON), [(True, True, 9, 0)]),
