@@ -26,9 +26,14 @@ class SettledBudget:
         policy: the policy's id.
         mode: `enforce` or `shadow`.
         rule: the rule's name.
-        used: what was used, in the rule's unit.
-        estimated: what had been estimated, in the rule's unit.
+        used: what was used, in the rule's unit; 0 if the cost was known before the response.
+        estimated: what had been estimated, likewise.
     """
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to tell the store."""
+        return self.take.amount != 0 or self.estimated > 0
 
     __slots__ = ("estimated", "mode", "policy", "rule", "take", "used")
 
@@ -81,7 +86,11 @@ def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str, call
     if known is None:
         return None
     owner, limit = known
-    used = 0 if entry.refused or entry.unsent else owner.cost.measure(entry.usage, model, limit.units)
+    free = entry.refused or entry.unsent
+    if not owner.cost.measured:
+        take = limit.make_take(key, amount).settle(amount if free else 0, start, call)
+        return SettledBudget(take, guard.policy, guard.mode, owner.name, 0, 0)
+    used = 0 if free else owner.cost.measure(entry.usage, model, limit.units)
     take = limit.make_take(key, amount).settle(amount - used, start, call)
     return SettledBudget(take, guard.policy, guard.mode, owner.name, used / limit.units, amount / limit.units)
 

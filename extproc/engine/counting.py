@@ -46,13 +46,14 @@ class Asked:
         pending: the store's answer; call `abandon` if the counts are no longer needed.
     """
 
-    __slots__ = ("_counting", "_group", "_started", "pending")
+    __slots__ = ("_abandoned", "_counting", "_group", "_started", "pending")
 
     def __init__(self, counting: Counting, group: CandidateGroup, pending: Pending) -> None:
         self.pending = pending
         self._counting = counting
         self._group = group
         self._started = perf_counter()
+        self._abandoned = False
 
     def collect(self) -> Counts:
         """The counts, after the store has answered."""
@@ -69,6 +70,9 @@ class Asked:
 
     def abandon(self) -> None:
         """Stop waiting, because the client has left. What the store takes from budgets all the same is given back."""
+        if self._abandoned:
+            return
+        self._abandoned = True
         if not self._group.budgets:
             self.pending.cancel()
         elif self.pending.done:
@@ -169,6 +173,14 @@ class Counting:
         if error is not None:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             _complete(error, pushes, self._local.push)
+
+    def abandon(self, group: CandidateGroup, counts: MaybeCounts) -> None:
+        """Give back what a group takes from budgets, because the client has left before all groups were counted."""
+        if isinstance(counts, Asked):
+            counts.abandon()
+        elif group.budgets and isinstance(counts, HERE):
+            group.judge(counts)
+            self.give_back(group.budgets)
 
     def give_back(self, budgets: Sequence[BudgetCandidate]) -> None:
         """Give back what was taken from budgets, once."""

@@ -152,10 +152,11 @@ class Service:
 
     def _settle_budgets(self, entry: Entry) -> None:
         """Settle what a request has reserved of budgets."""
-        settled = list_budget_settlements(self.engine, entry)
+        found = list_budget_settlements(self.engine, entry)
+        settled = [each for each in found if each.changes]
         report = partial(self._report_budgets, settled)
         self.counting.settle_budgets([each.take for each in settled], (), report)
-        if not settled:
+        if not found:
             self.reporter.report_unknown_calls(1)
 
     def _report_budgets(self, settled: Sequence[SettledBudget], answers: Sequence[Answer | None]) -> None:
