@@ -459,6 +459,8 @@ def reserve(rule: BudgetRule, limit: BudgetLimit, amount: int, scope: str, tenan
 
 def find_tightest(reserved: list[Reservation]) -> Reservation | None:
     """The budget of which the smallest share is left, one of dollars only if there is no other; breakers are no budgets."""
+    if len(reserved) == 1 and reserved[0].limit.kind != BREAKER and reserved[0].taken is not None:  # usually
+        return reserved[0]
     tightest, least = None, 2 * _BEHIND
     for each in reserved:
         if each.limit.kind != BREAKER and each.taken is not None:

@@ -168,8 +168,12 @@ class MemoryStore:
                 takes.append(hit)
             else:
                 answers.append(self._answer(hit, moment))
-        answers += self._budgets.ask(takes, moment, self._calendar() if now is None else now)
-        return answers
+        today = self._calendar() if now is None else now
+        first = takes[0]
+        if len(takes) == 1 and first.start < 0:  # usually
+            answers.append(self._budgets.take_one(first, moment, today))
+            return answers
+        return answers + self._budgets.ask(takes, moment, today)
 
     def _unpack_budget(self, take: Take) -> BudgetState:
         """Take out the state of a budget, also if another limit kept it, for a lifetime of its own."""

@@ -61,8 +61,6 @@ class MemoryBudgets:
         """Take all of a group, or nothing; or settle, if the first is a settlement."""
         if takes[0].settles:
             return [self._settle(take, moment, today) for take in takes]
-        if len(takes) == 1:  # usually
-            return [self._take_one(takes[0], moment, today)]
         budgets = [self._open(take, moment, today) for take in takes]
         answers = []
         granted = True
@@ -79,7 +77,8 @@ class MemoryBudgets:
                 self._pack(budget)
         return answers
 
-    def _take_one(self, take: Take, moment: int, today: int) -> Taken:
+    def take_one(self, take: Take, moment: int, today: int) -> Taken:
+        """Take from one budget, as usual."""
         budget = self._open(take, moment, today)
         state, taken = check(advance(budget.state, take, today), take, today)
         budget.state = apply(state, take, taken) if taken.fits else state

@@ -24,13 +24,13 @@ class _BudgetForm:
     """The metadata of requests that continue, without two numbers; the same for all numbers with as many digits.
 
     Attributes:
-        head: what stands before it.
         first: up to what is left.
+        start: the same with what stands before it.
         second: from there to the seconds.
         third: from there to what is left, again; the seconds follow once more.
     """
 
-    __slots__ = ("first", "head", "second", "third")
+    __slots__ = ("first", "second", "start", "third")
 
     def __init__(self, policy: str, subject: BudgetSubject, left: int, seconds: int) -> None:
         """For `left` and `seconds` digits."""
@@ -40,9 +40,8 @@ class _BudgetForm:
         self.first = limit + write_text(RULE, subject.rule) + write_text_head("ratelimit_remaining", left)
         self.second = write_text_head("ratelimit_reset", seconds)
         self.third = write_text_head("ratelimit", whole) + quoted
-        self.head = write_entries_head(
-            len(self.first) + left + len(self.second) + seconds + len(self.third) - len(quoted) + whole
-        )
+        size = len(self.first) + left + len(self.second) + seconds + len(self.third) - len(quoted) + whole
+        self.start = write_entries_head(size) + self.first
 
 
 def list_rate_limit(subject: BudgetSubject, policy: str, seconds: int) -> list[tuple[str, str]]:
@@ -121,4 +120,4 @@ def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
     if calls:
         told = [write_text(SESSIONS, calls), form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
         return write_entries(told)
-    return b"".join([form.head, form.first, left, form.second, seconds, form.third, left, _TIME, seconds])
+    return b"".join([form.start, left, form.second, seconds, form.third, left, _TIME, seconds])
