@@ -74,10 +74,12 @@ class BudgetLimit:
         unit: what is counted.
         flat: what each request costs, in units; 0 if that depends on the request.
         place: what all of its keys begin with; empty before its guard is compiled.
+        forms: as in `BudgetSubject`.
     """
 
     __slots__ = (
-        "flat", "kind", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix", "unit", "units", "words",
+        "flat", "forms", "kind", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix", "unit", "units",
+        "words",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -108,6 +110,7 @@ class BudgetLimit:
         self.unit = unit
         self.flat = 0
         self.place = ""
+        self.forms: dict[int, object] = {}
 
     def make_take(self, key: str, amount: int) -> Take:
         """The question for the store."""
@@ -456,6 +459,8 @@ def reserve(rule: BudgetRule, limit: BudgetLimit, amount: int, scope: str, tenan
 
 def find_tightest(reserved: list[Reservation]) -> Reservation | None:
     """The budget of which the smallest share is left, one of dollars only if there is no other; breakers are no budgets."""
+    if len(reserved) == 1 and reserved[0].limit.kind != BREAKER and reserved[0].taken is not None:  # usually
+        return reserved[0]
     tightest, least = None, 2 * _BEHIND
     for each in reserved:
         if each.limit.kind != BREAKER and each.taken is not None:
@@ -480,6 +485,7 @@ def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject
         limit.words,
         -(-max(0, reset) // _MS_PER_SECOND),
         limit.unit,
+        limit.forms,
         final=final,
     )
 

@@ -24,9 +24,10 @@ class BudgetSubject:
         reset: seconds until the budget is whole again, or its next period begins.
         final: waiting does not help.
         unit: what is counted: tokens, dollars, or empty for costs.
+        forms: room for what is computed once for all subjects about this budget; the same object for each of them.
     """
 
-    __slots__ = ("asked", "final", "left", "limit", "reason", "reset", "rule", "span", "unit")
+    __slots__ = ("asked", "final", "forms", "left", "limit", "reason", "reset", "rule", "span", "unit")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -38,9 +39,11 @@ class BudgetSubject:
         span: str,
         reset: int,
         unit: str,
+        forms: dict[int, object] | None = None,
         *,
         final: bool = False,
     ) -> None:
+        self.forms = {} if forms is None else forms
         self.rule = rule
         self.reason = reason
         self.limit = limit

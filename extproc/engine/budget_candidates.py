@@ -22,7 +22,7 @@ from extproc.budgets.guard import (
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
 from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule, Values
-from extproc.engine.candidates import Answer, Candidate, RequestBody
+from extproc.engine.candidates import CALLS, Answer, Candidate, RequestBody
 from extproc.engine.plan import Plan
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest, cut_text
@@ -188,15 +188,20 @@ class BudgetCandidate(Candidate):
         return [each.take.settle(each.take.amount, found.start) for each, found in taken if found.here is here]
 
     def describe_reserved(self) -> str:
-        """What the access log entry has to repeat, as JSON; empty if nothing is settled."""
+        """What the access log entry has to repeat, as JSON; empty if nothing is settled.
+
+        With such a log, costs that are known before the response are given back if another filter refuses the request.
+        """
+        logged = self.budget.needs_body or not self.plan.counts_failed
         settled = [
             each.describe()
             for each in self.reserved
-            if each.rule.cost.measured and each.taken is not None and each.taken.granted and not each.taken.here
+            if (logged or each.rule.cost.measured) and each.taken is not None and each.taken.granted and not each.taken.here
         ]
         if not settled:
             return ""
         described = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
+        described["call"] = CALLS.name().hex()
         return _encode(described).decode()
 
 

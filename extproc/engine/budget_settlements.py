@@ -7,7 +7,7 @@ from typing import Any, Final
 from extproc.budgets.guard import BudgetGuard
 from extproc.engine.budget_candidates import BUDGETS
 from extproc.engine.engine import Engine
-from extproc.engine.settlements import Entry
+from extproc.engine.settlements import Entry, read_call
 from extproc.store.rules.budget import HIGHEST, Take
 
 _SHADOW: Final = "shadow"
@@ -26,9 +26,14 @@ class SettledBudget:
         policy: the policy's id.
         mode: `enforce` or `shadow`.
         rule: the rule's name.
-        used: what was used, in the rule's unit.
-        estimated: what had been estimated, in the rule's unit.
+        used: what was used, in the rule's unit; 0 if the cost was known before the response.
+        estimated: what had been estimated, likewise.
     """
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to tell the store."""
+        return self.take.amount != 0 or self.estimated > 0
 
     __slots__ = ("estimated", "mode", "policy", "rule", "take", "used")
 
@@ -51,8 +56,9 @@ def list_budget_settlements(engine: Engine, entry: Entry) -> list[SettledBudget]
             continue
         asked = named.get("model")
         model = entry.model or (asked if isinstance(asked, str) else "")
-        for each in reserved[:_MOST]:
-            found = _settle(guard, each, entry, model)
+        call = read_call(named.get("call")).hex()  # empty if an older version let the request through
+        for place, each in enumerate(reserved[:_MOST]):
+            found = _settle(guard, each, entry, model, f"{call}.{place}" if call else "")
             if found is not None:
                 settled.append(found)
     return settled
@@ -67,7 +73,7 @@ def _find_guard(engine: Engine, named: dict[str, Any]) -> BudgetGuard | None:
     return plan.budget.guard if plan is not None and plan.budget is not None else None
 
 
-def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str) -> SettledBudget | None:
+def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str, call: str) -> SettledBudget | None:
     """One settlement; None if another program wrote the metadata, or the rule does not exist any more."""
     if not isinstance(reserved, list) or len(reserved) != _FIELDS:
         return None
@@ -80,8 +86,12 @@ def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str) -> S
     if known is None:
         return None
     owner, limit = known
-    used = 0 if entry.refused or entry.unsent else owner.cost.measure(entry.usage, model, limit.units)
-    take = limit.make_take(key, amount).settle(amount - used, start)
+    free = entry.refused or entry.unsent
+    if not owner.cost.measured:
+        take = limit.make_take(key, amount).settle(amount if free else 0, start, call)
+        return SettledBudget(take, guard.policy, guard.mode, owner.name, 0, 0)
+    used = 0 if free else owner.cost.measure(entry.usage, model, limit.units)
+    take = limit.make_take(key, amount).settle(amount - used, start, call)
     return SettledBudget(take, guard.policy, guard.mode, owner.name, used / limit.units, amount / limit.units)
 
 

@@ -103,7 +103,8 @@ class _Calls:
         return self._names[at : at + _CALL]
 
 
-_CALLS: Final = _Calls()
+CALLS: Final = _Calls()
+"""Makes names for calls."""
 
 
 class RecordedBody:
@@ -776,11 +777,11 @@ class SessionCandidate(Candidate):
         if place is None and not self.waits:
             self._name_session(name)
         self._read_calls(document, recorded)
-        self.call = _CALLS.name()
+        self.call = CALLS.name()
         self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or _ANSWER)
         if place is not None:
-            fresh = _CALLS.name()[:_IDENTITY]
+            fresh = CALLS.name()[:_IDENTITY]
             self._earlier_steps, self._nameless = place.depth, True
             self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, fresh)]
             self.waits = place.depth > 0

@@ -46,13 +46,14 @@ class Asked:
         pending: the store's answer; call `abandon` if the counts are no longer needed.
     """
 
-    __slots__ = ("_counting", "_group", "_started", "pending")
+    __slots__ = ("_abandoned", "_counting", "_group", "_started", "pending")
 
     def __init__(self, counting: Counting, group: CandidateGroup, pending: Pending) -> None:
         self.pending = pending
         self._counting = counting
         self._group = group
         self._started = perf_counter()
+        self._abandoned = False
 
     def collect(self) -> Counts:
         """The counts, after the store has answered."""
@@ -69,6 +70,9 @@ class Asked:
 
     def abandon(self) -> None:
         """Stop waiting, because the client has left. What the store takes from budgets all the same is given back."""
+        if self._abandoned:
+            return
+        self._abandoned = True
         if not self._group.budgets:
             self.pending.cancel()
         elif self.pending.done:
@@ -170,6 +174,14 @@ class Counting:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             _complete(error, pushes, self._local.push)
 
+    def abandon(self, group: CandidateGroup, counts: MaybeCounts) -> None:
+        """Give back what a group takes from budgets, because the client has left before all groups were counted."""
+        if isinstance(counts, Asked):
+            counts.abandon()
+        elif group.budgets and isinstance(counts, HERE):
+            group.judge(counts)
+            self.give_back(group.budgets)
+
     def give_back(self, budgets: Sequence[BudgetCandidate]) -> None:
         """Give back what was taken from budgets, once."""
         takes = [take for budget in budgets for take in budget.list_give_backs(here=False)]
@@ -178,8 +190,13 @@ class Counting:
             budget.reserved = []
         self.settle_budgets(takes, here)
 
-    def settle_budgets(self, takes: Sequence[Take], here: Sequence[Take]) -> None:
-        """Settle budgets, or give back what was taken; `here` is what this process has counted itself. Nothing waits for it."""
+    def settle_budgets(
+        self, takes: Sequence[Take], here: Sequence[Take], report: Callable[[Sequence[Answer | None]], None] | None = None
+    ) -> None:
+        """Settle budgets, or give back what was taken; `here` is what this process has counted itself.
+
+        Nothing waits for it. `report` takes the answers for `takes`, now or when the store has answered; None for those lost.
+        """
         if here:
             self._local.hit(here)
         if not takes:
@@ -187,19 +204,31 @@ class Counting:
         try:
             answers = self.store.hit(takes)
         except StoreError as error:
-            self._lose(takes, error)
+            self._finish_budgets(takes, (), error, report)
         else:
             if isinstance(answers, Pending):
-                answers.then(lambda: self._lose(takes, answers.error))
-            elif not isinstance(answers, HERE):
-                asyncio.ensure_future(answers).add_done_callback(lambda done: self._lose(takes, done.exception()))
+                pending = answers
+                pending.then(lambda: self._finish_budgets(takes, pending, pending.error, report))
+            elif isinstance(answers, HERE):
+                self._finish_budgets(takes, answers, None, report)
+            else:
+                later = asyncio.ensure_future(answers)
+                later.add_done_callback(lambda done: self._finish_budgets(takes, (), done.exception(), report))
 
-    def _lose(self, takes: Sequence[Take], error: BaseException | None) -> None:
+    def _finish_budgets(
+        self,
+        takes: Sequence[Take],
+        answers: Sequence[Answer | None] | Pending,
+        error: BaseException | None,
+        report: Callable[[Sequence[Answer | None]], None] | None,
+    ) -> None:
         """Count settlements that the store did not take: these budgets keep what was estimated, until they are whole again."""
         if error is not None:
             self._metrics.store_errors.labels(error.kind if isinstance(error, StoreError) else "internal").inc()
             answers = error.answers if isinstance(error, PartlyAwayError) else [None] * len(takes)
             self._metrics.budget_lost.inc(sum([answer is None for answer in answers]))
+        if report is not None:
+            report(answers.result() if isinstance(answers, Pending) else answers)
 
     def take_back(self, counted: Sequence[TakeBack]) -> None:
         """Take a request back from the counts that include it."""

@@ -116,7 +116,7 @@ def _settle(engine: Engine, named: dict[str, Any], entry: Entry) -> Settled | No
     guard = _find_guard(engine, named)
     if guard is None:
         return None
-    key, call = named.get("name"), _read_call(named.get("call"))
+    key, call = named.get("name"), read_call(named.get("call"))
     if not isinstance(key, str) or not guard.owns(key) or not call:
         return None
     asked = named.get("model")
@@ -141,7 +141,7 @@ def _find_guard(engine: Engine, named: dict[str, Any]) -> SessionGuard | None:
     return plan.limiter if plan is not None else None
 
 
-def _read_call(text: object) -> bytes:
+def read_call(text: object) -> bytes:
     """The bytes of a call's name; empty if invalid."""
     if not isinstance(text, str) or len(text) != 2 * _CALL:
         return b""

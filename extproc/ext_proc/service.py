@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter, time
 
-from extproc.engine.budget_settlements import list_budget_settlements
+from extproc.engine.budget_settlements import SettledBudget, list_budget_settlements
+from extproc.engine.candidates import Answer
 from extproc.engine.counting import Counting
 from extproc.engine.engine import Engine
 from extproc.engine.handover import HandedOver, RefusedPolicy
@@ -25,6 +27,7 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.settings import Settings
 from extproc.store import Store
 from extproc.store.memory import MemoryStore
+from extproc.store.rules.budget import Taken
 
 
 class Waiting:
@@ -149,14 +152,23 @@ class Service:
 
     def _settle_budgets(self, entry: Entry) -> None:
         """Settle what a request has reserved of budgets."""
-        settled = list_budget_settlements(self.engine, entry)
-        self.counting.settle_budgets([each.take for each in settled], ())
-        for each in settled:
+        found = list_budget_settlements(self.engine, entry)
+        settled = [each for each in found if each.changes]
+        report = partial(self._report_budgets, settled)
+        self.counting.settle_budgets([each.take for each in settled], (), report)
+        if not found:
+            self.reporter.report_unknown_calls(1)
+
+    def _report_budgets(self, settled: Sequence[SettledBudget], answers: Sequence[Answer | None]) -> None:
+        """Report what was settled, each once; what the store has lost was used all the same."""
+        for place, each in enumerate(settled):
+            answer = answers[place]
+            if isinstance(answer, Taken) and not answer.granted:
+                self.reporter.report_unknown_calls(1)
+                continue
             self.reporter.budgets.settle(each.take)
             self.metrics.budget_used.labels(each.policy, each.mode, each.rule).inc(each.used)
             self.metrics.budget_estimated.labels(each.policy, each.mode, each.rule).inc(each.estimated)
-        if not settled:
-            self.reporter.report_unknown_calls(1)
 
     def release(self) -> None:
         """End every hold and every wait for a body, now and from now on, because the server is about to stop."""

@@ -332,6 +332,10 @@ class Transaction:
             # A list, because compiled code insists on gather's declared type, a tuple, if the arguments are separate.
             collected = await asyncio.gather(*[wait_for(counts), wait_for(shadow_counts)])
             return self._answer(kind, evaluation, *collected)
+        except asyncio.CancelledError:
+            for group, asked in ((evaluation.enforcing, counts), (evaluation.shadow, shadow_counts)):
+                self._service.counting.abandon(group, asked)
+            raise
         except Exception as error:  # noqa: BLE001  # no error may stop the request
             return self.fail(kind, error)
 
@@ -484,7 +488,7 @@ class Transaction:
         described = [each.describe_call() for each in evaluation.sessions if each.is_let_through]
         if not evaluation.counts_failed:
             described += evaluation.describe_counted()
-        if evaluation.settles:
+        if evaluation.settles or not evaluation.counts_failed:
             described += [text for each in evaluation.budgets if (text := each.describe_reserved())]
         calls = ",".join(described)
         return f"[{calls}]" if calls else ""

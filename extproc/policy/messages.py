@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from extproc.budgets.rule_keys import CONFIGS, Rule
 from extproc.objects import Place
 from extproc.policy import bundle
 from extproc.policy.bundle import Envelope, Policy
@@ -66,7 +67,8 @@ def _phrase(model: type[BaseModel], place: Place, error: ErrorDetails) -> str:
         right = _phrase_object(model, name, place)
     else:
         right = _PHRASES[kind](name, context) if kind in _PHRASES else error["msg"]
-    return f"{right}, not {describe(error['input'])}{context.get('why', '')}"
+    found = "" if error["input"] == name else f", not {describe(error['input'])}"  # else it is about the key itself
+    return f"{right}{found}{context.get('why', '')}"
 
 
 def _phrase_choices(name: str, context: Mapping[str, Any]) -> str:
@@ -138,7 +140,7 @@ def _phrase_unknown_key(model: type[BaseModel], name: str, place: Place) -> str:
     started = [key for key in keys if key.startswith(f"{name}_") or name.startswith(f"{key}_") or f"_{name}_" in key]
     if len(started) == 1:
         return f"unknown key; did you mean {started[0]}?"
-    owner = _find_owner(name, place)
+    owner = "the rule itself" if model in CONFIGS.values() and name in Rule.model_fields else _find_owner(name, place)
     if owner:
         return f"unknown key; {name} belongs in {owner}"
     close = difflib.get_close_matches(name, keys, n=1)

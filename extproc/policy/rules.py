@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from extproc.budgets.rule_keys import FALLBACK, MEASURED, Rule, find_rule_errors
+from extproc.budgets.rule_keys import FALLBACK, FIXED, MEASURED, Rule, find_rule_errors
 from extproc.decision import COMPLETION, NOTED, Action
 from extproc.detectors import KINDS, Similarity
 from extproc.detectors.keys import Escalation, LoopKeys
@@ -397,11 +397,28 @@ def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
         if config.get("default_max_completion_tokens") is not None:
             where = (*place, "algorithm_config", "default_max_completion_tokens")
             yield where, "default_max_completion_tokens is ignored; use default_max_completion, whose default is 1000"
+        for name, message in _find_ignored(config):
+            yield (*place, "algorithm_config", name), message
         for name in ("cost_key", "cost_source"):
             source = config.get(name)
             if isinstance(source, str) and ":" in source and source not in MEASURED:
                 chosen = f"{source} is the client's choice, so a client can choose what a request costs"
                 yield (*place, "algorithm_config", name), f"{chosen}; let a proxy set it, and remove it from clients' requests"
+
+
+def _find_ignored(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Find keys of a rule that have no effect beside its others."""
+    source = config.get("cost_key", config.get("cost_source", FIXED))
+    if "fixed_cost" in config and source != FIXED:
+        yield "fixed_cost", f"fixed_cost is ignored, because requests cost {source}"
+    if "default_cost" in config and (source == FIXED or source in MEASURED):
+        yield "default_cost", f"default_cost is ignored, because requests cost {source}"
+    day, minute = config.get("tokens_per_day"), config.get("tokens_per_minute")
+    if day is not None and minute is not None and day < minute:
+        yield (
+            "tokens_per_day",
+            f"tokens_per_day is below tokens_per_minute, {minute:g}: a day allows less than a minute",
+        )
 
 
 def explain_secrets(policy: Policy) -> Iterator[tuple[Place, str]]:

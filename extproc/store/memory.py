@@ -22,18 +22,10 @@ from extproc.bounded import LRU
 from extproc.errors import UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
+from extproc.store.memory_budgets import KeptBudget, MemoryBudgets
 from extproc.store.memory_chains import MemoryChains
 from extproc.store.pushes import AnyPush
-from extproc.store.rules.budget import (
-    BudgetState,
-    Take,
-    Taken,
-    advance,
-    apply,
-    check,
-    find_lifetime,
-    settle,
-)
+from extproc.store.rules.budget import UNUSED, BudgetState, Take
 from extproc.store.rules.chain import Trail, follow
 from extproc.store.rules.documents import MemoryDocuments
 from extproc.store.rules.ring import Push, push
@@ -59,7 +51,8 @@ _CHAINS_SHARE: Final = 4
 
 _AT_HAND: Final = 4_096
 _AT_HAND_SHARE: Final = 32
-"""Number of sessions' ledgers to keep unpacked, and their share of a small store's entries. They take 80 MB at most."""
+"""Number of sessions' ledgers to keep unpacked, and of budgets, and their share of a small store's entries. They take 80 MB at
+most."""
 
 _LATELY_MS: Final = 60_000
 """A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
@@ -108,13 +101,14 @@ class MemoryStore:
         self._puts = 0
         self._hand = 0
         self._chains = MemoryChains(self._max_bytes // _CHAINS_SHARE, metrics.store_evictions.inc)
+        self._budgets = MemoryBudgets(self._most_at_hand, self._unpack_budget, self._pack_budget)
         self.documents = MemoryDocuments(clock)
         self._evictions = metrics.store_evictions
         metrics.store_entries.set_function(self.__len__)
 
     def __len__(self) -> int:
         """The number of entries, some of which may have expired."""
-        return self._entries + len(self._chains)
+        return self._entries + len(self._chains) + len(self._budgets)
 
     def hit(self, hits: Sequence[Question], now: int | None = None) -> list[Any]:
         """Count every hit once; answers at once, and never raises StoreError."""
@@ -175,38 +169,20 @@ class MemoryStore:
             else:
                 answers.append(self._answer(hit, moment))
         today = self._calendar() if now is None else now
-        if takes[0].settles:
-            return answers + [self._settle_take(take, moment, today) for take in takes]
-        if len(takes) == 1:  # usually
-            answers.append(self._take_one(takes[0], moment, today))
+        first = takes[0]
+        if len(takes) == 1 and first.start < 0:  # usually
+            answers.append(self._budgets.take_one(first, moment, today))
             return answers
-        return answers + self._take_group(takes, moment, today)
+        return answers + self._budgets.ask(takes, moment, today)
 
-    def _take_one(self, take: Take, moment: int, today: int) -> Taken:
-        state, answer = check(advance(self._open_budget(take), take, today), take, today)
-        self._keep_budget(take, apply(state, take, answer) if answer.fits else state, moment, today)
-        return answer
-
-    def _take_group(self, takes: list[Take], moment: int, today: int) -> list[Taken]:
-        """Take all of a group, or nothing."""
-        checked = [check(advance(self._open_budget(take), take, today), take, today) for take in takes]
-        granted = all(taken.fits for _, taken in checked)
-        for take, (found, taken) in zip(takes, checked, strict=True):
-            self._keep_budget(take, apply(found, take, taken) if granted else found, moment, today)
-        return [taken for _, taken in checked]
-
-    def _settle_take(self, asked: Take, moment: int, today: int) -> Taken:
-        self._keep_budget(asked, settle(self._open_budget(asked), asked, today), moment, today)
-        return Taken(False, False, 0, 0, 0, 0)
-
-    def _open_budget(self, take: Take) -> BudgetState | None:
+    def _unpack_budget(self, take: Take) -> BudgetState:
         """Take out the state of a budget, also if another limit kept it, for a lifetime of its own."""
         entry = self._take(take.key, take.lifetime_ms)
         if entry is None:
             for lifetime in list(self._shards[hash(take.key) % len(self._shards)]):
                 entry = entry or self._take(take.key, lifetime)
         if not isinstance(entry, bytes) or len(entry) != _BUDGET_SIZE:
-            return None
+            return UNUSED
         first: int
         second: int
         third: int
@@ -214,10 +190,9 @@ class MemoryStore:
         _, _, first, second, third, fourth = _BUDGET.unpack(entry)
         return first, second, third, fourth
 
-    def _keep_budget(self, take: Take, state: BudgetState, moment: int, today: int) -> None:
-        until = moment + find_lifetime(state, take, today)
-        first, second, third, fourth = state
-        self._put(take.key, take.lifetime_ms, _BUDGET.pack(moment, until, first, second, third, fourth), moment)
+    def _pack_budget(self, budget: KeptBudget) -> None:
+        take, moment = budget.take, budget.moment
+        self._put(take.key, take.lifetime_ms, _BUDGET.pack(moment, budget.until, *budget.state), moment)
 
     def _count(self, hit: Hit, now: int) -> Count:
         window = hit.window_ms

@@ -164,12 +164,15 @@ def _read_takes(reply: object, calls: int) -> list[Taken]:
 
 
 _BUDGET: Final = Script("budget", _read_takes)
+_MARKED: Final = 2
 
 
 def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> ScriptCall:
     """Take from a budget, or settle; `joined`: in one group with the call before; `now` as in `count_call`."""
     moment = -1 if now is None else now
     limits = take.limit, take.rate, take.span, take.offset
+    if take.marker:
+        return ScriptCall(_BUDGET, take, (_MARKED, take.kind, take.amount, *limits, take.start, moment), 0, (take.marker,))
     return ScriptCall(_BUDGET, take, (int(joined), take.kind, take.amount, *limits, take.start, moment))
 
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from hypothesis import strategies as st
 
-from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, MINUTE, PERIOD, Take, Taken
+from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, MARKED_MS, MINUTE, PERIOD, Take, Taken
 
 NOON: Final = int(datetime(2026, 11, 26, 12, tzinfo=UTC).timestamp() * 1000)
 """A Thursday."""
@@ -114,6 +114,18 @@ CASES: Final[dict[str, list[tuple[Asked, list[tuple[bool, bool, int, int]]]]]] =
         (Asked([make_period(7)], NOON), [(False, False, 6, 300_000)]),
         (Asked([make_bucket().settle(-4, NOON)], NOON), []),
         (Asked([make_bucket(7)], NOON), [(False, False, 6, 1)]),
+    ],
+    "a settlement that comes twice counts once": [
+        (Asked([make_bucket(9), make_period(9, span=3_600_000)], NOON), [(True, True, 1, 0)] * 2),
+        (Asked([make_bucket().settle(5, NOON, "a")], NOON), []),
+        (Asked([make_bucket().settle(5, NOON, "a")], NOON), []),
+        (Asked([make_period(span=3_600_000).settle(5, NOON, "b")], NOON), []),
+        (Asked([make_period(span=3_600_000).settle(5, NOON, "b")], NOON - 10), []),
+        (Asked([make_bucket(6), make_period(6, span=3_600_000)], NOON), [(True, True, 0, 0)] * 2),
+        (Asked([make_period(span=3_600_000).settle(1, NOON, "c")], NOON), []),
+        (Asked([make_period(span=3_600_000).settle(1, NOON, "b")], NOON + MARKED_MS - 1), []),
+        (Asked([make_period(span=3_600_000).settle(1, NOON, "b")], NOON + MARKED_MS), []),
+        (Asked([make_period(0, span=3_600_000)], NOON), [(True, True, 2, 0)]),
     ],
     "a breaker learns what was spent": [
         (Asked([make_breaker(1)], NOON), [(True, True, 9, 0)]),
@@ -252,12 +264,14 @@ class Sent(NamedTuple):
 
     Attributes:
         late: number of requests after which it is settled; None for never.
+        again: number of requests after which that comes again, at another replica; None for never.
         wrong: what was estimated too much, by budget.
     """
 
     gap: int
     costs: list[tuple[int, int]]
     late: int | None
+    again: int | None
     wrong: int
 
 
@@ -267,6 +281,7 @@ REQUESTS: Final = st.lists(
         st.one_of(st.integers(0, 5), st.sampled_from([50, 30_000, 59_999, 60_000, 299_999, 3_600_000, 86_400_000])),
         st.lists(st.tuples(st.integers(0, len(_BUDGETS) - 1), st.integers(0, 20)), min_size=1, unique_by=lambda pair: pair[0]),
         st.none() | st.integers(0, 6),
+        st.none() | st.integers(0, 6),
         st.integers(-15, 15),
     ),
     max_size=40,
@@ -275,11 +290,9 @@ REQUESTS: Final = st.lists(
 
 def list_asked(sent: Sequence[Sent], answers: list[list[Taken]], place: int, now: int) -> list[Take]:
     """The settlements that are due before a request, of requests that were granted."""
-    due = [
-        number for number in range(place) if sent[number].late is not None and number + (sent[number].late or 0) + 1 == place
-    ]
+    due = [number for number in range(place) if place - number - 1 in (sent[number].late, sent[number].again)]
     return [
-        _BUDGETS[budget].settle(min(sent[number].wrong, cost), taken.start)
+        _BUDGETS[budget].settle(min(sent[number].wrong, cost), taken.start, f"{number}.{budget}")
         for number in due
         for (budget, cost), taken in zip(sent[number].costs, answers[number], strict=True)
         if taken.granted and now >= 0
@@ -300,6 +313,7 @@ class Model:
 
     def __init__(self) -> None:
         self._budgets: dict[str, Bucket | Period | Breaker] = {}
+        self._settled: dict[str, int] = {}
 
     def _open(self, take: Take) -> Bucket | Period | Breaker:
         if take.key not in self._budgets:
@@ -318,6 +332,10 @@ class Model:
             for take, (fits, left, wait) in zip(takes, looked, strict=True)
         ]
 
-    def settle(self, asked: Take, now: int) -> None:
-        """Settle one."""
+    def settle(self, asked: Take, now: int) -> bool:
+        """Settle one, unless that was done a short time ago; returns whether it was."""
+        if now - self._settled.get(asked.marker, -MARKED_MS) < MARKED_MS:
+            return False
+        self._settled[asked.marker] = now
         self._open(asked).settle(asked, now)
+        return True

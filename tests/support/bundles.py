@@ -118,6 +118,16 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
             (f"{_OF}/cost_source", "cost_source must be 'fixed', 'header:<name>' or 'query:<name>'"),
         ],
     ),
+    (
+        "rules",
+        _configured("token_bucket", tokens_per_second=2, rps=1, burst=2),
+        [(f"{_OF}/rps", "rps is another name of tokens_per_second, and differs from it; leave one out")],
+    ),
+    (
+        "rules",
+        _configured("token_bucket", rps=1, burst=2, reject_status=400),
+        [(f"{_OF}/reject_status", "unknown key; reject_status belongs in the rule itself")],
+    ),
     ("rules", _configured("token_bucket_llm"), [(f"{_OF}/tokens_per_minute", "tokens_per_minute is required")]),
     (
         "rules",

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
-from extproc.apis import takes_websocket
-from extproc.budgets.guard import make_subject
+from extproc.apis import asks_model, takes_websocket
+from extproc.budgets.guard import BUDGET, BudgetStage, make_subject
 from extproc.cli.commands import add_key_flag, add_policy_flag, count, load_policies
 from extproc.decision import CHOSEN_BY_CLIENTS, NOTED, Action, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
@@ -22,6 +22,7 @@ from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
+from extproc.engine.plan import Plan
 from extproc.engine.ramp import Ramp
 from extproc.errors import UsageError
 from extproc.ext_proc.answers.refuse import KILLED_SECONDS, KILLED_STATUS, write_loop_message
@@ -34,6 +35,7 @@ from extproc.policy.bundle import DEFAULT_DETECTOR, EVERYBODY, METHOD
 from extproc.request.hash_key import read_hash_key
 from extproc.request.http import HttpRequest, StatedFacts, decode_claims, explain_unknowable_body, opens_websocket
 from extproc.sessions.limits import UNNAMED
+from extproc.store.rules.budget import PERIOD
 from extproc.store.rules.chain import ChainLink
 from extproc.store.rules.session import NANO_DOLLARS, RECORD
 from extproc.store.rules.windows import Count, Hit
@@ -94,7 +96,28 @@ def run(options: argparse.Namespace) -> int:
             policy = candidate.plan.id
             more = ramps.get(policy, []) + _list_missing(missing, policy, request)
             _print_candidate(candidate, evaluation, body, more)
+    for plan in evaluation.plans:
+        _print_idle_budgets(plan, evaluation, missing)
     return 0
+
+
+def _print_idle_budgets(plan: Plan, evaluation: Evaluation, missing: Sequence[tuple[str, str]]) -> None:
+    """A block for a policy with budgets of which none applies."""
+    judged = any(budget.plan.id == plan.id for budget in evaluation.budgets)
+    if plan.budget is None or judged or any((plan.id, BUDGET) == left_out[:2] for left_out in evaluation.list_left_out()):
+        return
+    fallback = plan.budget.fallback
+    rules = [*plan.budget.rules, *([fallback] if fallback is not None else [])]
+    rows: _Rows = [("policy", f"{plan.id} ({plan.mode})")]
+    for planned in rules:
+        if not planned.matches(evaluation.request):
+            why = "its match does not hold"
+        elif planned.rule.cost.measured and not asks_model(evaluation.request.path):
+            why = "its cost is that of a model's answer, and this path asks no model"
+        else:
+            why = "a limit key is missing"
+        rows.append(("rule", f"{planned.rule.name}: {why}"))
+    _print_rows([*rows, *_list_missing(missing, plan.id, evaluation.request), ("decision", "allow: no rule applies")])
 
 
 def _print_candidate(candidate: Candidate, evaluation: Evaluation, body: bytes, more: _Rows) -> None:
@@ -183,9 +206,15 @@ def _print_budgets(candidate: BudgetCandidate, more: _Rows) -> None:
             ("tenant", reserved.tenant),
             ("key", reserved.take.key),
             ("cost", f"{subject.asked:.9g}{unit}, {cost}"),
+            *[("stage", _write_stage(stage)) for stage in reversed(reserved.rule.stages) if limit.kind == PERIOD],
             ("decision", refusal if final else f"allow while {subject.asked:.9g}{unit} is left, then {refusal}"),
         ]
         _print_rows(rows)
+
+
+def _write_stage(stage: BudgetStage) -> str:
+    delay = f" by {stage.delay_ms} ms" if stage.delay_ms else ""
+    return f"{stage.action.value}{delay} from {stage.percent:g} % on"
 
 
 def _show_known(candidate: Candidate) -> _Rows:

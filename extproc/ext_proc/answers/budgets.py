@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import floor
 from typing import Any, Final
 
-from extproc.bounded import Memo
 from extproc.budgets.subject import DOLLAR_UNIT, BudgetSubject
 from extproc.decision import Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
@@ -15,8 +14,8 @@ from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_ent
 RULE: Final = "budget_rule"
 
 _TIME: Final = b";t="
-_KNOWN: Final = 512
-"""Number of forms in each generation. One takes 300 bytes, more with the longest names."""
+_DIGITS: Final = 64
+"""More than the digits of any number."""
 
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
@@ -25,13 +24,13 @@ class _BudgetForm:
     """The metadata of requests that continue, without two numbers; the same for all numbers with as many digits.
 
     Attributes:
-        head: what stands before it.
         first: up to what is left.
+        start: the same with what stands before it.
         second: from there to the seconds.
         third: from there to what is left, again; the seconds follow once more.
     """
 
-    __slots__ = ("first", "head", "second", "third")
+    __slots__ = ("first", "second", "start", "third")
 
     def __init__(self, policy: str, subject: BudgetSubject, left: int, seconds: int) -> None:
         """For `left` and `seconds` digits."""
@@ -41,13 +40,8 @@ class _BudgetForm:
         self.first = limit + write_text(RULE, subject.rule) + write_text_head("ratelimit_remaining", left)
         self.second = write_text_head("ratelimit_reset", seconds)
         self.third = write_text_head("ratelimit", whole) + quoted
-        self.head = write_entries_head(
-            len(self.first) + left + len(self.second) + seconds + len(self.third) - len(quoted) + whole
-        )
-
-
-_FORMS: Final[Memo[tuple[str, str, float, int, int], _BudgetForm]] = Memo(_KNOWN)
-"""By policy, rule, limit, and the numbers of digits."""
+        size = len(self.first) + left + len(self.second) + seconds + len(self.third) - len(quoted) + whole
+        self.start = write_entries_head(size) + self.first
 
 
 def list_rate_limit(subject: BudgetSubject, policy: str, seconds: int) -> list[tuple[str, str]]:
@@ -119,12 +113,11 @@ def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
         return write_entries([write_text(SESSIONS, calls)]) if calls else b""
     policy, subject = found
     left, seconds = str(int(max(0.0, subject.left))).encode(), str(subject.reset).encode()
-    known = policy, subject.rule, subject.limit, len(left), len(seconds)
-    form = _FORMS.get(known)
-    if form is None:
-        form = _BudgetForm(policy, subject, len(left), len(seconds))
-        _FORMS.put(known, form)
+    known = len(left) * _DIGITS + len(seconds)
+    form = subject.forms.get(known)
+    if not isinstance(form, _BudgetForm):
+        form = subject.forms[known] = _BudgetForm(policy, subject, len(left), len(seconds))
     if calls:
         told = [write_text(SESSIONS, calls), form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
         return write_entries(told)
-    return b"".join([form.head, form.first, left, form.second, seconds, form.third, left, _TIME, seconds])
+    return b"".join([form.start, left, form.second, seconds, form.third, left, _TIME, seconds])

@@ -1,19 +1,20 @@
 -- budget: what callers may use in a time: buckets, periods of the calendar, and breakers that open at a rate of spending.
 --
--- KEYS     one or more keys of budgets, all in one hash slot
--- ARGV     for each key, or once if they are the same for all, nine integers: joined (1: it belongs to the group of the key
---          before it), kind (0 bucket, 1 period, 2 breaker), amount, limit, rate, span, offset, start (-1: take; else settle),
+-- KEYS     one or more keys of budgets, all in one hash slot, and behind that of a marked settlement the key of its marker
+-- ARGV     for each budget, or once if they are the same for all, nine integers: joined (1: it belongs to the group of the
+--          budget before it, 2: a settlement that has a marker), kind (0 bucket, 1 period, 2 breaker), amount, limit, rate, span, offset, start (-1: take; else settle),
 --          now_ms (-1: the server's clock)
--- returns  one string, for each key six integers of 1, 1, 8, 8, 8 and 8 bytes, big-endian: granted (1 or 0), fits (1 or 0),
---          left, wait in ms (-1: never), start, reset in ms; zeros for a settlement
+-- returns  one string, for each budget six integers of 1, 1, 8, 8, 8 and 8 bytes, big-endian: granted (1 or 0), fits (1 or 0),
+--          left, wait in ms (-1: never), start, reset in ms; for a settlement 1, or 0 if its marker was set, and zeros
 --
 -- The takes of a group are all granted, or none is. A key's value is a version and the state of budget.py, packed: two integers,
--- four for a breaker. The value decides; the key's own expiry only collects garbage. The arithmetic is that of budget.py.
+-- four for a breaker. That of a marker is a version and the time at which it was set. The value decides; the key's own expiry only collects garbage. The arithmetic is that of budget.py.
 
 local VERSION = 1
 local SHORT, LONG, ANSWER = '>Bi8i8', '>Bi8i8i8i8', '>BBi8i8i8i8'
 local BUCKET, PERIOD = 0, 1
 local MINUTE, YEAR, GARBAGE_MS, FOREVER = 60000, 31536000000, 1000, -1
+local MARK, MARKED_MS = '>Bi8', 300000
 local LOWEST, HIGHEST = -3000000000000000, 4000000000000000
 
 local clock = redis.call('TIME')
@@ -127,7 +128,21 @@ local function finish()
   group = {}
 end
 
+local function is_marked(one)
+  local value = redis.pcall('GET', one.marker)
+  if type(value) ~= 'string' or #value ~= 9 or string.byte(value) ~= VERSION then return false end
+  local _, marked = struct.unpack(MARK, value)
+  return math.abs(one.now - marked) < MARKED_MS
+end
+
 local function settle(one)
+  if one.marker then
+    if is_marked(one) then
+      answers[#answers + 1] = struct.pack(ANSWER, 0, 0, 0, 0, 0, 0)
+      return
+    end
+    redis.call('SET', one.marker, struct.pack(MARK, VERSION, one.now), 'PX', MARKED_MS)
+  end
   one.first, one.second, one.third, one.fourth = advance(one)
   if one.kind == BUCKET then
     one.first = math.min(one.limit, math.max(LOWEST, one.first + one.amount))
@@ -137,20 +152,26 @@ local function settle(one)
     one.third = math.min(HIGHEST, math.max(0, one.third - one.amount))
   end
   write(one)
-  answers[#answers + 1] = struct.pack(ANSWER, 0, 0, 0, 0, 0, 0)
+  answers[#answers + 1] = struct.pack(ANSWER, 1, 0, 0, 0, 0, 0)
 end
 
-for i, key in ipairs(KEYS) do
-  local at = #ARGV == 9 and 0 or (i - 1) * 9
+local at, place = 0, 1
+while place <= #KEYS do
   local one = {
-    key = key, kind = tonumber(ARGV[at + 2]), amount = tonumber(ARGV[at + 3]), limit = tonumber(ARGV[at + 4]),
+    key = KEYS[place], kind = tonumber(ARGV[at + 2]), amount = tonumber(ARGV[at + 3]), limit = tonumber(ARGV[at + 4]),
     rate = tonumber(ARGV[at + 5]), span = tonumber(ARGV[at + 6]), offset = tonumber(ARGV[at + 7]),
     start = tonumber(ARGV[at + 8]), now = tonumber(ARGV[at + 9]),
   }
   if one.now == -1 then one.now = server_now end
+  if ARGV[at + 1] == '2' then
+    place = place + 1
+    one.marker = KEYS[place]
+  end
   local settles = one.start >= 0
   if #group > 0 and (settles or ARGV[at + 1] ~= '1') then finish() end
   if settles then settle(one) else group[#group + 1] = one end
+  place = place + 1
+  if #ARGV > 9 then at = at + 9 end
 end
 if #group > 0 then finish() end
 

@@ -7,7 +7,8 @@
 
 The takes of one request form a group: if one of them does not fit, none is taken. A request whose cost turns out to be another
 is settled, also below zero, in the bucket or in the period from which it was taken. What was taken from a period that is over
-is not settled: it has no effect any more.
+is not settled: it has no effect any more. A settlement may come more than once, and to several replicas, because Envoy sends
+access log entries again; its marker, a value that is kept for `MARKED_MS`, makes it count once.
 
 A clock may be set back, or may be behind on another server after a failover. Then a bucket does not rise for the time that is
 lost, a period that has not begun goes on, and a breaker is open no longer than `span`.
@@ -28,6 +29,9 @@ GARBAGE_MS: Final = 1_000
 FOREVER: Final = -1
 """A time that does not come: when a breaker closes that only an operator closes, or when a request fits that is too large."""
 
+MARKED_MS: Final = 300_000
+"""How long a settlement is remembered, in milliseconds: entries of the access log come again within seconds."""
+
 LOWEST: Final = -3_000_000_000_000_000
 """A level does not fall below this, so that all sums stay exact in the numbers of Lua."""
 
@@ -36,6 +40,9 @@ HIGHEST: Final = 4_000_000_000_000_000
 
 BudgetState: TypeAlias = tuple[int, int, int, int]
 """The state of all kinds; the last two are 0 except for `BREAKER`. Times are in milliseconds since 1970."""
+
+UNUSED: Final[BudgetState] = (0, -1, 0, 0)
+"""The state of a budget of which nothing was used: what is second is a time or an amount, so never negative."""
 
 
 class Take:
@@ -50,13 +57,23 @@ class Take:
         span: length of the period, or how long the breaker stays open, in milliseconds; 0 for until an operator closes it.
         offset: when the first period began, in milliseconds since 1970.
         start: in a settlement, the start in the answer to the take; else -1.
+        marker: key of a settlement's marker, in the same hash slot; empty if it cannot come twice.
         lifetime_ms: how long the state of such a budget matters at most, in milliseconds, unless it is below zero.
     """
 
-    __slots__ = ("amount", "key", "kind", "lifetime_ms", "limit", "offset", "rate", "span", "start")
+    __slots__ = ("amount", "key", "kind", "lifetime_ms", "limit", "marker", "offset", "rate", "span", "start")
 
     def __init__(  # noqa: PLR0913  # a record
-        self, key: str, kind: int, amount: int, limit: int, rate: int, span: int, offset: int = 0, start: int = -1
+        self,
+        key: str,
+        kind: int,
+        amount: int,
+        limit: int,
+        rate: int,
+        span: int,
+        offset: int = 0,
+        start: int = -1,
+        marker: str = "",
     ) -> None:
         if kind == BUCKET:
             self.lifetime_ms = min(-(-limit // rate), YEAR) + GARBAGE_MS
@@ -70,22 +87,24 @@ class Take:
         self.span = span
         self.offset = offset
         self.start = start
+        self.marker = marker
 
     @property
     def settles(self) -> bool:
         """Whether it is a settlement."""
         return self.start >= 0
 
-    def settle(self, amount: int, start: int) -> Take:
-        """The settlement of a take: this much was taken too much."""
-        return Take(self.key, self.kind, amount, self.limit, self.rate, self.span, self.offset, start)
+    def settle(self, amount: int, start: int, call: str = "") -> Take:
+        """The settlement of a take: this much was taken too much. `call` names the take; without it, nothing is remembered."""
+        marker = f"settled1:{call}:{self.key[-2:]}" if call else ""
+        return Take(self.key, self.kind, amount, self.limit, self.rate, self.span, self.offset, start, marker)
 
 
 class Taken:
-    """The answer to a take.
+    """The answer to a take. Of the answer to a settlement, only `granted` matters.
 
     Attributes:
-        granted: it was taken, and so was all else in its group.
+        granted: it was taken, and so was all else in its group; or it was settled, for the first time.
         fits: this budget had room for it.
         left: what is left of the budget, after the take if it was granted; negative if more was used.
         wait_ms: until it would fit, in milliseconds: 0 if it fits, `FOREVER` if it never does.
@@ -129,8 +148,8 @@ class Taken:
         return self.granted, self.fits, self.left, self.wait_ms, self.start, self.reset_ms
 
 
-def advance(state: BudgetState | None, take: Take, now: int) -> BudgetState:
-    """The state as it is now, before anything is taken; None for a budget of which nothing was used."""
+def advance(state: BudgetState, take: Take, now: int) -> BudgetState:
+    """The state as it is now, before anything is taken."""
     if take.kind == BUCKET:
         return _fill(state, take, now)
     if take.kind == PERIOD:
@@ -138,25 +157,27 @@ def advance(state: BudgetState | None, take: Take, now: int) -> BudgetState:
     return _begin_minute(state, take, now)
 
 
-def _fill(state: BudgetState | None, take: Take, now: int) -> BudgetState:
-    if state is None:
-        return take.limit, now, 0, 0
+def _fill(state: BudgetState, take: Take, now: int) -> BudgetState:
     level, time, _, _ = state
-    return min(take.limit, level + max(0, now - time) * take.rate), now, 0, 0
+    if time < 0:
+        return take.limit, now, 0, 0
+    if now > time:
+        level += (now - time) * take.rate
+    return min(level, take.limit), now, 0, 0
 
 
-def _begin_period(state: BudgetState | None, take: Take, now: int) -> BudgetState:
+def _begin_period(state: BudgetState, take: Take, now: int) -> BudgetState:
     start = now - (now - take.offset) % take.span
-    if state is None or start > state[0] or state[0] - start > take.span:
+    if state[1] < 0 or start > state[0] or state[0] - start > take.span:
         return start, 0, 0, 0
     return state
 
 
-def _begin_minute(state: BudgetState | None, take: Take, now: int) -> BudgetState:
+def _begin_minute(state: BudgetState, take: Take, now: int) -> BudgetState:
     begun = now - now % MINUTE
-    if state is None:
-        return begun, 0, 0, 0
     minute, spent, before, until = state
+    if spent < 0:
+        return begun, 0, 0, 0
     if until != FOREVER and until > now + take.span:
         until = now + take.span
     if begun == minute + MINUTE:
@@ -211,7 +232,7 @@ def apply(state: BudgetState, take: Take, taken: Taken) -> BudgetState:
     return first, second + take.amount, third, fourth
 
 
-def settle(state: BudgetState | None, asked: Take, now: int) -> BudgetState:
+def settle(state: BudgetState, asked: Take, now: int) -> BudgetState:
     """The state of a budget after a settlement."""
     first, second, third, fourth = advance(state, asked, now)
     if asked.kind == BUCKET:
@@ -221,6 +242,11 @@ def settle(state: BudgetState | None, asked: Take, now: int) -> BudgetState:
     elif asked.kind == BREAKER and first == asked.start + MINUTE:
         third = min(HIGHEST, max(0, third - asked.amount))
     return first, second, third, fourth
+
+
+def is_marked(marked: int, now: int) -> bool:
+    """Whether a marker that was set then is still valid."""
+    return abs(now - marked) < MARKED_MS
 
 
 def find_lifetime(state: BudgetState, take: Take, now: int) -> int:

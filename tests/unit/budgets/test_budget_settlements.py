@@ -13,7 +13,7 @@ from extproc.errors import PartlyAwayError, StoreError
 from extproc.ext_proc.access_log import read_message
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
-from extproc.ext_proc.transaction import Later
+from extproc.ext_proc.transaction import Later, Reply
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.store.pending import Pending
 from extproc.store.rules.session import Question
@@ -84,6 +84,19 @@ def test_what_another_filter_refused_costs_nothing(status: int) -> None:
     assert left(service) == 10_000
 
 
+@pytest.mark.parametrize(("status", "sent", "kept"), [(403, False, 3), (0, False, 3), (403, True, 2), (200, True, 2)])
+def test_a_fixed_cost_is_given_back_for_what_another_filter_refused(status: int, sent: bool, kept: int) -> None:  # a parameter
+    """In policies that take failed requests back; not if the upstream has answered."""
+    detector = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 9, "count_failed": False}
+    service, _ = serve(limited(bucket(per_second=0.001), loop_detection=detector))
+    answer = ask(service)
+
+    tell(service, answer, status=status, took=(0.1, 0.2) if sent else None)
+
+    assert metadata_of(ask(service))["ratelimit_remaining"] == str(kept - 1)
+    assert sample(service, "access_log_entries_total", result="unknown") in (None, 0)
+
+
 def test_a_response_without_counts_is_estimated_by_its_size() -> None:
     """As for sessions: 4,000 bytes of a request and 800 of a response."""
     service, _ = serve(limited(LLM))
@@ -91,6 +104,34 @@ def test_a_response_without_counts_is_estimated_by_its_size() -> None:
     tell(service, ask(service, content=chat("hello")))
 
     assert left(service) == 10_000 - 1_200
+
+
+def test_an_entry_that_comes_twice_counts_once() -> None:
+    """Envoy sends entries again after a failure, perhaps to another replica of one store; usage is reported once, too."""
+    service, clock = serve(limited(LLM))
+    other = make_service(limited(LLM), store=service.counting.store)
+    answer = ask(service, content=chat("x" * 4_000, max_tokens=1_000))
+
+    for taken_by in (service, other, service):
+        tell(taken_by, answer, told={"input": 100, "output": 20})
+    clock.now += 1
+
+    assert left(service) == 10_000 - 120
+    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 2 * 120
+    assert sample(other, "budget_used_total", policy="p", mode="enforce", rule="r") == 0
+    assert [sample(each, "access_log_entries_total", result="unknown") for each in (service, other)] == [2, 2]
+
+
+def test_an_entry_of_an_older_version_is_settled() -> None:
+    """It does not name its call."""
+    service, _ = serve(limited(LLM))
+    sessions = json.loads(metadata_of(ask(service, content=chat("hello")))["sessions"])
+    del sessions[0]["call"]
+
+    for read in read_message(log({"sessions": json.dumps(sessions), "told": {}}))[0]:
+        service.settle_entry(read)
+
+    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") is not None
 
 
 def test_a_settlement_that_is_lost_leaves_the_estimate() -> None:
@@ -178,30 +219,36 @@ class Slow(FailingStore):
 
     def __init__(self) -> None:
         super().__init__("no key")
-        self.waiting: Pending | None = None
-        self.answers: tuple[Any, ...] = ()
+        self._waiting: list[Pending] = []
+        self._answers: list[Any] = []
+
+    def waits_for(self, *pending: Pending) -> list[Any]:
+        """Let the next questions wait; returns the list that their answers are appended to."""
+        self._waiting = [*pending]
+        return self._answers
 
     def hit(self, hits: Any, now: int | None = None) -> Any:  # noqa: ANN401  # questions, and answers to come
         """Answer at once, unless requests are to wait."""
         answers = self._memory.hit(hits, now)
-        if self.waiting is None:
+        if not self._waiting:
             return answers
-        self.answers, pending, self.waiting = (answers,), self.waiting, None
-        return pending
+        self._answers.append(answers)
+        return self._waiting.pop(0)
 
 
 def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
     """The store has taken what it asked for; once that is known, it is given back."""
     store = Slow()
     service = make_service(limited(bucket(burst=9, per_second=0.001)), store=store)
-    store.waiting = pending = Pending()
+    pending = Pending()
+    kept = store.waits_for(pending)
     stream = Stream(service)
 
     reply = stream.receive(headers(CHAT, x_api_key="k").SerializeToString())
     assert isinstance(reply, Later)
     reply.cancel()
     stream.close()
-    pending.settle(*store.answers)
+    pending.settle(*kept)
 
     assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
 
@@ -211,7 +258,8 @@ def test_a_task_that_is_cancelled_while_it_waits_for_the_store_pays_nothing(late
     """As with gRPC by grpcio; also if the answer has arrived, but the task has not gone on yet."""
     store = Slow()
     service = make_service(limited(bucket(burst=9, per_second=0.001)), store=store)
-    store.waiting = pending = Pending()
+    pending = Pending()
+    kept = store.waits_for(pending)
     reply = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
     assert isinstance(reply, Later)
 
@@ -219,11 +267,11 @@ def test_a_task_that_is_cancelled_while_it_waits_for_the_store_pays_nothing(late
         task = asyncio.ensure_future(wait_for_reply(reply))
         await asyncio.sleep(0)
         if not late:
-            pending.settle(*store.answers)
+            pending.settle(*kept)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        pending.settle(*store.answers)
+        pending.settle(*kept)
 
     asyncio.run(leave())
 
@@ -233,6 +281,35 @@ def test_a_task_that_is_cancelled_while_it_waits_for_the_store_pays_nothing(late
 async def wait_for_reply(reply: Later) -> None:
     """Wait as a task does that answers a stream."""
     await reply
+
+
+@pytest.mark.parametrize("slow", ["enforcing", "shadow"])
+def test_a_task_that_is_cancelled_while_only_one_group_waits_pays_nothing(slow: str) -> None:
+    """Neither the enforcing policy nor the shadow policy keeps what was taken, whichever was counted first."""
+    store = Slow()
+    shadow = limited(bucket(burst=9, per_second=0.001, name="s"), identity="s", mode="shadow")
+    service = make_service(limited(bucket(burst=9, per_second=0.001)), shadow, store=store)
+    first, second = Pending(), Pending()
+    kept = store.waits_for(first, second)
+    reply = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
+
+    async def leave() -> None:
+        assert not isinstance(reply, Reply)
+        task = asyncio.ensure_future(reply)
+        await asyncio.sleep(0)
+        (second if slow == "enforcing" else first).settle(kept[1 if slow == "enforcing" else 0])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        (first if slow == "enforcing" else second).settle(kept[0 if slow == "enforcing" else 1])
+
+    asyncio.run(leave())
+
+    answer = metadata_of(ask(service))
+    assert answer["ratelimit_remaining"] == "8"
+    assert [row.left // row.units for row in service.reporter.budgets.make_document(shows_callers=False).rows] == [8, 8]
 
 
 class HalfAway(FailingStore):

@@ -21,6 +21,7 @@ from extproc.logs import escape_controls
 from extproc.policy.bundle import Policy, make_schema
 from extproc.server import Server
 from extproc.settings import Settings
+from tests.support.budget_policies import REJECT, limited, rule
 from tests.support.bundles import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries, spec
 from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, written
 from tests.support.documents import bundle, policy
@@ -530,6 +531,27 @@ def test_explain_tells_the_hold_at_the_threshold(capsys: pytest.CaptureFixture[s
         found["default"]["decision"]
         == "allow below 4 identical calls, then throttle (hold 400 ms at first); read_file: 3 of 3 calls"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], ["rule         a: its match does not hold", "decision     allow: no rule applies"]),
+        (["-H", "x-plan: free"], ["rule         a: a limit key is missing", "missing      header:x-api-key"]),
+        (["-H", "x-plan: free", "-H", "x-api-key: k"], ["budget       a: 9 in a day", "stage        warn from 80 % on"]),
+    ],
+)
+def test_explain_says_which_rules_apply(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], told: list[str]
+) -> None:
+    """The stages of those that do, and why the others do not."""
+    stages = [{"threshold_percent": 80, "action": "warn"}, *REJECT]
+    made = rule("cost_based", "a", more={"match": {"header:x-plan": "free"}}, budget=9, period="1d", staged_actions=stages)
+    path = written(tmp_path / "p.json", limited(made))
+
+    printed = Run(capsys, "explain", "--policy", path, *flags, "http://example.com/").out
+
+    assert all(line in printed for line in told), printed
 
 
 def test_explain_names_a_single_detector_that_looks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

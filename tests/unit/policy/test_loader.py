@@ -16,6 +16,7 @@ from extproc.errors import BundleErrors
 from extproc.policy.bundle import make_schema
 from extproc.policy.files import MAX_FILE
 from extproc.policy.loader import load
+from tests.support.budget_policies import rule
 from tests.support.bundles import (
     BYPASSES_ALL,
     CALLS,
@@ -473,6 +474,30 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
                         "it, and remove it from clients' requests"
                     ),
                 )
+            ],
+        ),
+        (
+            spec(
+                rules=[
+                    rule("token_bucket", "a", rps=1, burst=2, cost_source="header:x-cost", fixed_cost=2),
+                    rule("token_bucket_llm", "b", tokens_per_minute=9_000, tokens_per_day=100),
+                    rule("token_bucket", "c", rps=1, burst=2, default_cost=2),
+                ]
+            ),
+            [
+                ("/spec/rules/0/algorithm_config/fixed_cost", "fixed_cost is ignored, because requests cost header:x-cost"),
+                (
+                    "/spec/rules/0/algorithm_config/cost_source",
+                    (
+                        "header:x-cost is the client's choice, so a client can choose what a request costs; let a proxy set "
+                        "it, and remove it from clients' requests"
+                    ),
+                ),
+                (
+                    "/spec/rules/1/algorithm_config/tokens_per_day",
+                    "tokens_per_day is below tokens_per_minute, 9000: a day allows less than a minute",
+                ),
+                ("/spec/rules/2/algorithm_config/default_cost", "default_cost is ignored, because requests cost fixed"),
             ],
         ),
         (spec(loop_detection=None), [("/spec", IDLE)]),

@@ -10,6 +10,7 @@ from extproc.store import open_store
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.ring import Push
 from extproc.store.rules.windows import Hit
+from tests.support.budgets import make_bucket
 from tests.support.records import replace
 from tests.support.windows import (
     make_hit,
@@ -95,6 +96,23 @@ def test_rings_are_bounded_together_with_counters() -> None:
     assert _counts(store, 5, c=hit, d=hit) == {"c": 2, "d": 2}
     _counts(store, 9_999, c=replace(hit, window_ms=20_000), d=replace(hit, window_ms=20_000))
     assert len(store) == 3
+
+
+def test_budgets_of_many_callers_keep_what_was_used() -> None:
+    """A few stay unpacked, the others make room for one another after a minute; none begins anew, and expired ones go."""
+    store, metrics = _memory(200)
+    takes = [make_bucket(limit=1_000_000, key=f"b{number}") for number in range(100)]
+    for now in (0, 1, 61_000):
+        for take in takes:
+            store.hit([take], now)
+
+    answers = [store.hit([replace(take, amount=1)], 61_000)[0] for take in takes]
+
+    assert {answer.left for answer in answers} == {1_000_000 - 2}
+    assert metrics.store_evictions._value.get() == 0
+    for take in takes:
+        store.hit([replace(take, key=f"late-{take.key}")], 3_000_000)
+    assert len(store) < 200
 
 
 def test_long_rings_leave_room_for_fewer() -> None:

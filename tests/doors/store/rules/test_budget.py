@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 
 from extproc.store.rules.budget import Take, Taken
-from tests.support.budgets import CASES, NOON, REQUESTS, Model, Sent, list_asked, make_bucket, make_period, make_takes
+from tests.support.budgets import (
+    CASES,
+    NOON,
+    REQUESTS,
+    Model,
+    Sent,
+    list_asked,
+    make_breaker,
+    make_bucket,
+    make_period,
+    make_takes,
+)
 from tests.support.records import replace
 from tests.support.servers import Driver
 from tests.support.windows import make_hit
@@ -28,7 +39,8 @@ def ask(store: Driver, takes: Sequence[Take], now: int | None) -> list[Taken]:
 
 async def ask_later(store: Driver, takes: Sequence[Take], now: int | None) -> Any:  # noqa: ANN401  # answers
     """The same on the loop."""
-    answer = store.store.hit([replace(take, key=store.name(take.key)) for take in takes], now)
+    named = [replace(take, key=store.name(take.key), marker=store.name(take.marker) if take.marker else "") for take in takes]
+    answer = store.store.hit(named, now)
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -47,14 +59,13 @@ def test_budgets_are_kept(store: Driver, case: str) -> None:
 
 @given(sent=REQUESTS)
 def test_budgets_are_as_the_documents_say(opened: Driver, sent: list[Sent]) -> None:
-    """Random requests on all kinds of budgets, of which some are settled late and some never, against a plain model."""
+    """Random requests on all kinds of budgets against a plain model; some are settled late, some twice, and some never."""
     store, model, now = opened.fresh(), Model(), NOON
     answers: list[list[Taken]] = []
     for place, request in enumerate(sent):
         now += request.gap
         for settlement in list_asked(sent, answers, place, now):
-            ask(store, [settlement], now)
-            model.settle(settlement, now)
+            assert ask(store, [settlement], now)[0].granted is model.settle(settlement, now)
         takes = make_takes(request)
         answers.append(ask(store, takes, now))
         assert [shown(answer) for answer in answers[-1]] == model.ask(takes, now)
@@ -79,6 +90,20 @@ def test_requests_side_by_side_never_take_more_than_there_is(store: Driver) -> N
     assert all(answer[1].granted is answer[2].granted for answer in answers)
     assert sorted(answer[0].count for answer in answers) == list(range(1, 201))
     assert ask(store, takes, NOON)[1].left == 50 - 33
+
+
+def test_settlements_of_one_round_trip_may_or_may_not_have_markers(store: Driver) -> None:
+    """Those with a marker count once, in one call and in another; the others each time."""
+    bucket, period, breaker = make_bucket(9), make_period(9), make_breaker(9)
+    ask(store, [bucket, period, breaker], NOON)
+    settlements = [bucket.settle(2, NOON, "a"), period.settle(3, NOON), breaker.settle(4, NOON, "b")]
+
+    first = ask(store, settlements, NOON)
+    again = ask(store, settlements, NOON)
+
+    assert [answer.granted for answer in first] == [True, True, True]
+    assert [answer.granted for answer in again] == [False, True, False]
+    assert [taken.left for taken in ask(store, [make_bucket(0), make_period(0), make_breaker(0)], NOON)] == [3, 7, 5]
 
 
 def test_the_time_is_the_calendars(store: Driver) -> None:
