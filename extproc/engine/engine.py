@@ -8,6 +8,7 @@ fields that selectors there use, at most eight.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import product
@@ -24,6 +25,10 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import HttpRequest
 
 Item = TypeVar("Item")
+
+_ITEMS_AT_ONCE = 1_000
+"""Items indexed before other threads get their turn: compiled code would keep the interpreter lock until the end."""
+
 _Key = tuple[str, str | None, str | None, str | None]  # anchor, host, method, route; None: any
 _Shape = tuple[bool, bool, bool]  # names a host, names a method, names a route
 
@@ -227,6 +232,8 @@ class Index(Generic[Item]):
         self._methods = [""]  # for selectors without any
         for place, (selector, item) in enumerate(entries):
             self._items.append(item)
+            if place % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
+                time.sleep(0)
             self._methods += [method for method in selector.methods or () if method not in self._methods]
             self.uses_hosts = self.uses_hosts or selector.hosts is not None
             self.uses_routes = self.uses_routes or selector.routes is not None

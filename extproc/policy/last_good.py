@@ -207,7 +207,7 @@ def choose(  # noqa: PLR0913  # everything that decides the result
 
     def find_owner(identity: str) -> str:
         if not owners:  # only needed for duplicates
-            owners.update({name: file for file in files if file in standing for name, _ in standing[file].judged.list_ids()})
+            owners.update({name: file for file in files if file in standing for name in standing[file].judged.list_names()})
         return owners.get(identity, "")
 
     warnings: list[BundleError] = []

@@ -203,6 +203,10 @@ def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] |
 
     The first one keeps the id, unless `owners` names the file of an id: it returns an empty text for none.
     """
+    parsed = list(parsed)
+    names = [name for file in parsed for name in file.list_names()]
+    if len(set(names)) == len(names):  # almost always
+        return []
     places: dict[str, tuple[str, str]] = {}
     again: dict[str, list[tuple[str, str]]] = {}
     for file in parsed:
@@ -224,8 +228,11 @@ def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] |
 
 def find_unpaired(parsed: Iterable[ParsedFile]) -> list[BundleError]:
     """An error for each policy whose `canary_of` names one that it cannot be compared with."""
-    every = [(file, number) for file in parsed for number in range(file.count())]
+    parsed = list(parsed)
     claims = [claim for file in parsed for claim in file.list_claims()]
+    if not any([claim is not None and claim.canary_of is not None for claim in claims]):
+        return []
+    every = [(file, number) for file in parsed for number in range(file.count())]
     return [
         BundleError(file.file, write_pointer((*file.locate(number), "spec", "canary_of")), message)
         for (file, number), message in [(every[place], message) for place, message in find_pairing_errors(claims)]
@@ -278,6 +285,12 @@ class ParsedFile:
         if self.errors or self.source is None:
             return self.ids
         return [(policy.id, write_pointer((*self.locate(number), "id"))) for number, policy in enumerate(self.source.outlines)]
+
+    def list_names(self) -> list[str]:
+        """Ids, including those of invalid policies."""
+        if self.errors or self.source is None:
+            return [name for name, _ in self.ids]
+        return [policy.id for policy in self.source.outlines]
 
     def count(self) -> int:
         """The number of policies, including invalid ones."""

@@ -24,7 +24,7 @@ from extproc.metrics import Metrics
 from extproc.objects import JsonObject
 from extproc.policy import last_good
 from extproc.policy.files import read_each
-from extproc.policy.loader import ParsedFile
+from extproc.policy.loader import ParsedFile, parse_file
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from tests.support.bundles import RULE
@@ -557,7 +557,7 @@ class Judge:
         self.judged: list[str] = []
         self.held = ""
         self.go_on = threading.Event()
-        parse = last_good.parse_file
+        parse = parse_file
 
         def count(file: str, *arguments: Any, **options: Any) -> ParsedFile:  # noqa: ANN401  # as the real one
             self.judged.append(Path(file).name)
@@ -724,7 +724,7 @@ def test_a_failure_to_judge_a_large_file_refuses_it(place: Place, judge: Judge, 
     asyncio.run(change())
 
     (told,) = refused(place)["a.json"]
-    assert told.endswith("a.json: cannot be judged: MemoryError()")
+    assert told.endswith("a.json: /: cannot be judged: MemoryError()")
     assert (place.ids, place.reloads("error")) == (["a"], 1)
 
 
