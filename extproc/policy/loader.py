@@ -230,7 +230,7 @@ def find_unpaired(parsed: Iterable[ParsedFile]) -> list[BundleError]:
     """An error for each policy whose `canary_of` names one that it cannot be compared with."""
     parsed = list(parsed)
     claims = [claim for file in parsed for claim in file.list_claims()]
-    if not any([claim is not None and claim.canary_of is not None for claim in claims]):
+    if not any(claim is not None and claim.canary_of is not None for claim in claims):
         return []
     every = [(file, number) for file in parsed for number in range(file.count())]
     return [

@@ -707,7 +707,8 @@ def test_a_large_change_that_is_gone_by_then_does_not_act(place: Place, judge: J
     assert (place.ids, place.reloads("ok")) == (["a-3"], 1)
 
 
-def test_a_failure_to_judge_a_large_file_refuses_it(place: Place, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("judge")
+def test_a_failure_to_judge_a_large_file_refuses_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever goes wrong in the background is an error of the file, and is not tried over and over again."""
     place.write(guard("a"), "a.json")
     place.start()
