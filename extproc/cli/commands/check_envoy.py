@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("name a FILE, --admin URL or --probe URL")
     known = [*CODES, *list_names()]
     if unknown := sorted(set(options.ignore) - set(known)):
-        raise UsageError(f"--ignore {unknown[0]} is not a finding; known findings and requests: {', '.join(known)}")
+        raise UsageError(f"--ignore {unknown[0]} is not a finding; known findings: {', '.join(known)}")
     policies = load_policies(options.policy) if options.policy else None
     report, source = None, options.admin or options.file
     if source:

@@ -84,7 +84,7 @@ def probe(
     clients: Sequence[AdminClient],
     big: int,
 ) -> list[Result]:
-    """Send every spelling to every listener, then ask the Loopguards about them; raises LoopguardError if one does not answer."""
+    """Send every spelling to every listener, then ask the Loopguards about them; raises LoopguardError if one fails."""
     name = secrets.token_hex(16)
     listeners = [(text, _parse_url(text)) for text in urls]
     for client in clients:
@@ -149,9 +149,8 @@ def is_guarded(results: Sequence[Result], ignored: Sequence[str]) -> bool:
     """Whether no request passes unguarded but for `ignored` ones, and Loopguard has decided some for each listener and path."""
     probed = {(result.url, result.path) for result in results}
     guarded = {(result.url, result.path) for result in results if result.verdict == GUARDED}
-    return probed == guarded and not any(
-        result.verdict == UNGUARDED and result.spelling.name not in ignored for result in results
-    )
+    unguarded = {result.spelling.name for result in results if result.verdict == UNGUARDED}
+    return probed == guarded and unguarded <= {*ignored}
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
