@@ -123,8 +123,18 @@ class Reloader:
         self._seen = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
         loaded = _load(files, settings, _now(), unreadable, self._rules)
         self._apply(loaded)
+        self._skip(loaded.refused, unreadable)
         for warning in [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)]:
             _LOG.warning(str(warning))
+
+    def _skip(self, refused: Mapping[str, list[BundleError]], unreadable: Sequence[BundleError]) -> None:
+        """Report what is left out at startup."""
+        for file, errors in [*refused.items(), *((error.file, [error]) for error in unreadable)]:
+            made = RefusedReload(_now(), excerpt(errors), len(errors), self._seen.get(file, ""))
+            (self._refused if file in self._seen else self._unreadable)[file] = made
+            for error in errors:
+                _LOG.error(str(error))
+            _LOG.error("policies not loaded: no version of the file has been in force", extra=make_extra(file=file))
 
     @property
     def refusals(self) -> dict[str, RefusedReload]:
@@ -549,7 +559,7 @@ def _load(
     found = {file: Found(data, hashlib.sha256(data).hexdigest()) for file, data in files.items()}
     with _Uncollected():
         choice = choose(found, {}, now, rules)
-        if choice.refused or unreadable:
+        if (choice.refused or unreadable) and not (settings.on_bad_file == "skip" and choice.kept):
             _free_all(choice.policies)
             allow = rules.allow_unenforced
             build(files, now, allow_unenforced=allow, unreadable=unreadable, namespaces=rules.namespaces)

@@ -809,6 +809,32 @@ def test_the_first_load_raises(place: Place) -> None:
         place.start()
 
 
+@pytest.mark.parametrize("bad", [b"{", json.dumps(guard("a")).encode()], ids=["errors of its own", "another's id"])
+def test_a_first_load_can_skip_bad_files(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: bytes) -> None:
+    """With `--on-bad-file skip`, the other files act; each bad one is named, and acts as soon as it is good."""
+    place.write(guard("a"), "a.json")
+    place.write(bad, "b.json")
+    with pytest.raises(BundleErrors):
+        place.start(place.folder, tmp_path / "missing")
+    place.start(place.folder, tmp_path / "missing", on_bad_file="skip")
+    started = place.ids, sorted(refused(place)), errors(caplog).count(NEW)
+    place.reload()
+    repeated = len(errors(caplog))
+    place.write(guard("b"), "b.json")
+    place.reload()
+
+    assert started == (["a"], ["b.json", "missing"], 2)
+    assert repeated == 0
+    assert (place.ids, [*refused(place)]) == (["a", "b"], ["missing"])
+
+
+def test_a_first_load_without_any_good_file_raises(place: Place) -> None:
+    """There is nothing to act on, so skipping would switch the guard off."""
+    place.write(b"{", "b.json")
+    with pytest.raises(BundleErrors):
+        place.start(on_bad_file="skip")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "warned"), [(2, 1, True), (2, 1.5, True), (1, 2, False), (1, 1, False), (2, None, False)]
 )
