@@ -32,7 +32,7 @@ from extproc.errors import BundleError, BundleErrors, excerpt
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.policy.files import find_directories, read_each, read_what_can_be
-from extproc.policy.last_good import Choice, Found, KeptFile, Rules, Verdict, choose, judge
+from extproc.policy.last_good import Choice, FileRules, Found, KeptFile, Verdict, choose, judge
 from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, locate_raw, parse
 from extproc.policy.namespaces import Namespace, read_namespaces
 from extproc.policy.overlaps import Overlap, find_overlaps
@@ -104,7 +104,7 @@ class Reloader:
         """Load for the first time: the preset in shadow mode if no policy is given. Raises BundleErrors if that fails."""
         self._settings = settings
         self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
-        self._rules = Rules(read_namespaces(settings.namespace_of, self._paths), settings.allow_unenforced)
+        self._rules = FileRules(read_namespaces(settings.namespace_of, self._paths), settings.allow_unenforced)
         self._metrics = metrics
         self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
@@ -553,7 +553,7 @@ def build(  # noqa: PLR0913  # everything that decides the result
 
 
 def _load(
-    files: Mapping[str, bytes], settings: Settings, now: datetime, unreadable: Sequence[BundleError], rules: Rules
+    files: Mapping[str, bytes], settings: Settings, now: datetime, unreadable: Sequence[BundleError], rules: FileRules
 ) -> _Loaded:
     """Load for the first time; raises BundleErrors with all errors, starting with `unreadable`."""
     found = {file: Found(data, hashlib.sha256(data).hexdigest()) for file, data in files.items()}
@@ -588,7 +588,7 @@ def _compile(choice: Choice, now: datetime, known: Mapping[str, CompiledFile], p
 
 
 def _judge_ahead(
-    change: Mapping[str, Found], now: datetime, rules: Rules, parts: Parts, *, shadow: bool
+    change: Mapping[str, Found], now: datetime, rules: FileRules, parts: Parts, *, shadow: bool
 ) -> dict[str, tuple[Verdict, CompiledFile | None]]:
     """Judge files, and compile those without errors. Runs in a thread of its own."""
     made: dict[str, tuple[Verdict, CompiledFile | None]] = {}

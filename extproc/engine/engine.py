@@ -19,7 +19,7 @@ from extproc.engine.kill_switch import FiledSwitch, KillSwitches, Switch, compil
 from extproc.engine.plan import Parts, Plan
 from extproc.policy.bundle import SHADOW, normalize_host
 from extproc.policy.loader import PolicySet, Source
-from extproc.policy.outline import Outline, Selection
+from extproc.policy.outline import Outline, SlimSelector
 from extproc.policy.pairings import find_pairings
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import HttpRequest
@@ -194,7 +194,7 @@ class _Table:
         self.places: dict[_Key, list[int]] = {}
         self._known: dict[tuple[_Shape, ...], tuple[_Shape, ...]] = {}  # so that equal ones are stored once
 
-    def add(self, anchor: str, selector: Selection, place: int) -> None:
+    def add(self, anchor: str, selector: SlimSelector, place: int) -> None:
         fields = (selector.hosts, selector.methods, selector.routes)
         shape = (fields[0] is not None, fields[1] is not None, fields[2] is not None)
         shapes = self.shapes.get(anchor, ())
@@ -223,7 +223,7 @@ class _Table:
 class Index(Generic[Item]):
     """Items by their selectors."""
 
-    def __init__(self, entries: Iterable[tuple[Selection, Item]]) -> None:
+    def __init__(self, entries: Iterable[tuple[SlimSelector, Item]]) -> None:
         """Index every item; the order of `entries` is the order of results."""
         self._items: list[Item] = []
         self._exact, self._prefix, self._anywhere = _Table(), _Table(), _Table()

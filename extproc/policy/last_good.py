@@ -93,14 +93,14 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class FileRules:
     """What files are judged by, as long as the process runs."""
 
     namespaces: Sequence[Namespace] = ()
     allow_unenforced: bool = False
 
 
-def judge(file: str, found: Found, now: datetime, rules: Rules) -> Verdict:
+def judge(file: str, found: Found, now: datetime, rules: FileRules) -> Verdict:
     """Judge a file on its own."""
     parsed = parse_file(file, found.data or b"", found.sha256, now, namespaces=rules.namespaces)
     errors = [*parsed.errors, *(() if rules.allow_unenforced else refuse_unenforced(parsed.unenforced))]
@@ -116,7 +116,7 @@ class _Chooser:
         known: Mapping[str, Verdict],
         compiled: Container[str],
         now: datetime,
-        rules: Rules,
+        rules: FileRules,
     ) -> None:
         self.standing = standing
         self.known = known
@@ -180,7 +180,7 @@ def choose(  # noqa: PLR0913  # everything that decides the result
     files: Mapping[str, Found],
     standing: Mapping[str, KeptFile],
     now: datetime,
-    rules: Rules,
+    rules: FileRules,
     *,
     afresh: bool = False,
     known: Mapping[str, Verdict] = MappingProxyType({}),

@@ -13,7 +13,7 @@ _NO_ALIASES: dict[str, str] = {}
 Texts = tuple[str, ...]
 
 
-class Selection:
+class SlimSelector:
     """A selector; None matches anything.
 
     Attributes:
@@ -70,4 +70,4 @@ class Outline:
         self.enabled = spec.is_enabled()
         self.digest = blake2b(policy.model_dump_json(exclude_defaults=True).encode(), digest_size=_DIGEST).hexdigest()
         self.aliases = {copy_text(name): copy_text(alias) for name, alias in spec.aliases.items()} or _NO_ALIASES
-        self.selector = Selection(spec.selector, shared)
+        self.selector = SlimSelector(spec.selector, shared)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from extproc.policy.bundle import is_below
 from extproc.policy.loader import Source
-from extproc.policy.outline import Selection
+from extproc.policy.outline import SlimSelector
 
 MAX_PAIRS = 20
 """Maximum number of pairs of files to report; of each, one pair of policies is named."""
@@ -41,7 +41,7 @@ class _Anchored(NamedTuple):
     place: int  # of its file
     file: str
     policy: str
-    selector: Selection
+    selector: SlimSelector
 
 
 def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
@@ -77,7 +77,7 @@ def _list_items(place: int, source: Source) -> Iterator[tuple[str, _Anchored]]:
                 yield anchor, item
 
 
-def _list_anchors(selector: Selection) -> list[str]:
+def _list_anchors(selector: SlimSelector) -> list[str]:
     return list(dict.fromkeys(_list_paths(selector))) or [_BY_ROUTE]
 
 
@@ -93,12 +93,12 @@ def _list_ancestors(path: str) -> Iterator[str]:
         position = path.find("/", position + 1)
 
 
-def _meet(one: Selection, other: Selection) -> bool:
+def _meet(one: SlimSelector, other: SlimSelector) -> bool:
     pairs = ((one.hosts, other.hosts), (one.methods, other.methods), (one.routes, other.routes))
     return all(a is None or b is None or not set(a).isdisjoint(b) for a, b in pairs) and _paths_meet(one, other)
 
 
-def _paths_meet(one: Selection, other: Selection) -> bool:
+def _paths_meet(one: SlimSelector, other: SlimSelector) -> bool:
     if _BY_ROUTE in (_first_path(one), _first_path(other)):
         return _first_path(one) == _first_path(other)
     if one.exact is not None and one.exact == other.exact:
@@ -107,9 +107,9 @@ def _paths_meet(one: Selection, other: Selection) -> bool:
     return any(is_below(path, prefix) for a, b in both for path in _list_paths(a) for prefix in b.prefixes)
 
 
-def _list_paths(selector: Selection) -> list[str]:
+def _list_paths(selector: SlimSelector) -> list[str]:
     return [path for path in (selector.exact, *selector.prefixes) if path is not None]
 
 
-def _first_path(selector: Selection) -> str:
+def _first_path(selector: SlimSelector) -> str:
     return next(iter(_list_paths(selector)), _BY_ROUTE)

@@ -21,7 +21,7 @@ _UPSTREAM_TIME = "x-envoy-upstream-service-time"
 _TRAILER = ("x-loopguard-probe-trailer", "1")
 
 
-class Reply(NamedTuple):
+class ProbeAnswer(NamedTuple):
     """A gateway's answer.
 
     Attributes:
@@ -35,7 +35,7 @@ class Reply(NamedTuple):
     error: str = ""
 
 
-def send(url: SplitResult, spelling: Spelling, headers: Sequence[tuple[str, str]], seconds: float) -> Reply:
+def send(url: SplitResult, spelling: Spelling, headers: Sequence[tuple[str, str]], seconds: float) -> ProbeAnswer:
     """Send a request and wait for the head of its answer."""
     given = [*headers, *spelling.headers]
     try:
@@ -44,9 +44,9 @@ def send(url: SplitResult, spelling: Spelling, headers: Sequence[tuple[str, str]
                 return _send_http2(connected, url, spelling, given, seconds)
             return _send_http1(connected, url, spelling, given)
     except TimeoutError:
-        return Reply(0, error=f"no answer within {seconds:g} s")
+        return ProbeAnswer(0, error=f"no answer within {seconds:g} s")
     except (OSError, http.client.HTTPException, NoAnswerError, LoopguardError) as error:
-        return Reply(0, error=str(error) or type(error).__name__)
+        return ProbeAnswer(0, error=str(error) or type(error).__name__)
 
 
 def _connect(url: SplitResult, seconds: float, *, http2: bool) -> socket.socket:
@@ -63,7 +63,9 @@ def _connect(url: SplitResult, seconds: float, *, http2: bool) -> socket.socket:
     return encrypted
 
 
-def _send_http1(connected: socket.socket, url: SplitResult, spelling: Spelling, headers: Sequence[tuple[str, str]]) -> Reply:
+def _send_http1(
+    connected: socket.socket, url: SplitResult, spelling: Spelling, headers: Sequence[tuple[str, str]]
+) -> ProbeAnswer:
     lines = [f"{spelling.method} {spelling.path} HTTP/1.1"]
     if "host" not in {name.lower() for name, _ in headers}:
         lines.append(f"host: {url.netloc.rpartition('@')[2]}")
@@ -80,7 +82,7 @@ def _send_http1(connected: socket.socket, url: SplitResult, spelling: Spelling, 
         pass  # it may have answered before the end of the body
     answer = http.client.HTTPResponse(connected, method=spelling.method)
     answer.begin()
-    return Reply(answer.status, answer.getheader(_UPSTREAM_TIME) is not None)
+    return ProbeAnswer(answer.status, answer.getheader(_UPSTREAM_TIME) is not None)
 
 
 def _write_body(spelling: Spelling) -> Iterator[bytes]:
@@ -94,7 +96,7 @@ def _write_body(spelling: Spelling) -> Iterator[bytes]:
 
 def _send_http2(
     connected: socket.socket, url: SplitResult, spelling: Spelling, headers: Sequence[tuple[str, str]], seconds: float
-) -> Reply:
+) -> ProbeAnswer:
     given = {name.lower(): value for name, value in headers}
     authority = given.pop("host", url.netloc.rpartition("@")[2])
     pseudo = [(":method", spelling.method), (":scheme", url.scheme), (":path", spelling.path), (":authority", authority)]
@@ -102,4 +104,4 @@ def _send_http2(
     connected.sendall(write_http2_request([*pseudo, *given.items()], spelling.body, trailers))
     told = read_http2_headers(connected, time.monotonic() + seconds)
     status = told.get(b":status", b"")
-    return Reply(int(status) if status.isdigit() else 0, _UPSTREAM_TIME.encode() in told)
+    return ProbeAnswer(int(status) if status.isdigit() else 0, _UPSTREAM_TIME.encode() in told)

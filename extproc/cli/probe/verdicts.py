@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from extproc.cli.envoy_check.inspect import CheckReport
-from extproc.cli.probe.client import Reply, send
+from extproc.cli.probe.client import ProbeAnswer, send
 from extproc.cli.probe.spellings import Spelling, list_spellings
 from extproc.errors import UsageError
 from extproc.operator.admin.client import AdminClient
@@ -43,7 +43,7 @@ class Result(NamedTuple):
     url: str
     path: str
     spelling: Spelling
-    reply: Reply
+    reply: ProbeAnswer
     verdict: str
     why: str
 
@@ -89,7 +89,7 @@ def probe(
     listeners = [(text, _parse_url(text)) for text in urls]
     for client in clients:
         client.ask(f"/probes/{name}")
-    sent: list[tuple[str, str, Spelling, Reply, str]] = []
+    sent: list[tuple[str, str, Spelling, ProbeAnswer, str]] = []
     for text, url in listeners:
         for path in [url.path] if url.path not in ("", "/") else paths or ["/"]:
             for spelling in list_spellings(path, f"{name}.{len(sent)}", big):
@@ -122,7 +122,7 @@ def _ask(clients: Sequence[AdminClient], name: str) -> dict[str, Noted]:
     return {mark: noted for client in clients for mark, noted in client.ask(f"/probes/{name}")["requests"].items()}
 
 
-def judge(spelling: Spelling, reply: Reply, noted: Noted | None, plain: Reply) -> tuple[str, str]:
+def judge(spelling: Spelling, reply: ProbeAnswer, noted: Noted | None, plain: ProbeAnswer) -> tuple[str, str]:
     """The verdict about a request, and the reason; `plain` is the answer to the usual spelling of the same path."""
     matched, counted, left_out = (noted or _NOTHING)["matched"], (noted or _NOTHING)["counted"], (noted or _NOTHING)["left_out"]
     told = ", ".join(f"{policy}: {reason}" for policy, reason in left_out.items())
@@ -139,7 +139,7 @@ def judge(spelling: Spelling, reply: Reply, noted: Noted | None, plain: Reply) -
     return UNGUARDED, "Loopguard is not asked" if noted is None else "no policy matches"
 
 
-def _explain(reply: Reply) -> str:
+def _explain(reply: ProbeAnswer) -> str:
     if not reply.status:
         return reply.error
     return f"redirected ({reply.status})" if reply.status < _REFUSED else f"the gateway answers {reply.status}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
-from extproc.cli.probe.client import Reply
+from extproc.cli.probe.client import ProbeAnswer
 from extproc.cli.probe.spellings import Spelling
 from extproc.cli.probe.verdicts import judge
 
@@ -22,28 +22,28 @@ def noted(*counted: str, matched: tuple[str, ...] = ("p",), **left_out: str) -> 
 @pytest.mark.parametrize(
     ("spelling", "reply", "said", "verdict"),
     [
-        (PLAIN, Reply(429), noted("p"), "guarded"),
-        (PLAIN, Reply(200, reached=True), noted("p"), "guarded"),
-        (PLAIN, Reply(200, reached=True), noted(p="bypass"), "guarded"),
-        (PLAIN, Reply(200, reached=True), noted(p="body_truncated"), "UNGUARDED"),
-        (PLAIN, Reply(200, reached=True), noted(matched=()), "UNGUARDED"),
-        (PLAIN, Reply(200), None, "UNGUARDED"),  # where Envoy is told to hide its headers
-        (PLAIN, Reply(500, reached=True), None, "UNGUARDED"),
-        (PLAIN, Reply(413), noted(), "stopped"),
-        (PLAIN, Reply(307), None, "stopped"),
-        (PLAIN, Reply(0, error="reset"), None, "stopped"),
-        (ALIAS, Reply(404, reached=True), None, "no such path"),
-        (ALIAS, Reply(400, reached=True), None, "UNGUARDED"),
+        (PLAIN, ProbeAnswer(429), noted("p"), "guarded"),
+        (PLAIN, ProbeAnswer(200, reached=True), noted("p"), "guarded"),
+        (PLAIN, ProbeAnswer(200, reached=True), noted(p="bypass"), "guarded"),
+        (PLAIN, ProbeAnswer(200, reached=True), noted(p="body_truncated"), "UNGUARDED"),
+        (PLAIN, ProbeAnswer(200, reached=True), noted(matched=()), "UNGUARDED"),
+        (PLAIN, ProbeAnswer(200), None, "UNGUARDED"),  # where Envoy is told to hide its headers
+        (PLAIN, ProbeAnswer(500, reached=True), None, "UNGUARDED"),
+        (PLAIN, ProbeAnswer(413), noted(), "stopped"),
+        (PLAIN, ProbeAnswer(307), None, "stopped"),
+        (PLAIN, ProbeAnswer(0, error="reset"), None, "stopped"),
+        (ALIAS, ProbeAnswer(404, reached=True), None, "no such path"),
+        (ALIAS, ProbeAnswer(400, reached=True), None, "UNGUARDED"),
     ],
 )
-def test_a_verdict(spelling: Spelling, reply: Reply, said: dict[str, Any] | None, verdict: str) -> None:
+def test_a_verdict(spelling: Spelling, reply: ProbeAnswer, said: dict[str, Any] | None, verdict: str) -> None:
     """What Loopguard counts or leaves out on purpose is guarded; what passes otherwise is not."""
-    assert judge(spelling, reply, said, Reply(200, reached=True))[0] == verdict
+    assert judge(spelling, reply, said, ProbeAnswer(200, reached=True))[0] == verdict
 
 
 def test_an_alias_with_the_usual_answer_is_served() -> None:
     """An upstream that answers 404 to every probe, such as for its unknown model, may serve the alias as well."""
-    assert judge(ALIAS, Reply(404, reached=True), None, Reply(404, reached=True))[0] == "UNGUARDED"
+    assert judge(ALIAS, ProbeAnswer(404, reached=True), None, ProbeAnswer(404, reached=True))[0] == "UNGUARDED"
 
 
 @pytest.mark.parametrize(
