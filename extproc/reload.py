@@ -95,7 +95,6 @@ class Reloader:
     sources: tuple[Source, ...]
     unenforced: tuple[Unenforced, ...]
     overlaps: tuple[Overlap, ...]
-    _digests: dict[str, str]
     _kept: dict[str, KeptFile]
     _shadowed: list[bool]
     _overridden: list[bool]
@@ -278,7 +277,7 @@ class Reloader:
         if loaded.engine is None:
             return
         self._warn_about_versions(loaded.sources)
-        changes = compare_policies(self._digests, loaded.digests)
+        changes = compare_policies(_list_digests(self.sources), _list_digests(loaded.sources))
         self._metrics.policy_reloads.labels("ok").inc()  # in the same step in which they begin to act
         await self._swap(loaded, swap)
         await _log_all(logging.WARNING, [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)])
@@ -348,7 +347,7 @@ class Reloader:
             same = before == {file: kept.sha256 for file, kept in choice.kept.items()}
             if same and not mended and not (force and choice.kept.keys() - choice.refused.keys()):
                 _free_all(choice.policies)
-                return _Loaded((), (), (), None, self._kept, now, {}, choice.refused, verdicts=choice.verdicts)
+                return _Loaded((), (), (), None, self._kept, now, choice.refused, verdicts=choice.verdicts)
             return _compile(choice, now, self._reuse(choice, compiled), self._share_parts(), shadow=self._shadows)
 
     def _can_use(self, verdict: Verdict, file: str, now: datetime) -> bool:
@@ -402,7 +401,7 @@ class Reloader:
         if loaded.engine is None:
             return
         self.sources, self.engine, self._kept = loaded.sources, loaded.engine, loaded.kept
-        self._digests, self.unenforced = loaded.digests, loaded.unenforced
+        self.unenforced = loaded.unenforced
         info = self._metrics.policy_info
         info.clear()
         for source in self.sources:
@@ -514,7 +513,6 @@ class _Loaded(NamedTuple):
     engine: Engine | None
     kept: dict[str, KeptFile]
     now: datetime
-    digests: dict[str, str]
     refused: dict[str, list[BundleError]]
     overlaps: tuple[Overlap, ...] = ()
     verdicts: Mapping[str, Verdict] = MappingProxyType({})
@@ -570,7 +568,6 @@ def _compile(choice: Choice, now: datetime, known: Mapping[str, CompiledFile], p
     """Make the engine, and free objects that are no longer needed."""
     policies = choice.policies
     engine = Engine(policies, now, shadow=shadow, known=known, parts=parts)
-    digests = {policy.id: policy.digest for source in policies.sources for policy in source.outlines}
     overlaps = tuple(find_overlaps(policies.sources))
     _free_all(policies)
     return _Loaded(
@@ -580,7 +577,6 @@ def _compile(choice: Choice, now: datetime, known: Mapping[str, CompiledFile], p
         engine,
         choice.kept,
         now,
-        digests,
         choice.refused,
         overlaps,
         choice.verdicts,
@@ -633,7 +629,11 @@ def _free_all(policies: PolicySet) -> None:
     _trim()
 
 
-def compare_policies(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+def _list_digests(sources: Iterable[Source]) -> dict[str, int]:
+    return {policy.id: policy.digest for source in sources for policy in source.outlines}
+
+
+def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
     """The effect of a reload, by digests of policies: ids that it `added`, `removed` and `changed`; None for no change."""
     found = {
         "added": [name for name in after if name not in before],

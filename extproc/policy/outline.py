@@ -55,7 +55,7 @@ class Outline:
         mode: as in the file.
         canary_of: the policy to compare with; None for none.
         enabled: it can have an effect.
-        digest: of all its keys, 16 hex digits.
+        digest: of all its keys, 64 bits.
         aliases: names of callers, by hash.
     """
 
@@ -68,6 +68,7 @@ class Outline:
         self.mode: str = spec.mode
         self.canary_of = None if spec.canary_of is None else copy_text(spec.canary_of)
         self.enabled = spec.is_enabled()
-        self.digest = blake2b(policy.model_dump_json(exclude_defaults=True).encode(), digest_size=_DIGEST).hexdigest()
+        text = policy.model_dump_json(exclude_defaults=True)
+        self.digest = int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST).digest())
         self.aliases = {copy_text(name): copy_text(alias) for name, alias in spec.aliases.items()} or _NO_ALIASES
         self.selector = SlimSelector(spec.selector, shared)

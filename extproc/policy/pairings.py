@@ -55,7 +55,7 @@ def _find_pairings(policies: Sequence[Outline]) -> list[Pairing]:
             alike = by_selector.get(candidate.selector.identify(), [])
             live = alike[0] if len(alike) == 1 else None
         if live is not None:
-            found.append(Pairing(live.id, candidate.id, live.digest + candidate.digest))
+            found.append(Pairing(live.id, candidate.id, f"{live.digest:016x}{candidate.digest:016x}"))
     return found[:MAX_PAIRINGS]
 
 
