@@ -1,4 +1,7 @@
-"""Watches the policy files and replaces the engine. After an invalid change, the last valid policies stay in force."""
+"""Watches the policy files and replaces the engine. After an invalid change, the last valid policies stay in force.
+
+Unchanged files are not judged again, and large changes are judged in the background: small ones act in the meantime.
+"""
 # interpreted: waits for files
 
 from __future__ import annotations
@@ -11,26 +14,25 @@ import itertools
 import logging
 import os
 import threading
-import zlib
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from watchfiles import awatch
 from watchfiles.main import FileChange
 
-from extproc.engine.engine import Engine
+from extproc.engine.engine import CompiledFile, Engine, compile_file
+from extproc.engine.plan import Parts
 from extproc.errors import BundleError, BundleErrors, excerpt
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.objects import copy_text
-from extproc.policy.bundle import Policy
 from extproc.policy.files import find_directories, read_each, read_what_can_be
-from extproc.policy.last_good import Choice, Found, KeptFile, choose
+from extproc.policy.last_good import Choice, FileRules, Found, KeptFile, Verdict, choose, judge
 from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, locate_raw, parse
 from extproc.policy.namespaces import Namespace, read_namespaces
 from extproc.policy.overlaps import Overlap, find_overlaps
@@ -53,6 +55,12 @@ The first comparison finds changes made while the watch was being set up.
 """
 
 _FREED_AT_ONCE = 1_000
+
+AT_ONCE = 2**18
+"""Total size of the changed files that one reload judges, in bytes: a fifth of a second. The rest waits."""
+
+_SPARE_PARTS = 1_000
+"""Parts that no policy has any more, kept to be shared with later ones."""
 
 _READ_SECONDS = 10.0
 """Time for a file system to answer, in seconds; a network file system that is gone may never do so."""
@@ -87,7 +95,6 @@ class Reloader:
     sources: tuple[Source, ...]
     unenforced: tuple[Unenforced, ...]
     overlaps: tuple[Overlap, ...]
-    _digests: dict[str, int]
     _kept: dict[str, KeptFile]
     _shadowed: list[bool]
     _overridden: list[bool]
@@ -96,7 +103,7 @@ class Reloader:
         """Load for the first time: the preset in shadow mode if no policy is given. Raises BundleErrors if that fails."""
         self._settings = settings
         self._paths = settings.policy or (find_preset(DEFAULT_PRESET),)
-        self._namespaces = read_namespaces(settings.namespace_of, self._paths)
+        self._rules = FileRules(read_namespaces(settings.namespace_of, self._paths), settings.allow_unenforced)
         self._metrics = metrics
         self._expired: Collection[str] = frozenset()
         self._lock = asyncio.Lock()
@@ -104,15 +111,29 @@ class Reloader:
         self._unreadable: dict[str, RefusedReload] = {}  # by path
         self._refused: dict[str, RefusedReload] = {}  # by file
         self._failure: RefusedReload | None = None  # of a whole reload
+        self._waiting: list[dict[str, Found]] = []  # changes to be judged, each a set of files that changed together
+        self._judging: asyncio.Task[None] | None = None
+        self._verdicts: dict[str, Verdict] = {}  # of files that are not in force
+        self._compiled: dict[str, CompiledFile] = {}  # of those among them that could act
         self.overlaps = ()
         metrics.policy_reload_refused.set_function(lambda: bool(self.refusals))
         metrics.list_refused_files = lambda: [file for file in self.refusals if file]
         files, unreadable = read_what_can_be(self._paths)
         self._seen = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-        loaded = _load(files, settings, _now(), unreadable, self._namespaces)
+        loaded = _load(files, settings, _now(), unreadable, self._rules)
         self._apply(loaded)
+        self._skip(loaded.refused, unreadable)
         for warning in [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)]:
             _LOG.warning(str(warning))
+
+    def _skip(self, refused: Mapping[str, list[BundleError]], unreadable: Sequence[BundleError]) -> None:
+        """Report what is left out at startup."""
+        for file, errors in [*refused.items(), *((error.file, [error]) for error in unreadable)]:
+            made = RefusedReload(_now(), excerpt(errors), len(errors), self._seen.get(file, ""))
+            (self._refused if file in self._seen else self._unreadable)[file] = made
+            for error in errors:
+                _LOG.error(str(error))
+            _LOG.error("policies not loaded: no version of the file has been in force", extra=make_extra(file=file))
 
     @property
     def refusals(self) -> dict[str, RefusedReload]:
@@ -154,6 +175,52 @@ class Reloader:
                 await self._follow_files(swap, force=force)
             except Exception as error:  # noqa: BLE001  # after any error, the last valid policies stay in force
                 self._failure = await self._refuse([error])
+        if self._waiting and (self._judging is None or self._judging.done()):
+            self._judging = asyncio.create_task(self._judge_waiting(swap))
+
+    async def settle(self) -> None:
+        """Wait until all changes that are being judged in the background act, or are refused."""
+        while self._judging is not None and not self._judging.done():
+            await self._judging
+
+    async def _judge_waiting(self, swap: Callable[[Engine], None]) -> None:
+        """Judge changes one after another, the smallest first, and put each into force."""
+        while self._waiting:
+            change = min(self._waiting, key=_measure)
+            parts, now = self._share_parts(), _now()
+            try:
+                judged = await _run_aside(lambda: _judge_ahead(change, now, self._rules, parts, shadow=self._shadows))  # noqa: B023
+            except Exception as error:  # noqa: BLE001  # as in `reload`
+                why = f"cannot be judged: {error!r}"
+                judged = {
+                    file: (Verdict(found.sha256, now, [BundleError(file, "", why)], None), None)
+                    for file, found in change.items()
+                }
+            async with self._lock:
+                if change in self._waiting:
+                    self._waiting.remove(change)
+                for file, (verdict, compiled) in judged.items():
+                    self._verdicts[file] = verdict
+                    if compiled is not None:
+                        self._compiled[file] = compiled
+                try:
+                    await self._follow_files(swap, force=False, judged=True)
+                except Exception as error:  # noqa: BLE001  # as in `reload`
+                    self._failure = await self._refuse([error])
+
+    @property
+    def _shadows(self) -> bool:
+        return self._settings.shadow or self._settings.watches
+
+    def _share_parts(self) -> Parts:
+        """Those of the engine, unless most of them are of policies that are gone."""
+        parts = self.engine.parts
+        return parts if len(parts) <= 4 * len(self.engine.plans) + _SPARE_PARTS else Parts()
+
+    def _list_compiled(self, now: datetime) -> set[str]:
+        """The files in force whose compiled policies are still right: `global_shadow` ends by the clock."""
+        shadowed = {source.file: self._shadows or source.forces_shadow(now) for source in self.sources}
+        return {file for file, made in self.engine.files.items() if made.shadow == shadowed[file]}
 
     async def watch(self, swap: Callable[[Engine], None]) -> None:
         """Reload on every change, until cancelled."""
@@ -184,27 +251,33 @@ class Reloader:
             self._overridden = _find_overridden(self.sources, now)
             _LOG.warning("kill_switch_override expired, its kill switches act again")
         if _find_shadowed(self.sources, now) != self._shadowed:
-            loaded = await asyncio.to_thread(_compile_again, self._kept, self._settings, now, self._namespaces)
-            await self._swap(loaded, swap)
+            await self._swap(await asyncio.to_thread(self._compile_again, now), swap)
             _LOG.warning("global_shadow expired, its policies act again")
 
-    async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool) -> None:
+    async def _follow_files(self, swap: Callable[[Engine], None], *, force: bool, judged: bool = False) -> None:
+        """Act on the files' changes; `judged`: a change has been judged in the background."""
         found = await self._read()
         files, seen = self._match(found)
         await self._note_unreadable(found, force=force)
-        if (seen == self._seen or not any(file.data is not None for file in files.values())) and not force:
+        if ((seen == self._seen and not judged) or not any(file.data is not None for file in files.values())) and not force:
             self._seen = seen
             return
         if force and found and all(isinstance(content, BundleError) for content in found.values()):
             return
         self._seen = seen
-        loaded = await asyncio.to_thread(self._choose, files, force=force)
+        waiting = self._set_aside(files) if not force else self._forget_waiting()
+        at_once = {file: Found(sha256=found.sha256) if file in waiting else found for file, found in files.items()}
+        loaded = await asyncio.to_thread(self._choose, at_once, force=force)
         self._failure = None
-        await self._note_refused(loaded.refused, force=force)
+        await self._note_refused(loaded.refused, waiting, force=force)
+        self._verdicts.update(loaded.verdicts)
+        acting = {file for file, kept in loaded.kept.items() if kept.sha256 == files[file].sha256}
+        self._verdicts = {file: verdict for file, verdict in self._verdicts.items() if file not in acting}
+        self._compiled = {file: made for file, made in self._compiled.items() if file in self._verdicts}
         if loaded.engine is None:
             return
         self._warn_about_versions(loaded.sources)
-        changes = compare_policies(self._digests, loaded.digests)
+        changes = compare_policies(_list_digests(self.sources), _list_digests(loaded.sources))
         self._metrics.policy_reloads.labels("ok").inc()  # in the same step in which they begin to act
         await self._swap(loaded, swap)
         await _log_all(logging.WARNING, [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)])
@@ -233,25 +306,72 @@ class Reloader:
                 files[name] = content
         return files, {file: content.sha256 for file, content in files.items()}
 
+    def _set_aside(self, files: Mapping[str, Found]) -> set[str]:
+        """The files whose changes are to be judged in the background.
+
+        Files of one folder that change at the same time are one change: a policy may have moved between them.
+        """
+        self._verdicts = {file: verdict for file, verdict in self._verdicts.items() if _is_current(verdict, files.get(file))}
+        self._waiting = [change for change in self._waiting if all(files.get(file) == found for file, found in change.items())]
+        waiting = {file for change in self._waiting for file in change}
+        changes: dict[str, dict[str, Found]] = {}
+        for file, found in files.items():
+            kept = self._kept.get(file)
+            known = file in waiting or file in self._verdicts or (kept is not None and kept.sha256 == found.sha256)
+            if found.data is not None and not known:
+                changes.setdefault(os.path.dirname(file), {})[file] = found  # noqa: PTH120  # paths stay as the user wrote them
+        left = AT_ONCE
+        for change in sorted(changes.values(), key=_measure):
+            left -= _measure(change)
+            if left < 0:
+                self._waiting.append(change)
+                waiting.update(change)
+                _LOG.info("a large change is judged in the background", extra=make_extra(files=_list_names(list(change))))
+        return waiting
+
+    def _forget_waiting(self) -> set[str]:
+        """Drop all earlier results, so that every file is judged at once."""
+        self._waiting, self._verdicts, self._compiled = [], {}, {}
+        return set()
+
     def _choose(self, files: Mapping[str, Found], *, force: bool) -> _Loaded:
         """Choose and compile; without an engine if nothing changes. Runs in a worker thread."""
-        settings, now = self._settings, _now()
-        with _uncollected():
-            choice = choose(
-                files,
-                self._kept,
-                now,
-                allow_unenforced=settings.allow_unenforced,
-                namespaces=self._namespaces,
-                afresh=force,
-            )
+        now = _now()
+        compiled = self._list_compiled(now) if not force else set()
+        known = {file: verdict for file, verdict in self._verdicts.items() if self._can_use(verdict, file, now)}
+        with _Uncollected():
+            choice = choose(files, self._kept, now, self._rules, afresh=force, known=known, compiled=compiled)
+            waiting = {file for file, found in files.items() if found.data is None}
             before = {file: kept.sha256 for file, kept in self._kept.items()}
-            mended = self._refused.keys() - choice.refused.keys() or self._failure is not None
+            mended = self._refused.keys() - choice.refused.keys() - waiting or self._failure is not None
             same = before == {file: kept.sha256 for file, kept in choice.kept.items()}
             if same and not mended and not (force and choice.kept.keys() - choice.refused.keys()):
                 _free_all(choice.policies)
-                return _Loaded((), (), (), None, self._kept, now, {}, choice.refused)
-            return _compile(choice, settings, now)
+                return _Loaded((), (), (), None, self._kept, now, choice.refused, verdicts=choice.verdicts)
+            return _compile(choice, now, self._reuse(choice, compiled), self._share_parts(), shadow=self._shadows)
+
+    def _can_use(self, verdict: Verdict, file: str, now: datetime) -> bool:
+        """Whether a verdict is still right, as `_list_compiled` says."""
+        source = verdict.judged.source if verdict.judged is not None else None
+        return source is None or self._compiled[file].shadow == (self._shadows or source.forces_shadow(now))
+
+    def _reuse(self, choice: Choice, compiled: Collection[str]) -> dict[str, CompiledFile]:
+        """The compiled policies of files that are in force already, or that were judged in the background."""
+        found = {}
+        for file, kept in choice.kept.items():
+            verdict = self._verdicts.get(file)
+            if file in compiled and kept is self._kept.get(file):
+                found[file] = self.engine.files[file]
+            elif verdict is not None and verdict.judged is kept.judged:
+                found[file] = self._compiled[file]
+        return found
+
+    def _compile_again(self, now: datetime) -> _Loaded:
+        """Compile the same policies again; those that have expired since then keep acting. Runs in a worker thread."""
+        compiled = self._list_compiled(now)
+        with _Uncollected():
+            choice = choose(dict.fromkeys(self._kept, Found()), self._kept, now, self._rules, compiled=compiled)
+            return _compile(choice, now, self._reuse(choice, compiled), self._share_parts(), shadow=self._shadows)
 
     async def _note_unreadable(self, found: Mapping[str, Found | BundleError], *, force: bool) -> None:
         """Report what cannot be read; a file that stays missing is one failure, not one per recheck."""
@@ -262,9 +382,9 @@ class Reloader:
                 new = known is None or known.errors != [str(error)] or force
                 self._unreadable[path] = await self._refuse([error], path) if new or known is None else known
 
-    async def _note_refused(self, refused: Mapping[str, list[BundleError]], *, force: bool) -> None:
+    async def _note_refused(self, refused: Mapping[str, list[BundleError]], waiting: Collection[str], *, force: bool) -> None:
         before = self._refused
-        self._refused = {file: known for file, known in before.items() if file in refused}
+        self._refused = {file: known for file, known in before.items() if file in refused or file in waiting}
         for file, errors in refused.items():
             known, sha256 = before.get(file), self._seen[file]
             if known is None or (known.sha256, known.errors) != (sha256, excerpt(errors)) or force:
@@ -281,7 +401,7 @@ class Reloader:
         if loaded.engine is None:
             return
         self.sources, self.engine, self._kept = loaded.sources, loaded.engine, loaded.kept
-        self._digests, self.unenforced = loaded.digests, loaded.unenforced
+        self.unenforced = loaded.unenforced
         info = self._metrics.policy_info
         info.clear()
         for source in self.sources:
@@ -393,9 +513,9 @@ class _Loaded(NamedTuple):
     engine: Engine | None
     kept: dict[str, KeptFile]
     now: datetime
-    digests: dict[str, int]
     refused: dict[str, list[BundleError]]
     overlaps: tuple[Overlap, ...] = ()
+    verdicts: Mapping[str, Verdict] = MappingProxyType({})
 
 
 def _read(path: str) -> dict[str, Found | BundleError]:
@@ -431,42 +551,74 @@ def build(  # noqa: PLR0913  # everything that decides the result
 
 
 def _load(
-    files: Mapping[str, bytes],
-    settings: Settings,
-    now: datetime,
-    unreadable: Sequence[BundleError],
-    namespaces: Sequence[Namespace],
+    files: Mapping[str, bytes], settings: Settings, now: datetime, unreadable: Sequence[BundleError], rules: FileRules
 ) -> _Loaded:
     """Load for the first time; raises BundleErrors with all errors, starting with `unreadable`."""
     found = {file: Found(data, hashlib.sha256(data).hexdigest()) for file, data in files.items()}
-    allow = settings.allow_unenforced
-    with _uncollected():
-        choice = choose(found, {}, now, allow_unenforced=allow, namespaces=namespaces)
-        if choice.refused or unreadable:
+    with _Uncollected():
+        choice = choose(found, {}, now, rules)
+        if (choice.refused or unreadable) and not (settings.on_bad_file == "skip" and choice.kept):
             _free_all(choice.policies)
-            build(files, now, allow_unenforced=allow, unreadable=unreadable, namespaces=namespaces)
-        return _compile(choice, settings, now)
+            allow = rules.allow_unenforced
+            build(files, now, allow_unenforced=allow, unreadable=unreadable, namespaces=rules.namespaces)
+        return _compile(choice, now, {}, Parts(), shadow=settings.shadow or settings.watches)
 
 
-def _compile_again(kept: Mapping[str, KeptFile], settings: Settings, now: datetime, namespaces: Sequence[Namespace]) -> _Loaded:
-    """Compile the same policies again; those that have expired since then keep acting. Runs in a worker thread."""
-    allow = settings.allow_unenforced
-    with _uncollected():
-        choice = choose(dict.fromkeys(kept, Found()), kept, now, allow_unenforced=allow, namespaces=namespaces)
-        return _compile(choice, settings, now)
-
-
-def _compile(choice: Choice, settings: Settings, now: datetime) -> _Loaded:
+def _compile(choice: Choice, now: datetime, known: Mapping[str, CompiledFile], parts: Parts, *, shadow: bool) -> _Loaded:
     """Make the engine, and free objects that are no longer needed."""
     policies = choice.policies
-    engine = Engine(policies, now, shadow=settings.shadow or settings.watches)
-    # A decoded text keeps all the memory around it allocated, so texts that outlive the file are copied.
-    digests = {copy_text(policy.id): _digest(policy) for source in policies.sources for policy in source.policies}
+    engine = Engine(policies, now, shadow=shadow, known=known, parts=parts)
     overlaps = tuple(find_overlaps(policies.sources))
     _free_all(policies)
     return _Loaded(
-        policies.sources, policies.warnings, policies.unenforced, engine, choice.kept, now, digests, choice.refused, overlaps
+        policies.sources,
+        policies.warnings,
+        policies.unenforced,
+        engine,
+        choice.kept,
+        now,
+        choice.refused,
+        overlaps,
+        choice.verdicts,
     )
+
+
+def _judge_ahead(
+    change: Mapping[str, Found], now: datetime, rules: FileRules, parts: Parts, *, shadow: bool
+) -> dict[str, tuple[Verdict, CompiledFile | None]]:
+    """Judge files, and compile those without errors. Runs in a thread of its own."""
+    made: dict[str, tuple[Verdict, CompiledFile | None]] = {}
+    with _Uncollected():
+        for file, found in change.items():
+            verdict = judge(file, found, now, rules)
+            parsed, compiled = verdict.judged, None
+            assert parsed is not None  # noqa: S101  # a new verdict has it
+            source = parsed.source
+            if source is not None and not verdict.errors:
+                compiled = compile_file(source, parts, shadow=shadow or source.forces_shadow(now))
+            else:
+                verdict = verdict._replace(judged=None)
+            made[file] = verdict, compiled
+            for items in (parsed.entries, parsed.ids, *((source.policies, source.kill_switches) if source is not None else ())):
+                _free(items)
+    _trim()
+    return made
+
+
+def _measure(change: Mapping[str, Found]) -> int:
+    """The size of a change, in bytes."""
+    return sum(len(found.data or b"") for found in change.values())
+
+
+def _is_current(verdict: Verdict, found: Found | None) -> bool:
+    return found is not None and found.sha256 == verdict.sha256
+
+
+async def _run_aside(work: Callable[[], T]) -> T:
+    """Run in a daemon thread: unlike asyncio's own, it does not keep the process from ending."""
+    answer: Future[T] = Future()
+    threading.Thread(target=_settle, args=(answer, work), name="policy files", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
 
 def _free_all(policies: PolicySet) -> None:
@@ -477,8 +629,8 @@ def _free_all(policies: PolicySet) -> None:
     _trim()
 
 
-def _digest(policy: Policy) -> int:
-    return zlib.crc32(policy.model_dump_json(exclude_defaults=True).encode())
+def _list_digests(sources: Iterable[Source]) -> dict[str, int]:
+    return {policy.id: policy.digest for source in sources for policy in source.outlines}
 
 
 def compare_policies(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, str | None]:
@@ -516,18 +668,26 @@ def _trim() -> None:
         trim(0)
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
+class _Uncollected:
     """Exempt everything built here from garbage collection, which would stop the event loop while it visits these objects.
 
-    Policies have no reference cycles, so dropped ones are freed without the collector.
+    Policies have no reference cycles, so dropped ones are freed without the collector. Several threads may build at a time.
     """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+
+    _lock = threading.Lock()
+    _builders = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            _Uncollected._builders += 1
+            gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            _Uncollected._builders -= 1
+            gc.freeze()
+            if not _Uncollected._builders:
+                gc.enable()
 
 
 def _find_shadowed(sources: Iterable[Source], now: datetime) -> list[bool]:

@@ -30,7 +30,7 @@ from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
 from extproc.operator.admin.loop_report import LoopPages
 from extproc.operator.admin.overrides import route_overrides
-from extproc.operator.admin.pages import Page, make_app, route_page
+from extproc.operator.admin.pages import Page, make_app, route_page, route_probes
 from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board, View
@@ -144,6 +144,7 @@ class Server:
             route_page("/healthz", self._healthz),
             route_page("/readyz", self._readyz),
             route_page("/policies", self._policies),
+            route_probes(reporter.probes),
             route_loop_page(loop_pages, session_pages, budget_pages),
             *loop_pages.list_routes(),
             *session_pages.list_routes(),

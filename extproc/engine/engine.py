@@ -8,62 +8,101 @@ fields that selectors there use, at most eight.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import product
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from extproc.engine.evaluation import Evaluation
-from extproc.engine.kill_switch import KillSwitches, Switch
+from extproc.engine.kill_switch import FiledSwitch, KillSwitches, Switch, compile_switches
 from extproc.engine.plan import Parts, Plan
-from extproc.objects import copy_text
-from extproc.policy.bundle import Policy, Selector, normalize_host
+from extproc.policy.bundle import SHADOW, normalize_host
 from extproc.policy.loader import PolicySet, Source
+from extproc.policy.outline import Outline, SlimSelector
 from extproc.policy.pairings import find_pairings
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import HttpRequest
 
 Item = TypeVar("Item")
+
+_ITEMS_AT_ONCE = 1_000
+"""Items indexed before other threads get their turn: compiled code would keep the interpreter lock until the end."""
+
 _Key = tuple[str, str | None, str | None, str | None]  # anchor, host, method, route; None: any
 _Shape = tuple[bool, bool, bool]  # names a host, names a method, names a route
+
+
+class CompiledFile(NamedTuple):
+    """One file's part of an engine, which later engines take over as long as the file is the same.
+
+    Attributes:
+        shadow: whether all of its policies are forced into shadow mode.
+        plans: of its enabled policies, in order.
+        switches: in order.
+    """
+
+    shadow: bool
+    plans: list[Plan]
+    switches: list[FiledSwitch]
+
+
+def compile_file(source: Source, parts: Parts, *, shadow: bool) -> CompiledFile:
+    """Compile a file whose policies are not freed yet; `shadow` forces them into shadow mode."""
+    enabled = [policy for policy in source.policies if policy.spec.is_enabled()]
+    plans = [Plan(policy, parts, shadow=shadow or policy.spec.mode == SHADOW) for policy in enabled]
+    return CompiledFile(shadow, plans, compile_switches(source))
 
 
 class Engine:
     """Immutable: a reload builds another.
 
     Attributes:
+        files: the parts of the engine, by file.
+        parts: what its policies share.
         plans: enabled policies in bundle order.
         pairings: the shadow policies among them that are compared with an enforcing one.
         has_switches: there are kill switches, so `find_switch` must be called.
     """
 
-    def __init__(self, policies: PolicySet, now: datetime, *, shadow: bool = False) -> None:
+    def __init__(
+        self,
+        policies: PolicySet,
+        now: datetime,
+        *,
+        shadow: bool = False,
+        known: Mapping[str, CompiledFile] | None = None,
+        parts: Parts | None = None,
+    ) -> None:
         """Compile.
 
         Args:
             policies: the result of the loader.
             now: decides whether a `global_shadow` still applies.
             shadow: force every policy into shadow mode.
+            known: files that are compiled already; their policies may be freed.
+            parts: of an earlier engine, to share them with it.
         """
-        parts = Parts()
-        every = [(source, policy) for source in policies.sources for policy in source.policies]
-        guarding = [(source, policy) for source, policy in every if policy.spec.is_enabled()]
-        aliases = _collect_aliases(every)
-        entries = []
-        for source, policy in guarding:
-            parts.aliases = aliases[source.namespace]
-            forced = shadow or source.forces_shadow(now) or policy.spec.mode == "shadow"
-            entries.append((policy.spec.selector, Plan(policy, parts, shadow=forced)))
-        self.plans = [plan for _, plan in entries]
+        self.parts = parts if parts is not None else Parts()
+        self.files: dict[str, CompiledFile] = {}
+        for source in policies.sources:
+            made = known.get(source.file) if known is not None else None
+            self.files[source.file] = made or compile_file(source, self.parts, shadow=shadow or source.forces_shadow(now))
+        every = [(source, policy) for source in policies.sources for policy in source.outlines]
+        guarding = [(source, policy) for source, policy in every if policy.enabled]
+        self.plans = [plan for file in self.files.values() for plan in file.plans]
         self._places = {plan.id: place for place, plan in enumerate(self.plans)}
-        self._idle = frozenset(policy.id for _, policy in every if not policy.spec.is_enabled())
-        self._index = Index(entries)
-        self._switches = KillSwitches(policies.sources)
+        self._idle = frozenset([policy.id for _, policy in every if not policy.enabled])
+        self._index = Index([(policy.selector, plan) for (_, policy), plan in zip(guarding, self.plans, strict=True)])
+        self._switches = KillSwitches([file.switches for file in self.files.values()])
         self.has_switches = len(self._switches) > 0
         self.pairings = find_pairings([(source.namespace, policy) for source, policy in guarding])
-        for pairing in self.pairings:
-            for name in (pairing.live, pairing.candidate):
-                self.plans[self._places[name]].paired = True
+        paired = {name for pairing in self.pairings for name in (pairing.live, pairing.candidate)}
+        aliases = _collect_aliases(every)
+        for (source, _), plan in zip(guarding, self.plans, strict=True):
+            plan.paired = plan.id in paired
+            if plan.aliases != aliases[source.namespace]:
+                plan.name_callers(aliases[source.namespace])
 
     def list_parts(self) -> list[object]:
         """Its parts, so that an engine that is no longer needed can be freed step by step."""
@@ -135,28 +174,13 @@ class Engine:
         return [self.plans[place] for place in sorted(self._places[name] for name in names if name in self._places)]
 
 
-def _collect_aliases(every: Sequence[tuple[Source, Policy]]) -> dict[str, dict[str, str]]:
+def _collect_aliases(every: Sequence[tuple[Source, Outline]]) -> dict[str, dict[str, str]]:
     """Names of callers, by namespace. Those of files outside of any namespace apply in all of them."""
     own: dict[str, dict[str, str]] = {"": {}}
     for source, policy in every:
         named = own.setdefault(source.namespace, {})
-        named.update({copy_text(name): copy_text(alias) for name, alias in policy.spec.aliases.items()})
+        named.update(policy.aliases)
     return {namespace: {**named, **own[""]} if namespace else named for namespace, named in own.items()}
-
-
-class Texts:
-    """Copies of texts, which outlive their documents; equal texts share one copy."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, str] = {}
-
-    def keep(self, text: str) -> str:
-        """The copy of a text."""
-        kept = self._kept.get(text)
-        if kept is None:
-            kept = copy_text(text)
-            self._kept[kept] = kept
-        return kept
 
 
 class _Table:
@@ -170,9 +194,8 @@ class _Table:
         self.places: dict[_Key, list[int]] = {}
         self._known: dict[tuple[_Shape, ...], tuple[_Shape, ...]] = {}  # so that equal ones are stored once
 
-    def add(self, anchor: str, selector: Selector, place: int, texts: Texts) -> None:
-        anchor = texts.keep(anchor)
-        fields = [None if values is None else [texts.keep(value) for value in values] for values in _list_fields(selector)]
+    def add(self, anchor: str, selector: SlimSelector, place: int) -> None:
+        fields = (selector.hosts, selector.methods, selector.routes)
         shape = (fields[0] is not None, fields[1] is not None, fields[2] is not None)
         shapes = self.shapes.get(anchor, ())
         if shape not in shapes:
@@ -200,27 +223,27 @@ class _Table:
 class Index(Generic[Item]):
     """Items by their selectors."""
 
-    def __init__(self, entries: Iterable[tuple[Selector, Item]]) -> None:
+    def __init__(self, entries: Iterable[tuple[SlimSelector, Item]]) -> None:
         """Index every item; the order of `entries` is the order of results."""
         self._items: list[Item] = []
         self._exact, self._prefix, self._anywhere = _Table(), _Table(), _Table()
         self._depth = 0
         self.uses_hosts = self.uses_routes = False
-        texts = Texts()
         self._methods = [""]  # for selectors without any
         for place, (selector, item) in enumerate(entries):
             self._items.append(item)
-            self._methods += [texts.keep(method) for method in selector.methods or () if method not in self._methods]
+            if place % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
+                time.sleep(0)
+            self._methods += [method for method in selector.methods or () if method not in self._methods]
             self.uses_hosts = self.uses_hosts or selector.hosts is not None
             self.uses_routes = self.uses_routes or selector.routes is not None
-            if selector.pathExact is not None:
-                self._exact.add(selector.pathExact, selector, place, texts)
-            prefixes = selector.list_prefixes()
-            for prefix in prefixes:
-                self._prefix.add(prefix, selector, place, texts)
+            if selector.exact is not None:
+                self._exact.add(selector.exact, selector, place)
+            for prefix in selector.prefixes:
+                self._prefix.add(prefix, selector, place)
                 self._depth = max(self._depth, prefix.count("/"))
-            if selector.pathExact is None and not prefixes:
-                self._anywhere.add("", selector, place, texts)
+            if selector.exact is None and not selector.prefixes:
+                self._anywhere.add("", selector, place)
 
     def list_parts(self) -> list[object]:
         """See `Engine`."""
@@ -265,7 +288,3 @@ class Index(Generic[Item]):
                 yield path[:position]
         if position < 0:
             yield path
-
-
-def _list_fields(selector: Selector) -> tuple[list[str] | None, list[str] | None, list[str] | None]:
-    return selector.hosts, selector.methods, selector.routes

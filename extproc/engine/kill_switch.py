@@ -5,7 +5,7 @@ A request needs one look-up for each scope key in use, so tens of thousands of k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -25,7 +25,6 @@ class Switch(NamedTuple):
 
     Attributes:
         place: `file: /kill_switches/0`.
-        number: its position among all switches of a load; the lowest that applies wins.
         scope_key: the limit key to compare.
         reason: for the operator; empty for none.
         begins: when its bundle's `kill_switch_override` ends.
@@ -33,23 +32,36 @@ class Switch(NamedTuple):
     """
 
     place: str
-    number: int
     scope_key: str
     reason: str
     begins: float
     ends: float
 
 
-class KillSwitches:
-    """The kill switches of one load."""
+FiledSwitch = tuple[tuple[str, str, str], Switch]
+"""A switch below its scope key, value and route."""
 
-    def __init__(self, sources: Iterable[Source]) -> None:
-        """Compile; keeps no reference to the sources' own objects."""
-        self._switches: dict[tuple[str, str, str], list[Switch]] = {}  # by scope key, value and route
-        every = [(source, place, switch) for source in sources for place, switch in source.kill_switches]
-        for number, (source, place, switch) in enumerate(every):
-            name = copy_text(switch.scope_key), copy_text(switch.scope_value), copy_text(switch.route or _ANY_ROUTE)
-            self._switches.setdefault(name, []).append(_compile(source, place, switch, number))
+
+def compile_switches(source: Source) -> list[FiledSwitch]:
+    """The kill switches of a file, in order; keeps no reference to the source's own objects."""
+    return [
+        (
+            (copy_text(switch.scope_key), copy_text(switch.scope_value), copy_text(switch.route or _ANY_ROUTE)),
+            _compile(source, place, switch),
+        )
+        for place, switch in source.kill_switches
+    ]
+
+
+class KillSwitches:
+    """The kill switches of one load. Of several that apply, the first one wins."""
+
+    def __init__(self, files: Iterable[Sequence[FiledSwitch]]) -> None:
+        """Index the switches of all files."""
+        self._switches: dict[tuple[str, str, str], list[tuple[int, Switch]]] = {}
+        every = [filed for switches in files for filed in switches]
+        for number, (name, switch) in enumerate(every):
+            self._switches.setdefault(name, []).append((number, switch))
         keys = dict.fromkeys([key for key, _, _ in self._switches])
         self._descriptors = [compile_plainly(key, hidden=False) for key in keys]  # bundles contain the values themselves
 
@@ -64,14 +76,15 @@ class KillSwitches:
     def find(self, request: HttpRequest, now: float) -> Switch | None:
         """The first switch that applies to a request; None for none. `now` in seconds since 1970."""
         found: Switch | None = None
+        first = 0
         for descriptor in self._descriptors:
             value = _read(descriptor, request)
             if not value:
                 continue
             for route in (_ANY_ROUTE, request.path):
-                for switch in self._switches.get((descriptor.key, value, route), ()):
-                    if switch.begins <= now < switch.ends and (found is None or switch.number < found.number):
-                        found = switch
+                for number, switch in self._switches.get((descriptor.key, value, route), ()):
+                    if switch.begins <= now < switch.ends and (found is None or number < first):
+                        found, first = switch, number
         return found
 
 
@@ -82,10 +95,9 @@ def _read(descriptor: Descriptor, request: HttpRequest) -> str:
     return descriptor.read(request, descriptor.argument)
 
 
-def _compile(source: Source, place: int, switch: KillSwitch, number: int) -> Switch:
+def _compile(source: Source, place: int, switch: KillSwitch) -> Switch:
     return Switch(
         f"{source.file}: /kill_switches/{place}",
-        number,
         copy_text(switch.scope_key),
         copy_text(switch.reason or ""),
         _to_seconds(source.override_until, _ALWAYS),

@@ -67,18 +67,17 @@ class _BypassRule(NamedTuple):
 
 
 class Parts:
-    """Parts that the policies of a load share. Thousands of policies are mostly alike, so equal parts exist once.
-
-    Attributes:
-        aliases: names of callers, by hash.
-    """
+    """Parts that policies share. Thousands of policies are mostly alike, so equal parts exist once."""
 
     def __init__(self) -> None:
         self._similarities: dict[str, Similarity] = {}
         self._descriptors: dict[tuple[str | FirstOf, ...], _Descriptors] = {}
         self._agent_names: dict[str, AgentNames] = {}
         self._root_names: dict[str, SessionNames] = {}
-        self.aliases: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        """The number of different parts."""
+        return len(self._similarities) + len(self._descriptors) + len(self._agent_names) + len(self._root_names)
 
     def find_similarity(self, loop: LoopDetection) -> Similarity:
         """The similarity of an entry, shared by all entries with equal keys."""
@@ -454,7 +453,7 @@ class Plan:
         self.reads_body = bool(self._body_descriptors)
         self.secrets = [secret for descriptor in self._descriptors for secret in _list_secrets(descriptor)]
         self.labels, _ = parts.find_descriptors(spec.labels)
-        self.aliases = parts.aliases
+        self.aliases: dict[str, str] = {}
         self.rings: Rings | None = None
         if any(detector.similarity.remembers for detector in self.detectors):
             self.rings = Rings(self.id, spec.session, namespace=namespace)
@@ -484,6 +483,12 @@ class Plan:
             chosen_by, _ = parts.find_descriptors(spec.list_ramp_keys())
             self.ramp = Ramp(spec.enforce_percent, chosen_by, copy_text(spec.ramp_seed or self.id))
             self.watching = Plan(policy, parts, shadow=True)
+
+    def name_callers(self, aliases: dict[str, str]) -> None:
+        """Set the names of callers, which other policies may have."""
+        self.aliases = aliases
+        if self.watching is not None:
+            self.watching.aliases = aliases
 
     def _make_budget(self, spec: Spec, parts: Parts, namespace: str) -> BudgetPlan:
         """Its rules, its fallback and its circuit breaker."""

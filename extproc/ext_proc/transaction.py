@@ -195,6 +195,9 @@ class Transaction:
             service.reporter.report_unknown_policies(unknown)
         facts = request.facts
         evaluation = engine.prepare(request, scope, pinned, handed_over, service.key)
+        if service.reporter.probes.open:
+            matched = [] if evaluation is None else [plan.id for plan in evaluation.plans]
+            service.reporter.probes.note_match(request, matched)
         if evaluation is None:
             service.metrics.unmatched.inc()
             service.reporter.coverage.unmatched += 1

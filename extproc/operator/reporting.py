@@ -27,6 +27,7 @@ from extproc.operator.coverage_rows import DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
 from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
+from extproc.operator.probes import Probes
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
 from extproc.operator.spawn_links import SpawnLinks
 from extproc.operator.table import UNKNOWN, find_known
@@ -65,6 +66,7 @@ class Reporter:
         self.conversations = ConversationTable()
         self.sessions = SessionTable()
         self.incidents = IncidentTable()
+        self.probes = Probes()
         self.budgets = BudgetTable()
         self._spawns = SpawnLinks()
         self.show_callers = show_callers
@@ -120,6 +122,8 @@ class Reporter:
         """Report policies that did not count a request, and those that failed."""
         if evaluation.plans:  # else it is the rest of one that has been decided in part
             self.coverage.requests += 1
+        if self.probes.open:
+            self.probes.note(evaluation)
         if evaluation.enforcing.left_out or evaluation.shadow.left_out:
             for policy, reason in evaluation.list_uncounted():
                 self._metrics.uncounted.labels(policy, reason).inc()

@@ -3,15 +3,18 @@
 A file with errors keeps its last good state, and the changes of other files act. If two files contradict each other, the one
 that changed is refused: a policy's id stays with the file that has it in force. A comparison (`canary_of`) whose policy another
 file has taken away is no error: the policy goes on, and is not compared.
+
+A file is judged once. Later loads take over the result, and only compare files with each other.
 """
 # interpreted: runs at reload
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import NamedTuple
 
 from extproc.errors import BundleError
@@ -21,7 +24,6 @@ from extproc.policy.loader import (
     find_duplicates,
     find_unpaired,
     join,
-    locate_raw,
     parse_file,
     refuse_unenforced,
 )
@@ -32,15 +34,39 @@ _LEVEL = 1
 
 
 class KeptFile(NamedTuple):
-    """A file in force: its bytes, compressed; their hash; and the time as of which it was checked."""
+    """A file in force.
+
+    Attributes:
+        data: its bytes, compressed.
+        sha256: their hash.
+        checked: the time as of which it was judged.
+        judged: the result, without what is not needed once it is compiled.
+    """
 
     data: bytes
     sha256: str
     checked: datetime
+    judged: ParsedFile
 
     def open(self) -> bytes:
         """Decompress the file."""
         return zlib.decompress(self.data)
+
+
+class Verdict(NamedTuple):
+    """The result for a file that is not in force, on its own.
+
+    Attributes:
+        sha256: hash of the file's bytes.
+        checked: the time as of which it was judged. What was wrong then still is.
+        errors: empty for a file that could act.
+        judged: None for a file with errors.
+    """
+
+    sha256: str
+    checked: datetime
+    errors: list[BundleError]
+    judged: ParsedFile | None
 
 
 class Choice(NamedTuple):
@@ -49,11 +75,13 @@ class Choice(NamedTuple):
     Attributes:
         kept: the files, in order.
         refused: the errors of each file whose content on disk does not act.
+        verdicts: on files with errors of their own.
     """
 
     policies: PolicySet
     kept: dict[str, KeptFile]
     refused: dict[str, list[BundleError]]
+    verdicts: dict[str, Verdict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,76 +92,122 @@ class Found:
     sha256: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class FileRules:
+    """What files are judged by, as long as the process runs."""
+
+    namespaces: Sequence[Namespace] = ()
+    allow_unenforced: bool = False
+
+
+def judge(file: str, found: Found, now: datetime, rules: FileRules) -> Verdict:
+    """Judge a file on its own."""
+    parsed = parse_file(file, found.data or b"", found.sha256, now, namespaces=rules.namespaces)
+    errors = [*parsed.errors, *(() if rules.allow_unenforced else refuse_unenforced(parsed.unenforced))]
+    return Verdict(found.sha256, now, errors, parsed)
+
+
 class _Chooser:
-    """The versions of files that have been chosen so far: parsed, and whether each is the one in force."""
+    """The versions of files that have been chosen so far, and whether each is the one in force."""
 
     def __init__(
-        self, standing: Mapping[str, KeptFile], now: datetime, namespaces: Sequence[Namespace], *, allow_unenforced: bool
+        self,
+        standing: Mapping[str, KeptFile],
+        known: Mapping[str, Verdict],
+        compiled: Container[str],
+        now: datetime,
+        rules: FileRules,
     ) -> None:
         self.standing = standing
+        self.known = known
+        self.compiled = compiled
         self.now = now
-        self.namespaces = namespaces
-        self.allow_unenforced = allow_unenforced
+        self.rules = rules
         self.chosen: dict[str, tuple[ParsedFile, bool]] = {}
+        self.checked: dict[str, datetime] = {}
         self.refused: dict[str, list[BundleError]] = {}
+        self.verdicts: dict[str, Verdict] = {}
         self.scrap: list[object] = []
 
     def consider(self, file: str, found: Found) -> None:
         """Choose the file on disk, if it has no errors of its own."""
-        assert found.data is not None  # noqa: S101  # else it is not considered
-        parsed = parse_file(file, found.data, found.sha256, self.now, namespaces=self.namespaces)
-        self.chosen[file] = parsed, False
-        errors = [*parsed.errors, *(() if self.allow_unenforced else refuse_unenforced(parsed.unenforced))]
-        if errors:
-            self.refuse(file, errors)
+        verdict = self.known.get(file)
+        if verdict is None or verdict.sha256 != found.sha256:
+            verdict = judge(file, found, self.now, self.rules)
+        self.checked[file] = verdict.checked
+        if verdict.judged is not None:
+            self.chosen[file] = verdict.judged, False
+        if verdict.errors:
+            self.verdicts[file] = verdict._replace(judged=None)
+            self.refuse(file, verdict.errors)
 
     def refuse(self, file: str, errors: list[BundleError]) -> None:
         """Return to the file in force, if there is one."""
         self.refused[file] = errors
-        parsed, stood = self.chosen.pop(file)
-        self.scrap += [*parsed.list_scrap(), *(parsed.source.policies if parsed.source is not None else ())]
+        parsed, stood = self.chosen.pop(file, (None, False))
+        if parsed is not None and parsed is not self._recall(file):
+            self.scrap += [*parsed.shed(), *(parsed.source.policies if parsed.source is not None else ())]
         if not stood:
             self.restore(file)
 
-    def restore(self, file: str, text: bytes | None = None) -> None:
-        """Choose the file in force, if there is one; `text` if it is open already."""
+    def _recall(self, file: str) -> ParsedFile | None:
+        """The result of an earlier load, which may be needed again."""
+        verdict = self.known.get(file)
+        return verdict.judged if verdict is not None else None
+
+    def restore(self, file: str) -> None:
+        """Choose the file in force, if there is one. Without compiled policies, it is parsed again."""
         kept = self.standing.get(file)
-        if kept is not None:
-            text = kept.open() if text is None else text
-            self.chosen[file] = parse_file(file, text, kept.sha256, kept.checked, namespaces=self.namespaces), True
+        if kept is None:
+            return
+        judged = kept.judged
+        if file not in self.compiled:
+            judged = parse_file(file, kept.open(), kept.sha256, kept.checked, namespaces=self.rules.namespaces)
+        self.chosen[file] = judged, True
 
     def stands(self, file: str) -> bool:
         """Whether the version in force is chosen, not a new one."""
         return self.chosen[file][1]
+
+    def keep(self, judged: ParsedFile, found: Found) -> KeptFile:
+        """The chosen version, to return to."""
+        if self.stands(judged.file):
+            return self.standing[judged.file]
+        return KeptFile(zlib.compress(found.data or b"", _LEVEL), found.sha256, self.checked[judged.file], judged)
 
 
 def choose(  # noqa: PLR0913  # everything that decides the result
     files: Mapping[str, Found],
     standing: Mapping[str, KeptFile],
     now: datetime,
+    rules: FileRules,
     *,
-    allow_unenforced: bool,
-    namespaces: Sequence[Namespace] = (),
     afresh: bool = False,
+    known: Mapping[str, Verdict] = MappingProxyType({}),
+    compiled: Container[str] = (),
 ) -> Choice:
-    """Choose the version of each file; a file that is not among `files` is gone."""
-    chooser = _Chooser(standing, now, namespaces, allow_unenforced=allow_unenforced)
-    # Opened in advance and compressed afterwards, for the same reason for which `parse` hashes in advance.
-    opened = {
-        file: standing[file].open()
-        for file, found in files.items()
-        if file in standing and (found.data is None or (found.sha256 == standing[file].sha256 and not afresh))
-    }
+    """Choose the version of each file; a file that is not among `files` is gone.
+
+    Args:
+        files: what is on disk.
+        standing: the files in force.
+        now: when policies and switches expire.
+        rules: what the files are judged by.
+        afresh: judge again what is unchanged.
+        known: the results for files that are not in force.
+        compiled: the files in force whose compiled policies can be taken over.
+    """
+    chooser = _Chooser(standing, known, compiled, now, rules)
     for file, found in files.items():
-        if file in opened:
-            chooser.restore(file, opened[file])
+        if file in standing and (found.data is None or (found.sha256 == standing[file].sha256 and not afresh)):
+            chooser.restore(file)
         elif found.data is not None:
             chooser.consider(file, found)
     owners: dict[str, str] = {}
 
     def find_owner(identity: str) -> str:
         if not owners:  # only needed for duplicates
-            owners.update({name: file for file in files if file in standing for name in locate_raw(standing[file].open())})
+            owners.update({name: file for file in files if file in standing for name in standing[file].judged.list_names()})
         return owners.get(identity, "")
 
     warnings: list[BundleError] = []
@@ -150,9 +224,5 @@ def choose(  # noqa: PLR0913  # everything that decides the result
     policies = join(parsed)
     policies.scrap.extend(chooser.scrap)
     policies = replace(policies, warnings=(*policies.warnings, *warnings))
-    kept = {file.file: standing[file.file] if chooser.stands(file.file) else _keep(files[file.file], now) for file in parsed}
-    return Choice(policies, kept, chooser.refused)
-
-
-def _keep(found: Found, now: datetime) -> KeptFile:
-    return KeptFile(zlib.compress(found.data or b"", _LEVEL), found.sha256, now)
+    kept = {file.file: chooser.keep(file, files[file.file]) for file in parsed}
+    return Choice(policies, kept, chooser.refused, chooser.verdicts)

@@ -22,7 +22,8 @@ from extproc.policy.bundle import Envelope, KillSwitch, Override, Policy, read_m
 from extproc.policy.files import read_what_can_be
 from extproc.policy.messages import describe, explain
 from extproc.policy.namespaces import Namespace, find_policy_errors, find_switch_errors, name_namespace
-from extproc.policy.pairings import find_pairing_errors, read_claim
+from extproc.policy.outline import Outline, Texts
+from extproc.policy.pairings import Claim, find_pairing_errors, make_claim, read_claim
 from extproc.policy.strict_json import NotJsonError, decode, write_pointer
 from extproc.request.limit_keys import IP_ADDRESS, UNSUPPORTED_KEYS, list_sources
 from extproc.sessions.session_limits import SessionLimits, UnnamedLimits
@@ -42,6 +43,7 @@ class Source:
         kill_switches: in the file's order, with their numbers there; empty after they are freed.
         override_until: end of the `kill_switch_override` that turns all of them off; None for none.
         namespace: the name of the namespaces that the file is in; empty for none.
+        outlines: of the policies; they stay.
     """
 
     file: str
@@ -53,6 +55,7 @@ class Source:
     kill_switches: list[tuple[int, KillSwitch]] = field(default_factory=list)
     override_until: datetime | None = None
     namespace: str = ""
+    outlines: Sequence[Outline] = ()
 
     def forces_shadow(self, now: datetime) -> bool:
         """Whether `global_shadow` applies at `now`."""
@@ -169,22 +172,25 @@ def parse_file(  # noqa: PLR0913  # everything that decides the result
     parsed = ParsedFile(file, namespaces, on_route=on_route)
     source = _parse_file(data, sha256, now, parsed)
     if source is not None:
-        parsed.source = replace(source, namespace=parsed.namespace)
+        shared: dict[Texts, Texts] = {}
+        outlines = [Outline(policy, shared) for policy in source.policies]
+        parsed.source = replace(source, namespace=parsed.namespace, outlines=outlines)
     return parsed
 
 
 def join(parsed: Sequence[ParsedFile]) -> PolicySet:
-    """The policies of all files, which have no errors."""
+    """The policies of all files, which have no errors. Warnings and notes of a file are given out once."""
     notes: dict[str, tuple[BundleError, int]] = {}
     for file in parsed:
         for message, (first, policies) in file.notes.items():
             known, number = notes.get(message, (first, 0))
             notes[message] = known, number + policies
+    warnings = tuple([warning for file in parsed for warning in file.warnings])
     return PolicySet(
         tuple(file.source for file in parsed if file.source is not None),
-        tuple(warning for file in parsed for warning in file.warnings),
+        warnings,
         tuple(part for file in parsed for part in file.unenforced),
-        [part for file in parsed for part in file.list_scrap()],
+        [part for file in parsed for part in file.shed()],
         tuple(
             replace(first, message=f"{first.message} (and {policies - 1} more)") if policies > 1 else first
             for first, policies in notes.values()
@@ -197,10 +203,14 @@ def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] |
 
     The first one keeps the id, unless `owners` names the file of an id: it returns an empty text for none.
     """
+    parsed = list(parsed)
+    names = [name for file in parsed for name in file.list_names()]
+    if len(set(names)) == len(names):  # almost always
+        return []
     places: dict[str, tuple[str, str]] = {}
     again: dict[str, list[tuple[str, str]]] = {}
     for file in parsed:
-        for identity, pointer in file.ids:
+        for identity, pointer in file.list_ids():
             if identity in places:
                 again.setdefault(identity, [places[identity]]).append((file.file, pointer))
             else:
@@ -218,11 +228,14 @@ def find_duplicates(parsed: Iterable[ParsedFile], owners: Callable[[str], str] |
 
 def find_unpaired(parsed: Iterable[ParsedFile]) -> list[BundleError]:
     """An error for each policy whose `canary_of` names one that it cannot be compared with."""
-    every = [(file, place, entry) for file in parsed for place, entry in zip(file.places, file.entries, strict=True)]
-    claims = [read_claim(entry, file.namespace) for file, _, entry in every]
+    parsed = list(parsed)
+    claims = [claim for file in parsed for claim in file.list_claims()]
+    if not any(claim is not None and claim.canary_of is not None for claim in claims):
+        return []
+    every = [(file, number) for file in parsed for number in range(file.count())]
     return [
-        BundleError(every[number][0].file, write_pointer((*every[number][1], "spec", "canary_of")), message)
-        for number, message in find_pairing_errors(claims)
+        BundleError(file.file, write_pointer((*file.locate(number), "spec", "canary_of")), message)
+        for (file, number), message in [(every[place], message) for place, message in find_pairing_errors(claims)]
     ]
 
 
@@ -248,9 +261,9 @@ class ParsedFile:
 
     Attributes:
         source: its policies; None if it has an unknown structure.
+        place: of the list of policies; None for a single policy.
         ids: ids and their pointers, including those of invalid policies.
         entries: raw policies.
-        places: the place of each.
     """
 
     def __init__(self, file: str, namespaces: Sequence[Namespace] = (), *, on_route: bool = False) -> None:
@@ -259,17 +272,45 @@ class ParsedFile:
         self.namespace = name_namespace(file, namespaces)
         self.on_route = on_route
         self.source: Source | None = None
+        self.place: Place | None = None
         self.errors: list[BundleError] = []
         self.warnings: list[BundleError] = []
         self.unenforced: list[Unenforced] = []
         self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and the number of policies
         self.ids: list[tuple[str, str]] = []
         self.entries: list[object] = []
-        self.places: list[Place] = []
 
-    def list_scrap(self) -> list[object]:
-        """See `PolicySet`."""
-        return [*self.entries, *self.ids, *self.places]
+    def list_ids(self) -> list[tuple[str, str]]:
+        """Ids and their pointers, including those of invalid policies."""
+        if self.errors or self.source is None:
+            return self.ids
+        return [(policy.id, write_pointer((*self.locate(number), "id"))) for number, policy in enumerate(self.source.outlines)]
+
+    def list_names(self) -> list[str]:
+        """Ids, including those of invalid policies."""
+        if self.errors or self.source is None:
+            return [name for name, _ in self.ids]
+        return [policy.id for policy in self.source.outlines]
+
+    def count(self) -> int:
+        """The number of policies, including invalid ones."""
+        return len(self.entries) if self.errors or self.source is None else len(self.source.outlines)
+
+    def list_claims(self) -> list[Claim | None]:
+        """What each policy says about comparisons, including invalid ones."""
+        if self.errors or self.source is None:
+            return [read_claim(entry, self.namespace) for entry in self.entries]
+        return [make_claim(policy, self.namespace) for policy in self.source.outlines]
+
+    def locate(self, number: int) -> Place:
+        """The place of a policy."""
+        return () if self.place is None else (*self.place, number)
+
+    def shed(self) -> list[object]:
+        """Give away all that is not needed once the file is compiled (see `PolicySet.scrap`), and what it has to say."""
+        scrap: list[object] = [*self.entries, *self.ids, *self.warnings]
+        self.entries, self.ids, self.warnings, self.notes = [], [], [], {}
+        return scrap
 
     def refuse(self, place: Place, message: str) -> None:
         """Report an error."""
@@ -388,6 +429,7 @@ def _find_end(override: Override | None) -> datetime | None:
 
 
 def _parse_policies(entries: list[Any], place: Place, report: ParsedFile) -> list[Policy]:
+    report.place = place
     if not entries:
         report.warn(place, "has no policies: nothing is guarded")
     return [policy for number, entry in enumerate(entries) if (policy := _parse_policy(entry, (*place, number), report))]
@@ -395,7 +437,6 @@ def _parse_policies(entries: list[Any], place: Place, report: ParsedFile) -> lis
 
 def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None:  # noqa: ANN401  # raw JSON
     report.entries.append(entry)
-    report.places.append(place)
     if report.on_route:
         entry = rules.anchor_on_route(entry)
     policy = _validate(Policy, entry, place, report)

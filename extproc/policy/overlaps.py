@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from extproc.objects import copy_text
-from extproc.policy.bundle import Policy, Selector, is_below
+from extproc.policy.bundle import is_below
 from extproc.policy.loader import Source
+from extproc.policy.outline import SlimSelector
 
 MAX_PAIRS = 20
 """Maximum number of pairs of files to report; of each, one pair of policies is named."""
@@ -41,12 +41,12 @@ class _Anchored(NamedTuple):
     place: int  # of its file
     file: str
     policy: str
-    selector: Selector
+    selector: SlimSelector
 
 
 def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
     """The first overlap of each two files, in order."""
-    listed = [source for source in sources if source.policies]
+    listed = [source for source in sources if source.outlines]
     if len(listed) < 2:  # noqa: PLR2004  # two files
         return []
     anchors: dict[str, list[_Anchored]] = {}
@@ -65,22 +65,20 @@ def find_overlaps(sources: Iterable[Source]) -> list[Overlap]:
                 first, second = sorted((item, other), key=lambda each: each.place)
                 pair = first.place, second.place
                 if first.place != second.place and pair not in found and _meet(item.selector, other.selector):
-                    found[pair] = Overlap(first.file, copy_text(first.policy), second.file, copy_text(second.policy))
+                    found[pair] = Overlap(first.file, first.policy, second.file, second.policy)
     return [found[pair] for pair in sorted(found)]
 
 
 def _list_items(place: int, source: Source) -> Iterator[tuple[str, _Anchored]]:
-    for policy in source.policies:
-        if policy.spec.is_enabled():
-            item = _Anchored(place, source.file, policy.id, policy.spec.selector)
-            for anchor in _list_anchors(policy):
+    for policy in source.outlines:
+        if policy.enabled:
+            item = _Anchored(place, source.file, policy.id, policy.selector)
+            for anchor in _list_anchors(policy.selector):
                 yield anchor, item
 
 
-def _list_anchors(policy: Policy) -> list[str]:
-    selector = policy.spec.selector
-    exact = [selector.pathExact] if selector.pathExact is not None else []
-    return list(dict.fromkeys([*exact, *selector.list_prefixes()])) or [_BY_ROUTE]
+def _list_anchors(selector: SlimSelector) -> list[str]:
+    return list(dict.fromkeys(_list_paths(selector))) or [_BY_ROUTE]
 
 
 def _list_ancestors(path: str) -> Iterator[str]:
@@ -95,23 +93,23 @@ def _list_ancestors(path: str) -> Iterator[str]:
         position = path.find("/", position + 1)
 
 
-def _meet(one: Selector, other: Selector) -> bool:
+def _meet(one: SlimSelector, other: SlimSelector) -> bool:
     pairs = ((one.hosts, other.hosts), (one.methods, other.methods), (one.routes, other.routes))
     return all(a is None or b is None or not set(a).isdisjoint(b) for a, b in pairs) and _paths_meet(one, other)
 
 
-def _paths_meet(one: Selector, other: Selector) -> bool:
+def _paths_meet(one: SlimSelector, other: SlimSelector) -> bool:
     if _BY_ROUTE in (_first_path(one), _first_path(other)):
         return _first_path(one) == _first_path(other)
-    if one.pathExact is not None and one.pathExact == other.pathExact:
+    if one.exact is not None and one.exact == other.exact:
         return True
     both = ((one, other), (other, one))
-    return any(is_below(path, prefix) for a, b in both for path in _list_paths(a) for prefix in b.list_prefixes())
+    return any(is_below(path, prefix) for a, b in both for path in _list_paths(a) for prefix in b.prefixes)
 
 
-def _list_paths(selector: Selector) -> list[str]:
-    return [path for path in (selector.pathExact, *selector.list_prefixes()) if path is not None]
+def _list_paths(selector: SlimSelector) -> list[str]:
+    return [path for path in (selector.exact, *selector.prefixes) if path is not None]
 
 
-def _first_path(selector: Selector) -> str:
+def _first_path(selector: SlimSelector) -> str:
     return next(iter(_list_paths(selector)), _BY_ROUTE)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from extproc.policy.bundle import Policy, Selector
+from extproc.policy.bundle import SHADOW
+from extproc.policy.outline import Outline
 from extproc.policy.rules import is_watching
 
 MAX_PAIRINGS = 100
 """Maximum number of pairs in a namespace, because their comparisons are kept in memory. Further candidates are ordinary shadow
 policies."""
-
-_DIGEST = 8
 
 
 class Pairing(NamedTuple):
@@ -24,7 +21,7 @@ class Pairing(NamedTuple):
     Attributes:
         live: id of the enforcing policy.
         candidate: id of the shadow policy, or of one that acts on a share of its callers and watches the others.
-        identity: digest of both policies, 16 hex digits; if one of them changes, the comparison starts again.
+        identity: digests of both policies, 32 hex digits; if one of them changes, the comparison starts again.
     """
 
     live: str
@@ -32,45 +29,34 @@ class Pairing(NamedTuple):
     identity: str
 
 
-def find_pairings(policies: Sequence[tuple[str, Policy]]) -> list[Pairing]:
+def find_pairings(policies: Sequence[tuple[str, Outline]]) -> list[Pairing]:
     """Every policy in shadow mode that names an enforcing one, or shares the selector of exactly one, in order.
 
     Policies come with their namespaces, and are compared within these.
     """
-    by_namespace: dict[str, list[Policy]] = {}
+    by_namespace: dict[str, list[Outline]] = {}
     for namespace, policy in policies:
         by_namespace.setdefault(namespace, []).append(policy)
     return [pairing for own in by_namespace.values() for pairing in _find_pairings(own)]
 
 
-def _find_pairings(policies: Sequence[Policy]) -> list[Pairing]:
-    candidates = [policy for policy in policies if policy.spec.mode == "shadow" or policy.spec.canary_of is not None]
+def _find_pairings(policies: Sequence[Outline]) -> list[Pairing]:
+    candidates = [policy for policy in policies if policy.mode == SHADOW or policy.canary_of is not None]
     if not candidates:
         return []
-    enforcing = {policy.id: policy for policy in policies if policy.spec.mode == "enforce"}
-    by_selector: dict[str, list[Policy]] = {}
+    enforcing = {policy.id: policy for policy in policies if policy.mode != SHADOW}
+    by_selector: dict[tuple[object, ...], list[Outline]] = {}
     for policy in enforcing.values():
-        by_selector.setdefault(_write_selector(policy.spec.selector), []).append(policy)
+        by_selector.setdefault(policy.selector.identify(), []).append(policy)
     found = []
     for candidate in candidates:
-        live = enforcing.get(candidate.spec.canary_of or "")
-        if candidate.spec.canary_of is None:
-            alike = by_selector.get(_write_selector(candidate.spec.selector), [])
+        live = enforcing.get(candidate.canary_of or "")
+        if candidate.canary_of is None:
+            alike = by_selector.get(candidate.selector.identify(), [])
             live = alike[0] if len(alike) == 1 else None
         if live is not None:
-            found.append(Pairing(live.id, candidate.id, _identify(live, candidate)))
+            found.append(Pairing(live.id, candidate.id, f"{live.digest:016x}{candidate.digest:016x}"))
     return found[:MAX_PAIRINGS]
-
-
-def _write_selector(selector: Selector) -> str:
-    """A key that is the same for selectors that match the same requests, whatever the order of their lists."""
-    fields = selector.model_dump(exclude_none=True)
-    return json.dumps({key: sorted(value) if isinstance(value, list) else value for key, value in sorted(fields.items())})
-
-
-def _identify(*policies: Policy) -> str:
-    text = "\n".join(policy.model_dump_json() for policy in policies)
-    return blake2b(text.encode(), digest_size=_DIGEST).hexdigest()
 
 
 class Claim(NamedTuple):
@@ -90,6 +76,11 @@ def read_claim(entry: Any, namespace: str = "") -> Claim | None:  # noqa: ANN401
     mode, named = spec.get("mode", "enforce"), spec.get("canary_of")
     named = named if isinstance(named, str) and is_watching(spec) else None
     return Claim(entry["id"], mode if isinstance(mode, str) else "", named, namespace)
+
+
+def make_claim(policy: Outline, namespace: str) -> Claim:
+    """The claim of a valid policy."""
+    return Claim(policy.id, policy.mode, policy.canary_of, namespace)
 
 
 def find_pairing_errors(claims: Iterable[Claim | None]) -> Iterator[tuple[int, str]]:

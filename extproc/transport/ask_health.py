@@ -10,6 +10,7 @@ import socket
 import ssl
 import struct
 import time
+from collections.abc import Sequence
 
 from extproc.errors import LoopguardError
 from extproc.pb.health_pb2 import HealthCheckResponse
@@ -29,6 +30,8 @@ _HEAD = 9
 _MOST = 2**14
 """Largest frame that a server may send, as long as it is allowed no larger ones (RFC 9113 section 4.2)."""
 
+Fields = Sequence[tuple[str, str]]
+
 _STATUSES = (
     *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
     *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
@@ -36,7 +39,7 @@ _STATUSES = (
 )
 
 
-class _NoAnswerError(Exception):
+class NoAnswerError(Exception):
     """Why there is none."""
 
 
@@ -58,7 +61,7 @@ def ask_health(address: Address, timeout: float, context: ssl.SSLContext | None 
                 return _ask(encrypted, deadline)
     except TimeoutError:
         return f"DEADLINE_EXCEEDED: no answer within {timeout:g} s"
-    except (OSError, _NoAnswerError, LoopguardError) as error:
+    except (OSError, NoAnswerError, LoopguardError) as error:
         return f"UNAVAILABLE: {error}"
 
 
@@ -84,19 +87,55 @@ def _ask(connected: socket.socket, deadline: float) -> str:
     return _read_answer(connected, deadline)
 
 
+def write_http2_request(headers: Fields, body: bytes, trailers: Fields) -> bytes:
+    """A request on a new connection; the body is at most a frame long."""
+    parts = [(_HEADERS, _END_HEADERS, _encode(headers))]
+    if body:
+        parts.append((_DATA, 0, body))
+    if trailers:
+        parts.append((_HEADERS, _END_HEADERS, _encode(trailers)))
+    frames = [
+        _write(kind, flags | (_END_STREAM if number == len(parts) else 0), _STREAM, payload)
+        for number, (kind, flags, payload) in enumerate(parts, 1)
+    ]
+    return _PREFACE + _write(_SETTINGS, 0, 0, b"") + b"".join(frames)
+
+
+def _encode(headers: Fields) -> bytes:
+    return encode([(name.encode(), value.encode("utf-8", "surrogateescape")) for name, value in headers])
+
+
+def read_http2_headers(connected: socket.socket, deadline: float) -> dict[bytes, bytes]:
+    """The headers of the answer; raises NoAnswerError if there is none."""
+    decoder, block = Decoder(Cache()), b""
+    while True:
+        kind, flags, _, payload = _read_frame(connected, deadline)
+        _acknowledge(connected, kind, flags, payload)
+        if kind in (_HEADERS, _CONTINUATION):
+            block += _strip(flags, payload) if kind == _HEADERS else payload
+            if flags & _END_HEADERS:
+                found = {field.name: field.value for field in decoder.decode(block).fields}
+                if not found.get(b":status", b"").startswith(b"1"):
+                    return found
+                block = b""
+
+
+def _acknowledge(connected: socket.socket, kind: int, flags: int, payload: bytes) -> None:
+    """Answer a frame of the connection; raises NoAnswerError if the server has ended the call."""
+    if kind in (_SETTINGS, _PING) and not flags & _ACK:
+        connected.sendall(_write(kind, _ACK, 0, payload if kind == _PING else b""))
+    elif kind in (_RESET, _GOAWAY):
+        raise NoAnswerError("the server ended the call")
+
+
 def _read_answer(connected: socket.socket, deadline: float) -> str:
     decoder = Decoder(Cache())
     data, block, ended = b"", b"", False
     told: dict[bytes, bytes] = {}
     while True:
         kind, flags, number, payload = _read_frame(connected, deadline)
-        if kind == _SETTINGS and not flags & _ACK:
-            connected.sendall(_write(_SETTINGS, _ACK, 0, b""))
-        elif kind == _PING and not flags & _ACK:
-            connected.sendall(_write(_PING, _ACK, 0, payload))
-        elif kind in (_RESET, _GOAWAY):
-            raise _NoAnswerError("the server ended the call")
-        elif kind == _DATA and number == _STREAM:
+        _acknowledge(connected, kind, flags, payload)
+        if kind == _DATA and number == _STREAM:
             data += _strip(flags, payload)
         elif kind in (_HEADERS, _CONTINUATION):
             block += _strip(flags, payload) if kind == _HEADERS else payload
@@ -123,7 +162,7 @@ def _read_frame(connected: socket.socket, deadline: float) -> tuple[int, int, in
     head = _read(connected, _HEAD, deadline)
     size = int.from_bytes(head[:3])
     if size > _MOST:
-        raise _NoAnswerError("the server does not speak HTTP/2")
+        raise NoAnswerError("the server does not speak HTTP/2")
     kind, flags, number = struct.unpack("!BBI", head[3:])
     return kind, flags, number, _read(connected, size, deadline)
 
@@ -134,7 +173,7 @@ def _read(connected: socket.socket, size: int, deadline: float) -> bytes:
         connected.settimeout(max(deadline - time.monotonic(), 0.001))
         part = connected.recv(size - len(found))
         if not part:
-            raise _NoAnswerError("the server closed the connection")
+            raise NoAnswerError("the server closed the connection")
         found += part
     return found
 

@@ -280,10 +280,15 @@ def test_each_team_has_its_config_map(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_new_pods_need_not_check_first() -> None:
-    """The init container can be turned off."""
-    spec = one(objects({"policies": {"validateFirst": False}}), "Deployment")["spec"]["template"]["spec"]
+    """The init container can be turned off; new pods then skip bad files."""
+    specs = [
+        one(objects({"policies": {"validateFirst": first}}), "Deployment")["spec"]["template"]["spec"]
+        for first in (True, False)
+    ]
+    skips = [{"name": "LOOPGUARD_ON_BAD_FILE", "value": "skip"} in spec["containers"][0]["env"] for spec in specs]
 
-    assert "initContainers" not in spec
+    assert ["initContainers" in spec for spec in specs] == [True, False]
+    assert skips == [False, True]
 
 
 def long_policy(number: int) -> Object:

@@ -22,7 +22,9 @@ from extproc.engine.plan import Plan
 from extproc.errors import BundleError, BundleErrors, UsageError
 from extproc.metrics import Metrics
 from extproc.objects import JsonObject
+from extproc.policy import last_good
 from extproc.policy.files import read_each
+from extproc.policy.loader import ParsedFile, parse_file
 from extproc.reload import Reloader
 from extproc.settings import Settings
 from tests.support.bundles import RULE
@@ -547,6 +549,208 @@ def test_a_folder_that_never_answers_delays_no_other(place: Place, tmp_path: Pat
     assert place.ids == ["a-3", "b"]
 
 
+class Judge:
+    """Notes which files are judged; can make one of them wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In place of the real one, which it calls."""
+        self.judged: list[str] = []
+        self.held = ""
+        self.go_on = threading.Event()
+        parse = parse_file
+
+        def count(file: str, *arguments: Any, **options: Any) -> ParsedFile:  # noqa: ANN401  # as the real one
+            self.judged.append(Path(file).name)
+            assert Path(file).name != self.held or self.go_on.wait(PATIENCE)
+            return parse(file, *arguments, **options)
+
+        monkeypatch.setattr(last_good, "parse_file", count)
+
+    def take(self) -> list[str]:
+        """The files judged since the last call."""
+        found, self.judged = self.judged, []
+        return found
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Judge:
+    """Changes of more than a thousand bytes are large."""
+    monkeypatch.setattr(reload, "AT_ONCE", 1_000)
+    return Judge(monkeypatch)
+
+
+LARGE = "x" * 1_000
+
+
+def test_unchanged_files_are_not_judged_again(place: Place, judge: Judge) -> None:
+    """A change judges its own file alone; the others' compiled policies are taken over, and bad files stay judged."""
+    for name in "abc":
+        place.write([guard(name)], f"{name}.json")
+    place.start()
+    plans = {plan.id: plan for plan in place.reloader.engine.plans}
+    judge.take()
+    place.write(b"[{", "c.json")
+    place.write([guard("a"), guard("a-2")], "a.json")
+    place.reload()
+    judged = [judge.take()]
+    for document in ([guard("a-3")], None, [guard("a-4")]):
+        if document is None:
+            (place.folder / "a.json").unlink()
+        else:
+            place.write(document, "a.json")
+        place.reload()
+        judged.append(judge.take())
+
+    assert judged == [["a.json", "c.json"], ["a.json"], [], ["a.json"]]
+    assert (place.ids, [*refused(place)]) == (["a-4", "b", "c"], ["c.json"])
+    assert place.reloader.engine.plans[1:] == [plans["b"], plans["c"]]
+
+
+def test_a_forced_reload_judges_every_file(place: Place, judge: Judge) -> None:
+    """SIGHUP trusts no earlier result."""
+    place.write(guard("a"), "a.json")
+    place.write(guard("b"), "b.json")
+    place.start()
+    judge.take()
+    place.reload(force=True)
+
+    assert judge.take() == ["a.json", "b.json"]
+
+
+def test_what_files_mean_for_each_other_follows_without_judging_them(place: Place, judge: Judge) -> None:
+    """Callers' names, comparisons, overlaps and duplicate ids of unchanged files follow the other file's changes."""
+    live = guard("live")
+    place.write(live, "a.json")
+    place.write([], "b.json")
+    place.start()
+    judge.take()
+    shadow = guard("shadow")
+    shadow["spec"].update(mode="shadow", aliases={"0123456789abcdef": "ann"})
+    seen = []
+    for document in ([shadow], [live, shadow], []):
+        place.write(document, "b.json")
+        place.reload()
+        plan = place.reloader.engine.find_plan("live")
+        assert plan is not None
+        found = len(place.reloader.engine.pairings), len(place.reloader.overlaps)
+        seen.append((plan.paired, [*plan.aliases.values()], *found, bool(refused(place))))
+
+    assert seen == [(True, ["ann"], 1, 1, False), (True, ["ann"], 1, 1, True), (False, [], 0, 0, False)]
+    assert judge.take() == ["b.json"] * 3
+
+
+def test_a_large_change_delays_no_other(place: Place, judge: Judge) -> None:
+    """While a large file is judged, it acts as it last was, others' changes act; then it acts, without being judged again."""
+    place.write(guard("a"), "a.json")
+    place.write(guard("b"), "b.json")
+    place.start()
+    seen = []
+
+    async def change() -> None:
+        judge.held = "b.json"
+        place.write([{**guard("b-2"), "x-more": LARGE}, guard("b-3")], "b.json")
+        await place.reloader.reload(place.swapped.append)
+        judge.take()
+        for name in ("a-2", "a-3"):
+            place.write(guard(name), "a.json")
+            await place.reloader.reload(place.swapped.append)
+            seen.append(place.ids)
+        judge.go_on.set()
+        await place.reloader.settle()
+
+    asyncio.run(change())
+
+    assert seen == [["a-2", "b"], ["a-3", "b"]]
+    assert (place.ids, place.reloads("ok")) == (["a-3", "b-2", "b-3"], 3)
+    assert judge.take().count("b.json") <= 1
+
+
+def test_a_large_file_that_is_bad_is_judged_once(place: Place, judge: Judge, caplog: pytest.LogCaptureFixture) -> None:
+    """It is refused as any other, keeps what was good, and later changes of others do not judge it again."""
+    place.write(guard("a"), "a.json")
+    place.write(guard("b"), "b.json")
+    place.start()
+    seen = []
+
+    async def change() -> None:
+        for text in ("explode", "burst"):
+            place.write([{**guard("b", action=text), "x-more": LARGE}], "b.json")
+            await place.reloader.reload(place.swapped.append)
+            await place.reloader.settle()
+            seen.append(([*refused(place)], place.reloads("error")))
+        judge.take()
+        place.write(guard("a-2"), "a.json")
+        await place.reloader.reload(place.swapped.append)
+
+    asyncio.run(change())
+
+    assert seen == [(["b.json"], 1), (["b.json"], 2)]
+    assert errors(caplog).count(KEPT) == 2
+    assert (place.ids, judge.take()) == (["a-2", "b"], ["a.json"])
+
+
+def test_a_large_change_that_is_gone_by_then_does_not_act(place: Place, judge: Judge) -> None:
+    """Of a file that changes faster than it is judged, only what is on disk acts."""
+    place.write(guard("a"), "a.json")
+    place.start()
+
+    async def change() -> None:
+        judge.held = "a.json"
+        place.write([{**guard("a-2"), "x-more": LARGE}], "a.json")
+        await place.reloader.reload(place.swapped.append)
+        place.write(guard("a-3"), "a.json")
+        judge.go_on.set()
+        await place.reloader.settle()
+
+    asyncio.run(change())
+
+    assert (place.ids, place.reloads("ok")) == (["a-3"], 1)
+
+
+@pytest.mark.usefixtures("judge")
+def test_a_failure_to_judge_a_large_file_refuses_it(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong in the background is an error of the file, and is not tried over and over again."""
+    place.write(guard("a"), "a.json")
+    place.start()
+
+    def fail(*_: object, **__: object) -> ParsedFile:
+        raise MemoryError
+
+    async def change() -> None:
+        monkeypatch.setattr(last_good, "parse_file", fail)
+        place.write([{**guard("a-2"), "x-more": LARGE}], "a.json")
+        await place.reloader.reload(place.swapped.append)
+        await place.reloader.settle()
+
+    asyncio.run(change())
+
+    (told,) = refused(place)["a.json"]
+    assert told.endswith("a.json: /: cannot be judged: MemoryError()")
+    assert (place.ids, place.reloads("error")) == (["a"], 1)
+
+
+def test_files_of_one_folder_that_change_together_act_together(place: Place, judge: Judge) -> None:
+    """A policy that moves from a small file to a large one is in force all the time."""
+    place.write([guard("a"), guard("moved")], "a.json")
+    place.write(guard("b"), "b.json")
+    place.start()
+    judge.held = "b.json"
+    seen = []
+
+    async def change() -> None:
+        place.write([guard("a-2")], "a.json")
+        place.write([{**guard("b"), "x-more": LARGE}, guard("moved")], "b.json")
+        await place.reloader.reload(place.swapped.append)
+        seen.append(place.ids)
+        judge.go_on.set()
+        await place.reloader.settle()
+
+    asyncio.run(change())
+
+    assert seen == [["a", "moved", "b"]]
+    assert (place.ids, place.reloads("error")) == (["a-2", "b", "moved"], 0)
+
+
 def test_overlaps_are_reported_once(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     """Policies of two files that meet the same requests are a warning when they begin to, not at each reload."""
     place.write(guard("a"), "a.json")
@@ -603,6 +807,32 @@ def test_the_first_load_raises(place: Place) -> None:
     """A server does not start without good policies."""
     with pytest.raises(BundleErrors):
         place.start()
+
+
+@pytest.mark.parametrize("bad", [b"{", json.dumps(guard("a")).encode()], ids=["errors of its own", "another's id"])
+def test_a_first_load_can_skip_bad_files(place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: bytes) -> None:
+    """With `--on-bad-file skip`, the other files act; each bad one is named, and acts as soon as it is good."""
+    place.write(guard("a"), "a.json")
+    place.write(bad, "b.json")
+    with pytest.raises(BundleErrors):
+        place.start(place.folder, tmp_path / "missing")
+    place.start(place.folder, tmp_path / "missing", on_bad_file="skip")
+    started = place.ids, sorted(refused(place)), errors(caplog).count(NEW)
+    place.reload()
+    repeated = len(errors(caplog))
+    place.write(guard("b"), "b.json")
+    place.reload()
+
+    assert started == (["a"], ["b.json", "missing"], 2)
+    assert repeated == 0
+    assert (place.ids, [*refused(place)]) == (["a", "b"], ["missing"])
+
+
+def test_a_first_load_without_any_good_file_raises(place: Place) -> None:
+    """There is nothing to act on, so skipping would switch the guard off."""
+    place.write(b"{", "b.json")
+    with pytest.raises(BundleErrors):
+        place.start(on_bad_file="skip")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ EVERY: list[tuple[str, list[str], str, object, object]] = [
     ("hash_key_file", ["/a"], "/b", "/a", "/b"),
     ("scope", ["edge"], "sidecar", "edge", "sidecar"),
     ("on_store_error", ["reject"], "reject", "reject", "reject"),
+    ("on_bad_file", ["skip"], "skip", "skip", "skip"),
     ("shadow", [], "yes", True, True),
     ("record", [], "1", True, True),
     ("shadow_samples", ["1"], "100", 1, 100),

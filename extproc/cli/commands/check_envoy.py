@@ -9,21 +9,23 @@ import sys
 from extproc.cli.commands import load_policies
 from extproc.cli.envoy_check.findings import CODES
 from extproc.errors import UsageError
+from extproc.operator.admin.client import open_clients
 
 HELP = "report what an Envoy configuration guards, and which settings would cause problems"
 EXAMPLES = f"""examples:
   loopguard check-envoy envoy.yaml
   loopguard check-envoy --policy policies/ --admin http://127.0.0.1:9901
   istioctl proxy-config all POD -o json | loopguard check-envoy --json /dev/stdin
+  loopguard check-envoy --probe https://gateway.example/v1/chat/completions -H "authorization: Bearer $KEY"
 
-exit code: 0 good (notes are not findings), 1 findings, 2 the configuration cannot be read
+exit code: 0 good (notes are not findings), 1 findings or unguarded requests, 2 the configuration cannot be read
 
 findings:
 {chr(10).join(f"  {code:<17}{meaning}" for code, meaning in CODES.items())}"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("file", nargs="?", metavar="FILE", help="bootstrap, config dump or xDS resources, as YAML or JSON")
     source.add_argument("--admin", metavar="URL", help="admin page of a running Envoy, such as http://127.0.0.1:9901")
     parser.add_argument(
@@ -47,8 +49,34 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the filter that calls Loopguard (default: each that mentions it)",
     )
-    parser.add_argument("--ignore", action="append", default=[], metavar="CODE", help="ignore this finding; repeatable")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help="ignore this finding or request; repeatable",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    probe = parser.add_argument_group("probe", "send marked requests through a live gateway; they reach the upstream")
+    probe.add_argument(
+        "--probe",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of a listener; without a path, those of --policy and of the guarded routes are probed; repeatable",
+    )
+    probe.add_argument(
+        "--loopguard",
+        action="append",
+        metavar="URL|unix:/PATH",
+        help="admin port of each Loopguard behind the gateway; repeatable (default: as in `loopguard doctor`)",
+    )
+    probe.add_argument(
+        "-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="send it, such as a credential; repeatable"
+    )
+    probe.add_argument(
+        "--probe-size", type=_parse_size, default=2 * 2**20, metavar="BYTES", help="size of the large body (default 2097152)"
+    )
 
 
 def _parse_size(text: str) -> int:
@@ -65,17 +93,33 @@ def run(options: argparse.Namespace) -> int:
     from extproc.cli.envoy_check.inspect import inspect  # noqa: PLC0415
     from extproc.cli.envoy_check.needs import find_needs  # noqa: PLC0415
     from extproc.cli.envoy_check.show import make_json, print_report  # noqa: PLC0415
+    from extproc.cli.probe.spellings import list_names  # noqa: PLC0415
+    from extproc.cli.probe.verdicts import is_guarded, list_paths, print_results, probe, read_headers  # noqa: PLC0415
 
     if options.file == "":
         raise UsageError("the file's name is empty")
-    if unknown := sorted(set(options.ignore) - set(CODES)):
-        raise UsageError(f"--ignore {unknown[0]} is not a finding; known findings: {', '.join(CODES)}")
-    needs = find_needs(load_policies(options.policy) if options.policy else None, options.uploads)
-    source = options.admin or options.file
-    document = fetch_dump(options.admin) if options.admin else read_file(options.file)
-    report = inspect(find_resources(document), needs, options.filter, options.ignore)
+    if not (options.file or options.admin or options.probe):
+        raise UsageError("name a FILE, --admin URL or --probe URL")
+    known = [*CODES, *list_names()]
+    if unknown := sorted(set(options.ignore) - set(known)):
+        raise UsageError(f"--ignore {unknown[0]} is not a finding; known findings: {', '.join(known)}")
+    policies = load_policies(options.policy) if options.policy else None
+    report, source = None, options.admin or options.file
+    if source:
+        document = fetch_dump(options.admin) if options.admin else read_file(options.file)
+        report = inspect(find_resources(document), find_needs(policies, options.uploads), options.filter, options.ignore)
+    results = []
+    if options.probe:
+        paths = list_paths(policies, report)
+        clients = open_clients(options.loopguard, "--loopguard")
+        results = probe(options.probe, paths, read_headers(options.header), clients, options.probe_size)
     if options.json:
-        print(json.dumps(make_json(report, source), indent=2))
+        found = make_json(report, source) if report is not None else {}
+        print(json.dumps({**found, **({"probes": [result.describe() for result in results]} if results else {})}, indent=2))
     else:
-        print_report(report, source, Console(highlight=False, markup=False, file=sys.stdout))
-    return 0 if report.is_good else 1
+        console = Console(highlight=False, markup=False, file=sys.stdout)
+        if report is not None:
+            print_report(report, source, console)
+        if results:
+            print_results(results, console)
+    return int((report is not None and not report.is_good) or (bool(options.probe) and not is_guarded(results, options.ignore)))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 10.0
 _DEFAULT = "http://127.0.0.1:9900"
+_FLAG = "--admin"
 
 
 def add_admin_flag(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +30,9 @@ def add_admin_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_clients(admin: Sequence[str] | None) -> list[AdminClient]:
+def open_clients(admin: Sequence[str] | None, flag: str = _FLAG) -> list[AdminClient]:
     """A client for each server on a command line, or for this machine's; raises UsageError if an address is malformed."""
-    return [AdminClient(text) for text in admin or [find_admin(os.environ)]]
+    return [AdminClient(text, flag) for text in admin or [find_admin(os.environ)]]
 
 
 def find_admin(environ: Mapping[str, str]) -> str:
@@ -49,11 +50,11 @@ def find_admin(environ: Mapping[str, str]) -> str:
 class AdminClient:
     """A client of one server."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, flag: str = _FLAG) -> None:
         """Prepare, without connecting; raises UsageError unless `url` is http(s)://HOST:PORT, HOST:PORT or unix:/PATH."""
         import httpx  # noqa: PLC0415  # takes 0.2 s
 
-        self.url = url
+        self.url, self._flag = url, flag
         if url.startswith("unix:/"):
             base, path = "http://localhost", url.removeprefix("unix:")
         else:
@@ -64,7 +65,7 @@ class AdminClient:
         except (httpx.InvalidURL, ValueError):
             fits = False
         if not fits:
-            raise UsageError(f"--admin must be http://HOST:PORT or unix:/PATH, not {url!r}")
+            raise UsageError(f"{flag} must be http://HOST:PORT or unix:/PATH, not {url!r}")
         # Authorities are read for https alone, which takes 30 ms. Proxies in the environment are for other servers, and
         # ~/.netrc does not apply here.
         transport = httpx.HTTPTransport(verify=parsed.scheme == "https", trust_env=False, uds=path)
@@ -88,7 +89,7 @@ class AdminClient:
             answer = self._client.request(method, path, params=params, content=content, headers=sent)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise LoopguardError(f"cannot ask {self.url}: {reason}; set --admin to a running server") from None
+            raise LoopguardError(f"cannot ask {self.url}: {reason}; set {self._flag} to a running server") from None
         if answer.is_error:
             raise LoopguardError(f"{self.url}{path} answered {answer.status_code}: {_read_reason(answer)}")
         try:

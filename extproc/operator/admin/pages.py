@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from extproc.errors import StoreError
 from extproc.metrics import Metrics
+from extproc.operator.probes import Probes
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ MAX_BODY = 65_536
 ANSWER_SECONDS = 5.0
 """Time for the data path's event loop, and for its store, to answer, in seconds."""
 
+_PROBE = re.compile(r"[0-9a-f]{32}")
 _HOST = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(:[0-9]*)?")
 """The header `Host` (RFC 9110 section 7.2): an IPv6 address is in brackets, and the port is optional."""
 
@@ -58,6 +60,18 @@ def make_app(metrics: Metrics, routes: Sequence[Route]) -> Starlette:
 def route_page(path: str, make: Callable[[], Page]) -> Route:
     """The route of a page that does not depend on the request."""
     return Route(path, lambda _: send_page(make()))
+
+
+def route_probes(probes: Probes) -> Route:
+    """What became of the requests of `loopguard check-envoy --probe`, which are noted from the first question on."""
+
+    def follow(request: Request) -> Response:
+        probe = request.path_params["probe"]
+        if not _PROBE.fullmatch(probe):
+            return send_page(Page(HTTPStatus.BAD_REQUEST, {"error": "a probe's name is 32 hex digits"}))
+        return send_page(Page(HTTPStatus.OK, {"requests": probes.follow(probe)}))
+
+    return Route("/probes/{probe}", follow)
 
 
 def send_page(page: Page) -> Response:

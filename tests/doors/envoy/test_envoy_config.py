@@ -19,6 +19,7 @@ import pytest
 
 from extproc.engine.engine import Index
 from extproc.policy.bundle import Selector
+from extproc.policy.outline import SlimSelector
 from extproc.request.fingerprint import normalize_path
 from tests.support.documents import bundle, policy
 from tests.support.envoy_config import DOCUMENTS, bootstrap, verdict
@@ -144,7 +145,7 @@ def test_envoy_and_the_policies_agree_on_paths() -> None:
     targets += ["/x", "/x?y=1", "/x/", "/xy", "//x", "/./x", "/%78", "/d", "/d/e/f", "/d/e/", "/d/ef", "/?/v1", odd]
     targets += ["/m%3a1", "/m%3A1/x", "/m%3a1x", "/n%3A/x", "/n%3a/", "/n%3a", "/e%2Ff", "/e%2ff", "/e/f", "/e%2Ff/"]
     document = bundle(*(policy(f"p{number}", selector) for number, selector in enumerate(selectors)))
-    index = Index([(Selector.model_validate(selector), number) for number, selector in enumerate(selectors)])
+    index = Index([(SlimSelector(Selector.model_validate(selector), {}), number) for number, selector in enumerate(selectors)])
     with stack(document) as running:
         statuses = [running.send(target).status for target in targets]
 

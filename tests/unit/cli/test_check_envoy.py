@@ -966,7 +966,7 @@ def test_what_cannot_be_read_is_told(text: str, told: str, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "one of the arguments FILE --admin is required"),
+        ([], "name a FILE, --admin URL or --probe URL"),
         (["/no/such/file"], "/no/such/file: No such file or directory"),
         (["--admin", "127.0.0.1:9901"], "--admin must be a URL, such as http://127.0.0.1:9901"),
         (["--admin", "http://127.0.0.1:1"], "no Envoy answered with its configuration"),

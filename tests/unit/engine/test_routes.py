@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from extproc.engine.engine import Index
 from extproc.policy.bundle import Selector
+from extproc.policy.outline import SlimSelector
 from extproc.request.fingerprint import normalize_path
 
 Request = tuple[str, str, str, str]  # method, authority, path, route
@@ -18,7 +19,7 @@ Request = tuple[str, str, str, str]  # method, authority, path, route
 
 def index(*selectors: Mapping[str, Any]) -> Index[int]:
     """An index of selectors, each filed under its position."""
-    return Index((Selector(**selector), number) for number, selector in enumerate(selectors))
+    return Index((SlimSelector(Selector(**selector), {}), number) for number, selector in enumerate(selectors))
 
 
 PATHS: list[tuple[dict[str, str], list[str], list[str]]] = [

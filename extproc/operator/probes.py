@@ -1,0 +1,72 @@
+"""What became of the marked requests of `loopguard check-envoy --probe`.
+
+A mark is noted only while an operator asks for its probe, and has no other effect, so clients gain nothing by sending one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, Final
+
+from extproc.engine.evaluation import Evaluation
+from extproc.request.http import HttpRequest
+
+PROBE_HEADER: Final = "x-loopguard-probe"
+"""`ID.NUMBER`: the probe, and the request's number in it."""
+
+_SECONDS: Final = 600
+_MOST_PROBES: Final = 8
+_MOST_MARKS: Final = 1_000
+
+
+class Probes:
+    """The probes that operators follow.
+
+    Attributes:
+        open: there is one. Otherwise, requests are not looked at.
+    """
+
+    def __init__(self) -> None:
+        self.open = False
+        self._seen: dict[str, dict[str, dict[str, Any]]] = {}  # by probe and mark
+        self._ends: dict[str, float] = {}
+
+    def follow(self, probe: str) -> dict[str, dict[str, Any]]:
+        """What became of a probe's requests, by mark; they are noted for ten minutes from now. May be called by any thread."""
+        now = monotonic()
+        for name, end in list(self._ends.items()):
+            if end <= now or (probe not in self._ends and len(self._ends) >= _MOST_PROBES and end == min(self._ends.values())):
+                self._ends.pop(name, None)
+                self._seen.pop(name, None)
+        self._ends[probe] = now + _SECONDS
+        seen = self._seen.setdefault(probe, {})
+        self.open = True
+        return {mark: dict(found) for mark, found in seen.copy().items()}
+
+    def note_match(self, request: HttpRequest, policies: Sequence[str]) -> None:
+        """Note the policies that match a request, if it is of a probe."""
+        mark = request.read_header(PROBE_HEADER)
+        seen = self._find(mark)
+        if seen is not None and (mark in seen or len(seen) < _MOST_MARKS):
+            seen[mark] = {"matched": list(policies), "counted": [], "left_out": {}}
+
+    def note(self, evaluation: Evaluation) -> None:
+        """Note which policies have counted a request, if it is of a probe, and why others have not."""
+        mark = evaluation.request.read_header(PROBE_HEADER)
+        seen = self._find(mark)
+        found = seen.get(mark) if seen is not None else None
+        if found is None:
+            return
+        for group in evaluation.groups:
+            counted = {candidate.plan.id for candidate in group.candidates}
+            found["counted"] = [*found["counted"], *sorted(counted - {*found["counted"]})]
+        found["left_out"] = {**found["left_out"], **dict(evaluation.list_uncounted())}
+
+    def _find(self, mark: str) -> dict[str, dict[str, Any]] | None:
+        """The requests of a mark's probe; None if no operator follows it."""
+        probe = mark.partition(".")[0]
+        if not mark or self._ends.get(probe, 0.0) <= monotonic():
+            self.open = any(end > monotonic() for end in list(self._ends.values()))
+            return None
+        return self._seen.get(probe)

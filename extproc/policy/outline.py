@@ -1,0 +1,74 @@
+"""What is kept of a policy for comparison with others, once it is compiled: a hundredth of what was read."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from extproc.objects import copy_text
+from extproc.policy.bundle import Policy, Selector
+
+_DIGEST = 8
+_NO_ALIASES: dict[str, str] = {}
+
+Texts = tuple[str, ...]
+
+
+class SlimSelector:
+    """A selector; None matches anything.
+
+    Attributes:
+        exact: the path.
+        prefixes: of the path, each once.
+    """
+
+    __slots__ = ("exact", "hosts", "methods", "prefixes", "routes")
+
+    def __init__(self, selector: Selector, shared: dict[Texts, Texts]) -> None:
+        """Copy, since a text of a document would keep the document's memory allocated; equal lists share one copy."""
+        self.exact = None if selector.pathExact is None else copy_text(selector.pathExact)
+        self.prefixes = tuple([copy_text(prefix) for prefix in selector.list_prefixes()])
+        self.hosts = _copy(selector.hosts, shared)
+        self.methods = _copy(selector.methods, shared)
+        self.routes = _copy(selector.routes, shared)
+
+    def identify(self) -> tuple[object, ...]:
+        """The same for selectors that match the same requests, whatever the order of their lists."""
+        lists = (self.prefixes, self.hosts, self.methods, self.routes)
+        return (self.exact, *[None if values is None else tuple(sorted(values)) for values in lists])
+
+
+def _copy(values: list[str] | None, shared: dict[Texts, Texts]) -> Texts | None:
+    if values is None:
+        return None
+    known = shared.get(tuple(values))
+    if known is None:
+        known = tuple([copy_text(value) for value in values])
+        shared[known] = known
+    return known
+
+
+class Outline:
+    """A valid policy.
+
+    Attributes:
+        id: as in the file.
+        mode: as in the file.
+        canary_of: the policy to compare with; None for none.
+        enabled: it can have an effect.
+        digest: of all its keys, 64 bits.
+        aliases: names of callers, by hash.
+    """
+
+    __slots__ = ("aliases", "canary_of", "digest", "enabled", "id", "mode", "selector")
+
+    def __init__(self, policy: Policy, shared: dict[Texts, Texts]) -> None:
+        """Keeps no reference to the policy's own objects."""
+        spec = policy.spec
+        self.id = copy_text(policy.id)
+        self.mode: str = spec.mode
+        self.canary_of = None if spec.canary_of is None else copy_text(spec.canary_of)
+        self.enabled = spec.is_enabled()
+        text = policy.model_dump_json(exclude_defaults=True)
+        self.digest = int.from_bytes(blake2b(text.encode(), digest_size=_DIGEST).digest())
+        self.aliases = {copy_text(name): copy_text(alias) for name, alias in spec.aliases.items()} or _NO_ALIASES
+        self.selector = SlimSelector(spec.selector, shared)

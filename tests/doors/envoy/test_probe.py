@@ -1,0 +1,75 @@
+"""`loopguard check-envoy --probe`: what a live Envoy guards, request by request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.cli.probe.spellings import list_names
+from tests.support.documents import bundle, policy
+from tests.support.harness import Stack, envoy_version, stack
+
+CHAT = bundle(policy("chat", {"pathExact": "/v1/chat"}, limit_keys=["header:x-user-id"]))
+USER = ("-H", "x-user-id: ann")
+
+
+def probe(running: Stack, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """Exit code, and the verdict and the reason for each request."""
+    url = f"http://127.0.0.1:{running.envoy.port}/v1/chat"
+    code = main(["check-envoy", "--probe", url, "--loopguard", running.loopguard.admin_url, "--json", *flags])
+    results: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["probes"]
+    return code, {result["request"]: (result["verdict"], result["why"]) for result in results}
+
+
+def tell_unguarded(found: dict[str, tuple[str, str]]) -> dict[str, str]:
+    """Why requests pass unguarded."""
+    return {name: why for name, (verdict, why) in found.items() if verdict == "UNGUARDED"}
+
+
+def test_a_probe_tells_what_is_guarded(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every spelling of a guarded path is counted, or does not pass; other spellings and upgrades are named."""
+    with stack(CHAT) as running:
+        before = len(running.upstream.seen)
+        code, found = probe(running, capsys, *USER)
+        seen = running.upstream.seen[before:]
+        accepted, _ = probe(running, capsys, *USER, *(flag for name in tell_unguarded(found) for flag in ("--ignore", name)))
+
+    guarded = {name for name, (verdict, _) in found.items() if verdict == "guarded"}
+    assert guarded == {*list_names()} - {*tell_unguarded(found)}
+    assert found["large body"] == ("guarded", "counted by chat")
+    assert {*tell_unguarded(found)} == {"trailing slash", "upper case", "%2F", "WebSocket upgrade"}
+    assert code == 1
+    assert accepted == 0
+    assert all(request.header("x-loopguard-probe") for request in seen)
+
+
+def test_a_probe_finds_what_only_looks_guarded(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where large bodies pass uncounted, and where a filter does not send trailers, the table says so."""
+    if envoy_version() < (1, 38):
+        pytest.skip("needs Envoy 1.38")
+    with stack(CHAT, body_mode="tolerant", buffer_limit=100_000) as running:
+        _, found = probe(running, capsys, *USER)
+
+    assert "chat" in tell_unguarded(found)["large body, chunked"]
+    assert found["HTTP/1.1"] == ("guarded", "counted by chat")
+
+
+def test_a_probe_of_a_route_that_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """A route without Loopguard is unguarded in every spelling, whatever the policies say."""
+    with stack(bundle(policy("other", {"pathExact": "/v2"}))) as running:
+        code, found = probe(running, capsys, *USER)
+
+    assert (code, found["HTTP/1.1"]) == (1, ("UNGUARDED", "Loopguard is not asked"))
+
+
+def test_a_request_without_a_caller_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The probe needs the credentials of a client; the reason says so."""
+    with stack(CHAT) as running:
+        code, found = probe(running, capsys)
+
+    assert code == 1
+    assert found["HTTP/1.1"][0] == "UNGUARDED"
+    assert "chat: " in found["HTTP/1.1"][1]

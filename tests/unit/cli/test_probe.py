@@ -1,0 +1,65 @@
+"""What a probe's answers mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from extproc.cli.probe.client import ProbeAnswer
+from extproc.cli.probe.spellings import Spelling
+from extproc.cli.probe.verdicts import judge
+
+PLAIN, ALIAS = Spelling("HTTP/1.1", "/a"), Spelling("//", "//a", alias=True)
+
+
+def noted(*counted: str, matched: tuple[str, ...] = ("p",), **left_out: str) -> dict[str, Any]:
+    """What Loopguard says."""
+    return {"matched": [*matched], "counted": [*counted], "left_out": left_out}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "reply", "said", "verdict"),
+    [
+        (PLAIN, ProbeAnswer(429), noted("p"), "guarded"),
+        (PLAIN, ProbeAnswer(200, reached=True), noted("p"), "guarded"),
+        (PLAIN, ProbeAnswer(200, reached=True), noted(p="bypass"), "guarded"),
+        (PLAIN, ProbeAnswer(200, reached=True), noted(p="body_truncated"), "UNGUARDED"),
+        (PLAIN, ProbeAnswer(200, reached=True), noted(matched=()), "UNGUARDED"),
+        (PLAIN, ProbeAnswer(200), None, "UNGUARDED"),  # where Envoy is told to hide its headers
+        (PLAIN, ProbeAnswer(500, reached=True), None, "UNGUARDED"),
+        (PLAIN, ProbeAnswer(413), noted(), "stopped"),
+        (PLAIN, ProbeAnswer(307), None, "stopped"),
+        (PLAIN, ProbeAnswer(0, error="reset"), None, "stopped"),
+        (ALIAS, ProbeAnswer(404, reached=True), None, "no such path"),
+        (ALIAS, ProbeAnswer(400, reached=True), None, "UNGUARDED"),
+    ],
+)
+def test_a_verdict(spelling: Spelling, reply: ProbeAnswer, said: dict[str, Any] | None, verdict: str) -> None:
+    """What Loopguard counts or leaves out on purpose is guarded; what passes otherwise is not."""
+    assert judge(spelling, reply, said, ProbeAnswer(200, reached=True))[0] == verdict
+
+
+def test_an_alias_with_the_usual_answer_is_served() -> None:
+    """An upstream that answers 404 to every probe, such as for its unknown model, may serve the alias as well."""
+    assert judge(ALIAS, ProbeAnswer(404, reached=True), None, ProbeAnswer(404, reached=True))[0] == "UNGUARDED"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--probe", "example.com/a"], "--probe must be http(s)://HOST[:PORT][/PATH], not 'example.com/a'"),
+        (["--probe", "http://a b/"], "--probe must be"),
+        (["--probe", "http://a/", "-H", "x"], "--header must be 'NAME: VALUE', not 'x'"),
+        (["--probe", "http://a/", "--loopguard", "http://127.0.0.1:1"], "set --loopguard to a running server"),
+    ],
+)
+def test_a_bad_command_line_is_told(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says what would be right, before any request is sent."""
+    code = main(["check-envoy", *flags])
+    error = capsys.readouterr().err
+
+    assert code in (1, 2)
+    assert told in error
+    assert error.count("\n") == 1

@@ -1,0 +1,41 @@
+"""Requests of `check-envoy --probe`, as a running Loopguard notes them."""
+
+from __future__ import annotations
+
+from extproc.operator.probes import Probes
+from tests.support.engine import get
+
+PROBE, OTHER = "0" * 32, "1" * 32
+
+
+def send(probes: Probes, mark: str) -> None:
+    """A request that matches a policy."""
+    request = get("/", x_loopguard_probe=mark)
+    probes.note_match(request, ["p"])
+
+
+def test_only_what_an_operator_follows_is_noted() -> None:
+    """A client's mark is noted neither before an operator asks for its probe nor under another name."""
+    probes = Probes()
+    send(probes, f"{PROBE}.0")
+    before = probes.follow(PROBE)
+    for mark in (f"{PROBE}.1", f"{OTHER}.1", "", PROBE[:-1]):
+        send(probes, mark)
+
+    assert before == {}
+    assert probes.follow(PROBE) == {f"{PROBE}.1": {"matched": ["p"], "counted": [], "left_out": {}}}
+
+
+def test_what_is_noted_is_bounded() -> None:
+    """However many marks a client sends and probes an operator starts, few are kept, the newest probes among them."""
+    probes = Probes()
+    probes.follow(PROBE)
+    for number in range(2_000):
+        send(probes, f"{PROBE}.{number}")
+    marks = len(probes.follow(PROBE))
+    for number in range(100):
+        probes.follow(f"{number:032x}")
+
+    assert marks == 1_000
+    assert len(probes._seen) == len(probes._ends) == 8
+    assert f"{99:032x}" in probes._seen
