@@ -16,7 +16,7 @@ EXAMPLES = f"""examples:
   loopguard check-envoy envoy.yaml
   loopguard check-envoy --policy policies/ --admin http://127.0.0.1:9901
   istioctl proxy-config all POD -o json | loopguard check-envoy --json /dev/stdin
-  loopguard check-envoy --probe https://gateway.example/v1/chat/completions -H "authorization: Bearer $KEY"
+  loopguard check-envoy --policy policies/ --probe https://gateway.example -H "authorization: Bearer $KEY"
 
 exit code: 0 good (notes are not findings), 1 findings or unguarded requests, 2 the configuration cannot be read
 

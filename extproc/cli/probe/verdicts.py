@@ -128,7 +128,7 @@ def judge(spelling: Spelling, reply: ProbeAnswer, noted: Noted | None, plain: Pr
     told = ", ".join(f"{policy}: {reason}" for policy, reason in left_out.items())
     if counted:
         return GUARDED, f"counted by {', '.join(counted)}{f'; not by {told}' if told else ''}"
-    if left_out and BY_DESIGN.issuperset(left_out.values()):
+    if left_out and BY_DESIGN.keys() >= set(left_out.values()):
         return GUARDED, f"left out on purpose ({told})"
     if not (reply.reached or 0 < reply.status < _REDIRECTED):
         return STOPPED, _explain(reply)
