@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 
 class Did(NamedTuple):
     """A turn by what it means: two are equal when `calls`, `results` and `user` are.
@@ -30,11 +28,13 @@ class Did(NamedTuple):
 Writer = Callable[[Sequence[Did]], dict[str, Any]]
 
 
+_SEPARATORS = ((", ", ": "), (",", ":"), (",\n ", " : "))
+
+
 def _spelled(arguments: dict[str, Any], number: int) -> str:
     """Arguments in a spelling that changes from turn to turn."""
     items = list(arguments.items())
-    spelled = json.dumps(dict(items[::-1] if number % 2 else items))
-    return msgspec.json.format(spelled, indent=number % 3) if number % 3 else spelled
+    return json.dumps(dict(items[::-1] if number % 2 else items), separators=_SEPARATORS[number % 3])
 
 
 def _numbered(turns: Sequence[Did]) -> list[tuple[int, Did]]:
