@@ -12,8 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export PIP_COMPILE := 0
 # Tests run in their order, doors first: short ones are at the end, so that no worker is left with a long one.
 WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
-# What goes through a door waits most of the time: eight workers keep two processors busy.
-WAITING := -n 8 --no-loadscope-reorder
+# What goes through a door often waits: six workers keep two processors busy.
+WAITING := -n 6 --no-loadscope-reorder
 # CI tests with DEEP=1: also what takes long (memory, a million entries, every depth, a build, gRPC by grpcio).
 # Properties get 25 examples here, and 100 where pytest is called without a profile.
 EXAMPLES := --hypothesis-profile quarter
