@@ -10,8 +10,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
+from extproc import bounded
 from extproc.cli.commands import COMMANDS
-from extproc.engine import engine
 from extproc.errors import BundleErrors, LoopguardError, UsageError
 from extproc.logs import escape_controls
 from extproc.request.document import limit_integers
@@ -45,7 +45,7 @@ def _complain(message: str, code: int) -> int:
 
 def describe_version() -> str:
     """The distribution's version, and whether the hot path is compiled or plain Python."""
-    made = "pure Python" if engine.__file__.endswith(".py") else "compiled"
+    made = "pure Python" if bounded.__file__.endswith(".py") else "compiled"
     return f"loopguard {version('extproc-loopguard')} ({made})"
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from extproc.errors import UsageError
-from extproc.policy.loader import PolicySet, load
+
+if TYPE_CHECKING:
+    from extproc.policy.loader import PolicySet
 
 COMMANDS = (
     "serve",
@@ -100,4 +102,6 @@ def write_coverage(report: Mapping[str, Any]) -> list[str]:
 
 def load_policies(paths: Sequence[str]) -> PolicySet:
     """The policies of a command line, as of now; raises UsageError or BundleErrors if they cannot be used."""
+    from extproc.policy.loader import load  # noqa: PLC0415  # takes 0.2 s
+
     return load(check_paths(paths), datetime.now(UTC))
