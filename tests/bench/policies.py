@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from extproc.engine.engine import Engine
 from extproc.request.http import HttpRequest
+from extproc.server import freeze_objects
 from tests.bench import samples
 from tests.bench.report import Row, progress
 from tests.bench.timing import cpu_us, interleaved, ratio
@@ -101,6 +102,7 @@ def run(*, quick: bool) -> list[Row]:
 
 def _measure(shape: Shape, rounds: int, requests: int) -> list[Row]:
     few, many = _Side(shape, _FEW, requests), _Side(shape, _MANY, requests)
+    freeze_objects()  # as in a server
     prepare = interleaved(rounds, {"few": few.prepare, "many": many.prepare})
     stream = interleaved(rounds, {"few": few.stream, "many": many.stream})
     return [
