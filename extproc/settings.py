@@ -171,7 +171,7 @@ class Settings:
         "while the store is down, allow: count in this process; reject: answer 503", "allow", "reject"
     )
     on_bad_file: Literal["exit", "skip"] = choice(
-        "if a policy file has errors at startup, exit; or skip it, and act on the other files", "exit", "skip"
+        "if a policy file has errors at startup, exit: end the process; skip: start with the other files", "exit", "skip"
     )
     shadow: bool = switch("force every policy into shadow mode: count and report, never act")
     record: bool = switch("add a record of each matched request, with hashed callers, to the access log")

@@ -121,7 +121,7 @@ class TokenBucket(JsonObject):
         burst: what the bucket holds; at least `tokens_per_second`.
         cost_source: cost of a request: `fixed`, `header:<name>` or `query:<name>`.
         fixed_cost: cost of each request with `fixed`.
-        default_cost: cost of a request whose header or parameter has no positive number, as if it is missing, 0 or negative.
+        default_cost: cost of a request whose header or parameter is missing or has no positive number.
     """
 
     algorithm: Literal["token_bucket"] | None = None
@@ -143,7 +143,7 @@ class CostBased(JsonObject):
         cost_key: cost of a request: `fixed`, `header:<name>`, `query:<name>`, or what the response has used: `usage:tokens`,
             `usage:input`, `usage:output` or `usage:dollars`.
         fixed_cost: cost of each request with `fixed`.
-        default_cost: cost of a request whose header or parameter has no positive number, as if it is missing, 0 or negative.
+        default_cost: cost of a request whose header or parameter is missing or has no positive number.
         staged_actions: what happens from which share of the budget on; the last one rejects at 100.
         prices: prices of models for `usage:dollars`, as in `session_limits`.
         unknown_model: price of other models for `usage:dollars`, as in `session_limits`.
@@ -292,7 +292,7 @@ def _find_config_errors(algorithm: object, config: dict[str, Any]) -> Iterator[t
         if config.get(name) is None:
             yield (), "tokens_per_second or rps is required"
         if None not in (rates := [config.get("tokens_per_second"), config.get("rps")]) and rates[0] != rates[1]:
-            yield ("rps",), "rps is another name of tokens_per_second, and differs from it; leave one out"
+            yield ("rps",), "rps is another name for tokens_per_second, but has another value; leave one out"
         yield from _find_burst_errors(config, "burst", name)
     elif algorithm == "token_bucket_llm":
         yield from _find_burst_errors(config, "burst_tokens", "tokens_per_minute")

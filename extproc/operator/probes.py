@@ -18,6 +18,7 @@ PROBE_HEADER: Final = "x-loopguard-probe"
 _SECONDS: Final = 600
 _MOST_PROBES: Final = 8
 _MOST_MARKS: Final = 1_000
+_LONGEST_MARK: Final = 64
 
 
 class Probes:
@@ -66,7 +67,7 @@ class Probes:
     def _find(self, mark: str) -> dict[str, dict[str, Any]] | None:
         """The requests of a mark's probe; None if no operator follows it."""
         probe = mark.partition(".")[0]
-        if not mark or self._ends.get(probe, 0.0) <= monotonic():
+        if not mark or len(mark) > _LONGEST_MARK or self._ends.get(probe, 0.0) <= monotonic():
             self.open = any(end > monotonic() for end in list(self._ends.values()))
             return None
         return self._seen.get(probe)

@@ -33,7 +33,7 @@ SHARED_BUNDLE = bundle(
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Each client of an SDK reads all authorities that there are, for 30 ms, unless told of others; these tests use http."""
+    """A single authority: reading the usual ones takes each client of an SDK 30 ms, and these tests use http."""
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.getbasetemp() / "authority.pem"
         if not path.exists():

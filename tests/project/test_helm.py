@@ -291,6 +291,14 @@ def test_new_pods_need_not_check_first() -> None:
     assert skips == [False, True]
 
 
+def test_a_setting_takes_precedence_over_what_another_value_implies() -> None:
+    """`settings.onBadFile` is given once, whatever `policies.validateFirst` says."""
+    values = {"policies": {"validateFirst": False}, "settings": {"onBadFile": "exit"}}
+    environment = one(objects(values), "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
+
+    assert [each["value"] for each in environment if each["name"] == "LOOPGUARD_ON_BAD_FILE"] == ["exit"]
+
+
 def long_policy(number: int) -> Object:
     """A policy of a hundred kilobytes."""
     return {**policy(f"p-{number:02}", {"pathPrefix": f"/{number}"}, limit_keys=["jwt:org"]), "x-note": "n" * 100_000}

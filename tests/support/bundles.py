@@ -121,7 +121,7 @@ RULE_FIELDS: list[tuple[str, object, Errors]] = [
     (
         "rules",
         _configured("token_bucket", tokens_per_second=2, rps=1, burst=2),
-        [(f"{_OF}/rps", "rps is another name of tokens_per_second, and differs from it; leave one out")],
+        [(f"{_OF}/rps", "rps is another name for tokens_per_second, but has another value; leave one out")],
     ),
     (
         "rules",

@@ -63,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="of a listener; without a path, those of --policy and of the guarded routes are probed; repeatable",
+        help="URL of a listener; without a path, the paths of --policy and of guarded routes are probed; repeatable",
     )
     probe.add_argument(
         "--loopguard",
@@ -72,7 +72,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="admin port of each Loopguard behind the gateway; repeatable (default: as in `loopguard doctor`)",
     )
     probe.add_argument(
-        "-H", "--header", action="append", default=[], metavar="'NAME: VALUE'", help="send it, such as a credential; repeatable"
+        "-H",
+        "--header",
+        action="append",
+        default=[],
+        metavar="'NAME: VALUE'",
+        help="header to send, such as a credential; repeatable",
     )
     probe.add_argument(
         "--probe-size", type=_parse_size, default=2 * 2**20, metavar="BYTES", help="size of the large body (default 2097152)"
@@ -102,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("name a FILE, --admin URL or --probe URL")
     known = [*CODES, *list_names()]
     if unknown := sorted(set(options.ignore) - set(known)):
-        raise UsageError(f"--ignore {unknown[0]} is not a finding; known findings: {', '.join(known)}")
+        raise UsageError(f"--ignore {unknown[0]} is neither a finding nor a request; known: {', '.join(known)}")
     policies = load_policies(options.policy) if options.policy else None
     report, source = None, options.admin or options.file
     if source:

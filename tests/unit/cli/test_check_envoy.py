@@ -937,7 +937,7 @@ def test_what_is_no_finding_cannot_be_ignored(tmp_path: Path, capsys: pytest.Cap
 
     assert main(["check-envoy", str(file), "--ignore", "retries", "--ignore", "retry"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("loopguard: --ignore retry is not a finding; known findings: alias, answers, attributes, ")
+    assert told.startswith("loopguard: --ignore retry is neither a finding nor a request; known: alias, answers, attributes, ")
     assert "retries" in told
 
 

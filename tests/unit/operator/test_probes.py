@@ -19,7 +19,7 @@ def test_only_what_an_operator_follows_is_noted() -> None:
     probes = Probes()
     send(probes, f"{PROBE}.0")
     before = probes.follow(PROBE)
-    for mark in (f"{PROBE}.1", f"{OTHER}.1", "", PROBE[:-1]):
+    for mark in (f"{PROBE}.1", f"{OTHER}.1", "", PROBE[:-1], f"{PROBE}.{'9' * 100}"):
         send(probes, mark)
 
     assert before == {}
