@@ -219,11 +219,11 @@ class Slow(FailingStore):
 
     def __init__(self) -> None:
         super().__init__("no key")
-        self._waiting: list[Pending] = []
+        self._waiting: list[Pending | None] = []
         self._answers: list[Any] = []
 
-    def waits_for(self, *pending: Pending) -> list[Any]:
-        """Let the next questions wait; returns the list that their answers are appended to."""
+    def waits_for(self, *pending: Pending | None) -> list[Any]:
+        """Let the next questions wait, but for None; returns the list that their answers are appended to."""
         self._waiting = [*pending]
         return self._answers
 
@@ -233,7 +233,8 @@ class Slow(FailingStore):
         if not self._waiting:
             return answers
         self._answers.append(answers)
-        return self._waiting.pop(0)
+        waiting = self._waiting.pop(0)
+        return answers if waiting is None else waiting
 
 
 def test_a_client_that_leaves_before_the_answer_pays_nothing() -> None:
@@ -310,6 +311,28 @@ def test_a_task_that_is_cancelled_while_only_one_group_waits_pays_nothing(slow: 
     answer = metadata_of(ask(service))
     assert answer["ratelimit_remaining"] == "8"
     assert [row.left // row.units for row in service.reporter.budgets.make_document(shows_callers=False).rows] == [8, 8]
+
+
+def test_a_task_that_is_cancelled_after_one_group_was_counted_at_once_pays_nothing() -> None:
+    """What the enforcing policy took at once is given back, though only the shadow policy's answer is missing."""
+    store = Slow()
+    shadow = limited(bucket(burst=9, per_second=0.001, name="s"), identity="s", mode="shadow")
+    service = make_service(limited(bucket(burst=9, per_second=0.001)), shadow, store=store)
+    kept = store.waits_for(None, pending := Pending())
+    reply = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
+
+    async def leave() -> None:
+        assert not isinstance(reply, Reply)
+        task = asyncio.ensure_future(reply)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        pending.settle(kept[1])
+
+    asyncio.run(leave())
+
+    assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
 
 
 class HalfAway(FailingStore):
