@@ -19,6 +19,7 @@ from fake_model import Answer, Call, fake_model
 from extproc.policy.presets import find_preset
 from tests.support.agents import Gate
 from tests.support.documents import bundle
+from tests.support.extent import deepen
 from tests.support.frameworks import (
     FRAMEWORKS,
     Errand,
@@ -72,7 +73,7 @@ def forever(_: int) -> Answer:
     return [CHECK]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", deepen(RUNS, "openai-agents", "anthropic", "google-genai"))
 def test_each_caller_and_each_conversation_by_itself(gate: Gate, name: str) -> None:
     """Two keys have three runs each of one task, all at once: those that get on use up their steps, one is in a loop."""
     keys = [f"sk-{name.replace(' ', '').replace(',', '-')}-{letter}" for letter in "ab"]

@@ -13,6 +13,7 @@ from fake_model import USER, Answer, Call, Script, fake_model
 
 from tests.support.agents import DONE, Gate, same
 from tests.support.documents import bundle
+from tests.support.extent import deepen
 from tests.support.frameworks import FRAMEWORKS, Errand, Run, run_bedrock_agent, run_gemini_agent, run_messages_agent
 from tests.support.harness import Stack, stack
 from tests.support.servers import server
@@ -108,7 +109,7 @@ def count_refusals(made: Stack, policy: str) -> float:
     return sum(replica.metric("session_limits_total", policy=policy, action="reject") for replica in made.replicas)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", deepen(RUNS, *APIS))
 def test_a_model_that_never_ends_is_asked_so_often_and_no_more(gate: Gate, name: str, user: dict[str, str]) -> None:
     """The framework's run ends with the reason at the request past the last step, which is sent once."""
     sent, refused = gate.sent(), count_refusals(gate.stack, "steps")
@@ -121,7 +122,7 @@ def test_a_model_that_never_ends_is_asked_so_often_and_no_more(gate: Gate, name:
     assert count_refusals(gate.stack, "steps") - refused == 1
 
 
-@pytest.mark.parametrize("name", SHOWING)
+@pytest.mark.parametrize("name", deepen(SHOWING, "langchain", "anthropic", "gemini"))
 def test_each_run_has_its_steps_where_none_is_named(gate: Gate, name: str, user: dict[str, str]) -> None:
     """All have one API key, and nothing that names a session; two of them do the same."""
     for number in (1, 2):

@@ -14,6 +14,7 @@ from tool_agents import Job, Step, Turn
 from extproc.request.notes import OPENING
 from tests.support.agents import ACTION, AGENTS, CHECK, DONE, Gate, again, bedrock_agent, same, sdk_errors, told
 from tests.support.documents import bundle, policy
+from tests.support.extent import deepen
 from tests.support.frameworks import FRAMEWORKS, Errand
 from tests.support.harness import stack
 
@@ -56,6 +57,9 @@ def streaming_agent(job: Job) -> Iterator[Turn]:
         if not steps:
             return
 
+
+SHALLOW = ("langchain", "openai-agents, responses", "anthropic tool runner", "node, vercel")
+"""A framework for each API, and one that retries."""
 
 SDKS: dict[str, tuple[Callable[[Job], Iterator[Turn]], Any]] = AGENTS | {"chat, streamed": (streaming_agent, [CHECK])}
 
@@ -136,7 +140,7 @@ def errand(gate: Gate, user: str) -> Errand:
     return Errand(f"http://127.0.0.1:{gate.stack.envoy.port}", user, same, lambda: "It is done.")
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", deepen(FRAMEWORKS, *SHALLOW))
 def test_a_framework_whose_agent_is_told_finishes_its_task(gate: Gate, name: str, user: dict[str, str]) -> None:
     """In a framework as well, which sends what it keeps of the history itself."""
     gate.model.scripts[user[USER]] = again([Call("check")])
@@ -148,7 +152,7 @@ def test_a_framework_whose_agent_is_told_finishes_its_task(gate: Gate, name: str
     assert gate.model.asked[user[USER]] == 5
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", deepen(FRAMEWORKS, *SHALLOW))
 def test_a_framework_whose_agent_lands_returns_its_last_answer(gate: Gate, name: str, user: dict[str, str]) -> None:
     """The program that runs it gets a text, as at the end of any run."""
     gate.model.scripts[user[USER]] = again([Call("check")])
@@ -160,7 +164,7 @@ def test_a_framework_whose_agent_lands_returns_its_last_answer(gate: Gate, name:
     assert gate.model.asked[user[USER]] == 6
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", deepen(FRAMEWORKS, *SHALLOW))
 def test_a_framework_whose_agent_does_not_listen_is_refused(gate: Gate, name: str, user: dict[str, str]) -> None:
     """Its run ends with an exception, and nothing is asked again."""
     gate.model.scripts[user[USER]] = again([Call("check")])

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from tests.support.conversations import HABITS, Verdicts, interleave, judge, make_best_of, make_few, make_runs
+from tests.support.extent import deepen
 from tests.support.servers import Driver, cluster, server
 from tests.support.service import make_service
 from tests.support.sessions import agents
@@ -30,7 +31,17 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
 # What an API's readers find is the same in front of every store, so each API meets one of them.
 @pytest.mark.parametrize(
     ("driver", "api"),
-    [("valkey", "chat"), ("valkey", "responses"), ("cluster", "anthropic"), ("cluster", "gemini"), ("cluster", "text, react")],
+    deepen(
+        [
+            ("valkey", "chat"),
+            ("valkey", "responses"),
+            ("cluster", "anthropic"),
+            ("cluster", "gemini"),
+            ("cluster", "text, react"),
+        ],
+        ("valkey", "chat"),
+        ("cluster", "anthropic"),
+    ),
     indirect=["driver"],
 )
 def test_every_loop_is_found_and_no_other(driver: Driver, api: str) -> None:

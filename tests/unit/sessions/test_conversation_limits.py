@@ -55,7 +55,7 @@ def test_limits_of_equal_runs_are_exact(habit: str, make: Callable[[int, str, Ha
         assert list_wrong(make(4, "chat", HABITS[habit], random), ORDERS[seed % 3], random, "max_steps") == []
 
 
-@pytest.mark.parametrize("habit", ["whole, retries", "2 kept, retries, ids anew, cut"])
+@pytest.mark.parametrize("habit", ["2 kept, retries, ids anew, cut", pytest.param("whole, retries", marks=pytest.mark.deep)])
 def test_retries_of_equal_runs_are_no_steps(habit: str) -> None:
     """Although one that is sent again may take the name of another run, from which nothing tells it: one in thousands is."""
     wrong = []

@@ -1,0 +1,20 @@
+"""How much of a matrix `make test` runs: what differs most. The rest runs with DEEP=1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def deepen(values: Iterable[Any], *shallow: object) -> list[Any]:
+    """Parameters for pytest, in their order: all are `deep` but those in `shallow`, each of which must be there."""
+    every = list(values)
+    if left := [value for value in shallow if value not in every]:
+        raise ValueError(f"not among the parameters: {left}")
+    return [value if value in shallow else _mark(value) for value in every]
+
+
+def _mark(value: Any) -> Any:  # noqa: ANN401  # whatever a test takes
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.deep)
