@@ -411,21 +411,8 @@ class SessionGuard:
     def extend_tools(self, granted: Mapping[str, int]) -> Limits:
         """The limits of a session that was granted this many more calls of some tools, by name."""
         limits = self.limits
-        return Limits(
-            limits.idle_ms,
-            limits.max_sessions,
-            steps=limits.steps,
-            tool_calls=limits.tool_calls,
-            narrows=limits.narrows,
-            finishes=limits.finishes,
-            cost=limits.cost,
-            tools=tuple([(digest, limit + granted.get(self._tool_names[digest], 0)) for digest, limit in limits.tools]),
-            window=limits.window,
-            threshold=limits.threshold,
-            blocks=limits.blocks,
-            errors=limits.errors,
-            ends=limits.ends,
-        )
+        tools = [(digest, limit + granted.get(self._tool_names[digest], 0)) for digest, limit in limits.tools]
+        return limits.with_tools(tuple(tools))
 
     def owns(self, key: str) -> bool:
         """Whether a key may belong to one of its ledgers."""

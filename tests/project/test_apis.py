@@ -13,6 +13,8 @@ from tests.support import ROOT
 
 PACKAGE = ROOT / "extproc"
 NAMES = ("openai", "anthropic", "gemini", "bedrock", "ollama", "vertex", "azure")
+UNNAMED = {"grpc", "json_rpc", "responses"}
+"""Files of protocols that other rooms name as well, and of an API whose name is a usual word."""
 FIELDS = (
     *("jsonrpc", "json-rpc", "tools/call", "message/send", '"isError"', "function_call", "functionCall", "functionResponse"),
     *("tool_choice", "toolChoice", "parallel_tool", "tool_use", "toolUse", "tool_result", "toolResult"),
@@ -59,6 +61,13 @@ def list_words() -> list[str]:
         declared += [path.removesuffix(r"\Z") for path in api.paths]
     peculiar = [word for word in declared if re.fullmatch(r".*([-_/:]|[a-z][A-Z]).*", word)]  # others are words of English
     return sorted({*NAMES, *FIELDS, *peculiar})
+
+
+def test_every_api_has_a_name_here() -> None:
+    """A new file in `apis/` is looked for in the other rooms."""
+    files = {file.stem for file in (PACKAGE / "apis").glob("*.py") if re.search(r"^API\b", file.read_text(), re.MULTILINE)}
+
+    assert files - UNNAMED <= {*NAMES}
 
 
 def find_words(text: str, words: list[str]) -> Iterator[str]:

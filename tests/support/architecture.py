@@ -46,7 +46,7 @@ def _list_nearest(imports: dict[str, set[str]], targets: Iterable[str]) -> list[
 def write_way() -> str:
     """The modules that an allowed request passes through, by first call, and the functions that are not private to them."""
     way = trace(*REQUESTS["exact"])
-    lines = [f"{len(way.functions)} functions in {len(way.modules)} modules:", ""]
+    lines = [f"{len(way.functions)} functions in {len(way.modules)} modules; those that are not private:", ""]
     for module in way.modules:
         names = [name.rpartition(".")[2] for place, name in way.functions if place == module]
         shown = ", ".join([f"`{name}`" for name in dict.fromkeys(names) if not name.startswith("_")])

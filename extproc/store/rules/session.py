@@ -169,6 +169,24 @@ class Limits:
         self.errors = errors
         self.ends = ends
 
+    def with_tools(self, tools: tuple[tuple[bytes, int], ...]) -> Limits:
+        """The same limits, with others for tools."""
+        return Limits(
+            self.idle_ms,
+            self.max_sessions,
+            steps=self.steps,
+            tool_calls=self.tool_calls,
+            narrows=self.narrows,
+            finishes=self.finishes,
+            cost=self.cost,
+            tools=tools,
+            window=self.window,
+            threshold=self.threshold,
+            blocks=self.blocks,
+            errors=self.errors,
+            ends=self.ends,
+        )
+
 
 class Step:
     """One request of a session, as a question to the store; never changed.

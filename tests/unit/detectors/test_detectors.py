@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from extproc.apis import conversation
 from extproc.decision import Repeat
-from extproc.detectors import Similarity
+from extproc.detectors import KINDS, Similarity
 from extproc.engine.candidates import LoopCandidate
 from extproc.engine.engine import Engine
 from extproc.errors import ProtocolError
@@ -32,6 +32,7 @@ from extproc.request.fingerprint import NO_BODY
 from extproc.request.http import HttpRequest
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.windows import UNCOUNTED, Count
+from tests.support import ROOT
 from tests.support.documents import policy
 from tests.support.engine import ANY, keys, make_engine
 from tests.support.looping import encoded, looked_into, looping, post, several
@@ -1294,3 +1295,13 @@ def test_a_shadow_policy_gets_the_body_of_what_goes_on() -> None:
     assert sample(service, "requests_total", policy="e", mode="enforce", action="allow") == 3
     assert sample(service, "requests_total", policy="s", mode="shadow", action="reject") == 1
     assert service.waiting == {}
+
+
+@pytest.mark.parametrize("similarity", sorted(KINDS.keys() - {"exact"}))
+def test_only_exact_calls_requests_identical(similarity: str) -> None:
+    """A refusal says what was compared, and the docs explain it."""
+    kind = KINDS[similarity]
+    own = [name for name in ("name_repeated", "advise") if getattr(kind, name) is not getattr(Similarity, name)]
+
+    assert own or similarity == "mcp"  # the subject of a call says it: `McpCall`
+    assert f"\n## `{similarity}`\n" in (ROOT / "docs" / "detectors.md").read_text()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -201,3 +204,13 @@ def test_packed_sessions_are_kept_until_they_are_over_and_no_longer() -> None:
         assert ask_each(number, 200_000 + 2_000 * number, "b") == [number + 1] * 10
 
     assert len(store) == 20
+
+
+def test_other_tools_leave_all_other_limits() -> None:
+    """A field that is new is not lost where an operator grants calls of a tool."""
+    limits: dict[str, Any] = {name: number for number, name in enumerate(signature(Limits).parameters)}
+    limits["tools"] = ()
+
+    made = Limits(**limits).with_tools(((b"tool", 9),))
+
+    assert {name: getattr(made, name) for name in limits} == {**limits, "tools": ((b"tool", 9),)}
