@@ -257,7 +257,7 @@ class Reservation:
     Attributes:
         rule: the rule; its cost decides what is settled.
         limit: the limit.
-        take: the question.
+        take: the question; afterwards, the one that was answered.
         tenant: hash of the caller as the rule knows it.
         taken: the answer; None before.
     """
@@ -270,6 +270,12 @@ class Reservation:
         self.take = take
         self.tenant = tenant
         self.taken: Taken | None = None
+
+    def answer(self, taken: Taken) -> None:
+        """Keep the answer."""
+        self.taken = taken
+        if taken.here is not None:
+            self.take = taken.here
 
     def describe(self) -> list[object]:
         """What the access log has to repeat for the settlement: rule, limit, key, amount and start."""
@@ -445,7 +451,9 @@ def _find_stage(reserved: Reservation) -> BudgetStage | None:
     taken = reserved.taken
     if not reserved.rule.stages or taken is None or reserved.limit.kind != PERIOD:
         return None
-    used = (reserved.take.limit - taken.left) * _WHOLE / (reserved.limit.most * reserved.limit.units)
+    limit = reserved.limit
+    whole = limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))  # this replica's share, without a store
+    used = (reserved.take.limit - taken.left) * _WHOLE / whole
     for stage in reserved.rule.stages:
         if used >= stage.percent:
             return stage

@@ -185,7 +185,7 @@ class BudgetCandidate(Candidate):
     def list_give_backs(self, *, here: bool) -> list[Take]:
         """What gives back all that was taken, in the store or in this process. Afterwards, nothing is reserved."""
         taken = [(each, each.taken) for each in self.reserved if each.taken is not None and each.taken.granted]
-        return [each.take.settle(each.take.amount, found.start) for each, found in taken if found.here is here]
+        return [each.take.settle(each.take.amount, found.start) for each, found in taken if (found.here is not None) is here]
 
     def describe_reserved(self) -> str:
         """What the access log entry has to repeat, as JSON; empty if nothing is settled.
@@ -196,7 +196,7 @@ class BudgetCandidate(Candidate):
         settled = [
             each.describe()
             for each in self.reserved
-            if (logged or each.rule.cost.measured) and each.taken is not None and each.taken.granted and not each.taken.here
+            if (logged or each.rule.cost.measured) and each.taken is not None and each.taken.granted and each.taken.here is None
         ]
         if not settled:
             return ""

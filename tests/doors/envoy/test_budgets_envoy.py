@@ -268,3 +268,27 @@ def test_a_kill_switch_comes_first(shop: Shop) -> None:
     answer = shop.ask("/minimal/x", "kim", None, None, **{"x-tenant-id": "tenant-42"})
 
     assert (answer.status, answer.headers["x-fairvisor-reason"]) == (429, "kill_switch")
+
+
+def test_replicas_without_their_store_let_no_more_pass_together() -> None:
+    """Each enforces its half of the budget; when the store is back, it decides again."""
+    policy = bundle(limited("halves", "cost_based", budget=10, period="7d", cost_key="fixed", staged_actions=REJECT))
+
+    def crowd(caller: str) -> list[int]:
+        def send(_: int) -> int:
+            return made.send("/halves/x", method="POST", body=b"{}", headers={"x-api-key": caller}).status
+
+        with ThreadPoolExecutor(8) as pool:
+            return sorted(pool.map(send, range(60)))
+
+    with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
+        eventually(lambda: [replica.metric("replicas") for replica in made.replicas] == [2, 2], "both replicas")
+
+        valkey.kill()
+        alone = crowd("ann")
+        valkey.start()
+        eventually(lambda: all(replica.metric("store_up", shard=valkey.address) for replica in made.replicas), "the store")
+        together = crowd("bob")
+
+    assert alone == [200] * 10 + [429] * 50
+    assert together == [200] * 10 + [429] * 50

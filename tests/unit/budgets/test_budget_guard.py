@@ -284,6 +284,38 @@ def test_a_store_that_is_away_leaves_budgets_to_the_process() -> None:
     assert [refused(ask(service)) for _ in range(3)] == ["", "", "token_bucket_exceeded"]
 
 
+def test_without_the_store_each_replica_enforces_its_share() -> None:
+    """A third of the budget, and of each stage; a request that fits the whole budget may come once, and is not final."""
+    stages = [{"threshold_percent": 60, "action": "warn"}, *REJECT]
+    fixed = limited(rule("cost_based", budget=15, period="1d", staged_actions=stages))
+    costly = limited(rule("cost_based", budget=15, period="1d", cost_key="header:x-cost", staged_actions=REJECT))
+    service, other = make_service(fixed, store=FailingStore()), make_service(costly, store=FailingStore())
+    service.counting.replicas = other.counting.replicas = 3
+
+    answers = [ask(service) for _ in range(6)]
+    large = [ask(other, x_cost=cost) for cost in ("9", "1", "9", "16")]
+
+    assert [refused(answer) for answer in answers] == [""] * 5 + ["budget_exceeded"]
+    assert [warning_of(answer) for answer in answers] == [None, None, b"budget_warn", b"budget_warn", b"budget_warn", None]
+    told = headers_of(answers[5])
+    assert (told["RateLimit-Limit"], told["RateLimit-Remaining"], "x-should-retry" in told) == ("5", "0", False)
+    assert [refused(answer) for answer in large] == ["", "budget_exceeded", "budget_exceeded", "budget_exceeded"]
+    assert ["x-should-retry" in headers_of(answer) for answer in large[1:]] == [False, False, True]
+
+
+def test_a_share_gets_back_what_a_refused_loop_took() -> None:
+    """As the store does."""
+    loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2, "action": "reject"}
+    service = make_service(limited(bucket(per_second=0.001, burst=9), loop_detection=loop), store=FailingStore())
+    service.counting.replicas = 3
+
+    loops = [refused(ask(service)) for _ in range(9)]
+    others = [refused(ask(service, content=chat(f"{number}"))) for number in range(3)]
+
+    assert loops == [""] + ["loop_detected"] * 8
+    assert others == ["", "", "token_bucket_exceeded"]
+
+
 def test_steering_tells_how_much_is_used() -> None:
     """The note is for the model."""
     stages = [{"threshold_percent": 50, "action": "steer"}, *REJECT]
