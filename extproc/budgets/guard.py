@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from extproc.budgets.costs import BUCKET_UNITS, PERIOD_UNITS, CostKey, Estimate, scale
 from extproc.budgets.rule_keys import (
+    DEFAULT_ANSWER,
     DOLLARS,
     FIXED,
     HEADER_HINT,
@@ -151,7 +152,7 @@ class BudgetRule:
         self.quoted = quote(self.name, safe="")
         self.hints = False
         self.stages: list[BudgetStage] = []
-        self._answer, self._most_answer, self._most_prompt, self._most_tokens = 1000.0, 0.0, 0.0, 0.0
+        self._answer, self._most_answer, self._most_prompt, self._most_tokens = float(DEFAULT_ANSWER), 0.0, 0.0, 0.0
         status = rule.reject_status
         self.refusal = RefusalForm(status if isinstance(status, int) else None)
         if rule.algorithm == "token_bucket":

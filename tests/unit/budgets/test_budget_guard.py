@@ -239,6 +239,16 @@ def test_a_small_limit_does_not_refuse_what_only_might_be_long() -> None:
         assert headers_of(answer)["x-should-retry"] == "false"
 
 
+def test_the_default_is_not_cut_to_what_is_left() -> None:
+    """As documented: 500 of 1,000 are left, a request that may get 999 waits, one that names its maximum passes."""
+    service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000, default_max_completion=999)))
+
+    answers = [ask(service, content=chat("hi", max_tokens=most)) for most in (499, 0, 499)]
+
+    assert [refused(answer) for answer in answers] == ["", "tpm_exceeded", ""]
+    assert headers_of(answers[1])["Retry-After"] == "30"
+
+
 @pytest.mark.parametrize(
     ("config", "content", "reason"),
     [
