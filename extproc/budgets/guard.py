@@ -26,7 +26,7 @@ from extproc.budgets.rule_keys import (
     TokenBucket,
     TokenBucketLlm,
 )
-from extproc.budgets.subject import DOLLAR_UNIT, REQUEST_UNIT, BudgetSubject
+from extproc.budgets.subject import DOLLAR_UNIT, REQUEST_UNIT, TOKEN_UNIT, BudgetSubject
 from extproc.decision import SEVERITY, Action, Outcome, Reason, RefusalForm
 from extproc.objects import copy_text
 from extproc.request.fingerprint import hash_tenant, join_descriptors
@@ -174,7 +174,7 @@ class BudgetRule:
         self.cost = CostKey(config.cost_key, config.fixed_cost, config.default_cost, rates)
         share = min([stage.threshold_percent for stage in config.staged_actions if stage.action == REJECT])
         span, offset = _PERIODS[config.period], _FIRST_SUNDAY if config.period == "7d" else 0
-        unit = DOLLAR_UNIT if config.cost_key == DOLLARS else "tokens" if config.cost_key in MEASURED else ""
+        unit = DOLLAR_UNIT if config.cost_key == DOLLARS else TOKEN_UNIT if config.cost_key in MEASURED else ""
         words = _SPANS[config.period]
         self.limits = [
             BudgetLimit(
@@ -205,12 +205,12 @@ class BudgetRule:
         burst = config.burst_tokens or config.tokens_per_minute
         words = "a minute" if burst == config.tokens_per_minute else f"a burst, and {config.tokens_per_minute:.9g} a minute"
         self.limits = [
-            BudgetLimit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, "tokens", rate=rate),
+            BudgetLimit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, TOKEN_UNIT, rate=rate),
         ]
         if config.tokens_per_day is not None:
             reason = Reason.TPD_EXCEEDED
             most = config.tokens_per_day
-            self.limits.append(BudgetLimit("tpd", PERIOD, most, PERIOD_UNITS, reason, "a day", "tokens", span=_DAY))
+            self.limits.append(BudgetLimit("tpd", PERIOD, most, PERIOD_UNITS, reason, "a day", TOKEN_UNIT, span=_DAY))
 
     @property
     def reads_body(self) -> bool:
@@ -249,7 +249,7 @@ class BudgetRule:
         return None
 
     def _make_oversize(self, reason: Reason, limit: float, asked: float) -> BudgetSubject:
-        return BudgetSubject(self.name, reason, limit, limit, asked, "", 0, "tokens", final=True)
+        return BudgetSubject(self.name, reason, limit, limit, asked, "", 0, TOKEN_UNIT, final=True)
 
 
 class Reservation:

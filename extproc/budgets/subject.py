@@ -9,6 +9,7 @@ from extproc.decision import Advice, Framed, Outcome, Reason
 
 DOLLAR_UNIT: Final = "dollars"
 REQUEST_UNIT: Final = "requests"
+TOKEN_UNIT: Final = "tokens"  # noqa: S105  # no password
 
 
 class BudgetSubject:
@@ -79,7 +80,7 @@ class BudgetSubject:
         if self.reason is Reason.CIRCUIT_BREAKER_OPEN:
             return self._write_open(outcome)
         allowed, asked = _write(self.limit, self.unit), _write(self.asked, self.unit)
-        if self.unit in ("tokens", DOLLAR_UNIT):
+        if self.unit in (TOKEN_UNIT, DOLLAR_UNIT):
             asked = f"about {asked}"
         if self.final:
             most = f"at most {allowed}{f' in {self.span}' if self.span else ' for one request'}"

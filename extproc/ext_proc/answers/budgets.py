@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from math import floor
 from typing import Any, Final
 
-from extproc.budgets.subject import DOLLAR_UNIT, BudgetSubject
-from extproc.decision import Decision, Outcome
+from extproc.budgets.guard import Reservation, make_subject
+from extproc.budgets.subject import DOLLAR_UNIT, TOKEN_UNIT, BudgetSubject
+from extproc.decision import Action, Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_entries_head, write_text, write_text_head
 
@@ -58,6 +59,31 @@ def list_rate_limit(subject: BudgetSubject, policy: str, seconds: int) -> list[t
     ]
 
 
+def _list_token_limit(subject: BudgetSubject) -> list[tuple[str, str]]:
+    """The same as metadata for headers with OpenAI's names, whose times are written like 6m0s."""
+    minutes, seconds = divmod(subject.reset, 60)
+    hours, minutes = divmod(minutes, 60)
+    reset = f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
+    return [
+        ("ratelimit_limit_tokens", f"{floor(subject.limit)}"),
+        ("ratelimit_remaining_tokens", f"{max(0, floor(subject.left))}"),
+        ("ratelimit_reset_tokens", reset),
+    ]
+
+
+def _find_tokens(budgets: Sequence[BudgetCandidate]) -> BudgetSubject | None:
+    """The budget of tokens of which the smallest share is left; None if there is none."""
+    found: Reservation | None = None
+    least = 0.0
+    for budget in budgets:
+        for each in budget.reserved:
+            if each.limit.unit == TOKEN_UNIT and each.taken is not None:
+                share = each.taken.left / max(1, each.take.limit)
+                if found is None or share < least:
+                    found, least = each, share
+    return make_subject(found) if found is not None else None
+
+
 def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[str, str]]:
     """The headers of a refusal."""
     again = lead.retry_after
@@ -91,19 +117,21 @@ def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> 
     A refusal is about the budget that refuses, so it has the values of its headers.
     """
     lead = decision.lead
+    tokens = _find_tokens(budgets) if decision.action is not Action.REJECT else None
+    more = dict(_list_token_limit(tokens)) if tokens is not None else {}
     if lead is not None and isinstance(lead.subject, BudgetSubject) and lead.subject.rule:
         policy, subject = lead.policy, lead.subject
         if subject.unit == DOLLAR_UNIT:
-            return {RULE: subject.rule}
+            return {**more, RULE: subject.rule}
         seconds = subject.reset if lead.retry_after is None else lead.retry_after
     else:
         found = find_tightest(budgets)
         if found is None:
-            return {}
+            return more
         policy, subject = found
         seconds = subject.reset
     headers = {name.lower().replace("-", "_"): value for name, value in list_rate_limit(subject, policy, seconds)}
-    return {**headers, RULE: subject.rule}
+    return {**headers, **more, RULE: subject.rule}
 
 
 def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
@@ -117,7 +145,12 @@ def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
     form = subject.forms.get(known)
     if not isinstance(form, _BudgetForm):
         form = subject.forms[known] = _BudgetForm(policy, subject, len(left), len(seconds))
-    if calls:
-        told = [write_text(SESSIONS, calls), form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
+    tokens = _find_tokens(budgets)
+    if calls or tokens is not None:
+        told = [form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
+        if calls:
+            told.append(write_text(SESSIONS, calls))
+        if tokens is not None:
+            told += [write_text(name, value) for name, value in _list_token_limit(tokens)]
         return write_entries(told)
     return b"".join([form.start, left, form.second, seconds, form.third, left, _TIME, seconds])

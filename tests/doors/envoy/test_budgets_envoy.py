@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -186,7 +187,16 @@ def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
     shop.await_used("tokens", 20 * 5_017)
 
     last = shop.ask("/tokens/chat/completions", "ann", {"messages": [{"role": "user", "content": "1234"}], "max_tokens": 7})
-    assert int(last.headers["ratelimit-remaining"]) == 1_000_000 - 20 * 5_017 - 8
+
+    left = 1_000_000 - 20 * 5_017 - 8
+    assert int(last.headers["ratelimit-remaining"]) == left
+    told = {name: value for name, value in last.headers.items() if name.startswith("x-ratelimit")}
+    reset = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(\d+)s", told.pop("x-ratelimit-reset-tokens"))
+    assert reset
+    hours, minutes, seconds = map(int, reset.groups("0"))
+    assert hours * 3_600 + minutes * 60 + seconds == int(last.headers["ratelimit-reset"])
+    assert told == {"x-ratelimit-limit-tokens": "1000000", "x-ratelimit-remaining-tokens": f"{left}"}
+    assert not [name for name in shop.ask("/minimal/x", "tim").headers if name.startswith("x-ratelimit")]
 
 
 def test_an_llm_bucket_goes_below_zero_and_a_large_request_is_final(shop: Shop) -> None:

@@ -12,6 +12,9 @@ from tests.support.budget_policies import CHAT, NOON, REJECT, ask, bucket, chat,
 from tests.support.messages import headers
 from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
 
+PRICES = {"*": {"input": 0, "output": 1_000}}
+"""Per million tokens."""
+
 
 def test_a_bucket_refuses_with_true_headers_and_fills_again() -> None:
     """The fourth request of three waits as long as `Retry-After` says, and no longer; each caller has a bucket."""
@@ -52,6 +55,34 @@ def test_allowed_requests_have_the_tightest_budget_as_metadata() -> None:
         "ratelimit": '"p";r=3;t=1',
         "budget_rule": "tight",
     }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "left", "reset"),
+    [
+        (rule("token_bucket_llm", "t", tokens_per_minute=6_000), "6000", "5890", "2s"),
+        (rule("token_bucket_llm", "t", tokens_per_minute=1, burst_tokens=500), "500", "390", "1h50m0s"),
+        (rule("token_bucket_llm", "t", tokens_per_minute=30, burst_tokens=5_000), "5000", "4890", "3m40s"),
+        (
+            rule("cost_based", "t", budget=900, period="1h", cost_key="usage:tokens", staged_actions=REJECT),
+            "900",
+            "790",
+            "1h0m0s",
+        ),
+    ],
+    ids=["seconds", "hours", "minutes", "a period"],
+)
+def test_budgets_of_tokens_have_openais_names_as_well(tokens: dict[str, Any], limit: str, left: str, reset: str) -> None:
+    """Also if another rule is tighter, and if a stage is reached; the times are in OpenAI's form."""
+    stages = [{"threshold_percent": 1, "action": "warn"}, *REJECT]
+    dollars = rule("cost_based", "d", budget=1, period="1d", cost_key="usage:dollars", prices=PRICES, staged_actions=stages)
+    content = chat("x" * 40, max_tokens=100)
+    expected = {"ratelimit_limit_tokens": limit, "ratelimit_remaining_tokens": left, "ratelimit_reset_tokens": reset}
+
+    for rules in ([tokens], [tokens, bucket(burst=2)], [tokens, dollars]):
+        service, _ = serve(limited(*rules))
+        told = metadata_of(ask(service, content=content))
+        assert {name: value for name, value in told.items() if name.endswith("_tokens")} == expected
 
 
 def test_a_request_that_a_budget_refuses_takes_nothing_from_others() -> None:
