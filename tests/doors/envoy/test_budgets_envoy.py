@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from extproc.cli.main import main
+from tests.support.budget_policies import rule
 from tests.support.documents import bundle
 from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
 from tests.support.servers import Server, server
@@ -38,6 +39,7 @@ BREAKER = {
     "alert": True,
     "auto_reset_after_minutes": 5,
 }
+SLOW = [{"threshold_percent": 1, "action": "throttle", "delay_ms": 30_000}, *REJECT]
 LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, "action": "reject", "similarity": "exact"}
 
 POLICIES = bundle(
@@ -66,6 +68,16 @@ POLICIES = bundle(
         tokens_per_day=2_000_000,
         burst_tokens=10_000,
         default_max_completion_tokens=1024,
+    ),
+    limited(
+        "held",
+        "token_bucket",
+        {
+            "rules": [
+                rule("token_bucket", "all", tokens_per_second=0.001, burst=100, cost_source="header:x-cost"),
+                rule("cost_based", "slow", ["header:x-slow"], budget=10, period="7d", staged_actions=SLOW),
+            ]
+        },
     ),
     limited("tokens", "cost_based", budget=1_000_000, period="7d", cost_key="usage:tokens", staged_actions=REJECT),
     limited(
@@ -271,6 +283,20 @@ def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.Cap
     assert [shop.ask("/minimal/x", "gus").status for _ in range(3)] == [200, 200, 429]
     assert main(["top", "--once", "--policy", "minimal", "--admin", second.admin_url]) == 0
     assert "minimal/minimal-rule" in capsys.readouterr().out
+
+
+def test_a_client_that_leaves_while_it_is_held_pays_nothing(shop: Shop) -> None:
+    """Each of five takes more than half of the bucket; what it took from both rules comes back."""
+    head = "POST /held/x HTTP/1.1\r\nhost: a\r\nx-api-key: ann\r\nx-slow: 1\r\nx-cost: 60\r\ncontent-length: 2\r\n\r\n{}"
+
+    for _ in range(5):
+        with shop.made.connect() as client:
+            client.sendall(head.encode())
+            eventually(lambda: shop.count("throttled_in_flight") == 1, "a held request")
+        eventually(lambda: shop.count("throttled_in_flight") == 0, "its end")
+        eventually(lambda: int(shop.ask("/held/x", "ann").headers["ratelimit-remaining"]) > 60, "what it took")
+
+    assert shop.count("budget_lost_total") == 0
 
 
 def test_a_kill_switch_comes_first(shop: Shop) -> None:
