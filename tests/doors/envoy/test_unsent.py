@@ -51,7 +51,7 @@ def made() -> Any:  # noqa: ANN401  # a generator
     document = bundle(
         policy("taken-back", {"pathPrefix": "/a"}, count_failed=False, **key), policy("kept", {"pathPrefix": "/b"}, **key)
     )
-    paid = policy("paid", {"pathPrefix": "/paid"}, count_failed=False, **key)
+    paid = policy("paid", {"pathPrefix": "/c"}, count_failed=False, **key)
     paid["spec"]["rules"] = [bucket(per_second=0.001, burst=5) | key]
     document["policies"].append(paid)
     with stack(document, edit=add_refusals) as running:
@@ -89,7 +89,7 @@ def test_what_another_filter_refuses_costs_nothing(made: Stack, status: str) -> 
     user, taken = {"x-user-id": f"payer-{status}"}, made.loopguard.metric("access_log_entries_total", result="taken")
 
     def send(text: str, **more: str) -> int:
-        return made.send("/paid", method="POST", body=text.encode(), headers={**user, **more}).status
+        return made.send("/c", method="POST", body=text.encode(), headers={**user, **more}).status
 
     refused = []
     for number in range(12):
