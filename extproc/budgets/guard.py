@@ -54,9 +54,6 @@ _WHOLE: Final = 100
 
 ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
 
-_BEHIND: Final = 1e12
-"""More than any share."""
-
 
 class BudgetLimit:
     """One budget of a rule; never changed.
@@ -64,6 +61,7 @@ class BudgetLimit:
     Attributes:
         suffix: its name in keys, which says what kind of state it is.
         kind: as in `Take`.
+        lifetime_ms: as in `Take`.
         most: the budget in its unit, before a stage that rejects below 100 percent.
         limit: as in `Take`.
         rate: as in `Take`.
@@ -75,12 +73,12 @@ class BudgetLimit:
         unit: what is counted.
         flat: what each request costs, in units; 0 if that depends on the request.
         place: what all of its keys begin with; empty before its guard is compiled.
-        forms: as in `BudgetSubject`.
+        forms: room for what is computed once for all requests; see `write_budgets`.
     """
 
     __slots__ = (
-        "flat", "forms", "kind", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix", "unit", "units",
-        "words",
+        "flat", "forms", "kind", "lifetime_ms", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix",
+        "unit", "units", "words",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -112,10 +110,11 @@ class BudgetLimit:
         self.flat = 0
         self.place = ""
         self.forms: dict[int, object] = {}
+        self.lifetime_ms = Take("", kind, 0, self.limit, rate, span, offset).lifetime_ms
 
     def make_take(self, key: str, amount: int) -> Take:
         """The question for the store."""
-        return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset)
+        return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset, -1, "", self.lifetime_ms)
 
 
 class BudgetStage:
@@ -272,6 +271,11 @@ class Reservation:
         self.tenant = tenant
         self.taken: Taken | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether there was no room for it."""
+        return self.taken is not None and not self.taken.fits
+
     def answer(self, taken: Taken) -> None:
         """Keep the answer."""
         self.taken = taken
@@ -363,7 +367,7 @@ class BudgetGuard:
     def lifetime_seconds(self) -> int:
         """How long the store may remember a request."""
         limits = [limit for rule in self.rules for limit in rule.limits] + ([self.breaker] if self.breaker is not None else [])
-        return max([limit.make_take("", 0).lifetime_ms for limit in limits]) // _MS_PER_SECOND
+        return max([limit.lifetime_ms for limit in limits]) // _MS_PER_SECOND
 
     def owns(self, key: str) -> bool:
         """Whether a key names a budget of this policy and mode."""
@@ -383,16 +387,15 @@ class BudgetGuard:
         """The verdict, after the store has answered."""
         if oversize is not None:
             return self._make_outcome(Action.REJECT, fingerprint, tenant, oversize, self._find_rule(oversize.rule).refusal)
-        refused = [each for each in reserved if each.taken is not None and not each.taken.fits]
-        if refused:
-            worst = max(refused, key=_rank_wait)
-            return self._refuse(fingerprint, tenant, worst)
         action, found, delay = Action.ALLOW, None, 0
         for each in reserved:
-            stage = _find_stage(each)
-            if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (SEVERITY[action], delay):
-                action, found, delay = stage.action, each, stage.delay_ms
-        found = found or find_tightest(reserved)
+            if each.is_refused:
+                worst = max([other for other in reserved if other.is_refused], key=_rank_wait)
+                return self._refuse(fingerprint, tenant, worst)
+            if each.rule.stages:
+                stage = _find_stage(each)
+                if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (SEVERITY[action], delay):
+                    action, found, delay = stage.action, each, stage.delay_ms
         if found is None:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, NOTHING, _FORM)
         return self._make_outcome(action, fingerprint, tenant, make_subject(found), found.rule.refusal, delay_ms=delay)
@@ -450,7 +453,7 @@ def _rank_wait(reserved: Reservation) -> float:
 def _find_stage(reserved: Reservation) -> BudgetStage | None:
     """The latest stage that a budget has reached."""
     taken = reserved.taken
-    if not reserved.rule.stages or taken is None or reserved.limit.kind != PERIOD:
+    if taken is None or reserved.limit.kind != PERIOD:
         return None
     limit = reserved.limit
     whole = limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))  # this replica's share, without a store
@@ -466,21 +469,6 @@ def reserve(rule: BudgetRule, limit: BudgetLimit, amount: int, scope: str, tenan
     return Reservation(rule, limit, limit.make_take(f"{limit.place}{scope}:{renewed}", amount), tenant)
 
 
-def find_tightest(reserved: list[Reservation]) -> Reservation | None:
-    """The budget of which the smallest share is left, one of dollars only if there is no other; breakers are no budgets."""
-    if len(reserved) == 1 and reserved[0].limit.kind != BREAKER and reserved[0].taken is not None:  # usually
-        return reserved[0]
-    tightest, least = None, 2 * _BEHIND
-    for each in reserved:
-        if each.limit.kind != BREAKER and each.taken is not None:
-            share = each.taken.left / max(1, each.take.limit)
-            if each.limit.unit == DOLLAR_UNIT:
-                share += _BEHIND
-            if share < least:
-                tightest, least = each, share
-    return tightest
-
-
 def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject:
     """What is told about a budget."""
     limit, take, taken = reserved.limit, reserved.take, reserved.taken
@@ -494,7 +482,6 @@ def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject
         limit.words,
         -(-max(0, reset) // _MS_PER_SECOND),
         limit.unit,
-        limit.forms,
         final=final,
     )
 

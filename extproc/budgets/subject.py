@@ -25,10 +25,9 @@ class BudgetSubject:
         reset: seconds until the budget is whole again, or its next period begins.
         final: waiting does not help.
         unit: what is counted: tokens, dollars, or empty for costs.
-        forms: room for what is computed once for all subjects about this budget; the same object for each of them.
     """
 
-    __slots__ = ("asked", "final", "forms", "left", "limit", "reason", "reset", "rule", "span", "unit")
+    __slots__ = ("asked", "final", "left", "limit", "reason", "reset", "rule", "span", "unit")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -40,11 +39,9 @@ class BudgetSubject:
         span: str,
         reset: int,
         unit: str,
-        forms: dict[int, object] | None = None,
         *,
         final: bool = False,
     ) -> None:
-        self.forms = {} if forms is None else forms
         self.rule = rule
         self.reason = reason
         self.limit = limit
@@ -64,11 +61,6 @@ class BudgetSubject:
     def tools(self) -> tuple[str, ...]:
         """See `Subject`."""
         return ()
-
-    @property
-    def share(self) -> float:
-        """The share that is left, 1 for all."""
-        return self.left / self.limit if self.limit else 0.0
 
     @property
     def percent(self) -> float:

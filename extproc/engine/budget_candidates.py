@@ -44,10 +44,9 @@ class BudgetCandidate(Candidate):
         reserved: what the request takes from each budget.
         model: the model in the request; empty for none.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
-        told: the budget to tell the client about: the one of the verdict.
     """
 
-    __slots__ = ("_body", "_chosen", "_plan", "_request", "budget", "model", "oversize", "reserved", "told")
+    __slots__ = ("_body", "_chosen", "_plan", "_request", "budget", "model", "oversize", "reserved")
 
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
@@ -55,7 +54,6 @@ class BudgetCandidate(Candidate):
         self.reserved: list[Reservation] = []
         self.model = ""
         self.oversize: BudgetSubject | None = None
-        self.told = NOTHING
         self.needs_body = budget.needs_body
         self._plan = budget
         self._request = request
@@ -166,14 +164,12 @@ class BudgetCandidate(Candidate):
     def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
         """See `Candidate`."""
         for each in self.reserved:
-            if each.taken is not None and not each.taken.fits:
+            if each.is_refused:
                 self.name_request()
         if self.oversize is not None:
             self.name_request()
         outcome = self.budget.judge(self.fingerprint, self.tenant, self.reserved, self.oversize)
         self.subject = outcome.subject
-        if isinstance(outcome.subject, BudgetSubject):
-            self.told = outcome.subject
         return outcome
 
     def find_values(self, tenant: str) -> Values:

@@ -74,8 +74,12 @@ class Take:
         offset: int = 0,
         start: int = -1,
         marker: str = "",
+        lifetime_ms: int = 0,
     ) -> None:
-        if kind == BUCKET:
+        """Without a lifetime, it is worked out."""
+        if lifetime_ms:
+            self.lifetime_ms = lifetime_ms
+        elif kind == BUCKET:
             self.lifetime_ms = min(-(-limit // rate), YEAR) + GARBAGE_MS
         else:
             self.lifetime_ms = (span if kind == PERIOD else max(2 * MINUTE, span)) + GARBAGE_MS
