@@ -71,14 +71,15 @@ class BudgetLimit:
         reason: why a request would be refused.
         words: the time that it is for.
         unit: what is counted.
+        has_headers: clients can be told about it in whole numbers.
         flat: what each request costs, in units; 0 if that depends on the request.
         place: what all of its keys begin with; empty before its guard is compiled.
         forms: room for what is computed once for all requests; see `write_budgets`.
     """
 
     __slots__ = (
-        "flat", "forms", "kind", "lifetime_ms", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix",
-        "unit", "units", "words",
+        "flat", "forms", "has_headers", "kind", "lifetime_ms", "limit", "most", "offset", "place", "rate", "reason", "span",
+        "suffix", "unit", "units", "words",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -107,6 +108,7 @@ class BudgetLimit:
         self.reason = reason
         self.words = words
         self.unit = unit
+        self.has_headers = kind != BREAKER and unit != DOLLAR_UNIT
         self.flat = 0
         self.place = ""
         self.forms: dict[int, object] = {}

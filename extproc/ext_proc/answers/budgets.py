@@ -1,4 +1,7 @@
-"""What clients are told about budgets: `RateLimit` headers of refusals, and the same as metadata of requests that continue."""
+"""What clients are told about budgets: `RateLimit` headers of refusals, and the same as metadata of requests that continue.
+
+Dollars have no headers: these are whole numbers of what a client counts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from extproc.budgets.subject import DOLLAR_UNIT, TOKEN_UNIT, BudgetSubject
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_entries_head, write_text, write_text_head
-from extproc.store.rules.budget import BREAKER
 
 RULE: Final = "budget_rule"
 
@@ -21,6 +23,15 @@ _DIGITS: Final = 64
 
 _MS_PER_SECOND: Final = 1_000
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
+
+
+_SMALL: Final = [str(number).encode() for number in range(1_000)]
+_NONE: Final[list[Reservation]] = []
+
+
+def _write_number(number: int) -> bytes:
+    """A number; 0 for less."""
+    return str(number).encode() if number >= len(_SMALL) else _SMALL[max(0, number)]
 
 
 class _BudgetForm:
@@ -84,10 +95,7 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
 
 
 class _Tightest:
-    """Budgets of which the smallest share is left: of all that have headers, and of those that count tokens.
-
-    Dollars have no headers: these are whole numbers of what a client counts. Breakers are no budgets.
-    """
+    """Budgets of which the smallest share is left: of all that have headers, and of those that count tokens."""
 
     __slots__ = ("policy", "reserved", "tokens")
 
@@ -95,16 +103,22 @@ class _Tightest:
         self.policy = ""
         self.reserved: Reservation | None = None
         self.tokens: Reservation | None = None
+        first = budgets[0].reserved if budgets else _NONE
+        if len(first) == 1 and len(budgets) == 1 and first[0].limit.has_headers and first[0].taken is not None:  # usually
+            self.policy, self.reserved = budgets[0].plan.id, first[0]
+            if first[0].limit.unit == TOKEN_UNIT:
+                self.tokens = first[0]
+            return
         least = fewest = 0.0
         for budget in budgets:
             for each in budget.reserved:
-                taken, unit = each.taken, each.limit.unit
-                if taken is None or each.limit.kind == BREAKER or unit == DOLLAR_UNIT:
+                taken = each.taken
+                if taken is None or not each.limit.has_headers:
                     continue
                 share = taken.left / max(1, each.take.limit)
                 if self.reserved is None or share < least:
                     self.policy, self.reserved, least = budget.plan.id, each, share
-                if unit == TOKEN_UNIT and (self.tokens is None or share < fewest):
+                if each.limit.unit == TOKEN_UNIT and (self.tokens is None or share < fewest):
                     self.tokens, fewest = each, share
 
 
@@ -137,8 +151,8 @@ def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
     if reserved is None or reserved.taken is None:
         return write_entries([write_text(SESSIONS, calls)]) if calls else b""
     limit, taken = reserved.limit, reserved.taken
-    left = str(taken.left // limit.units if taken.left > 0 else 0).encode()
-    seconds = str(-(-taken.reset_ms // _MS_PER_SECOND) if taken.reset_ms > 0 else 0).encode()
+    left = _write_number(taken.left // limit.units)
+    seconds = _write_number(-(-taken.reset_ms // _MS_PER_SECOND))
     known = len(left) * _DIGITS + len(seconds)
     form = limit.forms.get(known)
     if taken.here is not None or not isinstance(form, _BudgetForm):
