@@ -114,8 +114,10 @@ def _lab(directory: Path, program: Path) -> Iterator[tuple[dict[str, int], dict[
         for name, more in _RATELIMITS.items():
             known = ["env", *[f"{key}={value}" for key, value in _configure(servers[name], valkey, config, more).items()]]
             pids[name] = stack.enter_context(running([*known, program], servers[name], directory / f"{name}.log"))
-        listeners = {name: Listener(port, limiter=None if name == "guard" else name) for name, port in ports.items()}
-        listeners["guard"] = Listener(ports["guard"], "guard")
+        listeners = {name: Listener(port, limiter=name, upstream="answers") for name, port in ports.items()}
+        listeners["guard"] = Listener(ports["guard"], "guard", upstream="answers")
+        servers["answers"] = free_port()
+        listeners["answers"] = Listener(servers["answers"])
         proxy = stack.enter_context(running_envoy(directory, listeners, servers))
         stack.enter_context(apart(pids.values(), [proxy, valkey.pid]))
         yield ports, pids

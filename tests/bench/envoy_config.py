@@ -28,6 +28,7 @@ class Listener(NamedTuple):
         metadata: sent to the server with every stream, Envoy's formatters expanded.
         body_mode: how bodies are sent to the server.
         limiter: instead, the name of a rate limit service that is asked about the header `x-user-id`.
+        upstream: the name of a server that answers, as rate limit services are not asked about Envoy's own answers.
     """
 
     port: int
@@ -35,6 +36,7 @@ class Listener(NamedTuple):
     metadata: Mapping[str, str] = {}
     body_mode: str = "BUFFERED"
     limiter: str | None = None
+    upstream: str | None = None
 
 
 @contextmanager
@@ -59,13 +61,19 @@ def _address(port: int) -> dict[str, Any]:
 
 
 def _listener(name: str, listener: Listener) -> dict[str, Any]:
-    route = {"name": "all", "match": {"prefix": "/"}, "direct_response": {"status": 200, "body": {"inline_string": "ok"}}}
+    route: dict[str, Any] = {
+        "name": "all",
+        "match": {"prefix": "/"},
+        "direct_response": {"status": 200, "body": {"inline_string": "ok"}},
+    }
+    if listener.upstream:
+        route = {"name": "all", "match": {"prefix": "/"}, "route": {"cluster": listener.upstream}}
     manager = {
         "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": name,
         "use_remote_address": True,
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route], **_USERS}]},
-        "http_filters": [_ask(listener), _filter("router", "router.v3.Router")],
+        "http_filters": [*_ask(listener), _filter("router", "router.v3.Router")],
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
     return {
@@ -76,12 +84,13 @@ def _listener(name: str, listener: Listener) -> dict[str, Any]:
     }
 
 
-def _ask(listener: Listener) -> dict[str, Any]:
+def _ask(listener: Listener) -> list[dict[str, Any]]:
     if listener.limiter:
         service = {"grpc_service": {"envoy_grpc": {"cluster_name": listener.limiter}}, "transport_api_version": "V3"}
         more = {"domain": "all", "timeout": "30s", "failure_mode_deny": True, "enable_x_ratelimit_headers": "DRAFT_VERSION_03"}
-        return _filter("ratelimit", "ratelimit.v3.RateLimit", rate_limit_service=service, **more)
-    return _ext_proc(listener) if listener.server else _buffer()
+        limit = _filter("ratelimit", "ratelimit.v3.RateLimit", rate_limit_service=service, **more)
+        return [limit]
+    return [_ext_proc(listener) if listener.server else _buffer()]
 
 
 def _filter(name: str, kind: str, **config: Any) -> dict[str, Any]:  # noqa: ANN401  # free-form configuration
