@@ -53,6 +53,7 @@ from extproc.settings import Address, Settings
 from extproc.store import open_store, redact_url
 from extproc.store.key_sharing import KeySharing
 from extproc.store.memory import MemoryStore
+from extproc.store.replicas import ReplicaWatch
 from extproc.store.rules.documents import make_replica_name
 from extproc.transport.health import Health
 from extproc.transport.tls import Certificates, open_certificates
@@ -128,6 +129,7 @@ class Server:
         )
         coverage = Board("coverage", CoverageDocument, reporter.coverage, store, self._shows_callers, replica)
         budgets = Board("budgets", BudgetDocument, reporter.budgets, store, self._shows_callers, replica)
+        self._replicas = ReplicaWatch(store, replica, self._shares_budgets, self._note_replicas)
         self._boards: list[Board[Any]] = [loops, conversations, sessions, incidents, coverage, budgets]
         self._overrides.list_seen = lambda: _find_seen(loops.view(), sessions.view(), budgets.view())
         self._overrides.list_budgets = lambda: budgets.view().document.rows
@@ -182,6 +184,7 @@ class Server:
             self._sharing.run(),
             *(board.share() for board in self._boards),
             self._overrides.follow(),
+            self._replicas.run(),
             self._watch_for_events(),
             *([self._key_sharing.run()] if self._key_sharing is not None else []),
         )
@@ -211,6 +214,7 @@ class Server:
             await self._sharing.publish()
             for board in self._boards:
                 await board.publish()
+            await self._replicas.leave()
             await self._store.close()
             self._admin.stop()
             if self._events is not None:
@@ -370,6 +374,13 @@ class Server:
         """Whether a policy has any, also one that came with a route."""
         plans = [*self.service.engine.plans, *self.service.handed_over.list_plans()]
         return any(plan.budget is not None for plan in plans)
+
+    def _shares_budgets(self) -> bool:
+        return not isinstance(self._store, MemoryStore) and self._has_budgets()
+
+    def _note_replicas(self, number: int) -> None:
+        self.service.counting.replicas = number
+        self._metrics.replicas.set(number)
 
     def _list_files(self) -> dict[str, str]:
         """The file of each policy."""

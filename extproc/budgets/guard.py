@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from extproc.budgets.costs import BUCKET_UNITS, PERIOD_UNITS, CostKey, Estimate, scale
 from extproc.budgets.rule_keys import (
+    DEFAULT_ANSWER,
     DOLLARS,
     FIXED,
     HEADER_HINT,
@@ -25,7 +26,7 @@ from extproc.budgets.rule_keys import (
     TokenBucket,
     TokenBucketLlm,
 )
-from extproc.budgets.subject import DOLLAR_UNIT, REQUEST_UNIT, BudgetSubject
+from extproc.budgets.subject import DOLLAR_UNIT, REQUEST_UNIT, TOKEN_UNIT, BudgetSubject
 from extproc.decision import SEVERITY, Action, Outcome, Reason, RefusalForm
 from extproc.objects import copy_text
 from extproc.request.fingerprint import hash_tenant, join_descriptors
@@ -53,9 +54,6 @@ _WHOLE: Final = 100
 
 ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
 
-_BEHIND: Final = 1e12
-"""More than any share."""
-
 
 class BudgetLimit:
     """One budget of a rule; never changed.
@@ -63,6 +61,7 @@ class BudgetLimit:
     Attributes:
         suffix: its name in keys, which says what kind of state it is.
         kind: as in `Take`.
+        lifetime_ms: as in `Take`.
         most: the budget in its unit, before a stage that rejects below 100 percent.
         limit: as in `Take`.
         rate: as in `Take`.
@@ -72,14 +71,15 @@ class BudgetLimit:
         reason: why a request would be refused.
         words: the time that it is for.
         unit: what is counted.
+        has_headers: clients can be told about it in whole numbers.
         flat: what each request costs, in units; 0 if that depends on the request.
         place: what all of its keys begin with; empty before its guard is compiled.
-        forms: as in `BudgetSubject`.
+        forms: room for what is computed once for all requests; see `write_budgets`.
     """
 
     __slots__ = (
-        "flat", "forms", "kind", "limit", "most", "offset", "place", "rate", "reason", "span", "suffix", "unit", "units",
-        "words",
+        "flat", "forms", "has_headers", "kind", "lifetime_ms", "limit", "most", "offset", "place", "rate", "reason", "span",
+        "suffix", "unit", "units", "words",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -108,13 +108,15 @@ class BudgetLimit:
         self.reason = reason
         self.words = words
         self.unit = unit
+        self.has_headers = kind != BREAKER and unit != DOLLAR_UNIT
         self.flat = 0
         self.place = ""
         self.forms: dict[int, object] = {}
+        self.lifetime_ms = Take("", kind, 0, self.limit, rate, span, offset).lifetime_ms
 
     def make_take(self, key: str, amount: int) -> Take:
         """The question for the store."""
-        return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset)
+        return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset, -1, "", self.lifetime_ms)
 
 
 class BudgetStage:
@@ -151,7 +153,7 @@ class BudgetRule:
         self.quoted = quote(self.name, safe="")
         self.hints = False
         self.stages: list[BudgetStage] = []
-        self._answer, self._most_answer, self._most_prompt, self._most_tokens = 1000.0, 0.0, 0.0, 0.0
+        self._answer, self._most_answer, self._most_prompt, self._most_tokens = float(DEFAULT_ANSWER), 0.0, 0.0, 0.0
         status = rule.reject_status
         self.refusal = RefusalForm(status if isinstance(status, int) else None)
         if rule.algorithm == "token_bucket":
@@ -173,7 +175,7 @@ class BudgetRule:
         self.cost = CostKey(config.cost_key, config.fixed_cost, config.default_cost, rates)
         share = min([stage.threshold_percent for stage in config.staged_actions if stage.action == REJECT])
         span, offset = _PERIODS[config.period], _FIRST_SUNDAY if config.period == "7d" else 0
-        unit = DOLLAR_UNIT if config.cost_key == DOLLARS else "tokens" if config.cost_key in MEASURED else ""
+        unit = DOLLAR_UNIT if config.cost_key == DOLLARS else TOKEN_UNIT if config.cost_key in MEASURED else ""
         words = _SPANS[config.period]
         self.limits = [
             BudgetLimit(
@@ -204,12 +206,12 @@ class BudgetRule:
         burst = config.burst_tokens or config.tokens_per_minute
         words = "a minute" if burst == config.tokens_per_minute else f"a burst, and {config.tokens_per_minute:.9g} a minute"
         self.limits = [
-            BudgetLimit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, "tokens", rate=rate),
+            BudgetLimit("tpm", BUCKET, burst, BUCKET_UNITS, Reason.TPM_EXCEEDED, words, TOKEN_UNIT, rate=rate),
         ]
         if config.tokens_per_day is not None:
             reason = Reason.TPD_EXCEEDED
             most = config.tokens_per_day
-            self.limits.append(BudgetLimit("tpd", PERIOD, most, PERIOD_UNITS, reason, "a day", "tokens", span=_DAY))
+            self.limits.append(BudgetLimit("tpd", PERIOD, most, PERIOD_UNITS, reason, "a day", TOKEN_UNIT, span=_DAY))
 
     @property
     def reads_body(self) -> bool:
@@ -248,7 +250,7 @@ class BudgetRule:
         return None
 
     def _make_oversize(self, reason: Reason, limit: float, asked: float) -> BudgetSubject:
-        return BudgetSubject(self.name, reason, limit, limit, asked, "", 0, "tokens", final=True)
+        return BudgetSubject(self.name, reason, limit, limit, asked, "", 0, TOKEN_UNIT, final=True)
 
 
 class Reservation:
@@ -257,7 +259,7 @@ class Reservation:
     Attributes:
         rule: the rule; its cost decides what is settled.
         limit: the limit.
-        take: the question.
+        take: the question; afterwards, the one that was answered.
         tenant: hash of the caller as the rule knows it.
         taken: the answer; None before.
     """
@@ -270,6 +272,17 @@ class Reservation:
         self.take = take
         self.tenant = tenant
         self.taken: Taken | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether there was no room for it."""
+        return self.taken is not None and not self.taken.fits
+
+    def answer(self, taken: Taken) -> None:
+        """Keep the answer."""
+        self.taken = taken
+        if taken.here is not None:
+            self.take = taken.here
 
     def describe(self) -> list[object]:
         """What the access log has to repeat for the settlement: rule, limit, key, amount and start."""
@@ -356,7 +369,7 @@ class BudgetGuard:
     def lifetime_seconds(self) -> int:
         """How long the store may remember a request."""
         limits = [limit for rule in self.rules for limit in rule.limits] + ([self.breaker] if self.breaker is not None else [])
-        return max([limit.make_take("", 0).lifetime_ms for limit in limits]) // _MS_PER_SECOND
+        return max([limit.lifetime_ms for limit in limits]) // _MS_PER_SECOND
 
     def owns(self, key: str) -> bool:
         """Whether a key names a budget of this policy and mode."""
@@ -376,16 +389,15 @@ class BudgetGuard:
         """The verdict, after the store has answered."""
         if oversize is not None:
             return self._make_outcome(Action.REJECT, fingerprint, tenant, oversize, self._find_rule(oversize.rule).refusal)
-        refused = [each for each in reserved if each.taken is not None and not each.taken.fits]
-        if refused:
-            worst = max(refused, key=_rank_wait)
-            return self._refuse(fingerprint, tenant, worst)
         action, found, delay = Action.ALLOW, None, 0
         for each in reserved:
-            stage = _find_stage(each)
-            if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (SEVERITY[action], delay):
-                action, found, delay = stage.action, each, stage.delay_ms
-        found = found or find_tightest(reserved)
+            if each.is_refused:
+                worst = max([other for other in reserved if other.is_refused], key=_rank_wait)
+                return self._refuse(fingerprint, tenant, worst)
+            if each.rule.stages:
+                stage = _find_stage(each)
+                if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (SEVERITY[action], delay):
+                    action, found, delay = stage.action, each, stage.delay_ms
         if found is None:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, NOTHING, _FORM)
         return self._make_outcome(action, fingerprint, tenant, make_subject(found), found.rule.refusal, delay_ms=delay)
@@ -443,9 +455,11 @@ def _rank_wait(reserved: Reservation) -> float:
 def _find_stage(reserved: Reservation) -> BudgetStage | None:
     """The latest stage that a budget has reached."""
     taken = reserved.taken
-    if not reserved.rule.stages or taken is None or reserved.limit.kind != PERIOD:
+    if taken is None or reserved.limit.kind != PERIOD:
         return None
-    used = (reserved.take.limit - taken.left) * _WHOLE / (reserved.limit.most * reserved.limit.units)
+    limit = reserved.limit
+    whole = limit.most * limit.units * (reserved.take.limit / max(1, limit.limit))  # this replica's share, without a store
+    used = (reserved.take.limit - taken.left) * _WHOLE / whole
     for stage in reserved.rule.stages:
         if used >= stage.percent:
             return stage
@@ -455,21 +469,6 @@ def _find_stage(reserved: Reservation) -> BudgetStage | None:
 def reserve(rule: BudgetRule, limit: BudgetLimit, amount: int, scope: str, tenant: str, renewed: str) -> Reservation:  # noqa: PLR0913  # everything that decides
     """What a request takes from a limit, in its units; `renewed` is the tenant's hash, as keys have it."""
     return Reservation(rule, limit, limit.make_take(f"{limit.place}{scope}:{renewed}", amount), tenant)
-
-
-def find_tightest(reserved: list[Reservation]) -> Reservation | None:
-    """The budget of which the smallest share is left, one of dollars only if there is no other; breakers are no budgets."""
-    if len(reserved) == 1 and reserved[0].limit.kind != BREAKER and reserved[0].taken is not None:  # usually
-        return reserved[0]
-    tightest, least = None, 2 * _BEHIND
-    for each in reserved:
-        if each.limit.kind != BREAKER and each.taken is not None:
-            share = each.taken.left / max(1, each.take.limit)
-            if each.limit.unit == DOLLAR_UNIT:
-                share += _BEHIND
-            if share < least:
-                tightest, least = each, share
-    return tightest
 
 
 def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject:
@@ -485,7 +484,6 @@ def make_subject(reserved: Reservation, *, final: bool = False) -> BudgetSubject
         limit.words,
         -(-max(0, reset) // _MS_PER_SECOND),
         limit.unit,
-        limit.forms,
         final=final,
     )
 

@@ -20,6 +20,9 @@ from extproc.sessions.session_limits import NEEDS_PRICES, OR_PACKAGE, Model, Pri
 MAX_AMOUNT: Final = 1_000_000_000
 """Maximum of a budget, a burst and a cost, so that all sums stay exact in the numbers of Lua."""
 
+DEFAULT_ANSWER: Final = 1000
+"""Tokens reserved for an answer whose length the request does not limit."""
+
 MIN_RATE: Final = 0.001
 MAX_STAGE_DELAY_MS: Final = 30_000
 MAX_RESET_MINUTES: Final = 525_600
@@ -183,7 +186,7 @@ class TokenBucketLlm(JsonObject):
     max_tokens_per_request: Amount | None = None
     max_prompt_tokens: Amount | None = None
     max_completion_tokens: Amount | None = None
-    default_max_completion: Amount = 1000
+    default_max_completion: Amount = DEFAULT_ANSWER
     default_max_completion_tokens: Any = None
     token_source: TokenSource = TokenSource()
 

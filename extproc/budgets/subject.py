@@ -9,6 +9,7 @@ from extproc.decision import Advice, Framed, Outcome, Reason
 
 DOLLAR_UNIT: Final = "dollars"
 REQUEST_UNIT: Final = "requests"
+TOKEN_UNIT: Final = "tokens"  # noqa: S105  # no password
 
 
 class BudgetSubject:
@@ -24,10 +25,9 @@ class BudgetSubject:
         reset: seconds until the budget is whole again, or its next period begins.
         final: waiting does not help.
         unit: what is counted: tokens, dollars, or empty for costs.
-        forms: room for what is computed once for all subjects about this budget; the same object for each of them.
     """
 
-    __slots__ = ("asked", "final", "forms", "left", "limit", "reason", "reset", "rule", "span", "unit")
+    __slots__ = ("asked", "final", "left", "limit", "reason", "reset", "rule", "span", "unit")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -39,11 +39,9 @@ class BudgetSubject:
         span: str,
         reset: int,
         unit: str,
-        forms: dict[int, object] | None = None,
         *,
         final: bool = False,
     ) -> None:
-        self.forms = {} if forms is None else forms
         self.rule = rule
         self.reason = reason
         self.limit = limit
@@ -65,11 +63,6 @@ class BudgetSubject:
         return ()
 
     @property
-    def share(self) -> float:
-        """The share that is left, 1 for all."""
-        return self.left / self.limit if self.limit else 0.0
-
-    @property
     def percent(self) -> float:
         """How much of the budget is used."""
         return max(0.0, (self.limit - self.left) * 100 / self.limit) if self.limit else 100.0
@@ -79,7 +72,7 @@ class BudgetSubject:
         if self.reason is Reason.CIRCUIT_BREAKER_OPEN:
             return self._write_open(outcome)
         allowed, asked = _write(self.limit, self.unit), _write(self.asked, self.unit)
-        if self.unit in ("tokens", DOLLAR_UNIT):
+        if self.unit in (TOKEN_UNIT, DOLLAR_UNIT):
             asked = f"about {asked}"
         if self.final:
             most = f"at most {allowed}{f' in {self.span}' if self.span else ' for one request'}"

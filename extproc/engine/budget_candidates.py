@@ -44,10 +44,9 @@ class BudgetCandidate(Candidate):
         reserved: what the request takes from each budget.
         model: the model in the request; empty for none.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
-        told: the budget to tell the client about: the one of the verdict.
     """
 
-    __slots__ = ("_body", "_chosen", "_plan", "_request", "budget", "model", "oversize", "reserved", "told")
+    __slots__ = ("_body", "_chosen", "_plan", "_request", "budget", "model", "oversize", "reserved")
 
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
@@ -55,7 +54,6 @@ class BudgetCandidate(Candidate):
         self.reserved: list[Reservation] = []
         self.model = ""
         self.oversize: BudgetSubject | None = None
-        self.told = NOTHING
         self.needs_body = budget.needs_body
         self._plan = budget
         self._request = request
@@ -166,14 +164,12 @@ class BudgetCandidate(Candidate):
     def judge(self, count: Answer) -> Outcome:  # noqa: ARG002  # its answers are those of `collect`
         """See `Candidate`."""
         for each in self.reserved:
-            if each.taken is not None and not each.taken.fits:
+            if each.is_refused:
                 self.name_request()
         if self.oversize is not None:
             self.name_request()
         outcome = self.budget.judge(self.fingerprint, self.tenant, self.reserved, self.oversize)
         self.subject = outcome.subject
-        if isinstance(outcome.subject, BudgetSubject):
-            self.told = outcome.subject
         return outcome
 
     def find_values(self, tenant: str) -> Values:
@@ -185,7 +181,7 @@ class BudgetCandidate(Candidate):
     def list_give_backs(self, *, here: bool) -> list[Take]:
         """What gives back all that was taken, in the store or in this process. Afterwards, nothing is reserved."""
         taken = [(each, each.taken) for each in self.reserved if each.taken is not None and each.taken.granted]
-        return [each.take.settle(each.take.amount, found.start) for each, found in taken if found.here is here]
+        return [each.take.settle(each.take.amount, found.start) for each, found in taken if (found.here is not None) is here]
 
     def describe_reserved(self) -> str:
         """What the access log entry has to repeat, as JSON; empty if nothing is settled.
@@ -196,7 +192,7 @@ class BudgetCandidate(Candidate):
         settled = [
             each.describe()
             for each in self.reserved
-            if (logged or each.rule.cost.measured) and each.taken is not None and each.taken.granted and not each.taken.here
+            if (logged or each.rule.cost.measured) and each.taken is not None and each.taken.granted and each.taken.here is None
         ]
         if not settled:
             return ""

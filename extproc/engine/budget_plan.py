@@ -44,6 +44,11 @@ class PlannedRule:
         """The descriptors of its `match`."""
         return [descriptor for descriptor, _ in self._match]
 
+    @property
+    def always_matches(self) -> bool:
+        """Whether it has no `match`."""
+        return not (self._never or self._match)
+
     def matches(self, request: HttpRequest) -> bool:
         """Whether its `match` holds."""
         if self._never or not self._match:
@@ -103,17 +108,19 @@ class BudgetPlan:
         needs_body: a rule needs the body.
     """
 
-    __slots__ = ("breaker", "fallback", "guard", "needs_body", "rules")
+    __slots__ = ("_always", "breaker", "fallback", "guard", "needs_body", "rules")
 
     def __init__(self, guard: BudgetGuard, spec: Spec, descriptors: Sequence[tuple[HeadDescriptors, BodyDescriptors]]) -> None:
         """Plan; `descriptors` are those of `Spec.list_budget_rules`, then that of the circuit breaker, if it has one."""
         self.guard = guard
+        self._always = False
         keys = spec.list_budget_rules()
         planned = [
             PlannedRule(rule, own, head, body) for rule, own, (head, body) in zip(guard.rules, keys, descriptors, strict=False)
         ]
         self.fallback = planned.pop() if spec.fallback_limit is not None else None
         self.rules = planned
+        self._always = len(planned) > 0 and all(rule.always_matches for rule in planned)
         self.breaker: PlannedRule | None = None
         if guard.breaker is not None and len(descriptors) > len(keys):
             owner = next(rule for rule in spec.rules if rule.limit_keys)
@@ -131,6 +138,8 @@ class BudgetPlan:
 
     def choose(self, request: HttpRequest) -> list[PlannedRule]:
         """The rules that apply to a request: those whose `match` holds, or else the fallback."""
+        if self._always:  # usually
+            return self.rules
         chosen = [rule for rule in self.rules if rule.matches(request)]
         if not chosen and self.fallback is not None and self.fallback.matches(request):
             return [self.fallback]

@@ -23,7 +23,7 @@ from extproc.store.pending import Pending
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Take, Taken
 from extproc.store.rules.chain import Trail
-from extproc.store.rules.session import Settlement
+from extproc.store.rules.session import Question, Settlement
 from extproc.store.rules.take_back import TakeBack
 
 Counts: TypeAlias = list[Answer] | tuple[Answer, ...] | None
@@ -89,13 +89,18 @@ MaybeCounts: TypeAlias = Counts | Asked | Awaitable[Counts]
 
 
 class Counting:
-    """The store, and its fallback: a store in this process, or no counts with `--on-store-error reject`."""
+    """The store, and its fallback: a store in this process, or no counts with `--on-store-error reject`.
+
+    Attributes:
+        replicas: the number of replicas that share the store, as last seen; without it, each enforces its share of budgets.
+    """
 
     def __init__(self, store: Store, local: MemoryStore, metrics: Metrics, *, reject: bool) -> None:
         self.store = store
         self._local = local
         self._metrics = metrics
         self._reject = reject
+        self.replicas = 1
 
     def count(self, group: CandidateGroup) -> MaybeCounts:
         """Count a group that has read the body. An internal error fails the group, and is not raised."""
@@ -288,23 +293,32 @@ class Counting:
                 return None
             self._metrics.fail_open.labels("store_error").inc()
             try:
-                counts = _complete(error, group.list_hits(), self._local.hit)
+                asked = self._share(group)
+                counts = _complete(error, asked, self._local.hit)
             except Exception as bug:  # noqa: BLE001  # handled below, as any other bug
                 error = bug
             else:
                 if group.budgets:
-                    _mark_here(error, counts)
+                    _mark_here(error, counts, asked)
                 return counts
         group.fail(error)
         return ()
 
+    def _share(self, group: CandidateGroup) -> list[Question]:
+        """A group's questions for this process."""
+        asked = group.list_hits()
+        if self.replicas == 1 or not group.budgets:
+            return asked
+        return [one.share(self.replicas) if isinstance(one, Take) else one for one in asked]
 
-def _mark_here(error: Exception, counts: Sequence[Answer]) -> None:
+
+def _mark_here(error: Exception, counts: Sequence[Answer], asked: Sequence[Question]) -> None:
     """Mark what this process has taken from budgets itself."""
     from_store = error.answers if isinstance(error, PartlyAwayError) else [None] * len(counts)
     for place, answer in enumerate(counts):
-        if isinstance(answer, Taken) and from_store[place] is None:
-            answer.here = True
+        question = asked[place]
+        if isinstance(answer, Taken) and isinstance(question, Take) and from_store[place] is None:
+            answer.here = question
 
 
 def _ignore(_: Sequence[Answer]) -> None:

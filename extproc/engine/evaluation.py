@@ -309,7 +309,7 @@ class CandidateGroup:
                 place -= 1
                 answer = counts[place]
                 if isinstance(answer, Taken):
-                    each.taken = answer
+                    each.answer(answer)
 
     def judge(self, counts: Sequence[Answer] | None) -> list[Outcome]:
         """The candidates' verdicts.

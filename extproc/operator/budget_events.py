@@ -51,8 +51,8 @@ class BudgetEvents:
 
     def _describe(self, row: CallerBudget) -> dict[str, object]:
         tenant, policy, mode, rule, budget = row.name
-        limit, take, taken = row.reserved.limit, row.reserved.take, row.reserved.taken
-        whole, left = take.limit / limit.units, row.left / limit.units
+        limit = row.limit
+        whole, left = row.take.limit / limit.units, row.left / limit.units
         grant = write_budget_grant(tenant, policy, rule, suggest_amount(whole, left, min(whole, row.asked / limit.units)))
         release = write_breaker_release(tenant, policy) if row.orderable else None
         return {
@@ -70,7 +70,7 @@ class BudgetEvents:
             "used": round(whole - left, _DIGITS),
             "left": round(left, _DIGITS),
             "unit": limit.unit or None,
-            "reset_seconds": -(-taken.reset_ms // 1_000) if taken is not None and taken.reset_ms else None,
+            "reset_seconds": -(-row.reset_ms // 1_000) if row.reset_ms else None,
             "refused": row.refused,
             "command": release if row.is_open else grant,
             "first_seen": row.first,

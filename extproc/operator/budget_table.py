@@ -24,7 +24,9 @@ class CallerBudget:
 
     Attributes:
         name: the caller's hash, policy, mode, rule, and which of its budgets.
-        reserved: what the newest request took, with the store's answer.
+        limit: the limit.
+        take: the question of a request, with the newest limit, but not always the newest one, as in `KeptBudget`.
+        start: as in the newest `Taken`; so are `wait_ms`, `reset_ms` and `fits`.
         left: what is left, with settlements since.
         caller: names and values of the caller's descriptors.
         orderable: see `BudgetRow`.
@@ -32,13 +34,16 @@ class CallerBudget:
     """
 
     __slots__ = (
-        "asked", "caller", "first", "known", "last", "left", "name", "orderable", "reason", "refused", "refused_at",
-        "requests", "reserved", "stage", "staged_at", "told",
+        "asked", "caller", "first", "fits", "known", "last", "left", "limit", "name", "orderable", "reason", "refused",
+        "refused_at", "requests", "reset_ms", "stage", "staged_at", "start", "take", "told", "wait_ms",
     )  # fmt: skip
 
     def __init__(self, name: tuple[str, str, str, str, str], reserved: Reservation, now: float) -> None:
         self.name = name
-        self.reserved = reserved
+        self.limit = reserved.limit
+        self.take = reserved.take
+        self.start = self.wait_ms = self.reset_ms = 0
+        self.fits = True
         self.caller: list[tuple[str, str]] = []
         self.known: KnownAs = UNKNOWN
         self.orderable = False
@@ -55,13 +60,11 @@ class CallerBudget:
     @property
     def is_open(self) -> bool:
         """Whether it is a circuit breaker that refused its newest request."""
-        taken = self.reserved.taken
-        return self.reserved.limit.kind == BREAKER and taken is not None and not taken.fits
+        return self.limit.kind == BREAKER and not self.fits
 
     def make_row(self, *, shows_callers: bool) -> BudgetRow:
         """What reports show of it."""
-        reserved, taken = self.reserved, self.reserved.taken
-        limit, take = reserved.limit, reserved.take
+        limit, take = self.limit, self.take
         tenant, policy, mode, rule, budget = self.name
         return BudgetRow(
             tenant=tenant,
@@ -81,9 +84,9 @@ class CallerBudget:
             rate=take.rate,
             span=take.span,
             offset=take.offset,
-            start=taken.start if taken is not None else 0,
+            start=self.start,
             left=self.left,
-            wait_ms=taken.wait_ms if taken is not None and limit.kind == BREAKER else 0,
+            wait_ms=self.wait_ms if limit.kind == BREAKER else 0,
             told=self.told,
             first=self.first,
             last=self.last,
@@ -122,10 +125,15 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
                     row = _begin_row(candidate, name, each, now)
                     self.put(name, row)
                     self._by_key.put(each.take.key, row)
-                elif row.reserved.take.key != each.take.key:  # a release has renewed it
-                    self._by_key.put(each.take.key, row)
-                row.reserved = each
-                row.left = taken.left + each.take.amount if refused and taken.granted else taken.left
+                take, known = each.take, row.take
+                if known.key != take.key:  # a release has renewed it
+                    self._by_key.put(take.key, row)
+                    row.take = take
+                elif known.limit != take.limit or known.rate != take.rate or known.span != take.span:
+                    row.take = take
+                row.limit = each.limit
+                row.start, row.wait_ms, row.reset_ms, row.fits = taken.start, taken.wait_ms, taken.reset_ms, taken.fits
+                row.left = taken.left + take.amount if refused and taken.granted else taken.left
                 row.last = row.told = now
                 row.requests += 1
 
@@ -151,8 +159,7 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
     def settle(self, take: Take) -> None:
         """Note a settlement, if the budget is known here."""
         row = self._by_key.get(take.key)
-        taken = row.reserved.taken if row is not None else None
-        if row is not None and taken is not None and (take.kind == BUCKET or taken.start == take.start):
+        if row is not None and (take.kind == BUCKET or row.start == take.start):
             row.left += take.amount
 
     def make_document(self, *, shows_callers: bool) -> BudgetDocument:

@@ -10,7 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from extproc.budgets.rule_keys import FALLBACK, FIXED, MEASURED, Rule, find_rule_errors
+from extproc.budgets.rule_keys import (
+    DEFAULT_ANSWER,
+    FALLBACK,
+    FIXED,
+    MAX_AMOUNT,
+    MEASURED,
+    OUTPUT,
+    TOKENS,
+    Rule,
+    find_rule_errors,
+)
 from extproc.decision import COMPLETION, NOTED, Action
 from extproc.detectors import KINDS, Similarity
 from extproc.detectors.keys import Escalation, LoopKeys
@@ -389,11 +399,8 @@ def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
         if not rule.limit_keys:
             yield place, f"no limit_keys: all callers share the budget of the rule {rule.name}"
         config = rule.algorithm_config
-        reserved = config.get("default_max_completion", 1000)
-        holds = config.get("burst_tokens") or config.get("tokens_per_minute")
-        if rule.algorithm == "token_bucket_llm" and 2 * reserved > holds:
-            where = (*place, "algorithm_config", "default_max_completion")
-            yield where, f"a request without max_tokens reserves {reserved:g} of {holds:g} tokens; lower default_max_completion"
+        for name, message in _find_large_default(rule):
+            yield (*place, "algorithm_config", name), message
         if config.get("default_max_completion_tokens") is not None:
             where = (*place, "algorithm_config", "default_max_completion_tokens")
             yield where, "default_max_completion_tokens is ignored; use default_max_completion, whose default is 1000"
@@ -404,6 +411,24 @@ def _find_suspicious_rules(policy: Policy) -> Iterator[tuple[Place, str]]:
             if isinstance(source, str) and ":" in source and source not in MEASURED:
                 chosen = f"{source} is the client's choice, so a client can choose what a request costs"
                 yield (*place, "algorithm_config", name), f"{chosen}; let a proxy set it, and remove it from clients' requests"
+
+
+def _find_large_default(rule: Rule) -> Iterator[tuple[str, str]]:
+    """Find a budget of which a request reserves more than half for an answer whose length it does not limit."""
+    config = rule.algorithm_config
+    if rule.algorithm == "token_bucket_llm":
+        reserved = min(config.get("default_max_completion", DEFAULT_ANSWER), config.get("max_completion_tokens") or MAX_AMOUNT)
+        holds = config.get("burst_tokens") or config["tokens_per_minute"]
+        holds, name = min(holds, config.get("tokens_per_day") or MAX_AMOUNT), "default_max_completion"
+        remedy = f"lower {name}"
+    elif config.get("cost_key") in (TOKENS, OUTPUT):
+        reserved, holds, name = DEFAULT_ANSWER, config["budget"], "budget"
+        remedy = "raise it, or have clients send max_tokens"
+    else:
+        return
+    if 2 * reserved > holds:
+        told = f"a request without max_tokens reserves {min(reserved, holds):g} of {holds:g} tokens for its answer"
+        yield name, f"{told}, and is refused while less is left; {remedy}"
 
 
 def _find_ignored(config: dict[str, Any]) -> Iterator[tuple[str, str]]:

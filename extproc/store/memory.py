@@ -54,6 +54,9 @@ _AT_HAND_SHARE: Final = 32
 """Number of sessions' ledgers to keep unpacked, and of budgets, and their share of a small store's entries. They take 80 MB at
 most."""
 
+_COMPARE_MS: Final = 100
+"""How often the calendar is read: this costs more than a rule."""
+
 _LATELY_MS: Final = 60_000
 """A ledger that let a request through within this time stays unpacked: with too many sessions, all would only change places."""
 
@@ -91,6 +94,8 @@ class MemoryStore:
         """Start empty; `clock` returns the time in milliseconds."""
         self._clock = clock
         self._calendar = _read_calendar if clock is _read_clock else clock
+        self._compared = -_COMPARE_MS
+        self._ahead = 0  # the calendar, compared with the clock
         self._max_entries = max_entries
         self._max_bytes = max_entries * _MEAN_BYTES
         self._shards: list[_Shard] = [{} for _ in range(max(1, max_entries // _SHARD_ENTRIES))]
@@ -168,12 +173,18 @@ class MemoryStore:
                 takes.append(hit)
             else:
                 answers.append(self._answer(hit, moment))
-        today = self._calendar() if now is None else now
+        today = self._read_calendar(moment) if now is None else now
         first = takes[0]
         if len(takes) == 1 and first.start < 0:  # usually
             answers.append(self._budgets.take_one(first, moment, today))
             return answers
         return answers + self._budgets.ask(takes, moment, today)
+
+    def _read_calendar(self, moment: int) -> int:
+        """The time by the calendar, as of `moment` by the clock."""
+        if not 0 <= moment - self._compared < _COMPARE_MS:
+            self._ahead, self._compared = self._calendar() - moment, moment
+        return moment + self._ahead
 
     def _unpack_budget(self, take: Take) -> BudgetState:
         """Take out the state of a budget, also if another limit kept it, for a lifetime of its own."""

@@ -21,8 +21,9 @@ class KeptBudget:
 
     Attributes:
         state: the state.
-        take: the newest question about it.
-        moment: when that came.
+        take: a question about it, with the newest limit. Not the newest one: freeing the one before it takes long, because that
+            has left the processor's cache.
+        moment: when the newest question came.
         today: the same by the calendar.
         leaves: there is no room for it unpacked.
     """
@@ -101,7 +102,10 @@ class MemoryBudgets:
     def _open(self, take: Take, moment: int, today: int) -> KeptBudget:
         budget = self._at_hand.use(take.key)
         if budget is not None:
-            budget.take, budget.moment, budget.today = take, moment, today
+            known = budget.take
+            if known.limit != take.limit or known.rate != take.rate or known.span != take.span:
+                budget.take = take
+            budget.moment, budget.today = moment, today
             return budget
         budget = KeptBudget(self._unpack(take), take, moment, today)
         if len(self._at_hand) < self._most or self._make_room(moment):

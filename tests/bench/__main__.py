@@ -13,6 +13,7 @@ from time import perf_counter
 from extproc.cli.main import describe_version
 from tests.bench import (
     answers,
+    budgets,
     door,
     engine,
     envoy,
@@ -44,6 +45,7 @@ _SECTIONS = {
     "hostile": (hostile.TITLE, hostile.run),
     "evasion": (evasion.TITLE, evasion.run),
     "redis": (redis.TITLE, redis.run),
+    "budgets": (budgets.TITLE, budgets.run),
     "sessions": (sessions.TITLE, sessions.run),
     "transport": (transport.TITLE, transport.run),
     "door": (door.TITLE, door.run),

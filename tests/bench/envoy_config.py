@@ -14,6 +14,8 @@ from tests.bench.processes import running
 _TYPE = "type.googleapis.com/envoy."
 _BUFFER_BYTES = 16 << 20
 _MANY = 1_000_000
+_USERS = {"rate_limits": [{"actions": [{"request_headers": {"header_name": "x-user-id", "descriptor_key": "user"}}]}]}
+"""The descriptor for a rate limit service; other filters do not read it."""
 
 
 class Listener(NamedTuple):
@@ -25,12 +27,16 @@ class Listener(NamedTuple):
             Envoy do as well.
         metadata: sent to the server with every stream, Envoy's formatters expanded.
         body_mode: how bodies are sent to the server.
+        limiter: instead, the name of a rate limit service that is asked about the header `x-user-id`.
+        upstream: the name of a server that answers, as rate limit services are not asked about Envoy's own answers.
     """
 
     port: int
     server: str | None = None
     metadata: Mapping[str, str] = {}
     body_mode: str = "BUFFERED"
+    limiter: str | None = None
+    upstream: str | None = None
 
 
 @contextmanager
@@ -55,13 +61,19 @@ def _address(port: int) -> dict[str, Any]:
 
 
 def _listener(name: str, listener: Listener) -> dict[str, Any]:
-    route = {"name": "all", "match": {"prefix": "/"}, "direct_response": {"status": 200, "body": {"inline_string": "ok"}}}
+    route: dict[str, Any] = {
+        "name": "all",
+        "match": {"prefix": "/"},
+        "direct_response": {"status": 200, "body": {"inline_string": "ok"}},
+    }
+    if listener.upstream:
+        route = {"name": "all", "match": {"prefix": "/"}, "route": {"cluster": listener.upstream}}
     manager = {
         "@type": f"{_TYPE}extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": name,
         "use_remote_address": True,
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [_ext_proc(listener) if listener.server else _buffer(), _filter("router", "router.v3.Router")],
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route], **_USERS}]},
+        "http_filters": [*_ask(listener), _filter("router", "router.v3.Router")],
     }
     chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
     return {
@@ -70,6 +82,15 @@ def _listener(name: str, listener: Listener) -> dict[str, Any]:
         "per_connection_buffer_limit_bytes": _BUFFER_BYTES,
         "filter_chains": [chain],
     }
+
+
+def _ask(listener: Listener) -> list[dict[str, Any]]:
+    if listener.limiter:
+        service = {"grpc_service": {"envoy_grpc": {"cluster_name": listener.limiter}}, "transport_api_version": "V3"}
+        more = {"domain": "all", "timeout": "30s", "failure_mode_deny": True, "enable_x_ratelimit_headers": "DRAFT_VERSION_03"}
+        limit = _filter("ratelimit", "ratelimit.v3.RateLimit", rate_limit_service=service, **more)
+        return [limit]
+    return [_ext_proc(listener) if listener.server else _buffer()]
 
 
 def _filter(name: str, kind: str, **config: Any) -> dict[str, Any]:  # noqa: ANN401  # free-form configuration

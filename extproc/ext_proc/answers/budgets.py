@@ -1,4 +1,7 @@
-"""What clients are told about budgets: `RateLimit` headers of refusals, and the same as metadata of requests that continue."""
+"""What clients are told about budgets: `RateLimit` headers of refusals, and the same as metadata of requests that continue.
+
+Dollars have no headers: these are whole numbers of what a client counts.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from collections.abc import Sequence
 from math import floor
 from typing import Any, Final
 
-from extproc.budgets.subject import DOLLAR_UNIT, BudgetSubject
-from extproc.decision import Decision, Outcome
+from extproc.budgets.guard import Reservation, make_subject
+from extproc.budgets.subject import DOLLAR_UNIT, TOKEN_UNIT, BudgetSubject
+from extproc.decision import Action, Decision, Outcome
 from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.ext_proc.answers.metadata import SESSIONS, write_entries, write_entries_head, write_text, write_text_head
 
@@ -17,7 +21,17 @@ _TIME: Final = b";t="
 _DIGITS: Final = 64
 """More than the digits of any number."""
 
+_MS_PER_SECOND: Final = 1_000
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
+
+
+_SMALL: Final = [str(number).encode() for number in range(1_000)]
+_NONE: Final[list[Reservation]] = []
+
+
+def _write_number(number: int) -> bytes:
+    """A number; 0 for less."""
+    return str(number).encode() if number >= len(_SMALL) else _SMALL[max(0, number)]
 
 
 class _BudgetForm:
@@ -32,12 +46,12 @@ class _BudgetForm:
 
     __slots__ = ("first", "second", "start", "third")
 
-    def __init__(self, policy: str, subject: BudgetSubject, left: int, seconds: int) -> None:
+    def __init__(self, policy: str, reserved: Reservation, left: int, seconds: int) -> None:
         """For `left` and `seconds` digits."""
         quoted = f'"{policy.translate(_SAFE)}";r='.encode()
         whole = len(quoted) + left + len(_TIME) + seconds
-        limit = write_text("ratelimit_limit", f"{floor(subject.limit)}")
-        self.first = limit + write_text(RULE, subject.rule) + write_text_head("ratelimit_remaining", left)
+        limit = write_text("ratelimit_limit", f"{reserved.take.limit // reserved.limit.units}")
+        self.first = limit + write_text(RULE, reserved.rule.name) + write_text_head("ratelimit_remaining", left)
         self.second = write_text_head("ratelimit_reset", seconds)
         self.third = write_text_head("ratelimit", whole) + quoted
         size = len(self.first) + left + len(self.second) + seconds + len(self.third) - len(quoted) + whole
@@ -58,6 +72,18 @@ def list_rate_limit(subject: BudgetSubject, policy: str, seconds: int) -> list[t
     ]
 
 
+def _list_token_limit(subject: BudgetSubject) -> list[tuple[str, str]]:
+    """The same as metadata for headers with OpenAI's names, whose times are written like 6m0s."""
+    minutes, seconds = divmod(subject.reset, 60)
+    hours, minutes = divmod(minutes, 60)
+    reset = f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
+    return [
+        ("ratelimit_limit_tokens", f"{floor(subject.limit)}"),
+        ("ratelimit_remaining_tokens", f"{max(0, floor(subject.left))}"),
+        ("ratelimit_reset_tokens", reset),
+    ]
+
+
 def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[str, str]]:
     """The headers of a refusal."""
     again = lead.retry_after
@@ -68,21 +94,32 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
     return [*headers, ("x-loopguard-rule", subject.rule)] if subject.rule.isascii() else headers
 
 
-def find_tightest(budgets: Sequence[BudgetCandidate]) -> tuple[str, BudgetSubject] | None:
-    """The budget of which the smallest share is left, and its policy; None if no rule applies.
+class _Tightest:
+    """Budgets of which the smallest share is left: of all that have headers, and of those that count tokens."""
 
-    Dollars have no headers: these are whole numbers of what a client counts.
-    """
-    if len(budgets) == 1:  # usually
-        only = budgets[0]
-        return (only.plan.id, only.told) if only.told.rule and only.told.unit != DOLLAR_UNIT else None
-    found: tuple[str, BudgetSubject] | None = None
-    least = 0.0
-    for each in budgets:
-        subject = each.told
-        if subject.rule and subject.unit != DOLLAR_UNIT and (found is None or subject.share < least):
-            found, least = (each.plan.id, subject), subject.share
-    return found
+    __slots__ = ("policy", "reserved", "tokens")
+
+    def __init__(self, budgets: Sequence[BudgetCandidate]) -> None:
+        self.policy = ""
+        self.reserved: Reservation | None = None
+        self.tokens: Reservation | None = None
+        first = budgets[0].reserved if budgets else _NONE
+        if len(first) == 1 and len(budgets) == 1 and first[0].limit.has_headers and first[0].taken is not None:  # usually
+            self.policy, self.reserved = budgets[0].plan.id, first[0]
+            if first[0].limit.unit == TOKEN_UNIT:
+                self.tokens = first[0]
+            return
+        least = fewest = 0.0
+        for budget in budgets:
+            for each in budget.reserved:
+                taken = each.taken
+                if taken is None or not each.limit.has_headers:
+                    continue
+                share = taken.left / max(1, each.take.limit)
+                if self.reserved is None or share < least:
+                    self.policy, self.reserved, least = budget.plan.id, each, share
+                if each.limit.unit == TOKEN_UNIT and (self.tokens is None or share < fewest):
+                    self.tokens, fewest = each, share
 
 
 def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> dict[str, Any]:
@@ -90,34 +127,43 @@ def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> 
 
     A refusal is about the budget that refuses, so it has the values of its headers.
     """
-    lead = decision.lead
+    lead, tightest = decision.lead, _Tightest(budgets)
+    tokens = tightest.tokens if decision.action is not Action.REJECT else None
+    more = dict(_list_token_limit(make_subject(tokens))) if tokens is not None else {}
     if lead is not None and isinstance(lead.subject, BudgetSubject) and lead.subject.rule:
         policy, subject = lead.policy, lead.subject
         if subject.unit == DOLLAR_UNIT:
-            return {RULE: subject.rule}
+            return {**more, RULE: subject.rule}
         seconds = subject.reset if lead.retry_after is None else lead.retry_after
+    elif tightest.reserved is None:
+        return more
     else:
-        found = find_tightest(budgets)
-        if found is None:
-            return {}
-        policy, subject = found
+        policy, subject = tightest.policy, make_subject(tightest.reserved)
         seconds = subject.reset
     headers = {name.lower().replace("-", "_"): value for name, value in list_rate_limit(subject, policy, seconds)}
-    return {**headers, RULE: subject.rule}
+    return {**headers, **more, RULE: subject.rule}
 
 
 def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
     """The same as `describe_budgets`, as bytes for a request that just continues, with SESSIONS; empty for nothing."""
-    found = find_tightest(budgets)
-    if found is None:
+    tightest = _Tightest(budgets)
+    reserved = tightest.reserved
+    if reserved is None or reserved.taken is None:
         return write_entries([write_text(SESSIONS, calls)]) if calls else b""
-    policy, subject = found
-    left, seconds = str(int(max(0.0, subject.left))).encode(), str(subject.reset).encode()
+    limit, taken = reserved.limit, reserved.taken
+    left = _write_number(taken.left // limit.units)
+    seconds = _write_number(-(-taken.reset_ms // _MS_PER_SECOND))
     known = len(left) * _DIGITS + len(seconds)
-    form = subject.forms.get(known)
-    if not isinstance(form, _BudgetForm):
-        form = subject.forms[known] = _BudgetForm(policy, subject, len(left), len(seconds))
-    if calls:
-        told = [write_text(SESSIONS, calls), form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
+    form = limit.forms.get(known)
+    if taken.here is not None or not isinstance(form, _BudgetForm):
+        form = _BudgetForm(tightest.policy, reserved, len(left), len(seconds))
+        if taken.here is None:  # else the limit is a replica's share
+            limit.forms[known] = form
+    if calls or tightest.tokens is not None:
+        told = [form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
+        if calls:
+            told.append(write_text(SESSIONS, calls))
+        if tightest.tokens is not None:
+            told += [write_text(name, value) for name, value in _list_token_limit(make_subject(tightest.tokens))]
         return write_entries(told)
     return b"".join([form.start, left, form.second, seconds, form.third, left, _TIME, seconds])

@@ -74,8 +74,12 @@ class Take:
         offset: int = 0,
         start: int = -1,
         marker: str = "",
+        lifetime_ms: int = 0,
     ) -> None:
-        if kind == BUCKET:
+        """Without a lifetime, it is worked out."""
+        if lifetime_ms:
+            self.lifetime_ms = lifetime_ms
+        elif kind == BUCKET:
             self.lifetime_ms = min(-(-limit // rate), YEAR) + GARBAGE_MS
         else:
             self.lifetime_ms = (span if kind == PERIOD else max(2 * MINUTE, span)) + GARBAGE_MS
@@ -94,6 +98,13 @@ class Take:
         """Whether it is a settlement."""
         return self.start >= 0
 
+    def share(self, replicas: int) -> Take:
+        """The same for one of several replicas without a store: each has a part of the limit, but room for this request."""
+        least = self.amount + 1 if self.kind == BREAKER else max(1, self.amount)
+        limit = min(self.limit, max(self.limit // replicas, least))
+        rate = max(min(1, self.rate), self.rate // replicas)
+        return Take(self.key, self.kind, self.amount, limit, rate, self.span, self.offset)
+
     def settle(self, amount: int, start: int, call: str = "") -> Take:
         """The settlement of a take: this much was taken too much. `call` names the take; without it, nothing is remembered."""
         marker = f"settled1:{call}:{self.key[-2:]}" if call else ""
@@ -110,7 +121,7 @@ class Taken:
         wait_ms: until it would fit, in milliseconds: 0 if it fits, `FOREVER` if it never does.
         start: for the settlement: the start of the period or minute, and the time for a bucket.
         reset_ms: until the budget is whole again, or its next period begins, in milliseconds.
-        here: this process has counted it, because the store was unavailable.
+        here: the question that this process has answered itself, because the store was unavailable; else None.
     """
 
     __slots__ = ("fits", "granted", "here", "left", "reset_ms", "start", "wait_ms")
@@ -130,7 +141,7 @@ class Taken:
         self.wait_ms = wait_ms
         self.start = start
         self.reset_ms = reset_ms
-        self.here = False
+        self.here: Take | None = None
 
     def __eq__(self, other: object) -> bool:
         """Compare all fields but `here`: stores are compared by their answers."""

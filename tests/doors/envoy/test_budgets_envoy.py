@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from extproc.cli.main import main
+from tests.support.budget_policies import rule
 from tests.support.documents import bundle
 from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
 from tests.support.servers import Server, server
@@ -37,6 +39,7 @@ BREAKER = {
     "alert": True,
     "auto_reset_after_minutes": 5,
 }
+SLOW = [{"threshold_percent": 1, "action": "throttle", "delay_ms": 30_000}, *REJECT]
 LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, "action": "reject", "similarity": "exact"}
 
 POLICIES = bundle(
@@ -65,6 +68,16 @@ POLICIES = bundle(
         tokens_per_day=2_000_000,
         burst_tokens=10_000,
         default_max_completion_tokens=1024,
+    ),
+    limited(
+        "held",
+        "token_bucket",
+        {
+            "rules": [
+                rule("token_bucket", "all", tokens_per_second=0.001, burst=100, cost_source="header:x-cost"),
+                rule("cost_based", "slow", ["header:x-slow"], budget=10, period="7d", staged_actions=SLOW),
+            ]
+        },
     ),
     limited("tokens", "cost_based", budget=1_000_000, period="7d", cost_key="usage:tokens", staged_actions=REJECT),
     limited(
@@ -186,7 +199,16 @@ def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
     shop.await_used("tokens", 20 * 5_017)
 
     last = shop.ask("/tokens/chat/completions", "ann", {"messages": [{"role": "user", "content": "1234"}], "max_tokens": 7})
-    assert int(last.headers["ratelimit-remaining"]) == 1_000_000 - 20 * 5_017 - 8
+
+    left = 1_000_000 - 20 * 5_017 - 8
+    assert int(last.headers["ratelimit-remaining"]) == left
+    told = {name: value for name, value in last.headers.items() if name.startswith("x-ratelimit")}
+    reset = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(\d+)s", told.pop("x-ratelimit-reset-tokens"))
+    assert reset
+    hours, minutes, seconds = map(int, reset.groups("0"))
+    assert hours * 3_600 + minutes * 60 + seconds == int(last.headers["ratelimit-reset"])
+    assert told == {"x-ratelimit-limit-tokens": "1000000", "x-ratelimit-remaining-tokens": f"{left}"}
+    assert not [name for name in shop.ask("/minimal/x", "tim").headers if name.startswith("x-ratelimit")]
 
 
 def test_an_llm_bucket_goes_below_zero_and_a_large_request_is_final(shop: Shop) -> None:
@@ -263,8 +285,46 @@ def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.Cap
     assert "minimal/minimal-rule" in capsys.readouterr().out
 
 
+def test_a_client_that_leaves_while_it_is_held_pays_nothing(shop: Shop) -> None:
+    """Each of five takes more than half of the bucket; what it took from both rules comes back."""
+    head = "POST /held/x HTTP/1.1\r\nhost: a\r\nx-api-key: ann\r\nx-slow: 1\r\nx-cost: 60\r\ncontent-length: 2\r\n\r\n{}"
+
+    for _ in range(5):
+        with shop.made.connect() as client:
+            client.sendall(head.encode())
+            eventually(lambda: shop.count("throttled_in_flight") == 1, "a held request")
+        eventually(lambda: shop.count("throttled_in_flight") == 0, "its end")
+        eventually(lambda: int(shop.ask("/held/x", "ann").headers["ratelimit-remaining"]) > 60, "what it took")
+
+    assert shop.count("budget_lost_total") == 0
+
+
 def test_a_kill_switch_comes_first(shop: Shop) -> None:
     """As in the format's example."""
     answer = shop.ask("/minimal/x", "kim", None, None, **{"x-tenant-id": "tenant-42"})
 
     assert (answer.status, answer.headers["x-fairvisor-reason"]) == (429, "kill_switch")
+
+
+def test_replicas_without_their_store_let_no_more_pass_together() -> None:
+    """Each enforces its half of the budget; when the store is back, it decides again."""
+    policy = bundle(limited("halves", "cost_based", budget=10, period="7d", cost_key="fixed", staged_actions=REJECT))
+
+    def crowd(caller: str) -> list[int]:
+        def send(_: int) -> int:
+            return made.send("/halves/x", method="POST", body=b"{}", headers={"x-api-key": caller}).status
+
+        with ThreadPoolExecutor(8) as pool:
+            return sorted(pool.map(send, range(60)))
+
+    with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
+        eventually(lambda: [replica.metric("replicas") for replica in made.replicas] == [2, 2], "both replicas")
+
+        valkey.kill()
+        alone = crowd("ann")
+        valkey.start()
+        eventually(lambda: all(replica.metric("store_up", shard=valkey.address) for replica in made.replicas), "the store")
+        together = crowd("bob")
+
+    assert alone == [200] * 10 + [429] * 50
+    assert together == [200] * 10 + [429] * 50

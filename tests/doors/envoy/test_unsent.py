@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.budget_policies import bucket
 from tests.support.documents import bundle, policy, read_yaml
 from tests.support.harness import Stack, eventually, stack
 
@@ -50,6 +51,9 @@ def made() -> Any:  # noqa: ANN401  # a generator
     document = bundle(
         policy("taken-back", {"pathPrefix": "/a"}, count_failed=False, **key), policy("kept", {"pathPrefix": "/b"}, **key)
     )
+    paid = policy("paid", {"pathPrefix": "/c"}, count_failed=False, **key)
+    paid["spec"]["rules"] = [bucket(per_second=0.001, burst=5) | key]
+    document["policies"].append(paid)
     with stack(document, edit=add_refusals) as running:
         yield running
 
@@ -77,6 +81,24 @@ def test_what_another_filter_refuses_is_no_loop(made: Stack, status: str) -> Non
     assert refused == [int(status)] * 8
     assert passed[-3:] == [429] * 3
     assert 200 in passed
+
+
+@pytest.mark.parametrize("status", ["401", "403", "429"])
+def test_what_another_filter_refuses_costs_nothing(made: Stack, status: str) -> None:
+    """Twelve requests of five are refused elsewhere; each is given back when Envoy has logged it, and five more pass."""
+    user, taken = {"x-user-id": f"payer-{status}"}, made.loopguard.metric("access_log_entries_total", result="taken")
+
+    def send(text: str, **more: str) -> int:
+        return made.send("/c", method="POST", body=text.encode(), headers={**user, **more}).status
+
+    refused = []
+    for number in range(12):
+        refused.append(send(f"refused {number}", **REFUSALS[status]))
+        eventually(lambda: made.loopguard.metric("access_log_entries_total", result="taken") > taken + number)  # noqa: B023
+    passed = [send(f"passed {number}") for number in range(6)]
+
+    assert refused == [int(status)] * 12
+    assert passed == [200] * 5 + [429]
 
 
 def test_other_policies_count_what_was_refused(made: Stack) -> None:

@@ -12,6 +12,9 @@ from tests.support.budget_policies import CHAT, NOON, REJECT, ask, bucket, chat,
 from tests.support.messages import headers
 from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
 
+PRICES = {"*": {"input": 0, "output": 1_000}}
+"""Per million tokens."""
+
 
 def test_a_bucket_refuses_with_true_headers_and_fills_again() -> None:
     """The fourth request of three waits as long as `Retry-After` says, and no longer; each caller has a bucket."""
@@ -52,6 +55,34 @@ def test_allowed_requests_have_the_tightest_budget_as_metadata() -> None:
         "ratelimit": '"p";r=3;t=1',
         "budget_rule": "tight",
     }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "left", "reset"),
+    [
+        (rule("token_bucket_llm", "t", tokens_per_minute=6_000), "6000", "5890", "2s"),
+        (rule("token_bucket_llm", "t", tokens_per_minute=1, burst_tokens=500), "500", "390", "1h50m0s"),
+        (rule("token_bucket_llm", "t", tokens_per_minute=30, burst_tokens=5_000), "5000", "4890", "3m40s"),
+        (
+            rule("cost_based", "t", budget=900, period="1h", cost_key="usage:tokens", staged_actions=REJECT),
+            "900",
+            "790",
+            "1h0m0s",
+        ),
+    ],
+    ids=["seconds", "hours", "minutes", "a period"],
+)
+def test_budgets_of_tokens_have_openais_names_as_well(tokens: dict[str, Any], limit: str, left: str, reset: str) -> None:
+    """Also if another rule is tighter, and if a stage is reached; the times are in OpenAI's form."""
+    stages = [{"threshold_percent": 1, "action": "warn"}, *REJECT]
+    dollars = rule("cost_based", "d", budget=1, period="1d", cost_key="usage:dollars", prices=PRICES, staged_actions=stages)
+    content = chat("x" * 40, max_tokens=100)
+    expected = {"ratelimit_limit_tokens": limit, "ratelimit_remaining_tokens": left, "ratelimit_reset_tokens": reset}
+
+    for rules in ([tokens], [tokens, bucket(burst=2)], [tokens, dollars]):
+        service, _ = serve(limited(*rules))
+        told = metadata_of(ask(service, content=content))
+        assert {name: value for name, value in told.items() if name.endswith("_tokens")} == expected
 
 
 def test_a_request_that_a_budget_refuses_takes_nothing_from_others() -> None:
@@ -239,6 +270,16 @@ def test_a_small_limit_does_not_refuse_what_only_might_be_long() -> None:
         assert headers_of(answer)["x-should-retry"] == "false"
 
 
+def test_the_default_is_not_cut_to_what_is_left() -> None:
+    """As documented: 500 of 1,000 are left, a request that may get 999 waits, one that names its maximum passes."""
+    service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000, default_max_completion=999)))
+
+    answers = [ask(service, content=chat("hi", max_tokens=most)) for most in (499, 0, 499)]
+
+    assert [refused(answer) for answer in answers] == ["", "tpm_exceeded", ""]
+    assert headers_of(answers[1])["Retry-After"] == "30"
+
+
 @pytest.mark.parametrize(
     ("config", "content", "reason"),
     [
@@ -282,6 +323,38 @@ def test_a_store_that_is_away_leaves_budgets_to_the_process() -> None:
     service = make_service(limited(bucket(burst=2, per_second=0.001)), store=FailingStore())
 
     assert [refused(ask(service)) for _ in range(3)] == ["", "", "token_bucket_exceeded"]
+
+
+def test_without_the_store_each_replica_enforces_its_share() -> None:
+    """A third of the budget, and of each stage; a request that fits the whole budget may come once, and is not final."""
+    stages = [{"threshold_percent": 60, "action": "warn"}, *REJECT]
+    fixed = limited(rule("cost_based", budget=15, period="1d", staged_actions=stages))
+    costly = limited(rule("cost_based", budget=15, period="1d", cost_key="header:x-cost", staged_actions=REJECT))
+    service, other = make_service(fixed, store=FailingStore()), make_service(costly, store=FailingStore())
+    service.counting.replicas = other.counting.replicas = 3
+
+    answers = [ask(service) for _ in range(6)]
+    large = [ask(other, x_cost=cost) for cost in ("9", "1", "9", "16")]
+
+    assert [refused(answer) for answer in answers] == [""] * 5 + ["budget_exceeded"]
+    assert [warning_of(answer) for answer in answers] == [None, None, b"budget_warn", b"budget_warn", b"budget_warn", None]
+    told = headers_of(answers[5])
+    assert (told["RateLimit-Limit"], told["RateLimit-Remaining"], "x-should-retry" in told) == ("5", "0", False)
+    assert [refused(answer) for answer in large] == ["", "budget_exceeded", "budget_exceeded", "budget_exceeded"]
+    assert ["x-should-retry" in headers_of(answer) for answer in large[1:]] == [False, False, True]
+
+
+def test_a_share_gets_back_what_a_refused_loop_took() -> None:
+    """As the store does."""
+    loop = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2, "action": "reject"}
+    service = make_service(limited(bucket(per_second=0.001, burst=9), loop_detection=loop), store=FailingStore())
+    service.counting.replicas = 3
+
+    loops = [refused(ask(service)) for _ in range(9)]
+    others = [refused(ask(service, content=chat(f"{number}"))) for number in range(3)]
+
+    assert loops == [""] + ["loop_detected"] * 8
+    assert others == ["", "", "token_bucket_exceeded"]
 
 
 def test_steering_tells_how_much_is_used() -> None:

@@ -135,9 +135,7 @@ def test_a_refused_request_and_a_settlement_do_not_count_as_used() -> None:
         ask(made.service)
     (row,) = made.report()["budgets"]
     (kept,) = made.service.reporter.budgets.copy()
-    taken = kept.reserved.taken
-    assert taken is not None
-    settlement = kept.reserved.take.settle(500_000, taken.start)
+    settlement = kept.take.settle(500_000, kept.start)
 
     made.service.reporter.budgets.settle(settlement)
 

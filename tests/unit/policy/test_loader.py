@@ -16,7 +16,7 @@ from extproc.errors import BundleErrors
 from extproc.policy.bundle import make_schema
 from extproc.policy.files import MAX_FILE
 from extproc.policy.loader import load
-from tests.support.budget_policies import rule
+from tests.support.budget_policies import REJECT, rule
 from tests.support.bundles import (
     BYPASSES_ALL,
     CALLS,
@@ -480,7 +480,7 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
             spec(
                 rules=[
                     rule("token_bucket", "a", rps=1, burst=2, cost_source="header:x-cost", fixed_cost=2),
-                    rule("token_bucket_llm", "b", tokens_per_minute=9_000, tokens_per_day=100),
+                    rule("token_bucket_llm", "b", tokens_per_minute=9_000, tokens_per_day=8_000),
                     rule("token_bucket", "c", rps=1, burst=2, default_cost=2),
                 ]
             ),
@@ -498,6 +498,41 @@ IDLE = "loop_detection is not enabled: policy p does nothing"
                     "tokens_per_day is below tokens_per_minute, 9000: a day allows less than a minute",
                 ),
                 ("/spec/rules/2/algorithm_config/default_cost", "default_cost is ignored, because requests cost fixed"),
+            ],
+        ),
+        (
+            spec(
+                rules=[
+                    rule("token_bucket_llm", "a", tokens_per_minute=1_500),
+                    rule("token_bucket_llm", "b", tokens_per_minute=1_500, burst_tokens=5_000, tokens_per_day=1_999),
+                    rule("token_bucket_llm", "c", tokens_per_minute=1_500, default_max_completion=750),
+                    rule("token_bucket_llm", "d", tokens_per_minute=1_500, max_completion_tokens=750),
+                    rule("cost_based", "e", budget=800, period="1h", cost_key="usage:output", staged_actions=REJECT),
+                    rule("cost_based", "f", budget=800, period="1h", cost_key="usage:input", staged_actions=REJECT),
+                ]
+            ),
+            [
+                (
+                    "/spec/rules/0/algorithm_config/default_max_completion",
+                    (
+                        "a request without max_tokens reserves 1000 of 1500 tokens for its answer, and is refused while less "
+                        "is left; lower default_max_completion"
+                    ),
+                ),
+                (
+                    "/spec/rules/1/algorithm_config/default_max_completion",
+                    (
+                        "a request without max_tokens reserves 1000 of 1999 tokens for its answer, and is refused while less "
+                        "is left; lower default_max_completion"
+                    ),
+                ),
+                (
+                    "/spec/rules/4/algorithm_config/budget",
+                    (
+                        "a request without max_tokens reserves 800 of 800 tokens for its answer, and is refused while less "
+                        "is left; raise it, or have clients send max_tokens"
+                    ),
+                ),
             ],
         ),
         (spec(loop_detection=None), [("/spec", IDLE)]),

@@ -1,0 +1,78 @@
+"""How many replicas share a store. While it is unavailable, each of them enforces its share of every budget.
+
+Every few seconds, a replica puts its name on a board in the store, where it soon expires, and counts the names. No request
+waits for this. A replica that starts while the store is unavailable knows of no other.
+"""
+# interpreted: waits for a network
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from extproc.errors import StoreError
+from extproc.store import Store
+from extproc.store.rules.documents import BOARDS
+
+_BOARD: Final = "replicas"
+
+_EVERY_SECONDS: Final = 2.0
+
+KEPT_SECONDS: Final = 10.0
+"""A replica that stops without a word is counted for this long: several of its names may be lost or late."""
+
+
+class ReplicaCount:
+    """The number of replicas, from several looks at the board.
+
+    A larger number counts at once. A smaller one counts when none as large as before was seen for KEPT_SECONDS, because a
+    store that has lost its data gets the names back one by one.
+
+    Attributes:
+        number: the replicas that were there last, this one included; 1 before the first look.
+    """
+
+    def __init__(self) -> None:
+        self.number = 1
+        self._seen_at = float("-inf")
+
+    def note(self, number: int, now: float) -> None:
+        """Note how many names were on the board at the time `now`, in seconds."""
+        if number >= self.number or now - self._seen_at >= KEPT_SECONDS:
+            self.number, self._seen_at = max(1, number), now
+
+
+class ReplicaWatch:
+    """One replica's part in the count."""
+
+    def __init__(self, store: Store, name: str, is_needed: Callable[[], bool], report: Callable[[int], None]) -> None:
+        """`report` is told the number after each look; the store is left alone while the number is not needed."""
+        self._store = store
+        self._name = name
+        self._is_needed = is_needed
+        self._report = report
+        self._count = ReplicaCount()
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            if self._is_needed():
+                with suppress(StoreError):  # the last number holds; the store reports its failure itself
+                    await self.look(time.monotonic())
+            await asyncio.sleep(_EVERY_SECONDS)
+
+    async def look(self, now: float) -> None:
+        """Put the name on the board, and count the names; `now` in seconds. Raises StoreError."""
+        await self._store.documents.put(BOARDS, _BOARD, self._name, b"", KEPT_SECONDS)
+        found = await self._store.documents.read(BOARDS, _BOARD)
+        self._count.note(len(found.documents) if found is not None else 0, now)
+        self._report(self._count.number)
+
+    async def leave(self) -> None:
+        """Take the name away, because this replica stops."""
+        if self._is_needed():
+            with suppress(StoreError):
+                await self._store.documents.drop(BOARDS, _BOARD, self._name)
