@@ -62,6 +62,8 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
     formats = ", ".join(f"{name} {number:,}" for name, number in document["formats"].items())
     span = f", {document['first'][:10]} to {document['last'][:10]}" if document["first"] else ""
     lines.append(f"{read}{f' ({formats})' if formats else ''}{span}.")
+    if document["copies"]:
+        lines.append(f"{count_many(document['copies'], 'call')} in continued or forked sessions are copies, and count once.")
     if document["estimated"]:
         lines.append("Some tokens are estimated from bytes, because a log does not have them.")
     unpriced = document["spent"]["unpriced_tokens"]
