@@ -19,8 +19,6 @@ _BUDGETS_SHOWN = 5
 _STOPS = ("block", "kill")
 """Orders that hold whatever others say."""
 
-_DOES = {"allow": "", "warn": "warn", "steer": "steer", "throttle": "throttle", "land": "land", "reject": "refuse"}
-
 
 class Column(NamedTuple):
     """One column.
@@ -217,8 +215,10 @@ def _write_done(row: Mapping[str, Any], now: float) -> str:
         return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
     if "sessions" in row:
         return "wait" if row["action"] != "allow" else "shadow: wait"
-    does = _DOES.get(row["action"], row["action"])
-    return does or (f"(would {_DOES.get(row['shadow'], row['shadow'])})" if row["shadow"] else "")
+    does: str = row["action"]
+    if does != "allow":
+        return does
+    return f"(would {row['shadow']})" if row["shadow"] else ""
 
 
 def _write_orders(row: Mapping[str, Any], _: float) -> str:
