@@ -205,6 +205,8 @@ class Judge(Replayed):
             ):
                 outcome = FAILED if end.failed else SUCCEEDED
                 settlement = each.settle(end.model, end.usage, outcome, estimated=end.estimated)
+                if end.estimated:
+                    self._problems.append(("estimated_tokens", ""))
                 self._ended += 1
                 heappush(self._open, (time + end.duration_ms, self._ended, settlement))
         while len(self._open) > _MOST_OPEN:

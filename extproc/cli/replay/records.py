@@ -83,8 +83,8 @@ class _Version(msgspec.Struct):
 
 class _Entry(msgspec.Struct):
     loop_record: Record | None = None
-    loop_usage: Any = msgspec.UNSET
-    status: Any = 0
+    loop_usage: Any = None
+    status: Any = None
     flags: Any = ""
     duration_ms: Any = 0
     bytes_received: Any = 0
@@ -270,8 +270,8 @@ def _read_sum(text: str) -> int:
 
 
 def _read_end(entry: _Entry) -> RecordedEnd | None:
-    """How the request of an entry ended; None if the entry cannot have its tokens."""
-    if entry.loop_usage is msgspec.UNSET:
+    """How the request of an entry ended; None if it does not say that. Envoy leaves out what is empty."""
+    if entry.status is None:
         return None
     told = entry.loop_usage if isinstance(entry.loop_usage, dict) else {}
     status, received, sent, duration = [

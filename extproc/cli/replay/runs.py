@@ -138,6 +138,8 @@ class RunCollector(Judge):
                 run.tools |= {name: count for _, name, count in candidate.standing.tools}
                 run.cost = _add_cost(run.cost, evaluation, candidate, recorded.end)
                 run.whole = recorded.end is not None
+                if recorded.end is not None and recorded.end.estimated:
+                    self._problems.append(("estimated_tokens", ""))
 
     def _name_conversation(self, evaluation: Evaluation, decision: Decision) -> tuple[str, str] | None:
         """The conversation; None if it has no name, or no turn yet, because the first turn is part of the name."""
