@@ -115,7 +115,12 @@ def _write_value(value: Any) -> bytes:  # noqa: ANN401, PLR0911  # what a Value 
 
 def _write_fields(values: dict[str, Any]) -> bytes:
     """The fields of a Struct."""
-    return b"".join([_write_entry(key, _write_value(item)) for key, item in values.items()])
+    return b"".join(
+        [
+            write_text(key, item) if isinstance(item, str) and item.isascii() else _write_entry(key, _write_value(item))
+            for key, item in values.items()
+        ]
+    )
 
 
 def _write_entry(key: str, value: bytes) -> bytes:
