@@ -163,8 +163,10 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
     spent = write_cost(total, "cost_sent_on_usd", "input_tokens_sent_on") or "nothing"
     spared = write_cost(total, "cost_not_sent_on_usd", "input_tokens_not_sent_on") or "nothing"
     forwarded, refused = total["requests_sent_on"], total["requests_not_sent_on"]
+    failing = sum(row["active"] for row in report["incidents"])
+    tools = f", {count(failing, 'failing tool')}" if failing else ""
     return [
-        f"{total['looping']} of {loops} active, {callers}; {replicas}",
+        f"{total['looping']} of {loops} active{tools}, {callers}; {replicas}",
         f"now {now}/min; spent {spent} on {count(forwarded, 'request')}; spared {spared}, {refused} not forwarded",
     ]
 
