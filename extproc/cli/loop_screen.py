@@ -19,8 +19,6 @@ _BUDGETS_SHOWN = 5
 _STOPS = ("block", "kill")
 """Orders that hold whatever others say."""
 
-_DOES = {"allow": "", "warn": "warn", "steer": "steer", "throttle": "throttle", "land": "land", "reject": "refuse"}
-
 
 class Column(NamedTuple):
     """One column.
@@ -165,8 +163,10 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
     spent = write_cost(total, "cost_sent_on_usd", "input_tokens_sent_on") or "nothing"
     spared = write_cost(total, "cost_not_sent_on_usd", "input_tokens_not_sent_on") or "nothing"
     forwarded, refused = total["requests_sent_on"], total["requests_not_sent_on"]
+    failing = sum(row["active"] for row in report["incidents"])
+    tools = f", {count(failing, 'failing tool')}" if failing else ""
     return [
-        f"{total['looping']} of {loops} active, {callers}; {replicas}",
+        f"{total['looping']} of {loops} active{tools}, {callers}; {replicas}",
         f"now {now}/min; spent {spent} on {count(forwarded, 'request')}; spared {spared}, {refused} not forwarded",
     ]
 
@@ -217,8 +217,10 @@ def _write_done(row: Mapping[str, Any], now: float) -> str:
         return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
     if "sessions" in row:
         return "wait" if row["action"] != "allow" else "shadow: wait"
-    does = _DOES.get(row["action"], row["action"])
-    return does or (f"(would {_DOES.get(row['shadow'], row['shadow'])})" if row["shadow"] else "")
+    does: str = row["action"]
+    if does != "allow":
+        return does
+    return f"(would {row['shadow']})" if row["shadow"] else ""
 
 
 def _write_orders(row: Mapping[str, Any], _: float) -> str:

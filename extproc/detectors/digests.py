@@ -30,7 +30,7 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, encode_turn
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, find_flags
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -45,6 +45,9 @@ _MISSING: Final = "-"
 _PURPOSE: Final = b"turn digests"
 _SIZE: Final = 8
 _NONE: Final = bytes(_SIZE)
+_BYTES: Final = [bytes((number,)) for number in range(256)]
+"""Looking bytes up is faster than making them."""
+
 _CHECK: Final = 4
 _SHAPE: Final = 4
 _FAILURE: Final = 3
@@ -83,22 +86,27 @@ class UnknownTurnsError(Exception):
     """A digest continues turns that are not in the log."""
 
 
-class _Mark(NamedTuple):
-    """What was recorded of one turn.
+class _Mark:
+    """What was recorded of one turn; branches of a conversation share it.
 
     Attributes:
         place: index of the assistant's newest message in it.
         end: index of the message behind the turn's last one.
-        id: of the list of turns that ends with it.
         entry: its entry.
         since: number of entries since a list was written whole.
+        begins: a list begins with it.
+        id: of the list of turns that ends with it; empty until a list goes on from there, which few do.
     """
 
-    place: int
-    end: int
-    id: bytes
-    entry: bytes
-    since: int
+    __slots__ = ("begins", "end", "entry", "id", "place", "since")
+
+    def __init__(self, place: int, end: int, entry: bytes, since: int, *, begins: bool) -> None:
+        self.place = place
+        self.end = end
+        self.entry = entry
+        self.since = since
+        self.begins = begins
+        self.id = b""
 
 
 class _Marks:
@@ -132,6 +140,29 @@ class _Marks:
             for mark in marks[count:]:
                 made.stale[mark.place] = mark
         return made
+
+    def add(self, added: list[tuple[int, int, bytes]], since: int) -> None:
+        """Mark turns, each with place, end and entry; see `_Mark`."""
+        marks = self.marks
+        for place, end, entry in added:
+            marks.append(_Mark(place, end, entry, since, begins=not marks))
+        if len(marks) > _MOST_MARKS:
+            self.find_id(len(marks) - _MOST_MARKS)  # nothing before it is left to find it by
+            del marks[:-_MOST_MARKS]
+
+    def find_id(self, at: int) -> bytes:
+        """The id of the list that ends with the mark at an index."""
+        marks, first = self.marks, at
+        while not marks[first].id and not marks[first].begins:
+            first -= 1
+        way = marks[first].id
+        if way:
+            first += 1
+        else:
+            way = _NONE
+        for number in range(first, at + 1):
+            way = marks[number].id = continue_id(way, marks[number].entry)
+        return way
 
 
 def find_shape(ignored: frozenset[str]) -> bytes:
@@ -236,11 +267,12 @@ def _write(  # noqa: PLR0913  # as `write_digest`
         parts.append(start)
     else:
         first |= _WHOLE
-    parts.append(bytes((len(entries),)))
+    parts.append(_BYTES[len(entries)])
     for entry in entries:
-        parts.append(bytes((len(entry),)))
+        parts.append(_BYTES[len(entry)])
         parts.append(entry)
-    return seal_digest(bytes((_VERSION, first, second)) + _find_shape(reading.ignored) + b"".join(parts))
+    parts[0] = b"".join([_BYTES[_VERSION], _BYTES[first], _BYTES[second], _find_shape(reading.ignored), parts[0]])
+    return seal_digest(b"".join(parts))
 
 
 def _find_place(history: History, keeps: int) -> ChainPlace | None:
@@ -283,16 +315,12 @@ def _list_entries(history: History, reading: Reading, prefix: bytes, secret: byt
         at = 0  # what was recorded is no longer looked at
     del marks[at:]
     added.reverse()
-    start, since = (marks[-1].id, marks[-1].since + len(added)) if marks else (b"", 0)
+    start, since = (marked.find_id(len(marks) - 1), marks[-1].since + len(added)) if marks else (b"", 0)
     if since > _MOST_SINCE:
         added = [*[(mark.place, mark.end, mark.entry) for mark in marks], *added][-MAX_TURNS:]
         start, since = b"", 0
         marks.clear()
-    way = start or _NONE
-    for place, end, entry in added:
-        way = continue_id(way, entry)
-        marks.append(_Mark(place, end, way, entry, since))
-    del marks[:-_MOST_MARKS]
+    marked.add(added, since)
     return start, [entry for _, _, entry in added]
 
 
@@ -353,8 +381,9 @@ def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
             flags |= _HIDES
         if left < 0:
             break
-        parts.append(bytes((len(shown),)) + shown.encode())
-    return encode_turn(kept)[:1] + bytes((flags,)) + b"".join(parts)
+        parts.append(_BYTES[len(shown)])
+        parts.append(shown.encode())
+    return b"".join([_BYTES[find_flags(kept)], _BYTES[flags], *parts])
 
 
 class RecordedTurn(NamedTuple):

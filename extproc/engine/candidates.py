@@ -45,6 +45,7 @@ from extproc.sessions.call_digests import INSPECT_LIMIT, UNKNOWN, KnownLedger, S
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
+from extproc.sessions.rates import Usage
 from extproc.sessions.trees import NO_AGENT, ROOT_ID, digest_agent, identify_agent
 from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Taken
@@ -115,13 +116,20 @@ class RecordedBody:
         sessions: names of sessions, by `SessionNames.id`.
         digests: digests of turns by `Digest.shape`, or under an empty key the reason why there are none.
         shown: what it shows to session limits, or why that is not known; None if it was not recorded.
+        ends: the log says how requests ended, so money and failures of sessions can be added up.
     """
 
-    __slots__ = ("digests", "sessions", "shown", "tenants")
+    __slots__ = ("digests", "ends", "sessions", "shown", "tenants")
 
     def __init__(
-        self, sessions: dict[str, str], digests: dict[bytes, Digest | NotCounted], shown: ShownCalls | NotCounted | None
+        self,
+        sessions: dict[str, str],
+        digests: dict[bytes, Digest | NotCounted],
+        shown: ShownCalls | NotCounted | None,
+        *,
+        ends: bool,
     ) -> None:
+        self.ends = ends
         self.tenants: dict[str, str] = {}
         self.sessions = sessions
         self.digests = digests
@@ -134,7 +142,7 @@ class RecordedBody:
             return ""
         if limiter.names.id not in self.sessions:
             return "session.keys"
-        if limiter.needs_answers and limiter.shape not in shown.ledgers:
+        if limiter.needs_answers and limiter.shape not in shown.ledgers and not self.ends:
             return "session, prices and unknown_model"
         return "max_inspect_bytes" if shown.is_too_long and shown.size <= limiter.max_inspect_bytes else ""
 
@@ -990,6 +998,12 @@ class SessionCandidate(Candidate):
         """The settlement of a request that the ledger let through, and that was then REFUSED or WITHDRAWN."""
         limits = self.limiter.find_limits(self.session)
         return Settlement(self.name_ledger(), limits, self.call, 0, estimated=False, outcome=outcome)
+
+    def settle(self, model: str, usage: Usage, outcome: int, *, estimated: bool) -> Settlement:
+        """The settlement of a request that the ledger let through, and that has ended; `model` is the one in the response."""
+        rates, limits = self.limiter.rates, self.limiter.find_limits(self.session)
+        cost = rates.find_cost(rates.choose_name(model, self.model), usage)
+        return Settlement(self.name_ledger(), limits, self.call, cost, estimated=estimated, outcome=outcome)
 
     def list_newest_tools(self) -> tuple[str, ...]:
         """The tools that were called in the newest step."""

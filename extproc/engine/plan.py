@@ -17,6 +17,7 @@ from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.loops import REPEAT, RESULT
 from extproc.engine.budget_plan import BudgetPlan, PlannedRule
+from extproc.engine.head_reads import HeadReads
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
@@ -476,7 +477,7 @@ class Plan:
         self.inspects = max(looking, default=0)
         self.reads_ends = any(detector.similarity.reads_ends for detector in self.detectors)
         self.steers = max(steering, default=0)
-        self._reads: list[tuple[str, str]] = []
+        self._reads: HeadReads | None = None
         self.ramp: Ramp | None = None
         self.watching: Plan | None = None
         if not shadow and spec.enforce_percent is not None and spec.enforce_percent < EVERYBODY:
@@ -646,9 +647,9 @@ class Plan:
             keys = [*keys, *self.rings.list_keys()]
         return [key.key for key in keys]
 
-    def list_reads(self) -> list[tuple[str, str]]:
-        """What the policy reads of a request's head beside its selector: (source, argument) as in limit keys, each once."""
-        if self._reads:  # with `--record`, each request asks
+    def list_reads(self) -> HeadReads:
+        """What the policy reads of a request's head."""
+        if self._reads is not None:  # with `--record`, each request asks
             return self._reads
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
@@ -656,7 +657,7 @@ class Plan:
         keys += self.budget.list_reads() if self.budget is not None else []
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         read = [part.key.partition(":") for key in keys for part in key.list_sources()]
-        self._reads = list(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing]))
+        self._reads = HeadReads(tuple(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing])))
         return self._reads
 
     def read_body_descriptors(

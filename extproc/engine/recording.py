@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
+from extproc.bounded import Memo
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Plan
 from extproc.request.fingerprint import Body, is_too_long, write_crc32
@@ -24,6 +25,7 @@ from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS, SECRET_PARAMETER
 from extproc.sessions.call_digests import KnownLedger, write_calls
 from extproc.sessions.names import find_vendor_headers
 
+_SECRET_PAIR: Final = f"{SECRET_PARAMETER}="
 _MOST_DIGESTS: Final = 2
 """Maximum number of digests in a record: one, or two while a canary with other `ignore_arguments` watches."""
 
@@ -33,12 +35,53 @@ VERSION = 1
 TOO_LONG = False
 """Recorded in place of a value, or a query, that is too long to be hashed."""
 
+_MOST_HEADS: Final = 1_024
+_LONGEST_KNOWN: Final = 1_024
+"""Number of heads that are kept, and maximum length of a target or of a header's value in them."""
+
 _MAX_PAIRS = 64
 """Maximum number of pairs of a query to hash separately, at a microsecond each; longer queries are hashed as a whole."""
 
 
-def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, plain: bool) -> dict[str, Any]:
-    """The part of a record that is known before the body.
+class RecordedHead:
+    """The part of a record that is known before the body; equal requests share it.
+
+    Attributes:
+        values: its fields; never changed.
+        written: the same in the form of metadata; empty until it is written.
+    """
+
+    __slots__ = ("values", "written")
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+        self.written = b""
+
+
+class RequestRecord:
+    """The record of a request.
+
+    Attributes:
+        head: the part that is known before the body.
+        more: all other fields.
+    """
+
+    __slots__ = ("head", "more")
+
+    def __init__(self, head: RecordedHead) -> None:
+        self.head = head
+        self.more: dict[str, Any] = {}
+
+    def join(self) -> dict[str, Any]:
+        """All fields."""
+        return {**self.head.values, **self.more}
+
+
+_HEADS: Final[Memo[tuple[object, ...], RecordedHead]] = Memo(_MOST_HEADS // 2)
+
+
+def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, plain: bool) -> RequestRecord:
+    """The record of a request before its body is known.
 
     Args:
         request: the request to record.
@@ -46,6 +89,51 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
         plans: the policies that matched.
         plain: record values instead of their hashes.
     """
+    key = _identify_head(request, facts, plans, plain)
+    head = _HEADS.get(key) if key is not None else None
+    if head is None:
+        head = RecordedHead(_record_head(request, facts, plans, plain))
+        if key is not None:
+            _HEADS.put(key, head)
+    return RequestRecord(head)
+
+
+def _identify_head(
+    request: HttpRequest,
+    facts: Facts,
+    plans: Sequence[Plan],
+    plain: bool,  # noqa: FBT001  # as `record_head`
+) -> tuple[object, ...] | None:
+    """All on which the head of a record depends, without secrets; None if it is too long, or may have secrets."""
+    known = facts.identify()
+    if known is None or len(request.target) > _LONGEST_KNOWN or _SECRET_PAIR in request.query:
+        return None
+    parts: list[object] = [known, plain, request.method, request.authority, request.target]
+    for plan in plans:
+        reads = plan.list_reads()
+        parts.append(reads.number)
+        names = [*reads.headers, *find_vendor_headers(request)] if reads.vendors else reads.headers
+        for name in names:
+            value = request.headers.get(name)
+            if value is not None:
+                if len(value) > _LONGEST_KNOWN:
+                    return None
+                parts.append(name)
+                parts.append(value)
+        secrets = [*reads.secrets, *_list_credential_headers(request)] if reads.credential else reads.secrets
+        for name in secrets:
+            parts.append(name)
+            parts.append(request.read_secret(f"header:{name}"))
+    return tuple(parts)
+
+
+def _record_head(
+    request: HttpRequest,
+    facts: Facts,
+    plans: Sequence[Plan],
+    plain: bool,  # noqa: FBT001  # as `record_head`
+) -> dict[str, Any]:
+    """The head's fields."""
     headers: dict[str, Any] = {}
     claims: dict[str, Any] = {}
     for plan in plans:
@@ -58,7 +146,7 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
                 headers[name] = _write_value(request.read_header(name), plain) if name in request.headers else None
             elif source == "jwt" and name not in claims:
                 claims[name] = _write_value(facts.claim(name), plain) or None
-    parameters = [name for plan in plans for source, name in plan.list_reads() if source == "query"]
+    parameters = [name for plan in plans for source, name in plan.list_reads().pairs if source == "query"]
     record: dict[str, Any] = {
         "record": VERSION,
         "method": _clean(request.method),
@@ -76,45 +164,48 @@ def record_head(request: HttpRequest, facts: Facts, plans: Sequence[Plan], *, pl
     return record
 
 
-def record_body(head: dict[str, Any], body: Body | None, reason: str, now: float) -> dict[str, Any]:
-    """The whole record.
+def record_body(record: RequestRecord, body: Body | None, reason: str, now: float) -> None:
+    """Add the body to a record.
 
     Args:
-        head: the result of `record_head`.
+        record: the result of `record_head`.
         body: the body; None if it is unknown or not needed.
         reason: why it is unknown.
         now: when the request is counted, in seconds since 1970.
     """
-    record = {**head, "time": round(now, 3)}
+    more = record.more
+    more["time"] = round(now, 3)
     if body is not None:
-        sums = {"body_bytes": body.length, "body_crc32": write_crc32(body.crc32), "body_adler32": write_crc32(body.adler32)}
-        return {**record, **sums}
-    return {**record, "unknown": reason} if reason else record
+        more["body_bytes"] = body.length
+        more["body_crc32"] = write_crc32(body.crc32)
+        more["body_adler32"] = write_crc32(body.adler32)
+    elif reason:
+        more["unknown"] = reason
 
 
-def record_callers(record: dict[str, Any], evaluation: Evaluation) -> None:
+def record_callers(record: RequestRecord, evaluation: Evaluation) -> None:
     """Add the callers' hashes to a record with hashed values, by the limit keys that name them; call it after the body."""
     found = {each.plan.callers: each.tenant for group in evaluation.groups for each in group.candidates if each.tenant}
     if found:
-        record["tenants"] = record.get("tenants", {}) | found  # of a part that was decided without the body
+        record.more["tenants"] = record.more.get("tenants", {}) | found  # of a part that was decided without the body
 
 
-def record_turns(record: dict[str, Any], evaluation: Evaluation) -> None:
+def record_turns(record: RequestRecord, evaluation: Evaluation) -> None:
     """Add digests of turns to a record, if a detector compares turns; call it when all candidates have read the body."""
     digests = evaluation.write_digests(_MOST_DIGESTS)
     if not digests:
         return
-    record["turns"] = digests
+    record.more["turns"] = digests
     found = {
         each.plan.rings.id: each.session
         for each, _ in evaluation.list_readers()
         if each.plan.rings is not None and each.looks_for_session
     }
     if found:
-        record["sessions"] = found
+        record.more["sessions"] = found
 
 
-def record_calls(record: dict[str, Any], evaluation: Evaluation, key: HashKey, *, rejected: bool, refused: bool) -> None:
+def record_calls(record: RequestRecord, evaluation: Evaluation, key: HashKey, *, rejected: bool, refused: bool) -> None:
     """Add what session limits have counted to a record; call it when the request is decided.
 
     Args:
@@ -136,14 +227,15 @@ def record_calls(record: dict[str, Any], evaluation: Evaluation, key: HashKey, *
         ledger = each.describe_ledger()
         first_of_shape = ledgers.setdefault(ledger.shape, ledger)
         first_of_shape.ended = max(first_of_shape.ended, ledger.ended)  # only some policies kill sessions
-    record["limits"] = write_calls(shown, list(ledgers.values()), first.known_messages, key.secret)
-    record["sessions"] = record.get("sessions", {}) | {each.limiter.names.id: each.named for _, each in asked}
+    more = record.more
+    more["limits"] = write_calls(shown, list(ledgers.values()), first.known_messages, key.secret)
+    more["sessions"] = more.get("sessions", {}) | {each.limiter.names.id: each.named for _, each in asked}
 
 
 def _list_reads(plan: Plan, request: HttpRequest) -> list[tuple[str, str]]:
     """What a policy reads of this request's head; a key that stands for several headers is expanded."""
     found = []
-    for source, name in plan.list_reads():
+    for source, name in plan.list_reads().pairs:
         vendors = f"{source}:{name}" == VENDOR_SESSION
         found += [(source, header) for header in find_vendor_headers(request)] if vendors else [(source, name)]
     return found

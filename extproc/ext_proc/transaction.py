@@ -21,7 +21,14 @@ from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
-from extproc.engine.recording import record_body, record_callers, record_calls, record_head, record_turns
+from extproc.engine.recording import (
+    RequestRecord,
+    record_body,
+    record_callers,
+    record_calls,
+    record_head,
+    record_turns,
+)
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
@@ -181,7 +188,7 @@ class Transaction:
         self._service = service
         self._content: bytes | memoryview | None = None  # of a request that may be edited
         self._unknown = ""  # why there is no content
-        self._record: dict[str, Any] | None = None  # the record of the request, as far as it is known
+        self._record: RequestRecord | None = None  # the record of the request, as far as it is known
         self._holding: str | None = None  # the tenant whose place this request takes
         self._held: Sequence[SessionCandidate] = ()  # sessions of a held request, until its answer is sent
         self._held_budgets: Sequence[BudgetCandidate] = ()  # likewise
@@ -255,7 +262,7 @@ class Transaction:
         if evaluation.steers:
             self._content, self._unknown = content if excerpt is None else None, reason
         if self._record is not None:
-            self._record = record_body(self._record, sums, reason, time())
+            record_body(self._record, sums, reason, time())
         if content and evaluation.inspects:
             self._inspect(evaluation, sums, reason, content, excerpt)
         else:
@@ -284,7 +291,7 @@ class Transaction:
         budget.spend(tenant, thread_time() - began, shadow=watches)
         return sums
 
-    def _record_read(self, record: dict[str, Any], evaluation: Evaluation) -> None:
+    def _record_read(self, record: RequestRecord, evaluation: Evaluation) -> None:
         """Add what the body shows to the record. For large bodies, this counts as inspection."""
         large = evaluation.size > _SMALL
         began = thread_time() if large else 0.0
@@ -298,7 +305,7 @@ class Transaction:
             watches = not evaluation.enforcing.inspects
             self._service.budget.spend(evaluation.find_tenant(), thread_time() - began, shadow=watches)
 
-    def _record_calls(self, record: dict[str, Any], evaluation: Evaluation, *, rejected: bool, refused: bool) -> None:
+    def _record_calls(self, record: RequestRecord, evaluation: Evaluation, *, rejected: bool, refused: bool) -> None:
         """Add what session limits have counted to the record."""
         try:
             record_calls(record, evaluation, self._service.key, rejected=rejected, refused=refused)

@@ -75,6 +75,7 @@ _MAX_KNOWN: Final = 64
 """Requests with more headers are not remembered."""
 
 _MAX_KNOWN_SIZE: Final = 256
+_MAX_KNOWN_FACTS: Final = 1_024
 
 
 class _UnusualError(Exception):
@@ -144,6 +145,7 @@ class EnvoyMessage(Facts):
         "_beside",
         "_parsed",
         "_unverified",
+        "_whole",
         "body",
         "body_mode",
         "ended",
@@ -165,6 +167,7 @@ class EnvoyMessage(Facts):
         self.kind = kind
         self._beside = beside
         self._parsed = parsed
+        self._whole = parsed is not None
         self._unverified: dict[str, str] | None = None
         self.token = b""
         self.headers: dict[str, bytes] = {}
@@ -222,6 +225,10 @@ class EnvoyMessage(Facts):
         if self._unverified is None:
             self._unverified = decode_claims(self.token.decode("utf-8", "surrogateescape")) if self.token else {}
         return self._unverified.get(name, "")
+
+    def identify(self) -> bytes | None:
+        """See `Facts`. Headers may have secrets."""
+        return None if self._whole or self.token or len(self._beside) > _MAX_KNOWN_FACTS else self._beside
 
     def let_go(self) -> Facts:
         """See `Facts`. The route's bytes are cut out, because parsing takes longer."""

@@ -55,6 +55,10 @@ class Facts:
         """A JWT claim as a string, verified or, if allowed, only decoded; empty if there is none."""
         return ""
 
+    def identify(self) -> bytes | None:
+        """Bytes that are equal only if all facts are; None if there are none that may outlive the request."""
+        return None
+
     def let_go(self) -> Facts:
         """The facts to keep after the policies have read them: only the route, for people."""
         return NO_FACTS

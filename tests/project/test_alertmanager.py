@@ -128,7 +128,7 @@ def make_alert(name: str, **labels: str) -> dict[str, Any]:
 
     def fill(text: str) -> str:
         return re.sub(r"{{ \$labels\.(\w+) }}", lambda found: about.get(found[1], ""), text).replace(
-            "{{ $value | humanize }}", "0.9"
+            "{{ $value | humanize }}", "54"
         )
 
     texts = {key: fill(text) for key, text in ALERTS[name]["annotations"].items()}
@@ -158,7 +158,7 @@ def test_slack_and_pagerduty_are_told_what_to_do(tmp_path: Path) -> None:
     (message,) = looper["attachments"]
     assert looper["channel"] == "#agents"
     assert message["title"] == "LoopguardLoopSurge (warning)"
-    assert "*agents/loopguard: 0.9 loops/s in chat.*" in message["text"]
+    assert "*agents/loopguard: 54 loops a minute in chat.*" in message["text"]
     assert "`loopguard top --commands`" in message["text"]
     assert gone["attachments"][0]["color"] == "danger"
     event = called["payload"]

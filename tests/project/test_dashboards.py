@@ -192,6 +192,7 @@ def test_alerts_say_what_to_do(name: str) -> None:
     assert len(texts["description"]) > 80
     assert set(re.findall(r"\$labels\.(\w+)", " ".join(texts.values()))) <= labels
     assert "job" in labels
+    assert "/s" not in texts["summary"]  # Prometheus writes 0.9 per second as 900m
 
 
 def test_a_surge_is_looked_into_and_only_one_caller_is_released() -> None:

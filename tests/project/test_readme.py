@@ -534,7 +534,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_pictures_are_there_and_small() -> None:
     """Each picture of the docs is shown on a page, and a clone does not grow by more than half a megabyte for them."""
     pictures = {path.name: path.stat().st_size for path in (ROOT / "docs" / "images").iterdir()}
-    shown = {name for page in PAGES for name in re.findall(r"images/([\w-]+[.]png)", page.read_text())}
+    shown = {name for page in PAGES for name in re.findall(r"images/([\w-]+[.](?:png|webp))", page.read_text())}
 
     assert pictures.keys() == shown
     assert sum(pictures.values()) < 500_000

@@ -132,8 +132,9 @@ class Browser:
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def take_screenshot(self, path: Path) -> None:
-        """Save what the window shows as PNG."""
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
+        """Save what the window shows, in the format of the file's name: PNG, or WebP, which is smaller."""
+        shot = self._call("Page.captureScreenshot", format=path.suffix[1:], quality=50)
+        path.write_bytes(base64.b64decode(shot["data"]))
 
     def _call(self, method: str, **params: object) -> dict[str, Any]:
         self._last += 1

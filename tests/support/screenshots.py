@@ -1,4 +1,4 @@
-"""Make the screenshots in docs/images, of a scene that runs through the real Envoy and two replicas.
+"""Make the screenshots in docs/images, of a scene that runs through the real Envoy and two replicas, and of a scan.
 
 python -m tests.support.screenshots            writes them; needs Chromium
 """
@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 from extproc.cli.main import main
@@ -22,6 +22,7 @@ from tests.support.usage import Model, whole
 
 FOLDER = ROOT / "docs" / "images"
 SIZES = {"loops": (1100, 700), "session": (1100, 560), "phone": (375, 480)}
+SCAN = (1060, 400)
 SCHEMES = ("light", "dark")
 
 _TOKENS = 18_250
@@ -88,10 +89,26 @@ def take_all(browser: Browser, url: str, folder: Path) -> list[Path]:
     return taken
 
 
+def take_scan(browser: Browser, folder: Path) -> list[Path]:
+    """Take screenshots of the page that `loopguard scan` writes about the example transcripts."""
+    taken = []
+    with tempfile.TemporaryDirectory(prefix="lg") as name:
+        page = Path(name) / "scan.html"
+        with chdir(ROOT):  # so that no path of this machine is in the picture
+            main(["scan", "examples/transcripts", "--html", str(page)])
+        browser.resize(*SCAN)
+        for scheme in SCHEMES:
+            browser.prefer(scheme)
+            browser.open(page.as_uri())
+            taken.append(folder / f"scan-{scheme}.webp")
+            browser.take_screenshot(taken[-1])
+    return taken
+
+
 if __name__ == "__main__":
     if CHROMIUM is None:
         sys.exit("chromium is not installed (Debian: chromium)")
     FOLDER.mkdir(exist_ok=True)
     with playing() as page, browsing() as tab:
-        for path in take_all(tab, page, FOLDER):
+        for path in [*take_all(tab, page, FOLDER), *take_scan(tab, FOLDER)]:
             print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")  # noqa: T201  # a command

@@ -130,6 +130,44 @@ def write_codex(session: AgentSession) -> Lines:
     return lines
 
 
+def copy_claude_code(parent: AgentSession, session: AgentSession, calls: int) -> Lines:
+    """A session that has copies of this many calls of its parent: the same lines with another session id."""
+    copied = _take_calls(write_claude_code(parent), calls, lambda line: line.get("message", {}).get("id"))
+    own = write_claude_code(session)
+    rest = own[len(_take_calls(own, calls, lambda line: line.get("message", {}).get("id"))) :]
+    return [{**line, "sessionId": session.name} for line in [*copied, *rest]]
+
+
+def fork_codex(parent: AgentSession, session: AgentSession, calls: int) -> Lines:
+    """A rollout that has copies of this many calls of its parent: its own head, then all lines with the time of the fork."""
+    if not calls:
+        return write_codex(session)
+    copied = _take_calls(write_codex(parent), calls, _find_codex_answer)
+    own = write_codex(session)
+    rest = own[len(_take_calls(own, calls, _find_codex_answer)) :]
+    return [own[0], *[{**line, "timestamp": own[0]["timestamp"]} for line in copied], *rest]
+
+
+def _take_calls(lines: Lines, calls: int, find_answer: Callable[[Json], object]) -> Lines:
+    """The lines before the first of the next call."""
+    answers = list(dict.fromkeys(answer for line in lines if (answer := find_answer(line)) is not None))
+    if len(answers) <= calls:
+        return lines
+    return lines[: next(place for place, line in enumerate(lines) if find_answer(line) == answers[calls])]
+
+
+def _find_codex_answer(line: Json) -> object:
+    """The time of a line that the model has made."""
+    return line["timestamp"] if line["payload"].get("type") in {"reasoning", "function_call"} else None
+
+
+COPIES: dict[str, Callable[[AgentSession, AgentSession, int], Lines]] = {
+    "claude code": copy_claude_code,
+    "codex": fork_codex,
+}
+"""Sessions that have copies of another one, by format."""
+
+
 def _count_codex(session: AgentSession, number: int) -> Json:
     fresh, output, read, written = session.count_tokens(number)
     last = {

@@ -78,7 +78,7 @@ def _explain_none(report: Mapping[str, Any]) -> str:
 def _write_session(session: Mapping[str, Any]) -> str:
     caller = write_caller(session)
     estimated = f" (${session['estimated_cost']:.2f} estimated)" if session["estimated_cost"] else ""
-    counts = f"{session['total_step_count']} steps, {session['total_tool_calls']} tool calls"
+    counts = f"{count(session['total_step_count'], 'step')}, {count(session['total_tool_calls'], 'tool call')}"
     said = [
         f"{session['session']}  {caller}  {session['policy']}{' (shadow)' if session['mode'] == 'shadow' else ''}",
         f"{counts}, ${session['actual_cost']:.2f}{estimated}, {session['total_block_count']} refused",

@@ -269,8 +269,9 @@ def _limit_cost(
     beyond, over = sum(each > enough for each in taken), sum(run.cost > enough for run in stuck)
     shown = {each: round(find_percentile(taken, each) / NANO_DOLLARS, 6) for each in PERCENTILES}
     rows.append(LimitRow("max_cost_per_session", shown, value, beyond, over))
-    told = f"{percentile:g}% of {len(taken):,} sessions that went on had cost at most ${enough / NANO_DOLLARS:,.6g}"
-    more = f"before their last request; {beyond:,} had cost more, up to ${taken[-1] / NANO_DOLLARS:,.6g}, and so had {over:,}"
+    when = "" if all(run.whole for run in went_on if run.cost >= 0) else " before their last request"
+    told = f"{percentile:g}% of {len(taken):,} sessions that went on had cost at most ${enough / NANO_DOLLARS:,.6g}{when};"
+    more = f"{beyond:,} had cost more, up to ${taken[-1] / NANO_DOLLARS:,.6g}, and so had {over:,}"
     reasons.append(f"max_cost_per_session {value:g}: {told} {more} of {len(stuck):,} stuck ones")
     return {"max_cost_per_session": value}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 
-from extproc.cli.replay.records import Recorded
+from extproc.cli.replay.records import Recorded, RecordedEnd
 from extproc.decision import Action, Decision
 from extproc.detectors.digests import (
     NOT_RECORDED,
@@ -25,10 +26,14 @@ from extproc.request.hash_key import PROCESS_KEY, HashKey, RecordedKey
 from extproc.request.http import HttpRequest, explain_unknowable_body
 from extproc.sessions.call_digests import CallReader, ShownCalls
 from extproc.sessions.recorded_ledgers import RecordedStore
-from extproc.store.rules.session import REFUSED
+from extproc.store.rules.session import FAILED, REFUSED, SUCCEEDED, Settlement
 
 _MOST_LISTS = 200_000
 """Lists of turns that are kept for later requests to go on from, at 1 KB or less each."""
+
+
+_MOST_OPEN = 100_000
+"""Requests whose end is still to come, at 500 bytes each; above that, the next end comes early."""
 
 
 class Replayed:
@@ -84,6 +89,7 @@ class Replayed:
         if not record.turns and not record.tenants and not record.limits:
             return None
         found: dict[bytes, Digest | NotCounted] = {}
+        ends = recorded.end is not None
         for text in record.turns:
             try:
                 digest = self._digests.read(text)
@@ -97,8 +103,8 @@ class Replayed:
             else:
                 found[digest.shape] = digest
         if recorded.content is not None:
-            return RecordedBody(record.sessions, {}, None)
-        return RecordedBody(record.sessions, found, self._read_calls(record.limits) if record.limits else None)
+            return RecordedBody(record.sessions, {}, None, ends=ends)
+        return RecordedBody(record.sessions, found, self._read_calls(record.limits) if record.limits else None, ends=ends)
 
     def _read_calls(self, text: str) -> ShownCalls | NotCounted:
         """What was recorded of the tool calls, or why it is not known."""
@@ -155,6 +161,8 @@ class Judge(Replayed):
         super().__init__(engine, max_entries, key, pinned)
         self._tries = tries
         self.unmatched = self.killed = 0
+        self._open: list[tuple[int, int, Settlement]] = []
+        self._ended = 0
         self._counting = Counting(self._store, self._store, self._metrics, reject=False)
 
     def judge(self, recorded: Recorded) -> tuple[Evaluation, Decision] | None:
@@ -167,14 +175,13 @@ class Judge(Replayed):
         if evaluation is None:
             self.unmatched += 1
             return None
-        shown = body.shown if body is not None else None
-        self._store.expect(
-            {each.call: each.limiter.shape for each in evaluation.sessions}, shown if isinstance(shown, ShownCalls) else None
-        )
+        shown = body.shown if body is not None and isinstance(body.shown, ShownCalls) else None
+        self._settle_until(recorded.time)
+        self._store.expect({each.call: each.limiter.shape for each in evaluation.sessions}, shown)
         counts, shadow_counts = self._count(evaluation.enforcing), self._count(evaluation.shadow)
         decision = evaluation.decide(counts, shadow_counts)
-        if evaluation.sessions and not self._tries:
-            self._take_back(evaluation, decision, shown if isinstance(shown, ShownCalls) else None)
+        if evaluation.sessions and not (self._take_back(evaluation, decision, shown) or recorded.end is None):
+            self._expect_end(evaluation, recorded.time, recorded.end, shown)
         if evaluation.budgets and not self._tries:
             self._give_back(evaluation, decision)
         return evaluation, decision
@@ -188,13 +195,44 @@ class Judge(Replayed):
         if takes:
             self._store.hit(takes)
 
-    def _take_back(self, evaluation: Evaluation, decision: Decision, shown: ShownCalls | None) -> None:
-        """Tell ledgers if a request that they let through is refused: as it was live, if policies decide as they did there."""
+    def _expect_end(self, evaluation: Evaluation, time: int, end: RecordedEnd, shown: ShownCalls | None) -> None:
+        """Remember to settle a request with ledgers that were not recorded as these policies would have them."""
+        for each in evaluation.sessions:
+            if (
+                each.is_let_through
+                and each.limiter.needs_answers
+                and (shown is None or each.limiter.shape not in shown.ledgers)
+            ):
+                outcome = FAILED if end.failed else SUCCEEDED
+                settlement = each.settle(end.model, end.usage, outcome, estimated=end.estimated)
+                if end.estimated:
+                    self._problems.append(("estimated_tokens", ""))
+                self._ended += 1
+                heappush(self._open, (time + end.duration_ms, self._ended, settlement))
+        while len(self._open) > _MOST_OPEN:
+            self._settle_until(self._open[0][0])
+
+    def _settle_until(self, time: int) -> None:
+        """Settle the requests that have ended by now."""
+        now = self._now
+        while self._open and self._open[0][0] <= time:
+            self._now, _, settlement = heappop(self._open)
+            self._store.hit([settlement])
+        self._now = now
+
+    def _take_back(self, evaluation: Evaluation, decision: Decision, shown: ShownCalls | None) -> bool:
+        """Tell ledgers if a request that they let through is refused: as it was live, if policies decide as they did there.
+
+        Returns whether it is.
+        """
+        if self._tries:
+            return False
         refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
         if shown is not None and shown.rejected == (decision.action is Action.REJECT):
             refused = shown.refused
         if refused:
             self._store.hit([each.take_back(REFUSED) for each in evaluation.sessions if each.is_let_through])
+        return refused
 
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:

@@ -43,6 +43,7 @@ PROBLEMS = {
     "too_long": f"longer than {MAX_LINE // 2**20} MiB",
     "version": "a record of another version",
     "invalid": "a record that cannot be used",
+    "estimated_tokens": "tokens are estimated from sizes: the response did not tell them, or the log has no loop_usage",
     "earlier_turns": "its earlier turns are not in this log, so turns cannot be compared",
     "damaged_turns": "its digest of turns is damaged",
     "earlier_calls": "its earlier tool calls are not in this log, so session limits cannot be applied",
@@ -55,7 +56,7 @@ PROBLEMS = {
 }
 """What may be wrong with a line, as text after `N lines: `."""
 
-HARMLESS = frozenset({"no_record", "clock_forward"})
+HARMLESS = frozenset({"no_record", "clock_forward", "estimated_tokens"})
 """Problems that are normal in a log."""
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from extproc.apis import open_conversation
 from extproc.bounded import LRU
 from extproc.cli.replay.judge import Judge
-from extproc.cli.replay.records import Recorded
+from extproc.cli.replay.records import Recorded, RecordedEnd
 from extproc.decision import WEAK, Action, Decision
 from extproc.detectors.chain import Transcript
 from extproc.detectors.digests import Digest
@@ -62,16 +62,17 @@ class RecordedRun:
         stuck: its newest request is in a loop.
         steps, tool_calls: as limits count them.
         tools: number of calls of each tool by name, of up to 64 tools.
-        cost: before its newest request, in nano-dollars; -1 if that was not recorded.
+        cost: in nano-dollars; -1 if that was not recorded.
+        whole: the cost includes that of the newest request.
     """
 
-    __slots__ = ("cost", "found", "requests", "steps", "strong", "stuck", "tool_calls", "tools", "weak")
+    __slots__ = ("cost", "found", "requests", "steps", "strong", "stuck", "tool_calls", "tools", "weak", "whole")
 
     def __init__(self) -> None:
         self.cost = -1
         self.tools: dict[str, int] = {}
         self.requests = self.found = self.strong = self.weak = self.steps = self.tool_calls = 0
-        self.stuck = False
+        self.stuck = self.whole = False
 
 
 class RequestLoops(NamedTuple):
@@ -135,7 +136,10 @@ class RunCollector(Judge):
                 run.steps = max(run.steps, candidate.standing.steps)
                 run.tool_calls = max(run.tool_calls, candidate.standing.tool_calls)
                 run.tools |= {name: count for _, name, count in candidate.standing.tools}
-                run.cost = max(run.cost, _read_cost(evaluation, candidate))
+                run.cost = _add_cost(run.cost, evaluation, candidate, recorded.end)
+                run.whole = recorded.end is not None
+                if recorded.end is not None and recorded.end.estimated:
+                    self._problems.append(("estimated_tokens", ""))
 
     def _name_conversation(self, evaluation: Evaluation, decision: Decision) -> tuple[str, str] | None:
         """The conversation; None if it has no name, or no turn yet, because the first turn is part of the name."""
@@ -159,11 +163,17 @@ class RunCollector(Judge):
         return [run for _, run in self._runs.items()]
 
 
-def _read_cost(evaluation: Evaluation, candidate: SessionCandidate) -> int:
-    """What a session had used up before this request, in nano-dollars, as limits see it; -1 if unknown."""
+def _add_cost(cost: int, evaluation: Evaluation, candidate: SessionCandidate, end: RecordedEnd | None) -> int:
+    """What a session has used up with this request, in nano-dollars, as limits see it; -1 if unknown.
+
+    That is what its ledger said, and what the request then cost. At other prices than the ledger's, all requests are added up.
+    """
     shown = evaluation.recorded.shown if evaluation.recorded is not None else None
     known = shown.ledgers.get(candidate.limiter.shape) if isinstance(shown, ShownCalls) else None
-    return known.cost + known.reserved if known is not None else -1
+    own = candidate.settle(end.model, end.usage, 0, estimated=False).cost if end is not None else 0
+    if known is not None:
+        return max(cost, known.cost + known.reserved + own)
+    return max(cost, 0) + own if end is not None else cost
 
 
 def _note(run: RecordedRun, loops: RequestLoops) -> None:

@@ -23,6 +23,7 @@ from extproc.cli.scan.transcripts import (
     WatchedRun,
     count_tokens,
     cut_name,
+    identify,
     name_folder,
     read_time,
 )
@@ -62,6 +63,7 @@ class _ClaudeLine(msgspec.Struct):
     timestamp: str | None = None
     cwd: str | None = None
     uuid: str | None = None
+    request: str | None = msgspec.field(default=None, name="requestId")
     parent: str | None = msgspec.field(default=None, name="parentUuid")
     session: str | None = msgspec.field(default=None, name="sessionId")
     session_id: str | None = None
@@ -78,10 +80,15 @@ _decode_message = msgspec.json.Decoder(_ClaudeMessage).decode
 
 
 class _Answer:
-    """The newest answer of a conversation, as far as it was read."""
+    """The newest answer of a conversation, as far as it was read.
+
+    A session that goes on from another has copies of its lines, with another session id. The ids of a message and of its
+    request are the same there, and so is its time.
+    """
 
     def __init__(self, identity: str, line: _ClaudeLine, message: _ClaudeMessage, place: ScannedPlace) -> None:
         self.identity = identity
+        self.unique = identify(identity, line.agent or "", line.request or line.timestamp or line.uuid or "")
         self.time = read_time(line.timestamp)
         self.model = cut_name(message.model)
         self.place = place
@@ -91,7 +98,7 @@ class _Answer:
 
     def make_call(self) -> ModelCall:
         """The call that it answers."""
-        return ModelCall(self.place, self.time, self.model, self.usage, identity=self.identity)
+        return ModelCall(self.place, self.time, self.model, self.usage, identity=self.unique)
 
 
 class _Open:

@@ -2,6 +2,9 @@
 
 A line has a payload: an item of the Responses API, or something about the session. All items that the model makes before
 the first result or message of somebody else are one answer. Rollouts of 2025 have items without anything around them.
+
+The rollout of a fork begins with its own head, the heads of the threads that it goes on from, and copies of their items, with
+new times. So a call is identified by the oldest of these threads, and all answers up to it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from extproc.cli.scan.transcripts import (
     WatchedRun,
     count_tokens,
     cut_name,
+    identify,
     name_folder,
     read_time,
 )
@@ -48,6 +52,7 @@ class _Payload(msgspec.Struct):
     type: str | None = None
     role: str | None = None
     id: str | None = None
+    forked_from_id: str | None = None
     cwd: str | None = None
     model: str | None = None
     parent_thread_id: str | None = None
@@ -79,6 +84,7 @@ class Codex:
         self._run: WatchedRun | None = None
         self._session = self._project = self._model = ""
         self._agent = "codex"
+        self._answers = 0  # identifies the answers up to now
         self._begin()
 
     def _begin(self) -> None:
@@ -87,7 +93,6 @@ class Codex:
         self._behind: list[bytes] = []
         self._usage = NO_USAGE
         self._time = 0
-        self._identity = ""
         self._place: ScannedPlace | None = None
 
     def read(self, data: bytes, place: ScannedPlace) -> bool:
@@ -107,7 +112,7 @@ class Codex:
         except BAD_JSON:
             raise UnknownLineError(f"{line.type} with an unusual payload") from None
         if line.type == "response_item":
-            self._take_item(bytes(line.payload), payload.type or "", payload.role, line.timestamp, place, payload.id)
+            self._take_item(bytes(line.payload), payload.type or "", payload.role, line.timestamp, place)
         else:
             self._take_fact(line.type, payload, place)
         return True
@@ -120,6 +125,7 @@ class Codex:
             head = bool(line.id and line.timestamp and bytes(line.instructions))
             if head:
                 self._session, self._project = cut_name(line.id), name_folder(place.file)
+                self._answers = identify(self._session)
             return head
         item = line.type.endswith(_OURS) or line.type == _REASONING or (line.type == "message" and line.role is not None)
         if item and self._session:
@@ -139,6 +145,9 @@ class Codex:
             self._session = cut_name(payload.id) or "?"
             self._project = cut_name(payload.cwd) or name_folder(place.file)
             self._agent = "codex sub-agent" if payload.parent_thread_id else "codex"
+            self._answers = identify(cut_name(payload.forked_from_id) or self._session)
+        elif kind == "session_meta" and self._run is None and not self._said:
+            self._answers = identify(cut_name(payload.id))
         elif kind == "turn_context":
             self._model = cut_name(payload.model) or self._model
         elif kind == "compacted":
@@ -156,8 +165,8 @@ class Codex:
         fresh = max(0, count_tokens(usage.input_tokens) - read - written)
         self._usage = Usage(fresh, count_tokens(usage.output_tokens), read, written)
 
-    def _take_item(  # noqa: PLR0913  # all that is known of an item
-        self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: ScannedPlace, identity: str | None = None
+    def _take_item(  # all that is known of an item
+        self, item: bytes, kind: str, role: str | None, timestamp: str | None, place: ScannedPlace
     ) -> None:
         ours = role == "assistant" if kind == "message" else kind == _REASONING or kind.endswith("_call")
         if not ours:
@@ -168,7 +177,7 @@ class Codex:
             self._flush()
         self._place = self._place or place
         self._time = self._time or read_time(timestamp)
-        self._identity = self._identity or identity or ""
+        self._answers = identify(self._answers.to_bytes(8, "big"), item)
         self._said.append(item)
 
     def _flush(self) -> None:
@@ -176,7 +185,7 @@ class Codex:
         if self._place is not None:
             if self._run is None:
                 self._run = self._runs.open(About(self.kind, self._session, self._project, self._agent), "input")
-            call = ModelCall(self._place, self._time, self._model, self._usage, identity=self._identity)
+            call = ModelCall(self._place, self._time, self._model, self._usage, identity=self._answers)
             self._run.ask(call)
             self._run.add([*self._said, *self._behind])
         self._begin()

@@ -7,7 +7,7 @@ from typing import Any
 
 from extproc.cli.replay.page import load_template
 from extproc.cli.scan.report import GROUPS
-from extproc.cli.scan.show import list_problems, summarize, write_dollars, write_path, write_spent
+from extproc.cli.scan.show import list_problems, summarize, write_dollars, write_number, write_path, write_spent
 
 _ROWS = 50
 
@@ -23,6 +23,7 @@ def render_scan(document: Mapping[str, Any]) -> str:
         highest=highest,
         problems=list_problems(document["problems"]),
         write_dollars=write_dollars,
+        write_number=write_number,
         write_path=write_path,
         write_spent=write_spent,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from heapq import heappush, heapreplace
 from typing import Any, Final
 
+import msgspec
+
 from extproc.cli.scan.lines import HARMLESS, LONGEST, PROBLEMS, UnreadLines
-from extproc.cli.scan.watch import FoundLoop, RunReport, Spent
+from extproc.cli.scan.watch import IDENTIFIED, FoundLoop, RunReport, Spent
 from extproc.cli.scan.work import BatchReport
 
 NONE: Final = "unknown"
@@ -89,7 +91,7 @@ class ScanReport:
         self._groups: dict[str, dict[str, _Sum]] = {group: {} for group in GROUPS}
         self._worst: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = []  # as a heap
         self._kept: list[dict[str, Any]] = []
-        self._known: set[str] = set()
+        self._known: set[int] = set()
         self._copies = 0
         self._first = self._last = self._number = 0
         self._estimated = False
@@ -101,7 +103,13 @@ class ScanReport:
             self._add(run)
 
     def _add(self, run: RunReport) -> None:
-        loops = [loop for loop in run.loops if self._is_new(loop)]
+        calls, copied = run.spent.calls, self._find_copies(run)
+        if copied:
+            run = _leave_out(run, copied)
+            self._copies += len(copied)
+            if not run.spent.calls:
+                return
+        loops = run.loops
         about, day = run.about, _write_day(run.first)
         self._kinds[about.kind] = self._kinds.get(about.kind, 0) + 1
         self._all.add_run(run, loops)
@@ -113,21 +121,26 @@ class ScanReport:
                 sums.add_loop(loop)
                 sums.runs += 1
                 sums.looped += is_loop(loop)
-            self._keep(run, loop)
+            self._keep(run, loop, calls)
         if run.first:
             self._first, self._last = min(self._first or run.first, run.first), max(self._last, run.last)
         self._estimated = self._estimated or run.estimated
 
-    def _is_new(self, loop: FoundLoop) -> bool:
-        """Whether a loop was in no other file: clients copy a history into the file of a session that continues it."""
-        if not loop.identity:
-            return True
-        if loop.identity in self._known:
-            self._copies += 1
-            return False
+    def _find_copies(self, run: RunReport) -> dict[int, Spent]:
+        """The calls of a conversation that were in another one, by number: clients copy a history into what continues it.
+
+        A call without an identity is a copy if a later one is, because a history is copied from its beginning.
+        """
+        identities = run.calls[::IDENTIFIED]
+        last = max((at for at, identity in enumerate(identities) if identity in self._known), default=-1)
+        copied = {
+            at + 1: Spent(1, *run.calls[at * IDENTIFIED + 1 : (at + 1) * IDENTIFIED])
+            for at, identity in enumerate(identities[: last + 1])
+            if not identity or identity in self._known
+        }
         if len(self._known) < _MOST_KNOWN:
-            self._known.add(loop.identity)
-        return True
+            self._known.update(identity for identity in identities if identity)
+        return copied
 
     def _group(self, group: str, name: str) -> _Sum:
         sums = self._groups[group]
@@ -135,9 +148,9 @@ class ScanReport:
             name = OTHERS
         return sums.setdefault(name, _Sum())
 
-    def _keep(self, run: RunReport, loop: FoundLoop) -> None:
+    def _keep(self, run: RunReport, loop: FoundLoop, calls: int) -> None:
         self._number += 1
-        written = _write_loop(run, loop)
+        written = _write_loop(run, loop, calls)
         if len(self._kept) < _MOST_KEPT:
             self._kept.append(written)
         rank = (int(is_loop(loop)), loop.after_note.nanos, loop.after_note.tokens or loop.after_note.calls)
@@ -166,6 +179,26 @@ class ScanReport:
         }
 
 
+def _leave_out(run: RunReport, copied: Mapping[int, Spent]) -> RunReport:
+    """A conversation without the calls that were counted already, and the loops that went on behind these."""
+    left = msgspec.structs.replace(run, spent=_minus(run.spent, copied.values()), loops=[])
+    for loop in run.loops:
+        if loop.ends in copied:
+            continue
+        noted, stopped = [
+            _minus(spent, [price for number, price in copied.items() if first and first <= number <= loop.ends])
+            for first, spent in ((loop.noted, loop.after_note), (loop.stopped, loop.after_stop))
+        ]
+        left.loops.append(msgspec.structs.replace(loop, after_note=noted, after_stop=stopped))
+    return left
+
+
+def _minus(spent: Spent, parts: Iterable[Spent]) -> Spent:
+    for part in parts:
+        spent = spent.minus(part)
+    return spent
+
+
 def _write_groups(group: str, sums: Mapping[str, _Sum]) -> list[dict[str, Any]]:
     key: Callable[[tuple[str, _Sum]], Any] = (
         (lambda item: item[0]) if group == "day" else (lambda item: (-item[1].after_note.tokens, -item[1].looped, item[0]))
@@ -173,7 +206,7 @@ def _write_groups(group: str, sums: Mapping[str, _Sum]) -> list[dict[str, Any]]:
     return [{"name": name, **each.write()} for name, each in sorted(sums.items(), key=key)]
 
 
-def _write_loop(run: RunReport, loop: FoundLoop) -> dict[str, Any]:
+def _write_loop(run: RunReport, loop: FoundLoop, calls: int) -> dict[str, Any]:
     return {
         "kind": run.about.kind,
         "session": run.about.session,
@@ -184,7 +217,7 @@ def _write_loop(run: RunReport, loop: FoundLoop) -> dict[str, Any]:
         "begins": loop.begins,
         "ends": loop.ends,
         "turns": loop.ends - loop.begins,
-        "calls": run.spent.calls,
+        "calls": calls,
         "rule": loop.rule,
         "words": WORDS.get(loop.rule, loop.rule.replace("_", " ")),
         "what": loop.what,

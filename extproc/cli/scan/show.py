@@ -62,12 +62,14 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
     formats = ", ".join(f"{name} {number:,}" for name, number in document["formats"].items())
     span = f", {document['first'][:10]} to {document['last'][:10]}" if document["first"] else ""
     lines.append(f"{read}{f' ({formats})' if formats else ''}{span}.")
+    if document["copies"]:
+        lines.append(f"{count_many(document['copies'], 'call')} in continued or forked sessions are copies, and count once.")
     if document["estimated"]:
         lines.append("Some tokens are estimated from bytes, because a log does not have them.")
     unpriced = document["spent"]["unpriced_tokens"]
     if unpriced:
         hint = "" if find_spec("genai_prices") else ": `pip install genai-prices` knows most"
-        lines.append(f"No price is known for {_write_number(unpriced)} tokens{hint}.")
+        lines.append(f"No price is known for {write_number(unpriced)} tokens{hint}.")
     return lines
 
 
@@ -106,7 +108,7 @@ def list_problems(problems: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def write_spent(spent: Mapping[str, Any]) -> str:
     """Calls, tokens and dollars."""
     dollars = "" if not spent["dollars"] else f", {write_dollars(spent['dollars'])}"
-    return f"{count_many(spent['calls'], 'call')}, {_write_number(spent['tokens'])} tokens{dollars}"
+    return f"{count_many(spent['calls'], 'call')}, {write_number(spent['tokens'])} tokens{dollars}"
 
 
 def write_dollars(dollars: float | None) -> str:
@@ -116,6 +118,11 @@ def write_dollars(dollars: float | None) -> str:
     if dollars >= _WHOLE:
         return f"${dollars:,.0f}"
     return f"${dollars:,.2f}" if dollars >= _HALF_A_CENT or not dollars else "< $0.01"
+
+
+def write_number(number: int) -> str:
+    """A number with three digits and a unit."""
+    return next((f"{number / unit:.3g}{letter}" for unit, letter in _UNITS if number >= unit), str(number))
 
 
 def write_path(path: str) -> str:
@@ -132,10 +139,6 @@ def write_size(size: int) -> str:
 def count_many(number: int, noun: str) -> str:
     """A number of things, with thousands apart."""
     return f"{number:,} {count(number, noun).partition(' ')[2]}"
-
-
-def _write_number(number: int) -> str:
-    return next((f"{number / unit:.3g}{letter}" for unit, letter in _UNITS if number >= unit), str(number))
 
 
 def _write_share(document: Mapping[str, Any], after: str) -> str:
@@ -164,4 +167,4 @@ def _write_cost(spent: Mapping[str, Any]) -> str:
     """Dollars, or tokens without a price; empty if there is nothing."""
     if not spent["tokens"]:
         return ""
-    return write_dollars(spent["dollars"]) or f"{_write_number(spent['tokens'])} tokens"
+    return write_dollars(spent["dollars"]) or f"{write_number(spent['tokens'])} tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -43,7 +44,7 @@ class ModelCall(NamedTuple):
         usage: its tokens.
         estimated: they are estimated from the number of bytes.
         dollars: what it cost, if the transcript says so.
-        identity: the same in every file that contains this call; empty if the format has none.
+        identity: from `identify`, the same in every file that contains this call; 0 if the format has none.
     """
 
     place: ScannedPlace
@@ -52,7 +53,7 @@ class ModelCall(NamedTuple):
     usage: Usage = NO_USAGE
     estimated: bool = False
     dollars: float | None = None
-    identity: str = ""
+    identity: int = 0
 
 
 class About(NamedTuple):
@@ -142,6 +143,12 @@ class TranscriptReader(Protocol):
 def cut_name(name: object) -> str:
     """A name for a report: a text of bounded length."""
     return name[:_LONGEST_NAME] if isinstance(name, str) else ""
+
+
+def identify(*parts: str | bytes) -> int:
+    """A number of 63 bits for a call, from what no other call has; never 0."""
+    raw = [part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass") for part in parts]
+    return int.from_bytes(blake2b(b"\0".join(raw), digest_size=8).digest(), "big") >> 1 or 1
 
 
 def name_folder(file: str) -> str:

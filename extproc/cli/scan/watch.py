@@ -7,6 +7,7 @@ the same code as for a request. `tests/unit/cli/scan` compares both.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,6 +33,11 @@ _LARGE = 2**18
 
 _MOST_AGAIN = 4 * MAX_TURNS
 """Maximum number of messages that are read again with the next answer."""
+
+_MOST_IDENTIFIED = 100_000
+_MOST_NANOS = 2**63 - 1
+IDENTIFIED = 4
+"""How many numbers `RunReport.calls` has for each call."""
 
 _STOPS = frozenset({Action.REJECT})
 _SHOWN = 400
@@ -91,7 +97,6 @@ class FoundLoop(msgspec.Struct):
         begins: the number of the first call that repeats.
         time: when that was, in milliseconds since 1970; 0 if unknown.
         place: where that is.
-        identity: of the call that was judged first, with its time; see `ModelCall`.
         ends: the number of the last call in the loop.
         noted: the number of the first call with a note; 0 for none.
         stopped: the number of the first refused call; 0 for none.
@@ -107,7 +112,6 @@ class FoundLoop(msgspec.Struct):
     begins: int
     time: int
     place: ScannedPlace
-    identity: str
     ends: int = 0
     noted: int = 0
     stopped: int = 0
@@ -128,6 +132,8 @@ class RunReport(msgspec.Struct):
         estimated: some tokens are estimated.
         loops: its loops.
         unread: number of calls whose history could not be read.
+        calls: four numbers for each call: its identity, and its tokens, nanos and unpriced tokens as in `Spent`. Empty if no
+            call has an identity; of very long conversations only the first calls.
     """
 
     about: About
@@ -138,6 +144,7 @@ class RunReport(msgspec.Struct):
     estimated: bool = False
     loops: list[FoundLoop] = []
     unread: int = 0
+    calls: array[int] = msgspec.field(default_factory=lambda: array("q"))
 
 
 class Judging:
@@ -182,6 +189,7 @@ class Watch:
         self._unanswered = False
         self._before: list[Spent] = [Spent(), Spent()]
         self._report: RunReport | None = None
+        self._identified = False
         self._about = about
 
     def restart(self) -> None:
@@ -251,7 +259,11 @@ class Watch:
         if report is None:
             report = self._report = RunReport(self._about, call.place, call.time)
         before = report.spent
-        report.spent = before.plus(self._judging.price(call))
+        price = self._judging.price(call)
+        report.spent = before.plus(price)
+        self._identified = self._identified or call.identity > 0
+        if len(report.calls) < _MOST_IDENTIFIED * IDENTIFIED:
+            report.calls.extend((call.identity, price.tokens, min(price.nanos, _MOST_NANOS), price.unpriced))
         report.estimated = report.estimated or call.estimated
         if call.time:
             report.first, report.last = min(report.first or call.time, call.time), max(report.last, call.time)
@@ -263,6 +275,8 @@ class Watch:
     def close(self) -> None:
         """See `WatchedRun`."""
         if self._report is not None:
+            if not self._identified:
+                del self._report.calls[:]
             self._done(self._report)
             self._report = None
 
@@ -283,8 +297,7 @@ class Watch:
         begins, first = own[-1] if own else _Origin(number, call)
         loop = report.loops[-1] if report.loops else None
         if loop is None or begins > loop.ends:
-            identity = f"{call.identity} {call.time}" if call.identity else ""
-            loop = FoundLoop(found.rule, (), "", False, begins, first.time, first.place, identity)
+            loop = FoundLoop(found.rule, (), "", False, begins, first.time, first.place)
             report.loops.append(loop)
             self._before = [before, before]
         action = self._judging.detector.find_action(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 from extproc.budgets.subject import BudgetSubject
@@ -60,6 +61,13 @@ def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str
         metadata: dynamic metadata to add.
         warning: tells the upstream about a loop; empty for none.
     """
+    answer = _write_answer(kind, warning)
+    return answer if metadata is None else answer + write_metadata(metadata)
+
+
+@lru_cache(64)
+def _write_answer(kind: str, warning: str) -> bytes:
+    """The same without metadata; there are few of them."""
     response = ProcessingResponse()
     phase = getattr(response, "request_headers" if kind == LAST_HEADERS else kind)
     phase.SetInParent()
@@ -67,8 +75,7 @@ def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str
         phase.response.status = _REPLACE
     if warning and kind != "request_trailers":  # by then, the headers are sent
         set_headers(phase.response.header_mutation, [(_WARNING, warning)])
-    answer = response.SerializeToString()
-    return answer if metadata is None else answer + write_metadata(metadata)
+    return response.SerializeToString()
 
 
 def end_headers(answer: bytes) -> bytes:

@@ -9,6 +9,7 @@ from struct import Struct
 from typing import Any, Final
 
 from extproc.bounded import Memo
+from extproc.engine.recording import RequestRecord
 
 NAMESPACE: Final = "loopguard"
 """The namespace of Loopguard's dynamic metadata."""
@@ -51,7 +52,7 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
     """The ProcessingResponse field with this metadata in our namespace.
 
     Args:
-        metadata: texts, numbers, booleans, None, and dicts and lists of these.
+        metadata: texts, numbers, booleans, None, records, and dicts and lists of these.
     """
     return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
 
@@ -93,7 +94,7 @@ def write_entries_head(size: int) -> bytes:
     return write_entries([bytes(size)])[:-size]
 
 
-def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold
+def _write_value(value: Any) -> bytes:  # noqa: ANN401, PLR0911  # what a Value can hold, each its own way
     if isinstance(value, str):
         return write_field(_STRING, _write_text(value))
     if isinstance(value, bool):
@@ -101,10 +102,25 @@ def _write_value(value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold
     if isinstance(value, (int, float)):  # a union would be made for each call
         return _NUMBER.pack(_NUMBER_TAG, value)
     if isinstance(value, dict):
-        return write_field(_STRUCT, b"".join([_write_entry(key, _write_value(item)) for key, item in value.items()]))
+        return write_field(_STRUCT, _write_fields(value))
     if isinstance(value, list):
         return write_field(_LIST, b"".join([write_field(_VALUES, _write_value(item)) for item in value]))
+    if isinstance(value, RequestRecord):
+        head = value.head
+        if not head.written:
+            head.written = _write_fields(head.values)
+        return write_field(_STRUCT, head.written + _write_fields(value.more))
     return _NULL
+
+
+def _write_fields(values: dict[str, Any]) -> bytes:
+    """The fields of a Struct."""
+    return b"".join(
+        [
+            write_text(key, item) if isinstance(item, str) and item.isascii() else _write_entry(key, _write_value(item))
+            for key, item in values.items()
+        ]
+    )
 
 
 def _write_entry(key: str, value: bytes) -> bytes:

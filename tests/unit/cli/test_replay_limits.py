@@ -139,6 +139,69 @@ def test_other_limits_are_decided_as_they_would_be_live(monkeypatch: pytest.Monk
     assert "reject" in {verdict.action for judged in wanted.judged for verdict in judged.verdicts}
 
 
+def test_other_prices_are_decided_as_they_would_be_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the log has tokens, money and failures are added up anew, also at prices, and with breakers, never in force."""
+    clock = Clock()
+    monkeypatch.setattr("extproc.ext_proc.transaction.time", lambda: clock.now / 1000)
+    other = limited(
+        "one", {"idle_seconds": 600}, unknown_model={"input": 7, "output": 3}, prices={"big-*": {"input": 90, "output": 90}},
+        max_cost_per_session=0.2, circuit_breaker={"consecutive_errors": 3},
+    )  # fmt: skip
+    recorder, wanted = [
+        Recorder(each, store=MemoryStore(Metrics(), clock=lambda: clock.now))
+        for each in (limited("one", {}, max_steps=99), other)
+    ]
+    caches = [make_cache(), make_cache()]
+    random = Random(5)
+    lines, open_calls = [], list[tuple[int, Recorder, Entry]]()
+    for times in range(60):
+        clock.now += 5_000
+        for ended, each, entry in [call for call in open_calls if call[0] <= clock.now]:
+            now, clock.now = clock.now, ended
+            each.service.settle_entry(entry)
+            clock.now = now
+        open_calls = [call for call in open_calls if call[0] > clock.now]
+        user, failed = f"u{times % 4}", times % 4 == 3 and times > 20
+        usage = Usage(random.choice([500, 5_000]), random.choice([10, 900]), 200)
+        end = 503 if failed else 200, random.choice(["big-1", "small"]), Usage(0, 0) if failed else usage
+        for each, known in zip((recorder, wanted), caches, strict=True):
+            monkeypatch.setattr(conversation, "_KNOWN", known)
+            each.send({**as_chat(run(times // 4)), "user": user}, x_user_id=user)
+        seconds = random.choice([1, 7, 12])
+        if SESSIONS in wanted.metadata:
+            named = tuple(json.loads(wanted.metadata[SESSIONS]))
+            entry = Entry(named, end[0], failed, 0, 0, end[1], end[2], estimated=False, refused=False)
+            open_calls.append((clock.now + seconds * 1000, wanted, entry))
+        told = {"input": usage.input + 200, "cached": 200, "output": usage.output, "model": end[1]}
+        line = {"loop_usage": {"model": end[1]} if failed else told, "status": end[0], "duration_ms": seconds * 1000}
+        lines.append(json.dumps({**json.loads(recorder.lines[-1]), **line}))
+
+    replay = Replay(other)
+    found = replay.add(lines)
+
+    assert compare(wanted.judged, found) == []
+    assert replay.problems == []
+    assert "reject" in {verdict.action for judged in wanted.judged for verdict in judged.verdicts}
+
+
+def test_a_log_with_odd_tokens_is_read() -> None:
+    """What a model or a client may have written counts as missing, and tokens are estimated."""
+    recorder = Recorder(limited("one", max_steps=99))
+    recorder.send(as_chat(run(3)), x_user_id="ann")
+    odd: list[dict[str, Any]] = [
+        {"loop_usage": 7, "status": "x", "duration_ms": -1, "flags": 5},
+        {"loop_usage": {"input": "many", "output": 1e300, "model": 5}, "status": 1e99, "bytes_sent": None},
+        {"status": 200},
+    ]
+    priced = limited("one", unknown_model={"input": 7, "output": 3}, max_cost_per_session=0.2)
+    replay = Replay(priced)
+
+    found = replay.add([json.dumps({**json.loads(recorder.lines[0]), **each}) for each in odd])
+
+    assert [judged is not None and judged.left_out for judged in found] == [()] * 3
+    assert set(replay.problems) == {("estimated_tokens", "")}
+
+
 def test_a_new_call_takes_few_bytes() -> None:
     """Turns and calls of a long run together take about 200 bytes for each request."""
     recorder = Recorder(ONE)

@@ -81,8 +81,8 @@ def test_eighty_columns_have_what_matters() -> None:
     assert "allowed 1d00h" in second
     assert second.rstrip().endswith("x-user-id=somebody…")
     assert "~20k tok" in third or "~21k tok" in third
-    assert "(would refuse)" in third
-    assert "refuse" in fourth
+    assert "(would reject)" in third
+    assert "reject" in fourth
     assert "\x1b" not in fourth
 
 

@@ -183,7 +183,8 @@ def test_limits_are_percentiles_of_runs_that_went_on(
         assert row["percentiles"][percentile] == row["value"] - (row["limit"] == "max_tool_calls")
 
 
-def test_limits_of_calls_and_money_need_no_bodies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ends", [False, True], ids=["without tokens", "with tokens"])
+def test_limits_of_calls_and_money_need_no_bodies(ends: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An access log is enough: as many sessions are beyond each limit as were in truth, and money is what was settled."""
     prices = {"unknown_model": {"input": 1_000, "output": 0}}
     made = policy("p", ANY, similarity="turns", action="warn", **USER)
@@ -196,7 +197,10 @@ def test_limits_of_calls_and_money_need_no_bodies(tmp_path: Path, capsys: pytest
             entry = Entry(named, 200, False, 0, 0, "", Usage(10, 0), estimated=False, refused=False)  # one cent
             recorder.service.settle_entry(entry)
     (tmp_path / "policies.json").write_text(json.dumps(bundle(made)))
-    (tmp_path / "access.log").write_text("\n".join(recorder.lines) + "\n")
+    cost = 0.21 if ends else 0.2
+    more = {"loop_usage": {"input": 10, "output": 0}, "status": 200} if ends else {}
+    lines = [json.dumps({**json.loads(line), **more}) for line in recorder.lines]
+    (tmp_path / "access.log").write_text("\n".join(lines) + "\n")
     flags = ("--limits", "--percentile", "90", "--json", "--output", str(tmp_path / "tuned.json"))
 
     code = main(["tune", "--policy", str(tmp_path / "policies.json"), *flags, str(tmp_path / "access.log")])
@@ -206,13 +210,14 @@ def test_limits_of_calls_and_money_need_no_bodies(tmp_path: Path, capsys: pytest
     assert code == 0
     assert found["problems"] == []
     assert {row["limit"]: (row["value"], row["went_on_beyond"]) for row in found["limits"]} == {
-        "max_steps": (20, 2), "max_tool_calls": (20, 2), "calls of read": (19, 2), "max_cost_per_session": (0.2, 2),
+        "max_steps": (20, 2), "max_tool_calls": (20, 2), "calls of read": (19, 2), "max_cost_per_session": (cost, 2),
     }  # fmt: skip
     assert limits == {
-        "max_steps": 20, "max_tool_calls": 20, "max_calls_per_tool": {"read": 19}, "max_cost_per_session": 0.2, **prices,
+        "max_steps": 20, "max_tool_calls": 20, "max_calls_per_tool": {"read": 19},
+        "max_cost_per_session": cost, **prices,
     }  # fmt: skip
     assert "max_calls_per_tool read 19: 90% of 20 sessions that went on and call it need at most 19 calls" in found["reason"]
-    assert "had cost at most $0.19 before their last request" in found["reason"]
+    assert ("had cost at most $0.2;" if ends else "had cost at most $0.19 before their last request;") in found["reason"]
     assert main(["validate", str(tmp_path / "tuned.json")]) == 0
 
 

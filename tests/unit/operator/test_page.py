@@ -238,6 +238,7 @@ def test_the_page_shows_tools_that_fail_for_many() -> None:
     with serving(service) as url:
         text, other = fetch(url)[1], fetch(f"{url}?policy=other")[1]
 
+    assert ", 1 failing tool</h1>" in text
     section = re.sub(r"\s+", " ", text.partition("<h2>Failing tools</h2>")[2].partition("<h2>Loops</h2>")[0])
     assert section.count('<tbody class="row"') == 1
     assert "fails for 6 sessions of 6 callers" in section

@@ -224,7 +224,9 @@ def test_a_record_has_the_hash_and_replays_as_the_same_caller(
     live = engine.prepare(request, key=KEY)
     assert live is not None
     live.read_body(NO_BODY)
-    record = record_body(record_head(request, request.facts, live.plans, plain=plain), NO_BODY, "", 1.0)
+    made = record_head(request, request.facts, live.plans, plain=plain)
+    record_body(made, NO_BODY, "", 1.0)
+    record = made.join()
 
     replayed = Judge(engine, 100, HashKey()).judge(parse_line(json.dumps({"loop_record": record}).encode()))
 

@@ -15,9 +15,12 @@ from extproc.cli.scan.transcripts import ScannedPlace
 from tests.support import ROOT
 from tests.support.command import Run
 from tests.support.example_transcripts import list_examples
-from tests.support.transcripts import AgentSession, write_atif, write_claude_code, write_lines, write_requests
+from tests.support.transcripts import COPIES, AgentSession, write_atif, write_claude_code, write_lines, write_requests
 from tests.support.turn_writers import Did
 
+WORKING = Did((("read", {"path": "a"}),), ("It works.",))
+FINE = Did((("read", {"path": "b"}),), ("It works, too.",))
+ANOTHER = Did((("build", {"part": "b"}),), ("Error: cannot be built. " + "It cannot. " * 30,))
 EXAMPLES = ROOT / "examples" / "transcripts"
 FAILING = Did((("check", {"part": "secret-part"}),), ("Error: secret-part is broken. " + "It is. " * 30,))
 
@@ -87,15 +90,28 @@ def test_contents_are_shown_only_on_request(tmp_path: Path, capsys: pytest.Captu
     assert "secret-part" in page.read_text()
 
 
-def test_copies_of_a_loop_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A session that is continued in another file begins there with the same messages."""
-    lines = write_claude_code(AgentSession([FAILING] * 8))
-    write_lines(tmp_path / "a.jsonl", lines)
-    write_lines(tmp_path / "b.jsonl", [{**line, "sessionId": "s2"} for line in lines])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_count_once(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each call of sessions that are continued or forked counts once, whichever file is read first."""
+    common, own, other = [WORKING, *[FAILING] * 8], [FAILING] * 3, [WORKING, FINE, *[ANOTHER] * 7]
+    parent = AgentSession([*common, *own], name="parent")
+    resumed = parent._replace(turns=[*parent.turns, FAILING], name="resumed")
+    fork = parent._replace(turns=[*common, *other], name="fork", prompt=20_000)
+    write_lines(tmp_path / "parent.jsonl", COPIES[way](parent, parent, 0))
+    write_lines(tmp_path / "resumed.jsonl", COPIES[way](parent, resumed, 12))
+    write_lines(tmp_path / "fork.jsonl", COPIES[way](parent, fork, 9))
+    write_lines(tmp_path / "again.jsonl", COPIES[way](parent, parent._replace(name="again"), 12))
 
     report = scan(capsys, tmp_path)
 
-    assert (report["loops"], report["copies"], len(report["found"])) == (1, 1, 1)
+    assert report["spent"]["calls"] == 9 + 3 + 1 + 9
+    assert report["spent"]["tokens"] == parent.add_tokens(1, 12) + resumed.add_tokens(13, 13) + fork.add_tokens(10, 18)
+    assert (report["copies"], report["conversations"], report["looped"], report["loops"]) == (9 + 12 + 12, 2, 2, 3)
+    assert report["after_note"]["calls"] == (10 - 4) + (18 - 14) + (13 - 9)
+    assert report["after_stop"]["calls"] == (10 - 8) + (13 - 9)
+    assert report["after_note"]["tokens"] == (
+        parent.add_tokens(5, 9) + fork.add_tokens(10, 10) + fork.add_tokens(15, 18) + resumed.add_tokens(10, 13)
+    )
 
 
 def test_models_without_a_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
