@@ -1,4 +1,6 @@
-"""Pods that hang or are replaced, and a store that cannot be reached, under load: two pods and Valkey in Istio's own mesh.
+"""Pods that hang or are replaced, and a store that cannot be reached, under load: two pods and Valkey.
+
+The real Envoy has its configuration from Istio's own discovery server, or from Envoy Gateway's own translator.
 
 docs/operations.md says what is asserted here, under "When something fails".
 """
@@ -16,13 +18,20 @@ from typing import Self
 
 import pytest
 
-from tests.mesh.istio import CLUSTER, POLICIES, VALUES, count_missed, istio
+from tests.mesh import envoy_gateway as gateway_mesh
+from tests.mesh import istio as istio_mesh
+from tests.mesh.envoy_gateway import envoy_gateway
+from tests.mesh.istio import count_missed, istio
+from tests.support.chart import merged
 from tests.support.harness import Loopguard, Stack, eventually, write_policies
 from tests.support.meshes import BUILT, statuses
 from tests.support.servers import free_port, relay, server
 
 pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested")
 
+VALUES = {"istio": istio_mesh.VALUES, "envoy-gateway": merged(gateway_mesh.VALUES, {"envoy": {"failureMode": "allow"}})}
+CLUSTERS = {"istio": f"{istio_mesh.CLUSTER};", "envoy-gateway": "envoyextensionpolicy/gateways/lg-loopguard/extproc/0"}
+each_mesh = pytest.mark.parametrize("mesh", VALUES)
 LOOP = [200, 200, 429]
 CLIENTS = 4
 UNREACHABLE = "1"
@@ -38,24 +47,26 @@ class Pods:
         pods: both; who replaces one puts the new one here.
         ways: whether what a pod and the store send each other arrives.
         flags: of serve, for each pod.
+        cluster: both, as Envoy's statistics call it.
     """
 
     made: Stack
     pods: list[Loopguard]
     ways: list[threading.Event]
     flags: list[Sequence[str]]
+    cluster: str
 
     def await_health(self, pods: int) -> None:
         """Wait until Envoy trusts this many."""
-        name = f"cluster.{CLUSTER};.membership_healthy"  # as Istio names its statistics
-        eventually(lambda: self.made.envoy.stat(name) == pods, f"{pods} healthy pods")
+        eventually(lambda: self.made.envoy.stat(f"cluster.{self.cluster}.membership_healthy") == pods, f"{pods} healthy pods")
 
 
 @contextmanager
-def two_pods(*flags: str, patient: bool = True) -> Iterator[Pods]:
-    """Both, trusted by Envoy."""
+def two_pods(mesh: str, *flags: str, patient: bool = True) -> Iterator[Pods]:
+    """Both, trusted by Envoy; `patient` is as in `istio`."""
+    values = VALUES[mesh]
     with tempfile.TemporaryDirectory(prefix="pods") as name, ExitStack() as ended:
-        write_policies(Path(name), POLICIES)
+        write_policies(Path(name), values["policies"]["bundle"])
         store = ended.enter_context(server())
         ways = [threading.Event(), threading.Event()]
         for way in ways:
@@ -66,9 +77,12 @@ def two_pods(*flags: str, patient: bool = True) -> Iterator[Pods]:
         pods: list[Loopguard] = []
         ended.callback(lambda: [pod.stop() for pod in pods])
         pods.append(Loopguard(Path(name), *given[1], listen=f"127.0.0.2:{free_port()}"))
-        made = ended.enter_context(istio(VALUES, pods[0], flags=given[0], patient=patient))
+        if mesh == "istio":
+            made = ended.enter_context(istio(values, pods[0], flags=given[0], patient=patient))
+        else:
+            made = ended.enter_context(envoy_gateway(values, pods[0], flags=given[0]))
         pods.insert(0, made.loopguard)
-        running = Pods(made, pods, ways, given)
+        running = Pods(made, pods, ways, given, CLUSTERS[mesh])
         running.await_health(2)
         yield running
 
@@ -107,9 +121,10 @@ class Load:
             thread.join()
 
 
-def test_a_rolling_restart_loses_nothing() -> None:
+@each_mesh
+def test_a_rolling_restart_loses_nothing(mesh: str) -> None:
     """While both pods are replaced, one after the other, no request fails, none passes undecided, and every loop is refused."""
-    with two_pods("--drain-delay", "5") as running, ExitStack() as ended:
+    with two_pods(mesh, "--drain-delay", "5") as running, ExitStack() as ended:
         made = running.made
         assert statuses(made, "/chat/before", 2, body=b"same") == [200, 200]
         with Load(made, len(LOOP)) as load:
@@ -133,9 +148,10 @@ def test_a_rolling_restart_loses_nothing() -> None:
         assert statuses(made, "/chat/before", 1, body=b"same") == [429]
 
 
-def test_what_a_hung_pod_lets_pass_is_known() -> None:
+@each_mesh
+def test_what_a_hung_pod_lets_pass_is_known(mesh: str) -> None:
     """No request fails. What passes undecided is in Envoy's statistics, and ends once Envoy no longer trusts the pod."""
-    with two_pods(patient=False) as running:
+    with two_pods(mesh, patient=False) as running:
         made, hung = running.made, running.pods[1]
         assert statuses(made, "/chat/before", 2, body=b"same") == [200, 200]
         with Load(made, len(LOOP)) as load:
@@ -155,11 +171,12 @@ def test_what_a_hung_pod_lets_pass_is_known() -> None:
         assert statuses(made, "/chat/before", 1, body=b"same") == [429]
 
 
+@each_mesh
 @pytest.mark.parametrize("cut", [[1], [0, 1]], ids=["one pod", "both pods"])
-def test_without_a_way_to_the_store_each_pod_counts_for_itself(cut: list[int]) -> None:
+def test_without_a_way_to_the_store_each_pod_counts_for_itself(mesh: str, cut: list[int]) -> None:
     """No request fails, none that is no loop is refused, and each loop is: the store has one count, each such pod another."""
     most = (1 + len(cut)) * (len(LOOP) - 1)
-    with two_pods() as running:
+    with two_pods(mesh) as running:
         made = running.made
         with Load(made, most + 1) as load:
             load.go_on()
@@ -179,6 +196,6 @@ def test_without_a_way_to_the_store_each_pod_counts_for_itself(cut: list[int]) -
         assert [loop for loop in load.loops if loop[:2] != [200, 200] or loop.count(200) > most] == []
         assert count_missed(made) == 0
         assert [status for status, _ in told] == [200] * len(cut)
-        for number in cut:
-            assert running.pods[number].metric("store_errors_total") > 0
+        assert all(f"unavailable: no answer within {UNREACHABLE} s" in page for _, page in told)
+        assert all(running.pods[number].metric("store_errors_total") > 0 for number in cut)
         assert statuses(made, "/chat/after", 3, body=b"same") == LOOP
