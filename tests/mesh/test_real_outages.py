@@ -53,12 +53,18 @@ class Pods:
     made: Stack
     pods: list[Loopguard]
     ways: list[threading.Event]
-    flags: list[Sequence[str]]
+    flags: Sequence[Sequence[str]]
     cluster: str
 
     def await_health(self, pods: int) -> None:
         """Wait until Envoy trusts this many."""
         eventually(lambda: self.made.envoy.stat(f"cluster.{self.cluster}.membership_healthy") == pods, f"{pods} healthy pods")
+
+
+def stop(pods: Sequence[Loopguard]) -> None:
+    """End what still runs."""
+    for pod in pods:
+        pod.stop()
 
 
 @contextmanager
@@ -75,7 +81,7 @@ def two_pods(mesh: str, *flags: str, patient: bool = True) -> Iterator[Pods]:
         urls = [f"redis://{ended.enter_context(relay(store, passes=way))}" for way in ways]
         given = [("--store", url, "--store-timeout", UNREACHABLE, *flags) for url in urls]
         pods: list[Loopguard] = []
-        ended.callback(lambda: [pod.stop() for pod in pods])
+        ended.callback(lambda: stop(pods))
         pods.append(Loopguard(Path(name), *given[1], listen=f"127.0.0.2:{free_port()}"))
         if mesh == "istio":
             made = ended.enter_context(istio(values, pods[0], flags=given[0], patient=patient))
