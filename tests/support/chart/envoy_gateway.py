@@ -1,8 +1,8 @@
 """Envoy Gateway's own objects: no package has models of them, so what the chart uses of them is written down here.
 
 As its Go types of `gateway.envoyproxy.io/v1alpha1` have it (ext_proc_types.go, healthcheck_types.go,
-envoyextensionypolicy_types.go, clienttrafficpolicy_types.go) and Gateway API's `ReferenceGrant`; keys that the chart does not use
-are left out, and so refused.
+envoyextensionypolicy_types.go, clienttrafficpolicy_types.go) and Gateway API's `ReferenceGrant`; keys that the chart does not
+use are left out, and so refused.
 """
 
 from __future__ import annotations
