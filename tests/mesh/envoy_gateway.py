@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,20 +133,23 @@ def write_bootstrap(printed: Object, translated: Object, port: int, others: Sequ
 
 
 @contextmanager
-def envoy_gateway(values: Values, *others: Loopguard, flags: Sequence[str] = ()) -> Iterator[Stack]:
+def envoy_gateway(
+    values: Values, *others: Loopguard, flags: Sequence[str] = (), edit: Callable[[str], str] = str
+) -> Iterator[Stack]:
     """Loopguard, and others beside it, behind an Envoy whose configuration is Envoy Gateway's.
 
     Args:
         values: of the chart.
         *others: more pods of the same Service.
         flags: more flags of serve, for the first pod.
+        edit: changes Envoy's configuration.
     """
     port = free_port()
 
-    def edit(text: str) -> str:
+    def make(text: str) -> str:
         printed = yaml.safe_load(text)
         upstream = read_port(printed["static_resources"]["clusters"][1])
-        return json.dumps(write_bootstrap(printed, translate(values, port, upstream), port, others))
+        return edit(json.dumps(write_bootstrap(printed, translate(values, port, upstream), port, others)))
 
-    with stack(values["policies"]["bundle"], "--listen", f"127.0.0.1:{free_port()}", *flags, edit=edit) as made:
+    with stack(values["policies"]["bundle"], "--listen", f"127.0.0.1:{free_port()}", *flags, edit=make) as made:
         yield made

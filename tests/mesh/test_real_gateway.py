@@ -20,7 +20,7 @@ from extproc.cli.envoy_config.render import render_bootstrap
 from extproc.options import read_options
 from extproc.policy.loader import load
 from tests.mesh.envoy_gateway import OURS, POLICIES, VALUES, envoy_gateway, find_dump, translate
-from tests.support.chart import CASES, Values, objects, of_kind
+from tests.support.chart import CASES, Values, merged, objects, of_kind
 from tests.support.chart.istio import http_manager
 from tests.support.check_envoy import found as check
 from tests.support.check_envoy import report
@@ -72,6 +72,39 @@ def test_a_loop_is_refused_where_it_was_asked_for(gateway: Stack) -> None:
 
     assert found == {"chat": [200, 200, 429], "guarded": [200, 200, 429], "open": [200] * 3, "rest": [200] * 3}
     assert gateway.loopguard.metric("requests_total") - before == 6
+
+
+LATE = """
+function envoy_on_request(handle)
+  local path = handle:headers():get(":path")
+  if path:sub(1, 11) == "/rest/late/" then
+    handle:headers():replace(":path", "/chat/" .. path:sub(12))
+    handle:clearRouteCache()
+  end
+end
+"""
+
+
+def choose_late(text: str) -> str:
+    """A filter in front that chooses a request's route, as Envoy AI Gateway's does by the model."""
+    made = json.loads(text)
+    lua = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua",
+        "defaultSourceCode": {"inlineString": LATE},
+    }
+    manager = made["static_resources"]["listeners"][0]["defaultFilterChain"]["filters"][0]["typedConfig"]
+    manager["httpFilters"].insert(0, {"name": "late", "typedConfig": lua})
+    return json.dumps(made)
+
+
+@pytest.mark.parametrize(
+    ("target", "last"), [({"kind": "Gateway", "name": "public"}, 429), ({"name": "chat"}, 200)], ids=["Gateway", "HTTPRoute"]
+)
+def test_a_route_that_is_chosen_late_is_guarded_by_a_policy_for_the_gateway(target: dict[str, str], last: int) -> None:
+    """Not by one for this route alone: Envoy Gateway turns the filter on by the first route of a request."""
+    values = merged(VALUES, {"envoyGateway": {"targetRefs": [target]}})
+    with envoy_gateway(values, edit=choose_late) as made:
+        assert statuses(made, "/rest/late/x", 3, body=b"same") == [200, 200, last]
 
 
 def test_what_is_large_is_looked_at_and_what_is_held_goes_on(gateway: Stack) -> None:
