@@ -77,7 +77,7 @@ def switch_protocols(client: socket.socket) -> None:
 def test_a_probe_opens_websockets(capsys: pytest.CaptureFixture[str]) -> None:
     """They pass uncounted, over HTTP/1.1 and over HTTP/2, as the reason says; a handshake is all that is sent."""
     with listening(switch_protocols) as upstream, stack(CHAT, upstream=upstream, edit=allow_connect) as running:
-        _, found = probe(running, capsys, *USER)
+        _, found = probe(running, capsys, *USER, "--probe-size", "1000")
 
     unguarded = tell_unguarded(found)
     assert {unguarded[name] for name in ("WebSocket upgrade", "WebSocket over HTTP/2")} == {
