@@ -32,7 +32,13 @@ def read_cases(folder: Path) -> dict[str, Values]:
     return {"defaults": LEAST, **found}
 
 
-CASES = read_cases(CHART)
+def read_examples() -> dict[str, Values]:
+    """Those of `examples/`."""
+    files = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
+    return {f"example-{file.stem}": helm_python.values_from_yaml(file.read_text()) for file in files}
+
+
+CASES = {**read_cases(CHART), **read_examples()}
 """This chart's."""
 
 
