@@ -21,6 +21,20 @@ USAGE_NAMESPACE: Final = "loopguard.usage"
 MODEL: Final = "model"
 """The model's key in this namespace."""
 
+GATEWAY_NAMESPACE: Final = "io.envoy.ai_gateway"
+"""Metadata namespace of Envoy AI Gateway, which reads tokens in answers, too."""
+
+GATEWAY_MODEL: Final = "model_name_override"
+"""The model's key in that namespace."""
+
+_GATEWAY_COUNTS: Final = {
+    b"llm_input_token": "input",
+    b"llm_output_token": "output",
+    b"llm_cached_input_token": "cached",
+    b"llm_cache_creation_input_token": "cache_write",
+}
+"""Its keys, which are those of its documentation. The input includes all others of the prompt; the output includes thoughts."""
+
 COUNTS: Final = ("input", "output", "cached", "cache_read", "cache_write", "thoughts", "tool_input")
 """Names of counts. `input` is the whole prompt, including `cached` tokens. APIs that do not include cached tokens in their
 `input` report them as `cache_read` and `cache_write`. `thoughts` and `tool_input` are in no other count.
@@ -103,6 +117,20 @@ class Counts:
             if isinstance(text, str) and len(text) <= _MAX_OBJECT:
                 _read_object(text, within, counts)
         return counts
+
+
+def read_gateway_counts(told: Mapping[bytes, object]) -> dict[str, float]:
+    """The counts of Envoy AI Gateway, by the names in COUNTS; empty if it found none: it then reports zeros."""
+    counts: dict[str, float] = {}
+    for key, name in _GATEWAY_COUNTS.items():
+        count = told.get(key)
+        if isinstance(count, float):
+            counts[name] = count
+    if not (counts.get("input") or counts.get("output")):
+        return {}
+    if "input" in counts:
+        counts["input"] -= counts.get("cache_write", 0.0)
+    return counts
 
 
 def _find_within(place: str, places: Mapping[str, Sequence[str]]) -> list[tuple[str, list[str]]]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from msgspec import MsgspecError, json
 
 from extproc.apis import read_counts
-from extproc.apis.usage import MODEL, USAGE_NAMESPACE
+from extproc.apis.usage import GATEWAY_MODEL, GATEWAY_NAMESPACE, MODEL, USAGE_NAMESPACE, read_gateway_counts
 from extproc.decision import Action
 from extproc.engine.budget_candidates import BUDGETS
 from extproc.engine.settlements import Entry
@@ -77,6 +77,8 @@ _UPSTREAM_FLAGS: Final = frozenset([field.number << 3 | VARINT for field in Resp
 # Names are compared as bytes, because decoding them takes longer.
 _DECIDED: Final = NAMESPACE.encode()
 _TOLD: Final = USAGE_NAMESPACE.encode()
+_GATEWAY: Final = GATEWAY_NAMESPACE.encode()
+_GATEWAY_MODEL: Final = GATEWAY_MODEL.encode()
 _SESSIONS: Final = SESSIONS.encode()
 _MODEL: Final = MODEL.encode()
 _REJECT: Final = Action.REJECT.value
@@ -111,6 +113,7 @@ class _Logged:
     Attributes:
         decided: metadata of Loopguard's decision; None if there is none.
         told: metadata that Envoy's filters read in the response.
+        gateway: the same by Envoy AI Gateway.
         status: HTTP status of the response; 0 for none.
         flagged: the upstream, or the connection to it, failed.
         unfinished: the request is not over yet.
@@ -123,13 +126,14 @@ class _Logged:
     """
 
     __slots__ = (
-        "decided", "flagged", "headers", "received_ms", "request_bytes", "response_bytes", "sent", "sent_ms", "status",
-        "told", "unfinished",
+        "decided", "flagged", "gateway", "headers", "received_ms", "request_bytes", "response_bytes", "sent", "sent_ms",
+        "status", "told", "unfinished",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.decided: dict[bytes, object] | None = None
         self.told: dict[bytes, object] = {}
+        self.gateway: dict[bytes, object] = {}
         self.status = 0
         self.flagged = False
         self.unfinished = False
@@ -269,6 +273,8 @@ def _read_namespace(reader: Reader, logged: _Logged) -> None:
             logged.decided = _read_struct(reader)
         elif tag == _VALUE and name == _TOLD:
             logged.told = _read_struct(reader)
+        elif tag == _VALUE and name == _GATEWAY:
+            logged.gateway = _read_struct(reader)
     reader.leave(outer)
 
 
@@ -388,7 +394,7 @@ def _make_entry(logged: _Logged) -> Entry | None:
     if named and not sessions and not counted and not budgets:
         return None
     usage, estimated = _find_usage(logged)
-    model = logged.told.get(_MODEL)
+    model = logged.told.get(_MODEL) or logged.gateway.get(_GATEWAY_MODEL)
     return Entry(
         sessions,
         logged.status,
@@ -435,7 +441,7 @@ def read_usage(
 
 def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
     """The token counts of the response, as in `usage.COUNTS`, and whether some of them are estimated."""
-    told = read_counts(logged.told)
+    told = read_counts(logged.told) or read_gateway_counts(logged.gateway)
     prompt, output = _take_count(told, "input"), _take_count(told, "output")
     nothing = logged.status >= _ERROR or (logged.flagged and not logged.response_bytes)
     if nothing and prompt < 0 and output < 0:

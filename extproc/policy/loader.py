@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
+from msgspec import MsgspecError
+from msgspec.json import encode
 from pydantic import BaseModel, ValidationError
 
 from extproc.budgets.rule_keys import list_configs
@@ -29,6 +31,8 @@ from extproc.request.limit_keys import IP_ADDRESS, UNSUPPORTED_KEYS, list_source
 from extproc.sessions.session_limits import SessionLimits, UnnamedLimits
 
 Model = TypeVar("Model", bound=BaseModel)
+
+_MOST_SHAPES = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +175,7 @@ def parse_file(  # noqa: PLR0913  # everything that decides the result
     """One file's policies, with everything there is to say about them alone."""
     parsed = ParsedFile(file, namespaces, on_route=on_route)
     source = _parse_file(data, sha256, now, parsed)
+    parsed.shapes = {}
     if source is not None:
         shared: dict[Texts, Texts] = {}
         outlines = [Outline(policy, shared) for policy in source.policies]
@@ -264,6 +269,8 @@ class ParsedFile:
         place: of the list of policies; None for a single policy.
         ids: ids and their pointers, including those of invalid policies.
         entries: raw policies.
+        shapes: notes on policies that have nothing else to be said about, by what `_encode_shape` makes of them. Files that a
+            program has written repeat a few of these thousands of times.
     """
 
     def __init__(self, file: str, namespaces: Sequence[Namespace] = (), *, on_route: bool = False) -> None:
@@ -279,6 +286,7 @@ class ParsedFile:
         self.notes: dict[str, tuple[BundleError, int]] = {}  # by message: its first place, and the number of policies
         self.ids: list[tuple[str, str]] = []
         self.entries: list[object] = []
+        self.shapes: dict[bytes | None, list[tuple[Place, str]]] = {}
 
     def list_ids(self) -> list[tuple[str, str]]:
         """Ids and their pointers, including those of invalid policies."""
@@ -441,11 +449,9 @@ def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None
         entry = rules.anchor_on_route(entry)
     policy = _validate(Policy, entry, place, report)
     before = len(report.errors)
+    shape = _encode_shape(entry["spec"]) if policy is not None else None
     if isinstance(entry, dict):
-        for where, message in rules.find_errors(entry.get("spec")):
-            report.refuse((*place, "spec", *where), message)
-        for where, model, config in list_configs(entry["spec"]) if isinstance(entry.get("spec"), dict) else ():
-            _validate(model, config, (*place, "spec", *where), report)
+        _find_errors(entry.get("spec"), shape, (*place, "spec"), report)
         if isinstance(entry.get("id"), str):
             report.ids.append((entry["id"], write_pointer((*place, "id"))))
     if policy is not None:
@@ -453,12 +459,48 @@ def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None
             report.refuse((*place, *where), message)
     if policy is None or len(report.errors) > before:
         return None
-    _remark(policy, place, report)
+    for below, message in _find_notes(policy, shape, place, report):
+        report.note((*place, *below), message)
+    for below, message in rules.find_suspicious_paths(policy):
+        report.warn((*place, *below), message)
     return policy
 
 
-def _remark(policy: Policy, place: Place, report: ParsedFile) -> None:
-    """Report warnings and notes about a valid policy."""
+def _find_errors(spec: Any, shape: bytes | None, place: Place, report: ParsedFile) -> None:  # noqa: ANN401  # raw JSON
+    """Report errors that the models do not see; none are possible in a known shape, except in the selector."""
+    for where, message in rules.find_selector_errors(spec):
+        report.refuse((*place, *where), message)
+    if shape in report.shapes:
+        return
+    for where, message in rules.find_errors(spec):
+        report.refuse((*place, *where), message)
+    for where, model, config in list_configs(spec) if isinstance(spec, dict) else ():
+        _validate(model, config, (*place, *where), report)
+
+
+def _find_notes(policy: Policy, shape: bytes | None, place: Place, report: ParsedFile) -> list[tuple[Place, str]]:
+    """The notes on a valid policy; warnings are reported. Remembers shapes without warnings, which name the policy."""
+    known = report.shapes.get(shape)
+    if known is not None:
+        return known
+    before = len(report.warnings) + len(report.unenforced)
+    notes = _remark(policy, place, report)
+    said = len(report.warnings) + len(report.unenforced) > before
+    if shape is not None and not said and len(report.shapes) < _MOST_SHAPES:
+        report.shapes[shape] = notes
+    return notes
+
+
+def _encode_shape(spec: Any) -> bytes | None:  # noqa: ANN401  # raw JSON
+    """What equals that of policies that differ only in id and selector; None if it cannot be told."""
+    try:
+        return encode({key: value for key, value in spec.items() if key != "selector"})
+    except (AttributeError, MsgspecError, OverflowError, RecursionError, TypeError, ValueError):
+        return None
+
+
+def _remark(policy: Policy, place: Place, report: ParsedFile) -> list[tuple[Place, str]]:
+    """Report warnings about a valid policy, but not about its selector; returns its notes."""
     if not policy.spec.is_enabled():
         report.warn((*place, "spec"), f"loop_detection is not enabled: policy {policy.id} does nothing")
     elif UNSUPPORTED_KEYS.issuperset(list_sources(policy.spec.all_limit_keys())) and policy.spec.keeps_counts():
@@ -468,8 +510,7 @@ def _remark(policy: Policy, place: Place, report: ParsedFile) -> None:
     for below, message in rules.find_unenforced(policy):
         _, part, *_ = below
         report.disclaim((*place, *below), message, str(part), policy.id)
-    for below, message in (*rules.explain_defaults(policy), *rules.explain_secrets(policy), *rules.explain_limits(policy)):
-        report.note((*place, *below), message)
+    return [*rules.explain_defaults(policy), *rules.explain_secrets(policy), *rules.explain_limits(policy)]
 
 
 def _check_times(document: Mapping[str, Any], now: datetime, report: ParsedFile) -> None:

@@ -81,22 +81,30 @@ def anchor_on_route(policy: Any) -> Any:  # noqa: ANN401  # raw JSON
     return policy | {"spec": policy["spec"] | {"selector": selector | {"pathPrefix": "/"}}}
 
 
-def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
-    """Rules between fields of one raw policy spec: the place below it, and the message; wrong types are the models' errors."""
-    if not isinstance(spec, dict):
+def find_selector_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Rules between the fields of a raw selector, as `find_errors` has them for the rest of the spec."""
+    selector = spec.get("selector") if isinstance(spec, dict) else None
+    if not isinstance(selector, dict):
         return
-    selector = spec.get("selector")
-    if isinstance(selector, dict) and all(selector.get(key) is None for key in _ANCHORS):
+    if all(selector.get(key) is None for key in _ANCHORS):
         yield (
             ("selector",),
             f"selector needs at least one of pathExact, pathPrefix and routes, but has {_list_keys(selector)}",
         )
-    if isinstance(selector, dict):
-        lists = [selector.get(key) for key in ("pathPrefixes", "hosts", "methods", "routes")]
-        combinations = prod(max(1, len(listed)) for listed in lists if isinstance(listed, list))
-        if combinations > MAX_COMBINATIONS:
-            many = f"hosts, methods and routes make {combinations} combinations, and at most {MAX_COMBINATIONS} are allowed"
-            yield ("selector",), f"{many}; split the policy, or leave one of them out to match any"
+    lists = [selector.get(key) for key in ("pathPrefixes", "hosts", "methods", "routes")]
+    combinations = prod([max(1, len(listed)) for listed in lists if isinstance(listed, list)])
+    if combinations > MAX_COMBINATIONS:
+        many = f"hosts, methods and routes make {combinations} combinations, and at most {MAX_COMBINATIONS} are allowed"
+        yield ("selector",), f"{many}; split the policy, or leave one of them out to match any"
+
+
+def find_errors(spec: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
+    """Rules between fields of one raw policy spec, without its selector.
+
+    Yields the place below the spec, and the message; wrong types are the models' errors.
+    """
+    if not isinstance(spec, dict):
+        return
     yield from _find_ramp_errors(spec)
     if spec.get("canary_of") is not None and spec.get("mode", "enforce") == "enforce" and not is_watching(spec):
         owners = "a policy with mode shadow, or with an enforce_percent below 100"
@@ -286,6 +294,10 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     yield from _find_idle_keys(policy)
     yield from _find_idle_ramp(policy.spec)
     yield from _find_suspicious_rules(policy)
+
+
+def find_suspicious_paths(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find paths that look like patterns, as `find_suspicious` does for the rest of the policy."""
     selector = policy.spec.selector
     several = [("pathPrefixes", path) for path in selector.pathPrefixes or ()]
     for name, path in [("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix), *several]:

@@ -87,15 +87,15 @@ def _ask(connected: socket.socket, deadline: float) -> str:
     return _read_answer(connected, deadline)
 
 
-def write_http2_request(headers: Fields, body: bytes, trailers: Fields) -> bytes:
-    """A request on a new connection; the body is at most a frame long."""
+def write_http2_request(headers: Fields, body: bytes, trailers: Fields, *, ends: bool = True) -> bytes:
+    """A request on a new connection; the body is at most a frame long. Unless it `ends`, its stream stays open."""
     parts = [(_HEADERS, _END_HEADERS, _encode(headers))]
     if body:
         parts.append((_DATA, 0, body))
     if trailers:
         parts.append((_HEADERS, _END_HEADERS, _encode(trailers)))
     frames = [
-        _write(kind, flags | (_END_STREAM if number == len(parts) else 0), _STREAM, payload)
+        _write(kind, flags | (_END_STREAM if ends and number == len(parts) else 0), _STREAM, payload)
         for number, (kind, flags, payload) in enumerate(parts, 1)
     ]
     return _PREFACE + _write(_SETTINGS, 0, 0, b"") + b"".join(frames)

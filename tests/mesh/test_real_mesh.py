@@ -6,209 +6,54 @@ tests/support/chart/istio.py is the model of it that `make test` has.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import json
 import random
-import re
 import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from extproc.cli.envoy_check.config import find_managers, find_resources
 from extproc.cli.envoy_check.document import ConfigPlace
 from extproc.cli.envoy_check.inspect import inspect
 from extproc.cli.envoy_check.needs import find_needs
-from tests.support.chart import NAME, Object, Values, merged, objects, of_kind
+from tests.mesh.istio import (
+    CLUSTER,
+    GATEWAYS,
+    ISSUER,
+    LABELS,
+    POLICIES,
+    SECRET,
+    VALUES,
+    count_missed,
+    istio,
+    write_base64,
+    write_endpoints,
+)
+from tests.support.chart import Object, Values, merged, objects, of_kind
 from tests.support.chart.istio import LEFT
 from tests.support.check_envoy import found as check
 from tests.support.check_envoy import report
-from tests.support.documents import bundle, policy
+from tests.support.documents import bundle
 from tests.support.envoy_config import verdict
-from tests.support.harness import Loopguard, Process, Stack, eventually, stack, write_policies
-from tests.support.meshes import BUILT, FILTER, USER, cluster_names, each_istio, envoy_filter, read_port, statuses
+from tests.support.harness import Loopguard, Stack, eventually, write_policies
+from tests.support.meshes import BUILT, FILTER, USER, cluster_names, each_istio, envoy_filter, statuses
 from tests.support.servers import free_port
 from tests.support.streams import over_http2
 
-
-def write_base64(data: bytes) -> str:
-    """As tokens have it."""
-    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
-
-
 pytestmark = pytest.mark.skipif(not BUILT, reason="`make test-mesh` was not asked for: the real Istio is NOT tested")
-
-GATEWAYS = "istio-ingress"
-CLUSTER = "outbound|50051||lg-loopguard.guards.svc.cluster.local"
-ISSUER = "https://idp.example.com"
-SECRET = b"a key that only this test knows, and long enough for HS256"
-KEY = {"kty": "oct", "alg": "HS256", "kid": "k", "k": write_base64(SECRET)}
-LABELS = {"istio": "ingressgateway"}
-
-POLICIES = bundle(
-    policy("chat", {"pathPrefix": "/chat"}, limit_keys=["header:x-user-id"]),
-    policy("claims", {"routes": ["claims"]}, limit_keys=["header:x-user-id"]),
-    policy("files", {"pathPrefix": "/files/counted"}, limit_keys=["header:x-user-id"]),
-    policy("pinned", {"pathPrefix": "/nowhere"}, limit_keys=["header:x-user-id"], threshold_identical_requests=2),
-)
-OWN = bundle(policy("own", {"pathPrefix": "/"}, action="warn", limit_keys=["header:x-user-id"], threshold_identical_requests=2))
-VALUES: Values = {
-    "policies": {"bundle": POLICIES},
-    "istio": {
-        "enabled": True,
-        "namespace": GATEWAYS,
-        "workloadSelector": LABELS,
-        "tls": "DISABLE",  # no certificates are issued here
-        "routes": [
-            {"name": "chat"},
-            {"name": "claims"},
-            {"name": "pinned", "policies": ["pinned"]},
-            {"name": "own", "bundle": OWN},
-            {"name": "files", "bodyMode": "tolerant"},
-        ],
-    },
-}
-ROUTES = ("chat", "pinned", "own", "files", "rest")
-
-
-def write_mesh(port: int, upstream: int) -> Iterator[Object]:
-    """A gateway on a port of loopback, and an upstream with a route for each name."""
-    yield {
-        "apiVersion": "networking.istio.io/v1",
-        "kind": "Gateway",
-        "metadata": {"name": "gateway", "namespace": GATEWAYS},
-        "spec": {
-            "selector": LABELS,
-            "servers": [{"port": {"number": port, "name": "http", "protocol": "HTTP"}, "bind": "127.0.0.1", "hosts": ["*"]}],
-        },
-    }
-    yield {
-        "apiVersion": "networking.istio.io/v1",
-        "kind": "ServiceEntry",
-        "metadata": {"name": "upstream", "namespace": GATEWAYS},
-        "spec": {
-            "hosts": ["upstream.example"],
-            "resolution": "STATIC",
-            "ports": [{"number": 80, "name": "http", "protocol": "HTTP"}],
-            "endpoints": [{"address": "127.0.0.1", "ports": {"http": upstream}}],
-        },
-    }
-    yield {
-        "apiVersion": "security.istio.io/v1",
-        "kind": "RequestAuthentication",
-        "metadata": {"name": "tokens", "namespace": GATEWAYS},
-        "spec": {"selector": {"matchLabels": LABELS}, "jwtRules": [{"issuer": ISSUER, "jwks": json.dumps({"keys": [KEY]})}]},
-    }
-    to_upstream = [{"destination": {"host": "upstream.example", "port": {"number": 80}}}]
-    yield {
-        "apiVersion": "networking.istio.io/v1",
-        "kind": "VirtualService",
-        "metadata": {"name": "routes", "namespace": GATEWAYS},
-        "spec": {
-            "hosts": ["*"],
-            "gateways": ["gateway"],
-            "http": [
-                {
-                    "name": "claims",
-                    "match": [{"uri": {"prefix": "/rest/claims"}, "headers": {"@request.auth.claims.team": {"exact": "a"}}}],
-                    "route": to_upstream,
-                },
-                *({"name": name, "match": [{"uri": {"prefix": f"/{name}"}}], "route": to_upstream} for name in ROUTES),
-            ],
-        },
-    }
-
-
-def write_endpoints(service: Object, *pods: str) -> Iterator[Object]:
-    """A Service with an address, and where its pods are, each as IP:PORT; Istio tells pods apart by their IPs."""
-    yield {**service, "spec": {**service["spec"], "clusterIP": "10.0.0.1"}}
-    name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
-    for number, (address, _, port) in enumerate(pod.rpartition(":") for pod in pods):
-        labels = {"kubernetes.io/service-name": name}
-        yield {
-            "apiVersion": "discovery.k8s.io/v1",
-            "kind": "EndpointSlice",
-            "metadata": {"name": f"{name}-{number}", "namespace": namespace, "labels": labels},
-            "addressType": "IPv4",
-            "endpoints": [{"addresses": [address], "conditions": {"ready": True}}],
-            "ports": [{"name": service["spec"]["ports"][0]["name"], "port": int(port), "protocol": "TCP"}],
-        }
-
-
-def write_bootstrap(printed: Object, istiod: int) -> Object:
-    """An Envoy that has everything from Istio; Loopguard's own cluster is there for `stack`, which waits for its health."""
-    options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
-    http2 = {"@type": f"type.googleapis.com/{options}", "explicit_http_config": {"http2_protocol_options": {}}}
-    discovery = {
-        "api_type": "GRPC",
-        "transport_api_version": "V3",
-        "grpc_services": [{"envoy_grpc": {"cluster_name": "istiod"}}],
-    }
-    ads: Object = {"ads": {}, "resource_api_version": "V3", "initial_fetch_timeout": "0s"}
-    address = {"socket_address": {"address": "127.0.0.1", "port_value": istiod}}
-    endpoints = [{"lb_endpoints": [{"endpoint": {"address": address}}]}]
-    return {
-        "admin": printed["admin"],
-        "node": {
-            # No endpoint has this address: with an endpoint's, such as 127.0.0.1, Istio would use that endpoint's labels.
-            "id": f"router~192.0.2.1~gateway.{GATEWAYS}~{GATEWAYS}.svc.cluster.local",
-            "cluster": "gateway",
-            "metadata": {"NAMESPACE": GATEWAYS, "LABELS": LABELS, "CLUSTER_ID": "Kubernetes", "ISTIO_VERSION": "1.30.0"},
-        },
-        "dynamic_resources": {"ads_config": discovery, "lds_config": ads, "cds_config": ads},
-        "static_resources": {
-            "clusters": [
-                printed["static_resources"]["clusters"][0],
-                {
-                    "name": "istiod",
-                    "type": "STATIC",
-                    "typed_extension_protocol_options": {options: http2},
-                    "load_assignment": {"cluster_name": "istiod", "endpoints": endpoints},
-                },
-            ]
-        },
-    }
-
-
-@contextmanager
-def istio(values: Values, *others: Loopguard, **more: Any) -> Iterator[Stack]:  # noqa: ANN401  # of `stack`
-    """Loopguard, and others beside it, behind an Envoy whose configuration is Istio's, with the chart's objects in it."""
-    with tempfile.TemporaryDirectory(prefix="istio") as name, ExitStack() as ended:
-        folder = Path(name)
-
-        def edit(text: str) -> str:
-            printed, discovery = yaml.safe_load(text), free_port()
-            upstream = read_port(printed["static_resources"]["clusters"][1])
-            made = objects(values)
-            configs = [*of_kind(made, "EnvoyFilter"), *of_kind(made, "DestinationRule"), *write_mesh(free_port(), upstream)]
-            (service,) = (item for item in of_kind(made, "Service") if item["metadata"]["name"] == NAME)
-            first = read_port(printed["static_resources"]["clusters"][0])
-            kubernetes = write_endpoints(service, f"127.0.0.1:{first}", *(other.address for other in others))
-            for file, listed in (("configs.yaml", configs), ("objects.yaml", kubernetes)):
-                (folder / file).write_text("\n---\n".join(map(json.dumps, listed)))
-            arguments = [f"127.0.0.1:{discovery}", str(folder / "configs.yaml"), str(folder / "objects.yaml")]
-            istiod = Process([f"{BUILT}/istiod", *arguments], folder / "istiod.log")
-            ended.callback(istiod.stop)
-            istiod.wait_for("serving")
-            return json.dumps(write_bootstrap(printed, discovery))
-
-        with stack(values["policies"]["bundle"], "--listen", f"127.0.0.1:{free_port()}", edit=edit, **more) as made:
-            yield made
 
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Stack]:
     """The gateway with all kinds of routes."""
     with istio(VALUES) as made:
-        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
         yield made
 
 
@@ -260,7 +105,6 @@ def test_tokens_of_sessions_are_read() -> None:
     values = merged(VALUES, {"policies": {"bundle": bundle({"id": "chat", "spec": spec})}, "envoy": {"usage": "exact"}})
     values["istio"]["routes"] = [{"name": "chat"}]
     with istio(values) as made:
-        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
         for path in ("/rest", "/chat"):
             headers = {**USER, "x-session-id": "s"}
             assert made.send(path, method="POST", body=b"{}", headers=headers).status == 200
@@ -277,7 +121,6 @@ def test_a_pod_that_hangs_costs_nothing() -> None:
         ended.callback(other.stop)
         made = ended.enter_context(istio(VALUES, other))
         healthy = f"cluster.{CLUSTER};.membership_healthy"  # as Istio names its statistics
-        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
         eventually(lambda: made.envoy.stat(healthy) == 2, "two pods")
         statuses(made, "/chat", 20)
         asked_both = other.metric("requests_total") > 0
@@ -297,12 +140,6 @@ def test_a_pod_that_hangs_costs_nothing() -> None:
         assert count_missed(made) == missed
 
 
-def count_missed(made: Stack) -> int:
-    """Requests that passed without an answer, or that waited for one in vain."""
-    names = "failure_mode_allowed|message_timeouts"
-    return sum(int(found) for found in re.findall(rf"ext_proc\.(?:{names}): (\d+)", made.envoy.admin("/stats")))
-
-
 def test_large_bodies(gateway: Stack) -> None:
     """A body above Envoy's own limit is looked at; one above the chart's passes where its route is tolerant, as it was sent."""
     assert statuses(gateway, "/chat/large", 3, body=b"x" * 3_000_000) == [200, 200, 429]
@@ -319,7 +156,6 @@ def test_a_body_under_way_when_loopguard_dies() -> None:
     """It arrives as it was sent, although Istio's routes retry, and Envoy has collected a part of it."""
     body = random.randbytes(3_000_000)
     with istio(VALUES) as made:
-        eventually(lambda: made.send("/rest").status == 200, "Istio's routes")
         client = made.connect()
         client.sendall(
             b"POST /files/counted/close HTTP/1.1\r\nhost: h\r\nx-user-id: a\r\ncontent-length: 3000000\r\n\r\n"

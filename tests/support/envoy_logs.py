@@ -30,9 +30,23 @@ def add_entry(
     headers: Mapping[str, str] | None = None,
     action: str = "",
     took: tuple[float, float] | None = None,
+    gateway: Mapping[str, Any] | None = None,
     **flags: bool,
 ) -> None:
-    """One request that is over; `told` is what filters have read in its answer, `took` when the upstream began and ended."""
+    """One request that is over.
+
+    Args:
+        message: to which it is added.
+        told: what filters have read in its answer, as Envoy AI Gateway has with `gateway`.
+        sessions: as in Loopguard's metadata.
+        status: of the response.
+        sizes: of both bodies.
+        headers: of the response.
+        action: Loopguard's.
+        took: when the upstream began and ended.
+        gateway: see `told`.
+        **flags: of the response.
+    """
     entry = message.http_logs.log_entry.add()
     entry.request.request_body_bytes, entry.response.response_body_bytes = sizes
     entry.response.response_code.value = status
@@ -44,6 +58,8 @@ def add_entry(
     metadata["loopguard"].update(decided)
     if told:
         metadata["loopguard.usage"].update(told)
+    if gateway:
+        metadata["io.envoy.ai_gateway"].update(gateway)
     if took is not None:
         common = entry.common_properties
         for moment, seconds in zip(

@@ -406,6 +406,7 @@ def stack(  # what a stack is made of
     edit: Callable[[str], str] = str,
     hasty: bool = False,
     replicas: int = 1,
+    others: Sequence[Loopguard] = (),
     **options: Any,  # noqa: ANN401  # of EnvoyOptions
 ) -> Iterator[Stack]:
     """Everything running, and stopped at the end.
@@ -418,6 +419,7 @@ def stack(  # what a stack is made of
         edit: changes Envoy's configuration.
         hasty: Envoy's timeouts are those of the configuration, for tests about these.
         replicas: this many Loopguards, between which Envoy spreads the requests.
+        others: more of them, which run already.
         **options: of EnvoyOptions.
     """
     with tempfile.TemporaryDirectory(prefix="lg") as name:
@@ -433,6 +435,7 @@ def stack(  # what a stack is made of
             for number in range(1, replicas):
                 guards.append(Loopguard(folder, *arguments, listen=f"unix:{folder}/replica-{number}.sock", preamble=preamble))
                 parts.append(guards[-1])
+            guards += others
             flags = {
                 "upstream": upstream or server.address,
                 "listen": "127.0.0.1:0",
@@ -444,7 +447,7 @@ def stack(  # what a stack is made of
             parts.append(envoy)
             made = Stack(folder, server, loopguard, envoy, guards)
             eventually(lambda: "healthy" in envoy.admin("/clusters"))
-            eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy") == replicas, "healthy replicas")
+            eventually(lambda: envoy.stat("cluster.loopguard.membership_healthy") == len(guards), "healthy replicas")
             yield made
         finally:
             server.release.set()

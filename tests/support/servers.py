@@ -291,19 +291,34 @@ def impostor(answer: bytes, greeting: bytes = b"") -> Iterator[str]:
 
 
 @contextmanager
-def relay(behind: Server, *, pieces: int = 65_536, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """A front for a server that passes its answers on in pieces of this many bytes, or speaks TLS: pip's Valkey does not."""
+def relay(
+    behind: Server,
+    *,
+    pieces: int = 65_536,
+    tls: ssl.SSLContext | None = None,
+    passes: threading.Event | None = None,
+) -> Iterator[str]:
+    """A front for a server that passes its answers on in pieces of this many bytes, or speaks TLS: pip's Valkey does not.
+
+    While `passes` is not set, what either side sends gets stuck, as in a network that is cut.
+    """
 
     def serve(client: socket.socket) -> None:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with socket.create_connection(("127.0.0.1", behind.port)) as inner:
             threading.Thread(target=back, args=(inner, client), daemon=True).start()
             while data := client.recv(65_536):
+                wait()
                 inner.sendall(data)
+
+    def wait() -> None:
+        if passes is not None:
+            passes.wait()
 
     def back(inner: socket.socket, client: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := inner.recv(65_536):
+                wait()
                 for at in range(0, len(data), pieces):
                     client.sendall(data[at : at + pieces])
 

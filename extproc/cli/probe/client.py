@@ -100,8 +100,10 @@ def _send_http2(
     given = {name.lower(): value for name, value in headers}
     authority = given.pop("host", url.netloc.rpartition("@")[2])
     pseudo = [(":method", spelling.method), (":scheme", url.scheme), (":path", spelling.path), (":authority", authority)]
+    pseudo += [(":protocol", spelling.protocol)] if spelling.protocol else []
     trailers = [_TRAILER] if spelling.trailers else []
-    connected.sendall(write_http2_request([*pseudo, *given.items()], spelling.body, trailers))
+    ends = not spelling.protocol
+    connected.sendall(write_http2_request([*pseudo, *given.items()], spelling.body, trailers, ends=ends))
     told = read_http2_headers(connected, time.monotonic() + seconds)
     status = told.get(b":status", b"")
     return ProbeAnswer(int(status) if status.isdigit() else 0, _UPSTREAM_TIME.encode() in told)

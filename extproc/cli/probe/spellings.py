@@ -20,6 +20,7 @@ class Spelling(NamedTuple):
         chunked: HTTP/1.1 without a length.
         http2: over HTTP/2; otherwise, HTTP/1.1.
         trailers: the request ends in trailers.
+        protocol: of an extended CONNECT (RFC 8441), which is what an upgrade is over HTTP/2; empty for none.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Spelling(NamedTuple):
     chunked: bool = False
     http2: bool = False
     trailers: bool = False
+    protocol: str = ""
 
 
 def list_spellings(path: str, mark: str, big: int) -> Iterator[Spelling]:
@@ -59,6 +61,8 @@ def list_spellings(path: str, mark: str, big: int) -> Iterator[Spelling]:
     upgrade = (("connection", "Upgrade"), ("upgrade", "websocket"), ("sec-websocket-version", "13"))
     key = (("sec-websocket-key", "bG9vcGd1YXJkLXByb2JlIQ=="),)
     yield Spelling("WebSocket upgrade", path, method="GET", headers=upgrade + key)
+    version = upgrade[-1:]
+    yield Spelling("WebSocket over HTTP/2", path, method="CONNECT", headers=version, http2=True, protocol="websocket")
     yield Spelling("query", f"{path}?loopguard-probe=1", body=write("query"))
     for name, alias in _list_aliases(path):
         yield Spelling(name, alias, body=write(name), alias=True)

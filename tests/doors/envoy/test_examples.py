@@ -22,7 +22,8 @@ from extproc import settings
 from extproc.cli.main import main
 from extproc.policy.presets import find_preset
 from tests.support import ROOT
-from tests.support.harness import ENVOY, Stack, stack
+from tests.support.chart import CASES
+from tests.support.harness import ENVOY, Answer, Stack, stack
 
 EXAMPLES = ROOT / "examples"
 COMPOSE = EXAMPLES / "compose"
@@ -89,7 +90,7 @@ def test_policies_are_the_preset_s() -> None:
     preset = json.loads(Path(find_preset("agents")).read_text())
     front, company = read_policy("litellm"), read_policy("company")
 
-    assert read_policy("compose") == preset
+    assert read_policy("compose") == read_policy("kubernetes") == preset
     assert front["spec"].pop("limit_keys") == [{"first_of": ["header:x-user-id", "credential"], "name": "caller"}]
     assert company["spec"].pop("labels") == ["header:x-team"]
     assert company == preset
@@ -150,3 +151,33 @@ def test_litellm_s_users_are_told_apart() -> None:
     assert counts == [0, 0, 1]
     for name in ("front", "behind"):
         assert yaml.safe_load((EXAMPLES / "litellm" / f"{name}.yaml").read_text())["litellm_settings"] == {"num_retries": 0}
+
+
+@pytest.mark.parametrize("file", sorted((EXAMPLES / "kubernetes").glob("*.yaml")), ids=lambda file: file.stem)
+def test_values_are_those_of_the_readme(file: Path) -> None:
+    """The chart takes them, as tests/mesh and tests/project/test_helm.py show of each case."""
+    page = (EXAMPLES / "kubernetes" / "README.md").read_text()
+    values = CASES[f"example-{file.stem}"]
+
+    (command,) = (words for words in read_commands(EXAMPLES / "kubernetes" / "README.md") if "configmap" in words)
+    assert f"[{file.name}]({file.name})" in page
+    assert values["policies"]["existingConfigMap"] == command[command.index("configmap") + 1]
+    assert main(["validate", str(EXAMPLES / "kubernetes" / command[-1])]) == 0
+
+
+def test_a_tool_server_is_guarded() -> None:
+    """A tool that starts something is refused at the second equal call, as the model reads; one that is polled never is."""
+    document = json.loads((EXAMPLES / "mcp" / "policies" / "tools.json").read_text())
+
+    def call(made: Stack, tool: str) -> Answer:
+        asked = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": {"name": tool, "arguments": {"target": "all"}}}
+        headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", "x-user-id": "ann"}
+        return made.send("/mcp", method="POST", body=json.dumps(asked).encode(), headers=headers)
+
+    with stack(document) as made:
+        polled = [call(made, "get_build_status").json() for _ in range(6)]
+        started = [call(made, "start_build").json() for _ in range(2)]
+
+    assert all("number" in answer for answer in [*polled, started[0]])  # the upstream's
+    assert started[1]["result"]["isError"] is True
+    assert "It runs already" in started[1]["result"]["content"][0]["text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from extproc.cli.main import main
 from extproc.cli.probe.spellings import list_names
 from tests.support.documents import bundle, policy
 from tests.support.harness import Stack, envoy_version, stack
+from tests.support.servers import listening
 
 CHAT = bundle(policy("chat", {"pathExact": "/v1/chat"}, limit_keys=["header:x-user-id"]))
 USER = ("-H", "x-user-id: ann")
@@ -38,7 +40,8 @@ def test_a_probe_tells_what_is_guarded(capsys: pytest.CaptureFixture[str]) -> No
         accepted, _ = probe(running, capsys, *USER, *(flag for name in tell_unguarded(found) for flag in ("--ignore", name)))
 
     guarded = {name for name, (verdict, _) in found.items() if verdict == "guarded"}
-    assert guarded == {*list_names()} - {*tell_unguarded(found)}
+    assert guarded == {*list_names()} - {*tell_unguarded(found), "WebSocket over HTTP/2"}
+    assert found["WebSocket over HTTP/2"][0] == "stopped"  # by Envoy, which is not told to take it
     assert found["large body"] == ("guarded", "counted by chat")
     assert {*tell_unguarded(found)} == {"trailing slash", "upper case", "%2F", "WebSocket upgrade"}
     assert code == 1
@@ -55,6 +58,31 @@ def test_a_probe_finds_what_only_looks_guarded(capsys: pytest.CaptureFixture[str
 
     assert "chat" in tell_unguarded(found)["large body, chunked"]
     assert found["HTTP/1.1"] == ("guarded", "counted by chat")
+
+
+def allow_connect(config: str) -> str:
+    """A gateway that takes WebSockets over HTTP/2, too."""
+    options = "http2_protocol_options:\n            initial_stream"
+    assert options in config
+    return config.replace(options, options.replace("initial", "allow_connect: true\n            initial"), 1)
+
+
+def switch_protocols(client: socket.socket) -> None:
+    """An upstream that accepts each handshake, and answers all else with 200."""
+    head = client.recv(65_536)
+    upgrade = b"101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket"
+    client.sendall(b"HTTP/1.1 %b\r\n\r\n" % (upgrade if b"sec-websocket" in head else b"200 OK\r\ncontent-length: 0"))
+
+
+def test_a_probe_opens_websockets(capsys: pytest.CaptureFixture[str]) -> None:
+    """They pass uncounted, over HTTP/1.1 and over HTTP/2, as the reason says; a handshake is all that is sent."""
+    with listening(switch_protocols) as upstream, stack(CHAT, upstream=upstream, edit=allow_connect) as running:
+        _, found = probe(running, capsys, *USER, "--probe-size", "1000")
+
+    unguarded = tell_unguarded(found)
+    assert {unguarded[name] for name in ("WebSocket upgrade", "WebSocket over HTTP/2")} == {
+        "matches chat, but is not counted (chat: upgrade)"
+    }
 
 
 def test_a_probe_of_a_route_that_is_off(capsys: pytest.CaptureFixture[str]) -> None:

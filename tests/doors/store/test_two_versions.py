@@ -5,12 +5,10 @@ docs/operations.md says what is asserted here, under "Upgrade".
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -18,8 +16,8 @@ from typing import Any, Self
 import pytest
 
 import extproc
-from tests.support import ROOT
 from tests.support.servers import Server, server
+from tests.support.versions import unpack
 
 BEFORE = "b15071a"
 """The last commit before the rules stood in `extproc/store/rules/`."""
@@ -164,15 +162,7 @@ class Worker:
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package as it was."""
-    try:
-        command = ["git", "-C", str(ROOT), "archive", BEFORE, "extproc"]
-        archive = subprocess.run(command, capture_output=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        why = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else "there is no git"
-        pytest.skip(f"the version before cannot be had from git ({why}): two versions on one store are NOT tested")
-    folder = tmp_path_factory.mktemp("before")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
-        packed.extractall(folder, filter="data")
+    folder = unpack(BEFORE, tmp_path_factory.mktemp("before"), "extproc")
     assert not (folder / "extproc" / "store" / "rules").exists()
     return folder
 

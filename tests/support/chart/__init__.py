@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -23,11 +24,22 @@ Object = dict[str, Any]
 LEAST: Values = {"networkPolicy": {"gateways": [{"podSelector": {}}], "monitoring": [{"podSelector": {}}]}}
 """What no default can know: where the gateways are. Every rendering has it, below its own values."""
 
-CASES: dict[str, Values] = {"defaults": LEAST} | {
-    file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text())
-    for file in sorted((CHART / "ci").glob("*-values.yaml"))
-}
-"""Values that the chart is rendered with, by name."""
+
+def read_cases(folder: Path) -> dict[str, Values]:
+    """Values that a chart is rendered with, by name."""
+    files = sorted((folder / "ci").glob("*-values.yaml"))
+    found = {file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text()) for file in files}
+    return {"defaults": LEAST, **found}
+
+
+def read_examples() -> dict[str, Values]:
+    """Those of `examples/`."""
+    files = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
+    return {f"example-{file.stem}": helm_python.values_from_yaml(file.read_text()) for file in files}
+
+
+CASES = {**read_cases(CHART), **read_examples()}
+"""This chart's."""
 
 
 @cache
@@ -50,9 +62,13 @@ def objects(values: Values, *, release: str = RELEASE, namespace: str = NAMESPAC
 @cache
 def render_objects(values: str, release: str, namespace: str) -> str:
     """`objects`, from and to JSON: many tests look at the same values, and some change what they get."""
-    texts = rendered(json.loads(values), release=release, namespace=namespace)
+    return json.dumps(split(rendered(json.loads(values), release=release, namespace=namespace)))
+
+
+def split(texts: Mapping[str, str]) -> list[Object]:
+    """The objects in rendered templates."""
     documents = [part for name, text in texts.items() if name.endswith(".yaml") for part in f"\n{text}".split("\n---\n")]
-    return json.dumps([made for made in map(helm_python.values_from_yaml, documents) if made])
+    return [made for made in map(helm_python.values_from_yaml, documents) if made]
 
 
 def of_kind(made: list[Object], kind: str) -> list[Object]:

@@ -1,7 +1,8 @@
 """Envoy Gateway's own objects: no package has models of them, so what the chart uses of them is written down here.
 
-As its Go types of `gateway.envoyproxy.io/v1alpha1` have it (ext_proc_types.go, envoyextensionypolicy_types.go,
-clienttrafficpolicy_types.go) and Gateway API's `ReferenceGrant`; keys that the chart does not use are left out, and so refused.
+As its Go types of `gateway.envoyproxy.io/v1alpha1` have it (ext_proc_types.go, healthcheck_types.go,
+envoyextensionypolicy_types.go, clienttrafficpolicy_types.go) and Gateway API's `ReferenceGrant`; keys that the chart does not
+use are left out, and so refused.
 """
 
 from __future__ import annotations
@@ -55,10 +56,20 @@ _RETRY = a_map(
     perRetry=a_map(backOff=a_map(baseInterval=DURATION, maxInterval=DURATION)),
     retryOn=a_map(triggers=a_list(_TRIGGER)),
 )
+_THRESHOLD = {"type": "integer", "minimum": 1}
+_CHECK = a_map(
+    "type",
+    type={"const": "GRPC"},
+    grpc=a_map(service=TEXT),
+    interval=DURATION,
+    timeout=DURATION,
+    unhealthyThreshold=_THRESHOLD,
+    healthyThreshold=_THRESHOLD,
+)
 _EXT_PROC = a_map(
     "backendRefs",
     backendRefs=a_list(a_map("name port", name=TEXT, namespace=TEXT, port={"type": "integer"}), maxItems=1),
-    backendSettings=a_map(circuitBreaker=_BREAKER, retry=_RETRY),
+    backendSettings=a_map(circuitBreaker=_BREAKER, healthCheck=a_map(active=_CHECK), retry=_RETRY),
     messageTimeout=DURATION,
     failOpen={"type": "boolean"},
     processingMode=a_map(request=_MODE, response=_MODE, allowModeOverride={"type": "boolean"}),

@@ -61,6 +61,34 @@ def test_each_token_is_counted_once(told: dict[str, int], usage: Usage) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gateway", "usage", "estimated"),
+    [
+        ({"input": 1_000, "output": 50}, Usage(1_000, 50, 0, 0), False),
+        ({"input": 1_000, "output": 50, "cached_input": 800, "cache_creation_input": 90}, Usage(110, 50, 800, 90), False),
+        ({"input": 0, "output": 0, "cached_input": 0, "cache_creation_input": 0}, Usage(1_000, 200, 0, 0), True),
+        ({"input": 20}, Usage(20, 200, 0, 0), True),
+        ({"input": "900", "output": -1, "cached_input": float("inf")}, Usage(1_000, 200, 0, 0), True),
+        ({"input": 5, "output": 1, "cache_creation_input": 800}, Usage(1_000, 1, 0, 800), True),
+    ],
+    ids=["tokens", "cached", "nothing found", "no output", "no numbers", "more cached than there was"],
+)
+def test_an_ai_gateway_s_counts_are_taken(gateway: dict[str, Any], usage: Usage, estimated: bool) -> None:
+    """Its input includes all cached tokens; it reports zeros for an answer without counts."""
+    named = {f"llm_{name}_token": count for name, count in gateway.items()}
+    entry = read(gateway={**named, "model_name_override": "gpt-x"})
+
+    assert (entry.usage, entry.estimated, entry.model) == (usage, estimated, "gpt-x")
+
+
+def test_what_the_answer_says_comes_before_a_gateway_s_counts() -> None:
+    """They are not mixed: each has its own way to count what is cached."""
+    counts = {"llm_input_token": 9, "llm_cached_input_token": 8}
+    entry = read(told={"model": "m", "input": 10, "output": 50, "cache_read": 800}, gateway=counts)
+
+    assert (entry.usage, entry.model) == (Usage(10, 50, 800, 0), "m")
+
+
+@pytest.mark.parametrize(
     ("headers", "output"),
     [
         (JSON, 200),

@@ -615,6 +615,48 @@ def test_what_works_but_is_perhaps_not_meant_is_a_warning(document: object, expe
     assert plain(loaded.warnings) == expected
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        good(),
+        spec(limit_keys=[]),
+        spec(loop_detection=None),
+        spec(session={}),
+        spec(selector={"pathExact": "/a*"}),
+        loop(enabled=...),
+        loop(similarity="turns"),
+        spec(limit_keys=["header:authorization"]),
+        spec(limit_keys=["ip:address", "jwt:a"]),
+    ],
+)
+def test_policies_of_one_shape_are_judged_alike(document: dict[str, Any]) -> None:
+    """What is said about the first of many policies that differ in id and selector alone is said about each."""
+    several = [{**document, "id": name} for name in "pqr"]
+    several.append({"id": "s", "spec": {**document["spec"], "selector": {"pathPrefix": "/b/*"}}})
+
+    together, alone = check(several), [check(one) for one in several]
+
+    assert plain(together.warnings) == [
+        (f"/{number}{place}", message) for number, one in enumerate(alone) for place, message in plain(one.warnings)
+    ]
+    notes = [(f"/0{place}", f"{message} (and {len(several) - 1} more)") for place, message in plain(alone[0].notes)]
+    assert plain(together.notes) == notes
+
+
+def test_a_selector_is_checked_whatever_shape_its_policy_has() -> None:
+    """Also where the rest is that of a good policy before it, and where another policy has an error before it."""
+    bad = {"id": "b", "spec": {**good()["spec"], "selector": {"methods": ["GET"]}}}
+    wrong = {**loop(similarity="canonical", body="ignore"), "id": "w"}
+
+    found = refused([good(), bad, wrong, {**wrong, "id": "v"}])
+
+    assert [error.pointer for error in found] == [
+        "/1/spec/selector",
+        "/2/spec/loop_detection/body",
+        "/3/spec/loop_detection/body",
+    ]
+
+
 def test_times_of_a_bundle_are_kept() -> None:
     """A bundle that expires in the future loads, and its expiry is known, whatever the zone it is written in."""
     loaded = check(bundle(good(), expires_at="2026-06-01T02:00:01+02:00", issued_at=PAST))
