@@ -25,7 +25,6 @@ from extproc.engine.recording import record_body, record_callers, record_calls, 
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
-    Header,
     find_warning,
     let_go_on,
     make_metadata,
@@ -477,7 +476,7 @@ class Transaction:
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
     def _replace_held(
-        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: Sequence[Header]
+        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: Sequence[bytes]
     ) -> bytes:
         """Answer the headers of a request whose held body was edited."""
         self.edited = body

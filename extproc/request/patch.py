@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from json.encoder import encode_basestring_ascii
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from msgspec import Raw, ValidationError, defstruct, json
 
@@ -54,6 +53,15 @@ _LONGEST_NAME: Final = 1_024
 """Maximum length of a tool's name or a kind, in bytes; longer ones are unknown."""
 
 _SPACE: Final = b" \t\n\r"
+_QUOTE: Final = 0x22
+_OPEN_LIST: Final = 0x5B
+_OPEN_OBJECT: Final = 0x7B
+_NULL: Final = 0x6E
+"""First bytes of values."""
+
+_SMALL: Final = 8_192
+"""Values of up to this many bytes are copied, because making a view takes longer."""
+
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
 _NEXT: Final = re.compile(rb"[ \t\n\r]*+,?[ \t\n\r]*+")
 _END: Final = re.compile(rb"[ \t\n\r]*+\}\Z")
@@ -69,10 +77,9 @@ _decode_items: Final = json.Decoder(list[Raw]).decode
 _decode_objects: Final = json.Decoder(list[defstruct("Element", [], gc=False)]).decode  # type: ignore[misc]  # made at run time
 _decode_text: Final = json.Decoder(str).decode
 _decode_raw: Final = json.Decoder(Raw).decode
-_encode_text: Final = json.Encoder().encode
 
-_QUOTES: Final = (("\u201c".encode(), rb"\u201c"), ("\u201d".encode(), rb"\u201d"))
-"""What notes have beside ASCII, and how Python's `json` writes it."""
+_Edit = tuple[int, int, bytes]
+"""Replacement for the bytes from an offset to another one."""
 
 _Members = list[tuple[str, int, int, int]]
 """Keys of an object's members, and the attributes `at`, `start` and `end` of each."""
@@ -106,14 +113,6 @@ Fields = dict[str, Value]
 Pieces = list[bytes | memoryview]
 
 
-class _Edit(NamedTuple):
-    """Replacement for some bytes."""
-
-    start: int
-    end: int
-    text: bytes
-
-
 class Patch:
     """One body, and changes to it.
 
@@ -122,7 +121,9 @@ class Patch:
         root: the whole value, without white space around it.
     """
 
-    __slots__ = ("_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "data", "root")
+    __slots__ = (
+        "_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "_written", "data", "root",
+    )  # fmt: skip
 
     def __init__(self, data: bytes, checked: tuple[int, int] | None = None) -> None:
         """Open a body, without changes.
@@ -150,6 +151,7 @@ class Patch:
         self._new: dict[Value, bytes] = {}
         self._added: dict[Value, list[tuple[str, bytes]]] = {}
         self._tails: dict[Value, str] = {}
+        self._written: dict[Value, bytes] = {}
         start = len(data) - len(data.lstrip(_SPACE))
         self.root = Value("", start, start, max(start, len(data.rstrip(_SPACE))), None)
         try:
@@ -230,15 +232,15 @@ class Patch:
 
     def is_text(self, value: Value | None) -> bool:
         """Whether a value is a string."""
-        return value is not None and self._text.startswith(b'"', value.start)
+        return value is not None and self._begins(value, _QUOTE)
 
     def is_list(self, value: Value | None) -> bool:
         """Whether a value is a list."""
-        return value is not None and self._text.startswith(b"[", value.start)
+        return value is not None and self._begins(value, _OPEN_LIST)
 
     def is_object(self, value: Value | None) -> bool:
         """Whether a value is an object."""
-        return value is not None and self._text.startswith(b"{", value.start)
+        return value is not None and self._begins(value, _OPEN_OBJECT)
 
     def is_long(self, value: Value) -> bool:
         """Whether a value is too long to be a name or a kind."""
@@ -246,7 +248,10 @@ class Patch:
 
     def is_null(self, value: Value) -> bool:
         """Whether a value is null."""
-        return self._text.startswith(b"n", value.start)
+        return self._begins(value, _NULL)
+
+    def _begins(self, value: Value, byte: int) -> bool:
+        return value.start < len(self._text) and self._text[value.start] == byte  # the whole value may be empty
 
     def read_raw(self, value: Value) -> Raw:
         """The bytes of a value, except for unpaired surrogates."""
@@ -405,17 +410,18 @@ class Patch:
         would be followed by neither a comma nor the end. Of a repeated key, msgspec returns one value, so bytes are left over.
         """
         end, found = value.end, list[Value]()
-        fields: dict[str, Raw] = self.decode(memoryview(text)[value.start : end], _decode_fields)
+        fields: dict[str, Raw] = self.decode(_view(text, value.start, end), _decode_fields)
         self.take(len(fields))
         place, before = value.start + 1, b'"'
         comma, colon = b',"', b'":'
         for name, item in fields.items():
             key = before + name.encode()
-            if not found and text.startswith(_SPACED, place + len(key)):
+            start = place + len(key)
+            if not found and text[start : start + len(_SPACED)] == _SPACED:
                 comma, colon = b', "', _SPACED
             key += colon
             at, start = place + len(before) - 1, place + len(key)
-            if not (text.startswith(key, place) and text.startswith(item, start) and "\\" not in name):
+            if not (text[place:start] == key and text.startswith(item, start) and "\\" not in name):
                 match = _KEY.match(text, place, end)  # it is written in an unusual way
                 if match is None or not text.startswith(item, match.end()):
                     raise NotCounted(AMBIGUOUS)
@@ -427,9 +433,9 @@ class Patch:
             raise NotCounted(AMBIGUOUS)
         return found
 
-    def _view(self, value: Value) -> memoryview:
-        """The bytes of a value, not copied."""
-        return memoryview(self._text)[value.start : value.end]
+    def _view(self, value: Value) -> bytes | memoryview:
+        """The bytes of a value."""
+        return _view(self._text, value.start, value.end)
 
     def decode(self, raw: bytes | memoryview | Raw, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
         """Decode a part of the body.
@@ -448,9 +454,11 @@ class Patch:
 
     # --- changing
 
-    def extend(self, text: Value, tail: str) -> None:
-        """Append to a string."""
+    def extend(self, text: Value, tail: str, written: bytes = b"") -> None:
+        """Append to a string; `written` is the tail as in a JSON string, if that is known."""
         self._tails[text] = tail
+        if written:
+            self._written[text] = written
 
     def append(self, value: Value, text: bytes, key: str = "") -> None:
         """Append an element to a list, or a member with that key to an object."""
@@ -492,9 +500,9 @@ class Patch:
             return [self.data]
         done = 0
         for place, edit in enumerate(edits):
-            if edit.start < done or (place and edit == edits[place - 1]):
+            if edit[0] < done or (place and edit == edits[place - 1]):
                 raise NotCounted(UNVERIFIED)
-            done = edit.end
+            done = edit[1]
         try:
             self._verify(edits)
         except (NotJson, ValidationError):
@@ -503,8 +511,9 @@ class Patch:
 
     def _list_edits(self) -> list[_Edit]:
         """The changes as replacements of bytes."""
-        edits = [_Edit(value.start, value.end, text) for value, text in self._new.items()]
-        edits += [_Edit(text.end - 1, text.end - 1, _escape(tail)) for text, tail in self._tails.items()]
+        edits: list[_Edit] = [(value.start, value.end, text) for value, text in self._new.items()]
+        for text, tail in self._tails.items():
+            edits.append((text.end - 1, text.end - 1, self._written.get(text) or _escape(tail)))
         for value, gone in self._gone.items():
             edits += _list_removals(self._children[value], gone)
         for value, added in self._added.items():
@@ -512,7 +521,7 @@ class Patch:
             end = members[-1].end if members else value.start + 1
             written = [b'"%b":%b' % (key.encode(), text) if key else text for key, text in added]
             comma = b"," if len(members) > len(gone) else b""
-            edits.append(_Edit(end, end, comma + b",".join(written)))
+            edits.append((end, end, comma + b",".join(written)))
         return edits
 
     def _verify(self, edits: Sequence[_Edit]) -> None:
@@ -554,10 +563,10 @@ class Patch:
         """Check strings that are extended: each is still one string, so JSON around it is read as before."""
         values = list(self._tails) if len(edits) == 1 else sorted(self._tails, key=_get_end)
         for place, value in enumerate(values):
-            edit = edits[place]
+            start, _, written = edits[place]
             self.decode(self._view(value), _decode_raw)
-            tail = self.decode(b"".join([b'"', edit.text, b'"']), _decode_text)
-            if not self.is_text(value) or edit.start != value.end - 1 or tail != self._tails[value]:
+            tail = self.decode(b'"' + written + b'"', _decode_text)
+            if not self.is_text(value) or start != value.end - 1 or tail != self._tails[value]:
                 raise NotCounted(UNVERIFIED)
 
     def _is_around(self, value: Value) -> bool:
@@ -568,11 +577,11 @@ class Patch:
         """A value after its edits, without the messages that were checked before, whose edits are verified separately."""
         text, start, end = self._text, value.start, value.end
         if self._checked is None or not self._is_around(value):
-            inside = [edit for edit in edits if edit.start >= start and edit.end <= end]
+            inside = [edit for edit in edits if edit[0] >= start and edit[1] <= end]
             return b"".join(_cut(text, inside, start, end))
         first, last = self._checked
-        before = [edit for edit in edits if edit.start >= start and edit.end <= first]
-        behind = [edit for edit in edits if edit.start >= last and edit.end <= end]
+        before = [edit for edit in edits if edit[0] >= start and edit[1] <= first]
+        behind = [edit for edit in edits if edit[0] >= last and edit[1] <= end]
         return b"".join([*_cut(text, before, start, first), *_cut(text, behind, last, end)])
 
     def _compare(self, value: Value, new: bytes, left: list[tuple[Value, bytes]]) -> bool:
@@ -595,14 +604,13 @@ class Patch:
 
 
 def _escape(text: str) -> bytes:
-    """A text in a JSON string, in ASCII, as Python's `json` writes it, which takes long for a note of ours."""
-    with suppress(ValueError):  # it is not Unicode
-        made: bytes = _encode_text(text)[1:-1]
-        for quote, written in _QUOTES:
-            made = made.replace(quote, written)
-        if made.isascii():
-            return made
+    """A text in a JSON string, in ASCII, as Python's `json` writes it."""
     return encode_basestring_ascii(text)[1:-1].encode()
+
+
+def _view(text: bytes, start: int, end: int) -> bytes | memoryview:
+    """The bytes between two offsets; long ones are not copied."""
+    return text[start:end] if end - start <= _SMALL else memoryview(text)[start:end]
 
 
 def _get_end(value: Value) -> int:
@@ -611,16 +619,16 @@ def _get_end(value: Value) -> int:
 
 def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edit]:
     """The edits that remove members, each with one comma."""
-    edits = []
+    edits: list[_Edit] = []
     kept = False  # a member before the next one
     for place, member in enumerate(members):
         if place not in gone:
             kept = True
         elif kept:
-            edits.append(_Edit(members[place - 1].end, member.end, b""))
+            edits.append((members[place - 1].end, member.end, b""))
         else:
             end = members[place + 1].at if place + 1 < len(members) else member.end
-            edits.append(_Edit(member.at, end, b""))
+            edits.append((member.at, end, b""))
     return edits
 
 
@@ -628,8 +636,8 @@ def _cut(data: bytes, edits: Sequence[_Edit], start: int, end: int) -> Pieces:
     """The part of a body between two offsets, with replacements, which are in order, in pieces that are not copied."""
     whole = memoryview(data)
     pieces: Pieces = []
-    for edit in edits:
-        pieces += [whole[start : edit.start], edit.text]
-        start = edit.end
+    for begins, ends, text in edits:
+        pieces += [whole[start:begins], text]
+        start = ends
     pieces.append(whole[start:end])
     return pieces
