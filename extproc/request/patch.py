@@ -310,6 +310,20 @@ class Patch:
             self._children[value] = found
         return found
 
+    def list_items(self, value: Value) -> list[tuple[int, int]]:
+        """Where the elements of a list are that was opened, from its start on; for `open_known_items`."""
+        return [(item.start - value.start, item.end - value.start) for item in self._children[value]]
+
+    def open_known_items(self, value: Value, places: Sequence[tuple[int, int]]) -> list[Value]:
+        """The elements of a list with the same bytes as one that was opened before, of this body or of another."""
+        at = value.start
+        found = self._children[value] = [Value("", at + start, at + start, at + end, value) for start, end in places]
+        return found
+
+    def count_left(self) -> int:
+        """The number of steps that are left."""
+        return self._left + self._more
+
     def open_known(self, start: int, end: int) -> Value:
         """An element of a list, by its offsets; as after `open_newest`, an edit of it is verified without the others."""
         self.take(1)
@@ -577,6 +591,8 @@ class Patch:
         """A value after its edits, without the messages that were checked before, whose edits are verified separately."""
         text, start, end = self._text, value.start, value.end
         if self._checked is None or not self._is_around(value):
+            if not edits:
+                return text[start:end]
             inside = [edit for edit in edits if edit[0] >= start and edit[1] <= end]
             return b"".join(_cut(text, inside, start, end))
         first, last = self._checked
