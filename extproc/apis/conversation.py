@@ -749,6 +749,8 @@ class Shapes:
             raise NotCounted(AMBIGUOUS)
         for shape, given in found:
             if shape.locate is None or patch.is_list(given) or shape.take(patch.read_text(given)):
+                if patch.around is not None:
+                    patch.around.shape = shape
                 return shape, given
         raise NotCounted("no_messages")
 
@@ -765,13 +767,17 @@ class Shapes:
         Raises:
             NotCounted: there is no conversation, or it is ambiguous or too large.
         """
-        shape, given = self.find_conversation(patch)
+        known = _find_known(document, patch.data)
+        shape = patch.around.shape if patch.around is not None else None
+        if known is not None and isinstance(shape, Shape):  # found before, around other messages
+            newest = _read_known(patch, *known)
+        else:
+            shape, given = self.find_conversation(patch)
+            if patch.is_text(given):
+                return [Place(given)] if shape.locate is not None else []
+            newest = _read_newest(patch, shape, given) if known is None else _read_known(patch, *known)
         if shape.locate is None:
             return []
-        if patch.is_text(given):
-            return [Place(given)]
-        known = _find_known(document, patch.data)
-        newest = _read_newest(patch, shape, given) if known is None else _read_known(patch, *known)
         places: list[Place] = []
         for number, (speaker, message, whole) in enumerate(newest):
             if number == _MAX_NEWEST:

@@ -84,8 +84,24 @@ _Edit = tuple[int, int, bytes]
 _Members = list[tuple[str, int, int, int]]
 """Keys of an object's members, and the attributes `at`, `start` and `end` of each."""
 
-_KNOWN: Final[Memo[bytes, _Members]] = Memo(4 * 2**20, lambda text, _: len(text))
-"""The members of bodies without their messages, which hardly differ from one request of an agent to the next."""
+
+class Around:
+    """What is known of bodies that are equal but for their messages.
+
+    Attributes:
+        members: the body's members, with offsets as if there were no messages.
+        shape: what `find_conversation` has found in such a body; None if it was not asked.
+    """
+
+    __slots__ = ("members", "shape")
+
+    def __init__(self, members: _Members) -> None:
+        self.members = members
+        self.shape: object = None
+
+
+_KNOWN: Final[Memo[bytes, Around]] = Memo(4 * 2**20, lambda text, _: len(text))
+"""By the bytes around the messages, which hardly differ from one request of an agent to the next."""
 
 
 class Value:
@@ -119,10 +135,12 @@ class Patch:
     Attributes:
         data: the original bytes.
         root: the whole value, without white space around it.
+        around: what is known of it without its messages, if these were checked before.
     """
 
     __slots__ = (
-        "_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "_written", "data", "root",
+        "_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_span", "_tails", "_text", "_written",
+        "around", "data", "root",
     )  # fmt: skip
 
     def __init__(self, data: bytes, checked: tuple[int, int] | None = None) -> None:
@@ -144,6 +162,8 @@ class Patch:
         self.data = data
         self._text = data  # the same length, but readable for msgspec
         self._checked = checked
+        self.around: Around | None = None
+        self._span = (0, 0)  # of the messages
         self._left = _DENSE_STEPS
         self._more = MAX_STEPS - _DENSE_STEPS
         self._children: dict[Value, list[Value]] = {}
@@ -181,17 +201,29 @@ class Patch:
         short = b"".join([self._text[:start], self._text[end:]])
         size = root.end - root.start
         self.take((size >> _STEP_BITS) - (size - without >> _STEP_BITS))
-        members = _KNOWN.get(short)
-        if members is None:
+        around = _KNOWN.get(short)
+        if around is None:
             listed = self._list_members(short, Value("", root.start, root.start, root.end - without, None))
-            members = [(member.key, member.at, member.start, member.end) for member in listed]
-            _KNOWN.put(short, members)
+            around = Around([(member.key, member.at, member.start, member.end) for member in listed])
+            _KNOWN.put(short, around)
         else:
-            self.take(1 + (size - without >> _STEP_BITS) + len(members))  # as if they were decoded
-        self._children[root] = opened = list[Value]()
-        for key, at, begins, ends in members:
-            moved = without if at > start else 0
-            opened.append(Value(key, at + moved, begins + moved, ends + without if ends > start else ends, root))
+            self.take(1 + (size - without >> _STEP_BITS) + len(around.members))  # as if they were decoded
+        self.around, self._span = around, (start, end)
+
+    def _place_around(self, members: _Members) -> list[Value]:
+        """The members of the body's object."""
+        start, end = self._span
+        without = end - start
+        return [
+            Value(
+                key,
+                at + without if at > start else at,
+                begins + without if at > start else begins,
+                ends + without if ends > start else ends,
+                self.root,
+            )
+            for key, at, begins, ends in members
+        ]
 
     def take(self, steps: int) -> None:
         """Charge this many steps.
@@ -414,7 +446,11 @@ class Patch:
         """The members of an object, in order."""
         found = self._children.get(value)
         if found is None:
-            found = self._children[value] = self._list_members(self._text, value)
+            if value is self.root and self.around is not None:
+                found = self._place_around(self.around.members)
+            else:
+                found = self._list_members(self._text, value)
+            self._children[value] = found
         return found
 
     def _list_members(self, text: bytes, value: Value) -> list[Value]:
