@@ -749,6 +749,8 @@ class Shapes:
             raise NotCounted(AMBIGUOUS)
         for shape, given in found:
             if shape.locate is None or patch.is_list(given) or shape.take(patch.read_text(given)):
+                if patch.around is not None:
+                    patch.around.shape = shape
                 return shape, given
         raise NotCounted("no_messages")
 
@@ -765,20 +767,25 @@ class Shapes:
         Raises:
             NotCounted: there is no conversation, or it is ambiguous or too large.
         """
-        shape, given = self.find_conversation(patch)
+        known = _find_known(document, patch.data)
+        shape = patch.around.shape if patch.around is not None else None
+        if known is not None and isinstance(shape, Shape):  # found before, around other messages
+            newest = _read_known(patch, *known)
+        else:
+            shape, given = self.find_conversation(patch)
+            if patch.is_text(given):
+                return [Place(given)] if shape.locate is not None else []
+            newest = _read_newest(patch, shape, given) if known is None else _read_known(patch, *known)
         if shape.locate is None:
             return []
-        if patch.is_text(given):
-            return [Place(given)]
-        known = _find_known(document, patch.data)
-        newest = _read_newest(patch, shape, given) if known is None else _read_known(patch, *known)
         places: list[Place] = []
         for number, (speaker, message, whole) in enumerate(newest):
-            if speaker == ASSISTANT or number == _MAX_NEWEST:
+            if number == _MAX_NEWEST:
                 break
             found = shape.locate(patch, message, whole) if speaker else []
             places += [place for place in found if place.result or speaker == USER]
-        places.sort(key=lambda place: place.offset)
+        if len(places) > 1:
+            places.sort(key=_get_offset)
         return [place for place in places if place.result] or places
 
     def _open(self, document: Document) -> Conversation:
@@ -973,22 +980,31 @@ def _find_known(document: Document | None, data: bytes) -> tuple[Conversation, K
 
 
 def _read_newest(patch: Patch, shape: Shape, given: Value) -> Iterator[tuple[str, Any, Value]]:
-    """The messages of a list, last first: who says each, what is needed of it as a struct of the shape, and where it is.
+    """The messages behind the assistant's newest, last first: the speaker, what is needed as a struct of the shape, and where.
 
     Raises:
         NotCounted: they are ambiguous, or too large.
     """
     for whole in patch.open_newest(given):
         message = read_message(patch, shape, patch.shorten(whole))
-        yield shape.name_speaker(message), message, whole
+        speaker = shape.name_speaker(message)
+        if speaker == ASSISTANT:
+            break
+        yield speaker, message, whole
 
 
 def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) -> Iterator[tuple[str, Any, Value]]:
     """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
     for place in range(len(conversation) - 1, -1, -1):
+        if known.speakers[place] == ASSISTANT:
+            break
         whole = patch.open_known(known.starts[place], known.ends[place])
         patch.open_fields(whole)  # which fails if a key is repeated, in any message
         yield known.speakers[place], conversation.open_message(place), whole
+
+
+def _get_offset(place: Place) -> int:
+    return place.offset
 
 
 def read_message(patch: Patch, shape: Shape, raw: bytes | Raw) -> Any:  # noqa: ANN401  # of the shape's

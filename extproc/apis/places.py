@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from json import dumps
-from typing import NamedTuple
 
 from extproc.apis.contents import READERS
+from extproc.request.notes import SEPARATOR, WRITTEN_SEPARATOR, Note
 from extproc.request.patch import Fields, Patch, Value
 
 _MAX_BLOCKS = 100
@@ -20,7 +19,7 @@ PLAIN = b"", b""
 """JSON around the text of a new block or member."""
 
 
-class Place(NamedTuple):
+class Place:
     """A place for a note.
 
     Attributes:
@@ -28,27 +27,28 @@ class Place(NamedTuple):
         around: JSON around the note, which is a string, in a new value.
         key: key of the new member of an object.
         result: the place is in a tool's result, not in a user's text.
+        offset: the note's offset in the body, in bytes, behind the text that it extends, if any.
     """
 
-    value: Value
-    around: tuple[bytes, bytes] | None = None
-    key: str = ""
-    result: bool = False
+    __slots__ = ("around", "key", "offset", "result", "value")
 
-    @property
-    def offset(self) -> int:
-        """The note's offset in the body, in bytes, behind the text that it extends, if any."""
-        return self.value.end - 1
+    def __init__(self, value: Value, around: tuple[bytes, bytes] | None = None, key: str = "", *, result: bool = False) -> None:
+        self.value = value
+        self.around = around
+        self.key = key
+        self.result = result
+        self.offset = value.end - 1
 
 
-def add_notes(patch: Patch, places: list[Place], note: str, separator: str = "") -> None:
-    """Put a note into each of these places, with the separator between a text and its note."""
+def add_notes(patch: Patch, places: list[Place], note: Note, *, separated: bool = True) -> None:
+    """Put a note into each of these places, if `separated` with a separator between a text and its note."""
+    before, written_before = (SEPARATOR, WRITTEN_SEPARATOR) if separated else ("", b"")
     for place in places:
         if place.around is None:
-            patch.extend(place.value, separator + note)
+            patch.extend(place.value, before + note.text, written_before + note.written)
         else:
             opening, closing = place.around
-            patch.append(place.value, opening + dumps(note).encode() + closing, place.key)
+            patch.append(place.value, b'%b"%b"%b' % (opening, note.written, closing), place.key)
 
 
 Locator = Callable[[Patch, Fields, Value], list[Place]]

@@ -32,7 +32,6 @@ from extproc.engine.recording import (
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
-    Header,
     find_warning,
     let_go_on,
     make_metadata,
@@ -161,6 +160,7 @@ class Transaction:
     """
 
     __slots__ = (
+        "_clock",
         "_content",
         "_held",
         "_held_budgets",
@@ -186,6 +186,7 @@ class Transaction:
         self.edited: Pieces | None = None
         self.started = 0.0
         self._service = service
+        self._clock = 0.0  # the thread's time when the body was inspected, if nothing else has run since; 0 if unknown
         self._content: bytes | memoryview | None = None  # of a request that may be edited
         self._unknown = ""  # why there is no content
         self._record: RequestRecord | None = None  # the record of the request, as far as it is known
@@ -271,14 +272,17 @@ class Transaction:
             return blocked
         if self._record is not None:
             self._record_read(self._record, evaluation)
+            self._clock = 0.0
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow) if evaluation.shadow.candidates else ()
         if isinstance(shadow_counts, HERE):  # almost always
             if isinstance(counts, Asked):
+                self._clock = 0.0
                 return Later(self, kind, evaluation, counts, shadow_counts)
             if isinstance(counts, HERE):
                 return self._answer(kind, evaluation, counts, shadow_counts)
+        self._clock = 0.0
         return self._judge_later(kind, evaluation, counts, shadow_counts)
 
     def sum_up(self, evaluation: Evaluation, body: bytes | memoryview) -> Body:
@@ -332,10 +336,12 @@ class Transaction:
         evaluation.read_body(sums, reason, content, excerpt=excerpt, shadow=False)
         looked = clock()
         budget.spend(tenant, min(looked - began, most), shadow=watches)
-        if not evaluation.shadow.candidates:
-            return
-        evaluation.read_shadow("" if budget.allows(tenant, self.started, shadow=True) else "inspect_budget")
-        budget.spend(tenant, min(clock() - looked, most), shadow=True)
+        if evaluation.shadow.candidates:
+            began = looked
+            evaluation.read_shadow("" if budget.allows(tenant, self.started, shadow=True) else "inspect_budget")
+            looked = clock()
+            budget.spend(tenant, min(looked - began, most), shadow=True)
+        self._clock = 0.0 if small else looked
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
@@ -437,7 +443,7 @@ class Transaction:
             original = Original(None, NOTHING)
         elif not (self.buffered or self.holds):
             original = Original(None, "body_mode")
-        return self._service.changes.apply(evaluation, decision, original)
+        return self._service.changes.apply(evaluation, decision, original, self._clock)
 
     def _refuse_uncounted(self, evaluation: Evaluation, decision: Decision, counts: Counts) -> Reply | None:
         """Refuse a request that could not be counted, if a policy says so; else None."""
@@ -484,7 +490,7 @@ class Transaction:
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
     def _replace_held(
-        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: Sequence[Header]
+        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: Sequence[bytes]
     ) -> bytes:
         """Answer the headers of a request whose held body was edited."""
         self.edited = body

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from hmac import compare_digest
+from json.encoder import encode_basestring_ascii
 from typing import Final
 
 from msgspec import json
@@ -30,7 +31,8 @@ END: Final = "~]"
 """A note's text is between OPENING (an answer's: ANSWER) and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
 
 SEPARATOR: Final = "\n\n"
-"""Separates a note from the text before it."""
+WRITTEN_SEPARATOR: Final = rb"\n\n"
+"""Separates a note from the text before it; also as in a JSON string."""
 
 PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy", "cause")
 """Placeholders in an operator's template."""
@@ -53,9 +55,9 @@ _MOST_LEVELS: Final = 4
 
 _OPENING: Final = OPENING.encode()
 _ANSWER: Final = ANSWER.encode()
+_CLOSING: Final = CLOSING.encode()
 _ANY_OPENING: Final = b"[~loopguard~ "
 _END: Final = END.encode()
-_SEPARATOR: Final = b"\\n\\n"  # in JSON
 _RARE: Final = 0x7E  # a tilde
 """The second character of a note. It is rare elsewhere, so searching for this byte, which is fastest, is usually enough."""
 
@@ -69,6 +71,8 @@ _SAID: Final = re.compile(_FORM.replace("([", "(?:["))
 _ORDINARY: Final = b"\n" + bytes(range(0x20, 0x7F))
 _OPEN: Final = "\u201c".encode()
 _CLOSE: Final = "\u201d".encode()
+"""What notes usually have beside ASCII."""
+
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # An item, or a member of an object, that exists only for the note, as `add_notes` writes it and others rewrite it. In these,
@@ -99,10 +103,10 @@ class Marks:
         said = blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._hashes = [_start(key, caller, said) for caller in callers[:_MOST_CALLERS]]
 
-    def make(self, text: str, *, answer: bool = False) -> str:
-        """The mark of a note, or of an answer, with this text."""
+    def make(self, text: bytes, *, answer: bool = False) -> str:
+        """The mark of a note, or of an answer, with this text, in UTF-8."""
         mark = self._hashes[0].copy()
-        mark.update(_hash_as(text.encode(), answer=answer))
+        mark.update(_hash_as(text, answer=answer))
         return mark.hexdigest()
 
     def knows(self, written: bytes, mark: bytes, *, answer: bool = False) -> bool:
@@ -163,29 +167,53 @@ def _read_text(written: bytes) -> bytes | None:
     return None
 
 
-def frame_note(text: str, marks: Marks) -> str:
+class Note:
+    """A note for a body.
+
+    Attributes:
+        text: its text, with opening and mark.
+        written: the same as in a JSON string, in ASCII.
+    """
+
+    __slots__ = ("text", "written")
+
+    def __init__(self, text: str, written: bytes) -> None:
+        self.text = text
+        self.written = written
+
+
+def frame_note(text: str, marks: Marks) -> Note:
     """Write a text as a note."""
-    plain = _write_plain(text)
-    return f"{OPENING}{plain}{CLOSING}{marks.make(plain)}{END}"
+    plain, raw = _write_plain(text)  # encoded only once: unless it is ASCII, that takes long
+    mark = marks.make(raw)
+    note = f"{OPENING}{plain}{CLOSING}{mark}{END}"
+    # As Python's `json` writes it, which takes several times as long.
+    written = b"".join([_OPENING, raw, _CLOSING, mark.encode(), _END]).replace(b"\n", rb"\n")
+    if not written.isascii():
+        written = written.replace(_OPEN, rb"\u201c").replace(_CLOSE, rb"\u201d")
+    return Note(note, written if written.isascii() else encode_basestring_ascii(note)[1:-1].encode())
 
 
 def frame_answer(text: str, marks: Marks) -> str:
     """Write a text as an answer in the model's place."""
-    plain = _write_plain(text)
-    return f"{ANSWER}{plain}{CLOSING}{marks.make(plain, answer=True)}{END}"
+    plain, raw = _write_plain(text)
+    return f"{ANSWER}{plain}{CLOSING}{marks.make(raw, answer=True)}{END}"
 
 
-def _write_plain(text: str) -> str:
-    plain = text.strip()[:_LONGEST]
-    if not _is_plain(plain):
-        plain = _ODD.sub(" ", plain)
+def _write_plain(text: str) -> tuple[str, bytes]:
+    """A text without characters that JSON escapes, except line ends; also in UTF-8."""
     # Of a text that is not ASCII, `translate` takes ten times as long.
-    return "\n" + plain.replace('"', "'").replace("\\", "/").replace(chr(_RARE), "-") + "\n"
+    plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(_RARE), "-") + "\n"
+    raw = plain.encode("utf-8", "surrogatepass")
+    if not _is_plain(plain, raw):
+        plain = _ODD.sub(" ", plain)
+        raw = plain.encode()
+    return plain, raw
 
 
-def _is_plain(text: str) -> bool:
+def _is_plain(text: str, raw: bytes) -> bool:
     """Whether a text certainly has no odd characters; usually a note is ASCII but for quotes."""
-    left = text.encode("utf-8", "surrogatepass").translate(None, _ORDINARY)
+    left = raw.translate(None, _ORDINARY)
     return not left or not left.replace(_OPEN, b"").replace(_CLOSE, b"") or text.replace("\n", " ").isprintable()
 
 
@@ -287,8 +315,8 @@ def _list_written(data: bytes) -> list[re.Match[bytes]]:
 
 def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
     """The start and end of a note, including anything that was added for it."""
-    if data.endswith(_SEPARATOR, 0, start):
-        return start - len(_SEPARATOR), end
+    if data.endswith(WRITTEN_SEPARATOR, 0, start):
+        return start - len(WRITTEN_SEPARATOR), end
     before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None
     if before is None:
         return start, end

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from json.encoder import encode_basestring_ascii
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from msgspec import Raw, ValidationError, defstruct, json
 
@@ -54,6 +53,15 @@ _LONGEST_NAME: Final = 1_024
 """Maximum length of a tool's name or a kind, in bytes; longer ones are unknown."""
 
 _SPACE: Final = b" \t\n\r"
+_QUOTE: Final = 0x22
+_OPEN_LIST: Final = 0x5B
+_OPEN_OBJECT: Final = 0x7B
+_NULL: Final = 0x6E
+"""First bytes of values."""
+
+_SMALL: Final = 8_192
+"""Values of up to this many bytes are copied, because making a view takes longer."""
+
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
 _NEXT: Final = re.compile(rb"[ \t\n\r]*+,?[ \t\n\r]*+")
 _END: Final = re.compile(rb"[ \t\n\r]*+\}\Z")
@@ -69,16 +77,31 @@ _decode_items: Final = json.Decoder(list[Raw]).decode
 _decode_objects: Final = json.Decoder(list[defstruct("Element", [], gc=False)]).decode  # type: ignore[misc]  # made at run time
 _decode_text: Final = json.Decoder(str).decode
 _decode_raw: Final = json.Decoder(Raw).decode
-_encode_text: Final = json.Encoder().encode
 
-_QUOTES: Final = (("\u201c".encode(), rb"\u201c"), ("\u201d".encode(), rb"\u201d"))
-"""What notes have beside ASCII, and how Python's `json` writes it."""
+_Edit = tuple[int, int, bytes]
+"""Replacement for the bytes from an offset to another one."""
 
 _Members = list[tuple[str, int, int, int]]
 """Keys of an object's members, and the attributes `at`, `start` and `end` of each."""
 
-_KNOWN: Final[Memo[bytes, _Members]] = Memo(4 * 2**20, lambda text, _: len(text))
-"""The members of bodies without their messages, which hardly differ from one request of an agent to the next."""
+
+class Around:
+    """What is known of bodies that are equal but for their messages.
+
+    Attributes:
+        members: the body's members, with offsets as if there were no messages.
+        shape: what `find_conversation` has found in such a body; None if it was not asked.
+    """
+
+    __slots__ = ("members", "shape")
+
+    def __init__(self, members: _Members) -> None:
+        self.members = members
+        self.shape: object = None
+
+
+_KNOWN: Final[Memo[bytes, Around]] = Memo(4 * 2**20, lambda text, _: len(text))
+"""By the bytes around the messages, which hardly differ from one request of an agent to the next."""
 
 
 class Value:
@@ -106,23 +129,19 @@ Fields = dict[str, Value]
 Pieces = list[bytes | memoryview]
 
 
-class _Edit(NamedTuple):
-    """Replacement for some bytes."""
-
-    start: int
-    end: int
-    text: bytes
-
-
 class Patch:
     """One body, and changes to it.
 
     Attributes:
         data: the original bytes.
         root: the whole value, without white space around it.
+        around: what is known of it without its messages, if these were checked before.
     """
 
-    __slots__ = ("_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_tails", "_text", "data", "root")
+    __slots__ = (
+        "_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_span", "_tails", "_text", "_written",
+        "around", "data", "root",
+    )  # fmt: skip
 
     def __init__(self, data: bytes, checked: tuple[int, int] | None = None) -> None:
         """Open a body, without changes.
@@ -143,6 +162,8 @@ class Patch:
         self.data = data
         self._text = data  # the same length, but readable for msgspec
         self._checked = checked
+        self.around: Around | None = None
+        self._span = (0, 0)  # of the messages
         self._left = _DENSE_STEPS
         self._more = MAX_STEPS - _DENSE_STEPS
         self._children: dict[Value, list[Value]] = {}
@@ -150,6 +171,7 @@ class Patch:
         self._new: dict[Value, bytes] = {}
         self._added: dict[Value, list[tuple[str, bytes]]] = {}
         self._tails: dict[Value, str] = {}
+        self._written: dict[Value, bytes] = {}
         start = len(data) - len(data.lstrip(_SPACE))
         self.root = Value("", start, start, max(start, len(data.rstrip(_SPACE))), None)
         try:
@@ -179,17 +201,29 @@ class Patch:
         short = b"".join([self._text[:start], self._text[end:]])
         size = root.end - root.start
         self.take((size >> _STEP_BITS) - (size - without >> _STEP_BITS))
-        members = _KNOWN.get(short)
-        if members is None:
+        around = _KNOWN.get(short)
+        if around is None:
             listed = self._list_members(short, Value("", root.start, root.start, root.end - without, None))
-            members = [(member.key, member.at, member.start, member.end) for member in listed]
-            _KNOWN.put(short, members)
+            around = Around([(member.key, member.at, member.start, member.end) for member in listed])
+            _KNOWN.put(short, around)
         else:
-            self.take(1 + (size - without >> _STEP_BITS) + len(members))  # as if they were decoded
-        self._children[root] = opened = list[Value]()
-        for key, at, begins, ends in members:
-            moved = without if at > start else 0
-            opened.append(Value(key, at + moved, begins + moved, ends + without if ends > start else ends, root))
+            self.take(1 + (size - without >> _STEP_BITS) + len(around.members))  # as if they were decoded
+        self.around, self._span = around, (start, end)
+
+    def _place_around(self, members: _Members) -> list[Value]:
+        """The members of the body's object."""
+        start, end = self._span
+        without = end - start
+        return [
+            Value(
+                key,
+                at + without if at > start else at,
+                begins + without if at > start else begins,
+                ends + without if ends > start else ends,
+                self.root,
+            )
+            for key, at, begins, ends in members
+        ]
 
     def take(self, steps: int) -> None:
         """Charge this many steps.
@@ -230,15 +264,15 @@ class Patch:
 
     def is_text(self, value: Value | None) -> bool:
         """Whether a value is a string."""
-        return value is not None and self._text.startswith(b'"', value.start)
+        return value is not None and self._begins(value, _QUOTE)
 
     def is_list(self, value: Value | None) -> bool:
         """Whether a value is a list."""
-        return value is not None and self._text.startswith(b"[", value.start)
+        return value is not None and self._begins(value, _OPEN_LIST)
 
     def is_object(self, value: Value | None) -> bool:
         """Whether a value is an object."""
-        return value is not None and self._text.startswith(b"{", value.start)
+        return value is not None and self._begins(value, _OPEN_OBJECT)
 
     def is_long(self, value: Value) -> bool:
         """Whether a value is too long to be a name or a kind."""
@@ -246,7 +280,10 @@ class Patch:
 
     def is_null(self, value: Value) -> bool:
         """Whether a value is null."""
-        return self._text.startswith(b"n", value.start)
+        return self._begins(value, _NULL)
+
+    def _begins(self, value: Value, byte: int) -> bool:
+        return value.start < len(self._text) and self._text[value.start] == byte  # the whole value may be empty
 
     def read_raw(self, value: Value) -> Raw:
         """The bytes of a value, except for unpaired surrogates."""
@@ -304,6 +341,20 @@ class Patch:
                 found.append(Value("", start, start, place, value))
             self._children[value] = found
         return found
+
+    def list_items(self, value: Value) -> list[tuple[int, int]]:
+        """Where the elements of a list are that was opened, from its start on; for `open_known_items`."""
+        return [(item.start - value.start, item.end - value.start) for item in self._children[value]]
+
+    def open_known_items(self, value: Value, places: Sequence[tuple[int, int]]) -> list[Value]:
+        """The elements of a list with the same bytes as one that was opened before, of this body or of another."""
+        at = value.start
+        found = self._children[value] = [Value("", at + start, at + start, at + end, value) for start, end in places]
+        return found
+
+    def count_left(self) -> int:
+        """The number of steps that are left."""
+        return self._left + self._more
 
     def open_known(self, start: int, end: int) -> Value:
         """An element of a list, by its offsets; as after `open_newest`, an edit of it is verified without the others."""
@@ -395,7 +446,11 @@ class Patch:
         """The members of an object, in order."""
         found = self._children.get(value)
         if found is None:
-            found = self._children[value] = self._list_members(self._text, value)
+            if value is self.root and self.around is not None:
+                found = self._place_around(self.around.members)
+            else:
+                found = self._list_members(self._text, value)
+            self._children[value] = found
         return found
 
     def _list_members(self, text: bytes, value: Value) -> list[Value]:
@@ -405,17 +460,18 @@ class Patch:
         would be followed by neither a comma nor the end. Of a repeated key, msgspec returns one value, so bytes are left over.
         """
         end, found = value.end, list[Value]()
-        fields: dict[str, Raw] = self.decode(memoryview(text)[value.start : end], _decode_fields)
+        fields: dict[str, Raw] = self.decode(_view(text, value.start, end), _decode_fields)
         self.take(len(fields))
         place, before = value.start + 1, b'"'
         comma, colon = b',"', b'":'
         for name, item in fields.items():
             key = before + name.encode()
-            if not found and text.startswith(_SPACED, place + len(key)):
+            start = place + len(key)
+            if not found and text[start : start + len(_SPACED)] == _SPACED:
                 comma, colon = b', "', _SPACED
             key += colon
             at, start = place + len(before) - 1, place + len(key)
-            if not (text.startswith(key, place) and text.startswith(item, start) and "\\" not in name):
+            if not (text[place:start] == key and text.startswith(item, start) and "\\" not in name):
                 match = _KEY.match(text, place, end)  # it is written in an unusual way
                 if match is None or not text.startswith(item, match.end()):
                     raise NotCounted(AMBIGUOUS)
@@ -427,9 +483,9 @@ class Patch:
             raise NotCounted(AMBIGUOUS)
         return found
 
-    def _view(self, value: Value) -> memoryview:
-        """The bytes of a value, not copied."""
-        return memoryview(self._text)[value.start : value.end]
+    def _view(self, value: Value) -> bytes | memoryview:
+        """The bytes of a value."""
+        return _view(self._text, value.start, value.end)
 
     def decode(self, raw: bytes | memoryview | Raw, decode: Any) -> Any:  # noqa: ANN401  # msgspec's own
         """Decode a part of the body.
@@ -448,9 +504,11 @@ class Patch:
 
     # --- changing
 
-    def extend(self, text: Value, tail: str) -> None:
-        """Append to a string."""
+    def extend(self, text: Value, tail: str, written: bytes = b"") -> None:
+        """Append to a string; `written` is the tail as in a JSON string, if that is known."""
         self._tails[text] = tail
+        if written:
+            self._written[text] = written
 
     def append(self, value: Value, text: bytes, key: str = "") -> None:
         """Append an element to a list, or a member with that key to an object."""
@@ -492,9 +550,9 @@ class Patch:
             return [self.data]
         done = 0
         for place, edit in enumerate(edits):
-            if edit.start < done or (place and edit == edits[place - 1]):
+            if edit[0] < done or (place and edit == edits[place - 1]):
                 raise NotCounted(UNVERIFIED)
-            done = edit.end
+            done = edit[1]
         try:
             self._verify(edits)
         except (NotJson, ValidationError):
@@ -503,8 +561,9 @@ class Patch:
 
     def _list_edits(self) -> list[_Edit]:
         """The changes as replacements of bytes."""
-        edits = [_Edit(value.start, value.end, text) for value, text in self._new.items()]
-        edits += [_Edit(text.end - 1, text.end - 1, _escape(tail)) for text, tail in self._tails.items()]
+        edits: list[_Edit] = [(value.start, value.end, text) for value, text in self._new.items()]
+        for text, tail in self._tails.items():
+            edits.append((text.end - 1, text.end - 1, self._written.get(text) or _escape(tail)))
         for value, gone in self._gone.items():
             edits += _list_removals(self._children[value], gone)
         for value, added in self._added.items():
@@ -512,7 +571,7 @@ class Patch:
             end = members[-1].end if members else value.start + 1
             written = [b'"%b":%b' % (key.encode(), text) if key else text for key, text in added]
             comma = b"," if len(members) > len(gone) else b""
-            edits.append(_Edit(end, end, comma + b",".join(written)))
+            edits.append((end, end, comma + b",".join(written)))
         return edits
 
     def _verify(self, edits: Sequence[_Edit]) -> None:
@@ -554,10 +613,10 @@ class Patch:
         """Check strings that are extended: each is still one string, so JSON around it is read as before."""
         values = list(self._tails) if len(edits) == 1 else sorted(self._tails, key=_get_end)
         for place, value in enumerate(values):
-            edit = edits[place]
+            start, _, written = edits[place]
             self.decode(self._view(value), _decode_raw)
-            tail = self.decode(b"".join([b'"', edit.text, b'"']), _decode_text)
-            if not self.is_text(value) or edit.start != value.end - 1 or tail != self._tails[value]:
+            tail = self.decode(b'"' + written + b'"', _decode_text)
+            if not self.is_text(value) or start != value.end - 1 or tail != self._tails[value]:
                 raise NotCounted(UNVERIFIED)
 
     def _is_around(self, value: Value) -> bool:
@@ -568,11 +627,13 @@ class Patch:
         """A value after its edits, without the messages that were checked before, whose edits are verified separately."""
         text, start, end = self._text, value.start, value.end
         if self._checked is None or not self._is_around(value):
-            inside = [edit for edit in edits if edit.start >= start and edit.end <= end]
+            if not edits:
+                return text[start:end]
+            inside = [edit for edit in edits if edit[0] >= start and edit[1] <= end]
             return b"".join(_cut(text, inside, start, end))
         first, last = self._checked
-        before = [edit for edit in edits if edit.start >= start and edit.end <= first]
-        behind = [edit for edit in edits if edit.start >= last and edit.end <= end]
+        before = [edit for edit in edits if edit[0] >= start and edit[1] <= first]
+        behind = [edit for edit in edits if edit[0] >= last and edit[1] <= end]
         return b"".join([*_cut(text, before, start, first), *_cut(text, behind, last, end)])
 
     def _compare(self, value: Value, new: bytes, left: list[tuple[Value, bytes]]) -> bool:
@@ -595,14 +656,13 @@ class Patch:
 
 
 def _escape(text: str) -> bytes:
-    """A text in a JSON string, in ASCII, as Python's `json` writes it, which takes long for a note of ours."""
-    with suppress(ValueError):  # it is not Unicode
-        made: bytes = _encode_text(text)[1:-1]
-        for quote, written in _QUOTES:
-            made = made.replace(quote, written)
-        if made.isascii():
-            return made
+    """A text in a JSON string, in ASCII, as Python's `json` writes it."""
     return encode_basestring_ascii(text)[1:-1].encode()
+
+
+def _view(text: bytes, start: int, end: int) -> bytes | memoryview:
+    """The bytes between two offsets; long ones are not copied."""
+    return text[start:end] if end - start <= _SMALL else memoryview(text)[start:end]
 
 
 def _get_end(value: Value) -> int:
@@ -611,16 +671,16 @@ def _get_end(value: Value) -> int:
 
 def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edit]:
     """The edits that remove members, each with one comma."""
-    edits = []
+    edits: list[_Edit] = []
     kept = False  # a member before the next one
     for place, member in enumerate(members):
         if place not in gone:
             kept = True
         elif kept:
-            edits.append(_Edit(members[place - 1].end, member.end, b""))
+            edits.append((members[place - 1].end, member.end, b""))
         else:
             end = members[place + 1].at if place + 1 < len(members) else member.end
-            edits.append(_Edit(member.at, end, b""))
+            edits.append((member.at, end, b""))
     return edits
 
 
@@ -628,8 +688,8 @@ def _cut(data: bytes, edits: Sequence[_Edit], start: int, end: int) -> Pieces:
     """The part of a body between two offsets, with replacements, which are in order, in pieces that are not copied."""
     whole = memoryview(data)
     pieces: Pieces = []
-    for edit in edits:
-        pieces += [whole[start : edit.start], edit.text]
-        start = edit.end
+    for begins, ends, text in edits:
+        pieces += [whole[start:begins], text]
+        start = ends
     pieces.append(whole[start:end])
     return pieces

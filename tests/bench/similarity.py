@@ -197,28 +197,26 @@ def _measure_steering(*, quick: bool) -> list[Row]:
     freeze_objects()  # as in a server
     size, times = 70_000, 20 if quick else 100
     bodies = {"stuck": samples.body_message(_stuck(size)), "at work": samples.body_message(request(size))}
-    found = interleaved(
-        9 if quick else 25,
-        {
-            f"{kind}, {action}": _Streams(action, body, times).run
-            for kind, body in bodies.items()
-            for action in ("warn", "steer")
-        },
-    )
+    works = {
+        f"{kind}, {action}": _Streams(action, body, times) for kind, body in bodies.items() for action in ("warn", "steer")
+    }
+    works["stuck, land"] = _Streams("land", bodies["stuck"], times)
+    found = interleaved(9 if quick else 25, {name: streams.run for name, streams in works.items()})
     note = "{:.0f} us vs. {:.0f} us"
     return [
         _measure_notes(size, times, quick=quick),
         *[
             Row(
                 f"70 KB, {name}",
-                ratio(found, f"{kind}, steer", f"{kind}, warn"),
+                ratio(found, f"{kind}, {action}", f"{kind}, warn"),
                 "x",
                 limit,
-                note.format(median(found[f"{kind}, steer"]), median(found[f"{kind}, warn"])),
+                note.format(median(found[f"{kind}, {action}"]), median(found[f"{kind}, warn"])),
             )
-            for kind, name, limit in (
-                ("stuck", "a steered request vs. a warned one", 1.3),
-                ("at work", "a request that is not, under the same policies", 1.1),
+            for kind, action, name, limit in (
+                ("stuck", "steer", "a steered request vs. a warned one", 1.3),
+                ("stuck", "land", "a landed request vs. a warned one", None),
+                ("at work", "steer", "a request that is not, under the same policies", 1.1),
             )
         ],
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Action, Decision, Reason
@@ -26,10 +26,6 @@ CONTINUE_AND_REPLACE without a new body, it does not begin to buffer.
 _TOOLS_SHOWN = 256
 
 _WARNING = "X-Fairvisor-Warning"
-Header: TypeAlias = tuple[str, str]
-
-STEERED: Final[Header] = ("x-loopguard-steered", "1")
-NARROWED: Final[Header] = ("x-loopguard-narrowed", "1")
 
 _KIND = {Reason.LOOP_DETECTED: "loop", Reason.SESSION_LIMIT_EXCEEDED: "session"}
 """The subject of a warning, if it is not a budget."""
@@ -48,9 +44,23 @@ _DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
 
 _WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS])
 
+_WARNINGS: Final[dict[str, bytes]] = {}
+"""Headers with each warning that was given; there are few."""
+
 # Constants, because looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _REPLACE = CommonResponse.CONTINUE_AND_REPLACE
+
+
+def _write_header(name: str, value: str) -> bytes:
+    """A header that Envoy sets, replacing any of the same name."""
+    header = write_field(_KEY, name.encode()) + write_field(_RAW_VALUE, value.encode())
+    return write_field(_SET_HEADERS, write_field(_HEADER, header) + _OVERWRITTEN)
+
+
+STEERED: Final = _write_header("x-loopguard-steered", "1")
+NARROWED: Final = _write_header("x-loopguard-narrowed", "1")
+"""Headers that tell the upstream that its body was edited, as Envoy sets them."""
 
 
 def let_go_on(kind: str, metadata: dict[str, Any] | None = None, *, warning: str = "") -> bytes:
@@ -83,7 +93,7 @@ def end_headers(answer: bytes) -> bytes:
     return answer + _LAST
 
 
-def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: Sequence[Header]) -> Pieces:
+def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: Sequence[bytes]) -> Pieces:
     """The answer that lets a request continue with another body, in pieces, so that the body is not copied.
 
     It is written from the inside out, because protobuf would copy the body four times.
@@ -92,29 +102,29 @@ def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks:
         body: replaces the request's body, which was buffered; in pieces.
         metadata: dynamic metadata to add.
         warning: tells the upstream about a loop; empty for none.
-        marks: headers that tell the upstream how the body was edited.
+        marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
     """
     # Envoy compares the body with its content-length, and answers 500 if they differ.
     size = sum([len(piece) for piece in body])
     inner = write_head(_BODY, size)
     mutation = write_head(_BODY_MUTATION, len(inner) + size) + inner
-    head = _write_edit([*marks, ("content-length", str(size))], warning) + mutation
+    head = _write_edit([*marks, _write_header("content-length", str(size))], warning) + mutation
     head = write_head(_RESPONSE, len(head) + size) + head
     head = write_head(_REQUEST_BODY, len(head) + size) + head
     return [head, *body, write_metadata(metadata)]
 
 
-def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[Header], size: int) -> bytes:
+def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[bytes], size: int) -> bytes:
     """The answer to the headers of a request whose body is handed back edited.
 
     Args:
         metadata: dynamic metadata to add.
         warning: tells the upstream about a loop; empty for none.
-        marks: headers that tell the upstream how the body was edited.
+        marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
         size: the length of the edited body, in bytes; negative if the request tells no length.
     """
     # Envoy removes the length unless its filter has `allow_content_length_header`.
-    told = [("content-length", str(size))] if size >= 0 else []
+    told = [_write_header("content-length", str(size))] if size >= 0 else []
     common = write_field(_RESPONSE, _write_edit([*marks, *told], warning))
     return write_field(_REQUEST_HEADERS, common) + write_metadata(metadata)
 
@@ -131,12 +141,12 @@ def hand_on(pieces: Pieces, *, ended: bool) -> bytes:
     return b"".join([head, *pieces, end])
 
 
-def _write_edit(marks: Sequence[Header], warning: str) -> bytes:
-    """The header mutation of a request whose body is edited."""
-    headers = [_write_header(name, value) for name, value in marks]
-    if warning:
-        headers.append(_write_header(_WARNING, warning))
-    return write_field(_HEADER_MUTATION, b"".join([*headers, _WITHOUT_DIGESTS]))
+def _write_edit(headers: Sequence[bytes], warning: str) -> bytes:
+    """The header mutation of a request whose body is edited, with these headers."""
+    warned = _WARNINGS.get(warning) if warning else b""
+    if warned is None:
+        warned = _WARNINGS[warning] = _write_header(_WARNING, warning)
+    return write_field(_HEADER_MUTATION, b"".join([*headers, warned, _WITHOUT_DIGESTS]))
 
 
 def hand_back(kind: str, body: bytes | memoryview) -> bytes:
@@ -150,12 +160,6 @@ def hand_back(kind: str, body: bytes | memoryview) -> bytes:
     for number in (_BODY_MUTATION, _RESPONSE, _REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):
         head = write_head(number, len(head) + len(body)) + head
     return b"".join([head, body])
-
-
-def _write_header(name: str, value: str) -> bytes:
-    """A header that Envoy sets, replacing any of the same name."""
-    header = write_field(_KEY, name.encode()) + write_field(_RAW_VALUE, value.encode())
-    return write_field(_SET_HEADERS, write_field(_HEADER, header) + _OVERWRITTEN)
 
 
 _LAST: Final = let_go_on(LAST_HEADERS)

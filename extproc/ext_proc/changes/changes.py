@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter, thread_time
-from typing import Final, NamedTuple
+from typing import Final
 
 from extproc.decision import Action, Decision, Outcome
 from extproc.engine.evaluation import Evaluation
-from extproc.ext_proc.answers.go_on import NARROWED, STEERED, Header
+from extproc.ext_proc.answers.go_on import NARROWED, STEERED
 from extproc.ext_proc.budget import InspectionBudget
 from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.narrow import narrow, remove_tools
@@ -29,7 +29,7 @@ _INSPECT_LIMIT: Final = "inspect_limit"
 _NOTHING_DONE: Final = frozenset({OBSERVED, NOTHING})
 
 
-class Original(NamedTuple):
+class Original:
     """A request's body as it came.
 
     Attributes:
@@ -37,8 +37,11 @@ class Original(NamedTuple):
         why: the reason for None, as in `unsteered_total`.
     """
 
-    content: bytes | memoryview | None
-    why: str = ""
+    __slots__ = ("content", "why")
+
+    def __init__(self, content: bytes | memoryview | None, why: str = "") -> None:
+        self.content = content
+        self.why = why
 
     def read(self, most: int) -> bytes | memoryview:
         """The whole body.
@@ -53,7 +56,7 @@ class Original(NamedTuple):
         return self.content
 
 
-class Changed(NamedTuple):
+class Changed:
     """The result of an edit.
 
     Attributes:
@@ -61,8 +64,11 @@ class Changed(NamedTuple):
         marks: headers that tell the upstream about the edit.
     """
 
-    body: Pieces | None
-    marks: tuple[Header, ...]
+    __slots__ = ("body", "marks")
+
+    def __init__(self, body: Pieces | None, marks: tuple[bytes, ...]) -> None:
+        self.body = body
+        self.marks = marks
 
 
 UNCHANGED: Final = Changed(None, ())
@@ -94,8 +100,16 @@ class Changes:
         self._reporter = reporter
         self._budget = budget
 
-    def apply(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
+    def apply(
+        self, evaluation: Evaluation, decision: Decision, original: Original, began: float = 0.0
+    ) -> tuple[Decision, Changed]:
         """Edit a request's body as its policies require.
+
+        Args:
+            evaluation: the request.
+            decision: what was decided about it.
+            original: its body.
+            began: the thread's time, if it was read just now; 0 if not. Reading it is a system call, and takes microseconds.
 
         Returns:
             the decision, which differs if an edit was impossible, and the result of the edits.
@@ -103,7 +117,7 @@ class Changes:
         tenant = evaluation.find_tenant()
         if original.content is not None and not self._budget.allows(tenant, perf_counter()):
             original = Original(None, "inspect_budget")
-        began = thread_time()
+        began = began or thread_time()
         changed = UNCHANGED
         if evaluation.is_narrowed:
             decision, changed = self._narrow(evaluation, decision, original)
@@ -169,7 +183,7 @@ class Changes:
             return decision.warn_instead(), changed
 
     def _land(
-        self, evaluation: Evaluation, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[Header, ...]
+        self, evaluation: Evaluation, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[bytes, ...]
     ) -> Changed:
         """Add a note and remove all tools; where that is impossible, the note has to do. Raises what `steer` does."""
         landing = _Landing(evaluation.request.path)

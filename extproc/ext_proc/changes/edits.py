@@ -18,6 +18,7 @@ _HMAC: Final = b"HMAC"
 _SIGNATURE: Final = b"SIGNATURE"
 """Authorization schemes that sign the body: AWS's (SigV4, SigV4a), those modelled on it by other clouds, and the drafts'."""
 
+_USUAL: Final = b"Bearer "
 _LONGEST_SCHEME: Final = 64
 _AWS_IN_QUERY: Final = "x-amz-signature="
 _UNSIGNED: Final = frozenset({b"UNSIGNED-PAYLOAD", b"STREAMING-UNSIGNED-PAYLOAD-TRAILER"})
@@ -69,7 +70,9 @@ def is_signed(request: HttpRequest) -> bool:
     headers = request.headers
     if any(name in headers for name in _SIGNATURES):
         return True
-    scheme = headers.get("authorization", b"").lstrip()[:_LONGEST_SCHEME].upper().partition(b" ")[0]
-    if scheme.startswith(_AWS) or _AWS_IN_QUERY in request.query.lower():
+    shown = headers.get("authorization", b"")
+    usual = shown[: len(_USUAL)] == _USUAL or not shown
+    scheme = b"" if usual else shown.lstrip()[:_LONGEST_SCHEME].upper().partition(b" ")[0]
+    if scheme.startswith(_AWS) or (request.query and _AWS_IN_QUERY in request.query.lower()):
         return headers.get("x-amz-content-sha256", b"").strip().upper() not in _UNSIGNED
     return _HMAC in scheme or scheme == _SIGNATURE

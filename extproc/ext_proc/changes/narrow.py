@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from extproc.apis import TOOL_LISTS, TOOL_WORDS, needs_tool
 from extproc.apis.api import Changes, ToolList, ToolsLeft
+from extproc.bounded import Memo
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
@@ -147,7 +148,7 @@ class _Group:
         return self._within is None or len(self.gone) < len(self.members)
 
 
-class _Tool(NamedTuple):
+class _Tool:
     """A declared tool.
 
     Attributes:
@@ -157,10 +158,46 @@ class _Tool(NamedTuple):
         built_in: the API runs it regardless of the tool choice.
     """
 
-    names: tuple[str, ...]
-    group: _Group
-    place: int
-    built_in: bool = False
+    __slots__ = ("built_in", "group", "names", "place")
+
+    def __init__(self, names: tuple[str, ...], group: _Group, place: int, *, built_in: bool = False) -> None:
+        self.names = names
+        self.group = group
+        self.place = place
+        self.built_in = built_in
+
+
+class _KnownTools:
+    """What was read in a list of tools without groups.
+
+    Attributes:
+        items: where the elements are, from the start of the list on.
+        names: names of the tools, by the position of each in the list.
+        served: see `_Tools`.
+        dialect: see `_Tools`.
+        steps: the steps that it took.
+    """
+
+    __slots__ = ("dialect", "items", "names", "served", "steps")
+
+    def __init__(
+        self,
+        items: list[tuple[int, int]],
+        names: dict[int, tuple[str, ...]],
+        dialect: ToolList | None,
+        *,
+        served: bool,
+        steps: int,
+    ) -> None:
+        self.items = items
+        self.names = names
+        self.dialect = dialect
+        self.served = served
+        self.steps = steps
+
+
+_KNOWN: Final[Memo[tuple[bytes, str], _KnownTools]] = Memo(4 * 2**20, lambda key, _: len(key[0]))
+"""Lists of tools by their bytes, and by the name of the list; an agent sends the same one with each request."""
 
 
 class _Tools:
@@ -174,13 +211,14 @@ class _Tools:
 
     __slots__ = ("_dialects", "_groups", "_patch", "dialect", "found", "served")
 
-    def __init__(self, patch: Patch, value: Value, dialects: Sequence[ToolList] = ()) -> None:
+    def __init__(self, patch: Patch, value: Value, dialects: Sequence[ToolList], name: str) -> None:
         """Read the list.
 
         Args:
             patch: the edit of the body.
             value: the list.
             dialects: other APIs in whose format it may be written.
+            name: names these APIs' lists, as where they are; empty without any.
 
         Raises:
             NotEdited: the list is ambiguous.
@@ -192,9 +230,22 @@ class _Tools:
         self.served = False
         self.dialect: ToolList | None = None
         self._dialects = dialects
+        key = bytes(patch.read_raw(value)), name
+        known = _KNOWN.get(key)
+        if known is not None:
+            patch.take(known.steps)  # as if it were read
+            group = self._open(value, patch.open_known_items(value, known.items))
+            self.found = [_Tool(names, group, place) for place, names in known.names.items()]
+            self.served, self.dialect = known.served, known.dialect
+            return
+        before = patch.count_left()
         group = self._open(value, _open_list(patch, value))
         for place, entry in enumerate(group.members):
             self._read(entry, group, place)
+        if len(self._groups) == 1:
+            names = {tool.place: tool.names for tool in self.found}
+            steps = before - patch.count_left()
+            _KNOWN.put(key, _KnownTools(patch.list_items(value), names, self.dialect, served=self.served, steps=steps))
 
     def remove(self, tools: Sequence[_Tool]) -> None:
         """Remove these tools. Call this only once."""
@@ -315,7 +366,8 @@ class _Narrowing:
         """Edit a list of tools, and return the changes to the members beside it."""
         place = api.holder, api.tools
         others = [tools for tools in TOOL_LISTS[api.beside] if tools.owns is not None and (tools.holder, tools.tools) == place]
-        tools = self._open_tools(fields, api.tools, others)
+        name = f"{api.beside} {api.holder} {api.tools}" if others else ""
+        tools = self._open_tools(fields, api.tools, others, name)
         if tools is None:
             return {}
         if tools.dialect is not None:
@@ -336,11 +388,11 @@ class _Narrowing:
             changes = api.hold(self._patch, fields, changes, self._path)
         return changes
 
-    def _open_tools(self, fields: Fields, key: str, others: Sequence[ToolList] = ()) -> _Tools | None:
+    def _open_tools(self, fields: Fields, key: str, others: Sequence[ToolList] = (), name: str = "") -> _Tools | None:
         """The tools in a member; None if it is missing or null."""
         if key not in fields or self._patch.is_null(fields[key]):
             return None
-        return _Tools(self._patch, fields[key], others)
+        return _Tools(self._patch, fields[key], others, name)
 
     def _take_out(self, tools: _Tools) -> ToolsLeft:
         """Remove tools from a list. If none would be left, the list is not edited: its caller removes it."""

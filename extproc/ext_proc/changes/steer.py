@@ -17,7 +17,7 @@ from extproc.engine.plan import Detector
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
-from extproc.request.notes import SEPARATOR, Marks, ends_with_note, frame_note
+from extproc.request.notes import Marks, ends_with_note, frame_note
 from extproc.request.patch import Patch, Pieces
 from extproc.request.quoting import quote_all
 
@@ -57,7 +57,7 @@ def steer(  # noqa: PLR0913  # all that an edit depends on
             raise NotEdited("no_result")
         marks = make_marks(patch.data)
         free = [place for place in places[-MAX_PLACES:] if not ends_with_note(patch.data, place.offset, marks)]
-        add_notes(patch, free, frame_note(note, marks), SEPARATOR)
+        add_notes(patch, free, frame_note(note, marks))
         if change is not None:
             change(patch)
         return [mark, *patch.apply()]

@@ -13,6 +13,7 @@ import pytest
 
 from extproc.cli.envoy_check.checks.callers import MARKS
 from extproc.ext_proc.answers.go_on import NARROWED, STEERED
+from extproc.pb.external_processor_pb2 import HeaderMutation
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, eventually, stack
 
@@ -144,7 +145,9 @@ def test_a_forged_mark_is_removed(shared: Stack, user: dict[str, str]) -> None:
 
 def test_all_marks_are_known() -> None:
     """What Loopguard sets is what no client may send."""
-    assert set(MARKS) == {"x-fairvisor-warning", STEERED[0], NARROWED[0]}
+    written = [option.header.key for option in HeaderMutation.FromString(STEERED + NARROWED).set_headers]
+
+    assert set(MARKS) == {"x-fairvisor-warning", *written}
 
 
 @pytest.mark.parametrize("body", [None, b"x" * 5_000_000], ids=["none", "5 MB"])

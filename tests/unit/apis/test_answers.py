@@ -488,8 +488,8 @@ def test_a_body_is_replaced_as_protobuf_would_write_it(size: int, warning: str) 
     expected = ProcessingResponse()
     expected.dynamic_metadata.update({"loopguard": {"count": 3}})
     common = expected.request_body.response
-    marks = [STEERED, ("content-length", str(size)), *([("X-Fairvisor-Warning", warning)] if warning else [])]
-    for name, value in marks:
+    warned = [("X-Fairvisor-Warning", warning)] if warning else []
+    for name, value in [("x-loopguard-steered", "1"), ("content-length", str(size)), *warned]:
         option = common.header_mutation.set_headers.add(append_action="OVERWRITE_IF_EXISTS_OR_ADD")
         option.header.key, option.header.raw_value = name, value.encode()
     common.header_mutation.remove_headers.extend(["content-md5", "digest", "content-digest", "repr-digest"])

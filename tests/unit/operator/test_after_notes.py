@@ -146,6 +146,19 @@ def test_a_share_splits_conversations_and_not_requests() -> None:
     assert 5 < found["noted", BEGUN] < 35
 
 
+def test_every_replica_puts_a_conversation_into_the_same_half() -> None:
+    """A load balancer may send each request elsewhere."""
+    halves = []
+    for _ in range(2):
+        services = [make_service(policy("p", ANY, **LADDER, steer_share=50)) for _ in range(20)]
+        for number, service in enumerate(services):
+            converse(service, f"task {number}", [STUCK] * 3)
+        halves.append([list(count_changes(service)) for service in services])
+
+    assert halves[0] == halves[1]
+    assert {arm for changes in halves[0] for arm, _ in changes} == {"noted", "not_noted"}
+
+
 def test_a_body_that_cannot_be_edited_is_in_no_half() -> None:
     """It got no note, although it was to get one."""
     service = make_service(policy("p", ANY, **LADDER))
