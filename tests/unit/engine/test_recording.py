@@ -12,6 +12,8 @@ from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.recorded import Recorder
 
+pytestmark = pytest.mark.sources  # it looks into a cache, and `Recorder` replaces a method
+
 CHAT = "/v1/chat/completions"
 ANN = {"authorization": "Bearer sk-secret", "x_user_id": "ann"}
 
