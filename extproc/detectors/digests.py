@@ -30,7 +30,7 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, find_flags
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, encode_turn
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -383,7 +383,7 @@ def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
             break
         parts.append(_BYTES[len(shown)])
         parts.append(shown.encode())
-    return b"".join([_BYTES[find_flags(kept)], _BYTES[flags], *parts])
+    return b"".join([encode_turn(kept)[:1], _BYTES[flags], *parts])
 
 
 class RecordedTurn(NamedTuple):

@@ -858,14 +858,10 @@ _encode: Final = json.Encoder().encode
 def encode_turn(turn: AnyTurn) -> bytes:
     """A turn as an entry of a ring: flags, three hashes, as much of its first name as fits, or its words, and its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
+    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
-    return bytes((find_flags(kept),)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
-
-
-def find_flags(turn: Reduced) -> int:
-    """The flags of a turn in an entry."""
-    return _KNOWN * turn.known | _RETURNED * turn.returned | _ERROR * turn.failed | turn.evidence
+    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
 
 
 def decode_turn(entry: bytes) -> Reduced:

@@ -106,7 +106,7 @@ def _identify_head(
 ) -> tuple[object, ...] | None:
     """All on which the head of a record depends, without secrets; None if it is too long, or may have secrets."""
     known = facts.identify()
-    if known is None or len(request.target) > _LONGEST_KNOWN or _SECRET_PAIR in request.query:
+    if known is None or len(request.target) > _LONGEST_KNOWN or _SECRET_PAIR in request.query or "%" in request.query:
         return None
     parts: list[object] = [known, plain, request.method, request.authority, request.target]
     for plan in plans:
