@@ -105,6 +105,8 @@ def test_a_route_that_is_chosen_late_is_guarded_by_a_policy_for_the_gateway(targ
     values = merged(VALUES, {"envoyGateway": {"targetRefs": [target]}})
     with envoy_gateway(values, edit=choose_late) as made:
         assert statuses(made, "/rest/late/x", 3, body=b"same") == [200, 200, last]
+        codes = [code for code, _, _ in check(json.loads(made.envoy.admin("/config_dump")), POLICIES)]
+        assert ("late-route" in codes) == (last == 200)
 
 
 def test_what_is_large_is_looked_at_and_what_is_held_goes_on(gateway: Stack) -> None:
