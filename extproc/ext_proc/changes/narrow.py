@@ -243,9 +243,12 @@ class _Tools:
         for place, entry in enumerate(group.members):
             self._read(entry, group, place)
         if len(self._groups) == 1:
-            names = {tool.place: tool.names for tool in self.found}
-            steps = before - patch.count_left()
-            _KNOWN.put(key, _KnownTools(patch.list_items(value), names, self.dialect, served=self.served, steps=steps))
+            _KNOWN.put(key, self._describe(value, before - patch.count_left()))
+
+    def _describe(self, value: Value, steps: int) -> _KnownTools:
+        """What was read in a list without groups, which took this many steps."""
+        names = {tool.place: tool.names for tool in self.found}
+        return _KnownTools(self._patch.list_items(value), names, self.dialect, served=self.served, steps=steps)
 
     def remove(self, tools: Sequence[_Tool]) -> None:
         """Remove these tools. Call this only once."""
