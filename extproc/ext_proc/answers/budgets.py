@@ -73,7 +73,7 @@ def list_rate_limit(subject: BudgetSubject, policy: str, seconds: int) -> list[t
 
 
 def _list_token_limit(subject: BudgetSubject) -> list[tuple[str, str]]:
-    """The same as metadata for headers with OpenAI's names, whose times are written like 6m0s."""
+    """The same as metadata for the headers `x-ratelimit-*-tokens` of model APIs, whose times are written like 6m0s."""
     minutes, seconds = divmod(subject.reset, 60)
     hours, minutes = divmod(minutes, 60)
     reset = f"{hours}h{minutes}m{seconds}s" if hours else f"{minutes}m{seconds}s" if minutes else f"{seconds}s"

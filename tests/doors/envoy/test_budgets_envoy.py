@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,7 @@ BREAKER = {
     "alert": True,
     "auto_reset_after_minutes": 5,
 }
+USED = {"prompt_tokens": 1, "completion_tokens": 1_999, "total_tokens": 2_000}
 SLOW = [{"threshold_percent": 1, "action": "throttle", "delay_ms": 30_000}, *REJECT]
 LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, "action": "reject", "similarity": "exact"}
 
@@ -260,6 +262,60 @@ def test_the_openai_sdk_waits_as_long_as_it_is_told(shop: Shop) -> None:
         call()
     assert refusal.value.code == "token_bucket_exceeded"
     assert "x-should-retry" not in refusal.value.response.headers
+
+
+@pytest.mark.parametrize(
+    ("shape", "passed", "code"),
+    [
+        ("minimal", 3, "token_bucket_exceeded"),
+        ("loop", 2, "recursive_loop_detected"),
+        ("shadow", 6, ""),
+        ("cost", 10, "budget_exceeded"),
+        ("breaker", 3, "circuit_breaker_open"),
+        ("llm", 5, "tpm_exceeded"),
+        ("killed", 0, "kill_switch"),
+    ],
+)
+def test_each_official_shape_limits_the_openai_sdk(shop: Shop, shape: str, passed: int, code: str) -> None:
+    """As its documents say: this many calls pass, and the next one is the SDK's error with the documented code."""
+    more = {"x-tenant-id": "tenant-42"} if shape == "killed" else {}
+    client = openai.OpenAI(
+        api_key="k",
+        base_url=f"http://127.0.0.1:{shop.made.envoy.port}/{'minimal' if shape == 'killed' else shape}",
+        default_headers={"x-api-key": f"sdk-{shape}", **more},
+        max_retries=0,
+        timeout=PATIENCE,
+    )
+    shop.model.reply = whole(id="x", object="chat.completion", created=1, model="m", choices=[], usage=USED)
+
+    def call() -> None:
+        client.chat.completions.create(model="m", max_tokens=1_999, messages=[{"role": "user", "content": "four"}])
+
+    for _ in range(passed):
+        call()
+    if not code:
+        return
+    with pytest.raises(openai.RateLimitError) as refusal:
+        call()
+    assert refusal.value.code == code
+
+
+def test_what_a_killed_replica_has_let_through_stays_counted() -> None:
+    """The other one goes on with what is left in the store."""
+    policy = bundle(limited("survivor", "cost_based", budget=30, period="7d", staged_actions=REJECT))
+    with server() as valkey, stack(policy, "--store", f"redis://{valkey.address}", replicas=2) as made:
+
+        def send(_: int) -> int:
+            return made.send("/survivor/x", method="POST", body=b"{}", headers={"x-api-key": "ann"}).status
+
+        before = [send(number) for number in range(12)]
+        made.replicas[1].signal(signal.SIGKILL)
+        eventually(lambda: made.envoy.stat("cluster.loopguard.membership_healthy") == 1, "one replica")
+        with ThreadPoolExecutor(8) as pool:
+            after = sorted(pool.map(send, range(40)))
+
+    assert before == [200] * 12
+    assert after == [200] * 18 + [429] * 22
 
 
 def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from extproc.ext_proc.stream import Stream
 from extproc.store.rules.budget import Take, Taken
+from tests.support.budget_policies import bucket, limited, refused
 from tests.support.budgets import (
     CASES,
     NOON,
@@ -23,8 +25,10 @@ from tests.support.budgets import (
     make_period,
     make_takes,
 )
+from tests.support.messages import body, headers
 from tests.support.records import replace
 from tests.support.servers import Driver
+from tests.support.service import decoded, make_service, sample
 from tests.support.windows import make_hit
 
 
@@ -104,6 +108,31 @@ def test_settlements_of_one_round_trip_may_or_may_not_have_markers(store: Driver
     assert [answer.granted for answer in first] == [True, True, True]
     assert [answer.granted for answer in again] == [False, True, False]
     assert [taken.left for taken in ask(store, [make_bucket(0), make_period(0), make_breaker(0)], NOON)] == [3, 7, 5]
+
+
+def test_what_one_rule_refuses_costs_no_other_rule(store: Driver) -> None:
+    """Also on a cluster, where the rules of one request are in different slots: what the others took comes back."""
+    rules = [bucket(0.001, 2, name="caller"), bucket(0.001, 1, name="team", keys=["header:x-team"])]
+    service = make_service(limited(*rules, identity=store.name("").replace(":", "-")), store=store.store)
+
+    async def send(key: str, team: str) -> str:
+        stream = Stream(service)
+        answer = None
+        for message in (headers("/x", x_api_key=key, x_team=team), body(b"{}")):
+            reply = stream.receive(message.SerializeToString())
+            answer = await reply if inspect.isawaitable(reply) else reply
+            if answer.done:
+                break
+        stream.close()
+        assert answer is not None
+        return refused(decoded(answer))
+
+    first = [store.run(send("greedy", f"used-{number}")) for number in range(2)]
+    teams = [(store.run(send("greedy", f"{number}")), store.run(send(f"new-{number}", f"{number}"))) for number in range(20)]
+
+    assert first == ["", ""]
+    assert teams == [("token_bucket_exceeded", "")] * 20
+    assert sample(service, "budget_lost_total") == 0
 
 
 def test_the_time_is_the_calendars(store: Driver) -> None:
