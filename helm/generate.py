@@ -457,7 +457,7 @@ def _loop_complaints(loop: Schema) -> bool:
 
 
 def _complaints(spec: Schema) -> bool:
-    return any(True for _ in rules.find_errors(spec))
+    return any(True for _ in (*rules.find_selector_errors(spec), *rules.find_errors(spec)))
 
 
 # ---- README.md
