@@ -406,7 +406,7 @@ def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
     assert "1 of 1 loop active, 1 caller; 1 replica" in grouped
     assert "spent nothing on 0 requests; spared <$0.01, 1 not forwarded" in grouped
-    assert " refuse " in grouped
+    assert " reject " in grouped
     assert "1 of 1 loops active, 1 caller, 1 request, 1 not forwarded; 1 replica" in rows
     assert "1 refused" in rows
     for printed in (grouped, rows):

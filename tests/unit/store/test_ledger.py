@@ -208,8 +208,10 @@ def test_packed_sessions_are_kept_until_they_are_over_and_no_longer() -> None:
 
 def test_other_tools_leave_all_other_limits() -> None:
     """A field that is new is not lost where an operator grants calls of a tool."""
-    limits: dict[str, Any] = {name: number for number, name in enumerate(signature(Limits).parameters)}
-    limits["tools"] = ()
+    limits: dict[str, Any] = {
+        name: {False: True, (): ()}.get(field.default, number)
+        for number, (name, field) in enumerate(signature(Limits).parameters.items())
+    }
 
     made = Limits(**limits).with_tools(((b"tool", 9),))
 
