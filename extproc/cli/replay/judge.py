@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
@@ -16,16 +17,20 @@ from extproc.detectors.digests import (
     find_other_key,
 )
 from extproc.detectors.turns import Turns
+from extproc.engine.budget_candidates import BudgetCandidate
+from extproc.engine.budget_settlements import list_budget_settlements
 from extproc.engine.candidates import LoopCandidate, RecordedBody, SessionCandidate
 from extproc.engine.counting import HERE, Counting, Counts
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import CandidateGroup, Evaluation
+from extproc.engine.settlements import Entry
 from extproc.metrics import Metrics
 from extproc.request.document import NotCounted
 from extproc.request.hash_key import PROCESS_KEY, HashKey, RecordedKey
 from extproc.request.http import HttpRequest, explain_unknowable_body
 from extproc.sessions.call_digests import CallReader, ShownCalls
 from extproc.sessions.recorded_ledgers import RecordedStore
+from extproc.store.rules.budget import Take
 from extproc.store.rules.session import FAILED, REFUSED, SUCCEEDED, Settlement
 
 _MOST_LISTS = 200_000
@@ -161,7 +166,7 @@ class Judge(Replayed):
         super().__init__(engine, max_entries, key, pinned)
         self._tries = tries
         self.unmatched = self.killed = 0
-        self._open: list[tuple[int, int, Settlement]] = []
+        self._open: list[tuple[int, int, Settlement | Take]] = []
         self._ended = 0
         self._counting = Counting(self._store, self._store, self._metrics, reject=False)
 
@@ -183,17 +188,43 @@ class Judge(Replayed):
         if evaluation.sessions and not (self._take_back(evaluation, decision, shown) or recorded.end is None):
             self._expect_end(evaluation, recorded.time, recorded.end, shown)
         if evaluation.budgets and not self._tries:
-            self._give_back(evaluation, decision)
+            refused = self._give_back(evaluation, decision)
+            if recorded.end is not None:
+                paid = [budget for budget in evaluation.budgets if budget not in refused]
+                self._expect_payment(paid, recorded.time, recorded.end)
         return evaluation, decision
 
-    def _give_back(self, evaluation: Evaluation, decision: Decision) -> None:
-        """Give back what a refused request took from budgets; of a request that only shadow policies refuse, from theirs."""
+    def _give_back(self, evaluation: Evaluation, decision: Decision) -> Sequence[BudgetCandidate]:
+        """Give back what a refused request took from budgets; of a request that only shadow policies refuse, from theirs.
+
+        Returns these budgets.
+        """
         refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
         in_shadow = decision.shadow is not None and decision.shadow.action is Action.REJECT
         budgets = evaluation.budgets if refused else evaluation.shadow.budgets if in_shadow else []
         takes = [take for budget in budgets for take in budget.list_give_backs(here=False)]
         if takes:
             self._store.hit(takes)
+        return budgets
+
+    def _expect_payment(self, budgets: Sequence[BudgetCandidate], time: int, end: RecordedEnd) -> None:
+        """Remember to settle what a request took from budgets."""
+        described = [text for budget in budgets if (text := budget.describe_reserved())]
+        if not described:
+            return
+        named = tuple([json.loads(text) for text in described])
+        estimated = end.estimated and any(budget.budget.needs_body for budget in budgets)
+        if estimated:
+            self._problems.append(("estimated_tokens", ""))
+        entry = Entry((), end.status, end.failed, 0, 0, end.model, end.usage, estimated, refused=False, budgets=named)
+        self._expect(time + end.duration_ms, [each.take for each in list_budget_settlements(self._engine, entry)])
+
+    def _expect(self, time: int, questions: Sequence[Settlement | Take]) -> None:
+        for question in questions:
+            self._ended += 1
+            heappush(self._open, (time, self._ended, question))
+        while len(self._open) > _MOST_OPEN:
+            self._settle_until(self._open[0][0])
 
     def _expect_end(self, evaluation: Evaluation, time: int, end: RecordedEnd, shown: ShownCalls | None) -> None:
         """Remember to settle a request with ledgers that were not recorded as these policies would have them."""
@@ -207,17 +238,14 @@ class Judge(Replayed):
                 settlement = each.settle(end.model, end.usage, outcome, estimated=end.estimated)
                 if end.estimated:
                     self._problems.append(("estimated_tokens", ""))
-                self._ended += 1
-                heappush(self._open, (time + end.duration_ms, self._ended, settlement))
-        while len(self._open) > _MOST_OPEN:
-            self._settle_until(self._open[0][0])
+                self._expect(time + end.duration_ms, [settlement])
 
     def _settle_until(self, time: int) -> None:
         """Settle the requests that have ended by now."""
         now = self._now
         while self._open and self._open[0][0] <= time:
-            self._now, _, settlement = heappop(self._open)
-            self._store.hit([settlement])
+            self._now, _, question = heappop(self._open)
+            self._store.hit([question])
         self._now = now
 
     def _take_back(self, evaluation: Evaluation, decision: Decision, shown: ShownCalls | None) -> bool:
