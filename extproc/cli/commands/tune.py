@@ -1,4 +1,4 @@
-"""`loopguard tune`: recommends a policy's thresholds, its window or its session limits, according to recorded traffic."""
+"""`loopguard tune`: recommends a policy's thresholds, window, session limits or budgets, according to recorded traffic."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
     from extproc.policy.bundle import Policy
     from extproc.policy.loader import PolicySet
 
-HELP = "find thresholds, a window or session limits for a policy from recorded traffic"
+HELP = "find thresholds, a window, session limits or budgets for a policy from recorded traffic"
 EXAMPLES = """examples:
   loopguard tune --policy candidate.json access.log
   loopguard tune --policy policies/ --id chat --windows 30,60,300 --thresholds 3,5,8 access.log --output tuned.json
   loopguard tune --policy agents.json --detector turns records.ndjson
   loopguard tune --policy sessions.json --limits --percentile 99.5 records.ndjson --output tuned.json
+  loopguard tune --policy budgets.json --budgets access.log
 
 For a detector with a window, tries every pair of a window and a threshold in one pass over the logs. For `turns`, finds the
 thresholds of a note, a last answer and a refusal, and the weak threshold. With --limits, finds limits of sessions: of steps,
-tool calls, calls of each tool, and money. Both work without bodies; money only with the records of a policy that has the same
-prices. `loopguard replay` reads the same logs.
+tool calls, calls of each tool, and money. With --budgets, finds the size of each budget in `rules`. All work without bodies;
+money needs the tokens of responses in the log. `loopguard replay` reads the same logs.
 
 exit code: 0 there is a recommendation, 1 there is none, or a log cannot be read; 2 usage"""
 
@@ -52,13 +53,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detector", metavar="NAME", help="its detector; required if several have a window, or for turns beside one"
     )
-    parser.add_argument("--limits", action="store_true", help="recommend session_limits, and no detector's settings")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--limits", action="store_true", help="recommend session_limits, and no detector's settings")
+    kinds.add_argument("--budgets", action="store_true", help="recommend the budgets of `rules`, and no detector's settings")
     parser.add_argument(
         "--percentile",
         type=float,
         default=_PERCENTILE,
         metavar="PERCENT",
-        help="share of the runs that went on for which --limits must be enough (default 99)",
+        help="share of the runs that went on for which --limits must be enough, or of callers for --budgets (default 99)",
     )
     parser.add_argument("--windows", default=_WINDOWS, metavar="SECONDS,...", help=f"default {_WINDOWS}")
     parser.add_argument(
@@ -86,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--percentile must be above 0 and at most 100")
     if options.limits:
         return _tune_runs(options, policies, _find_plan(engine, options.id).id, None)
+    if options.budgets:
+        return _tune_budgets(options, policies, _find_plan(engine, options.id))
     detector = _find_detector(engine, options.id, options.detector)
     if detector.similarity_name == _TURNS:
         return _tune_runs(options, policies, detector.policy, detector.name)
@@ -209,20 +214,59 @@ def _tune_runs(options: argparse.Namespace, policies: PolicySet, policy_id: str,
     return _report(options, logs, document, lambda: _print_runs(document, found.reasons, tables))
 
 
+def _tune_budgets(options: argparse.Namespace, policies: PolicySet, plan: Plan) -> int:
+    """Tune the budgets of a policy; returns the exit code."""
+    from extproc.cli.replay.spending import SpendingCollector, list_configs, write_budgets  # noqa: PLC0415  # as in `replay`
+
+    if plan.budget is None or not plan.budget.guard.rules:
+        raise UsageError(f"{plan.id} has no `rules` to tune")
+    policy = _find_policy(policies, plan.id)
+    spending = SpendingCollector(policy, options.max_entries, read_hash_key(options.hash_key_file))
+    with open_logs(options) as (logs, entries):
+        for entry in entries:
+            spending.add(entry.recorded)
+            logs.add_problems(entry.place, spending.take_problems())
+    found = spending.recommend(plan.budget.guard, list_configs(policy), options.percentile)
+    tables = {"budgets": [row._asdict() for row in found.rows]}
+    document = {
+        "tune": 1,
+        "policy": plan.id,
+        "requests": spending.requests,
+        "estimated": spending.estimated,
+        "callers": spending.callers,
+        "evicted": spending.dropped,
+        **tables,
+        "recommendation": found.keys or None,
+        "reason": "; ".join(found.reasons),
+        "ready": write_budgets(policy, found.keys) if found.keys else None,
+    }
+    counted = f"{plan.id} has rules for {spending.requests:,} requests"
+    callers = f"{spending.callers:,} callers"
+    return _report(options, logs, document, lambda: _print_advice(document, counted, found.reasons, tables, callers))
+
+
 _TITLES = {
     "thresholds": "How many of each a threshold touches, and at once (strong)",
     "weak_thresholds": "How many of each a weak threshold touches",
     "limits": "What those that went on took, and how many are beyond each limit",
+    "budgets": "What callers need of each budget, and how many need more",
 }
 
 
 def _print_runs(document: dict[str, Any], reasons: Sequence[str], tables: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    left = f"{document['uncounted']:,} could not be counted, {document['nameless']:,} belong to no run, or show no turn yet"
+    counted = f"{document['policy']} counted {document['requests']:,} requests; {left}"
+    runs = f"{document['runs'] - document['stuck']:,} runs went on, {document['stuck']:,} end in a loop"
+    _print_advice(document, counted, reasons, tables, runs)
+
+
+def _print_advice(
+    document: dict[str, Any], counted: str, reasons: Sequence[str], tables: Mapping[str, Sequence[dict[str, Any]]], title: str
+) -> None:
     from extproc.cli.replay.table import add_row, make_console, make_table, print_table  # noqa: PLC0415  # as in `replay`
 
     console = make_console()
-    left = f"{document['uncounted']:,} could not be counted, {document['nameless']:,} belong to no run, or show no turn yet"
-    print(escape_controls(f"{document['policy']} counted {document['requests']:,} requests; {left}"))
-    runs = f"{document['runs'] - document['stuck']:,} runs went on, {document['stuck']:,} end in a loop"
+    print(escape_controls(counted))
     for name, rows in tables.items():
         flat = [_flatten(row) for row in rows]
         if not flat:
@@ -230,7 +274,7 @@ def _print_runs(document: dict[str, Any], reasons: Sequence[str], tables: Mappin
         table = make_table(*(f"#{column.replace('_', ' ')}" for column in flat[0]))
         for row in flat:
             add_row(table, *row.values())
-        print_table(console, f"{runs}. {_TITLES[name]}", table)
+        print_table(console, f"{title}. {_TITLES[name]}", table)
     print()
     for reason in reasons:
         print(escape_controls(f"- {reason}"))

@@ -43,7 +43,7 @@ _KEPT_KEYS = {*TurnsKeys.model_fields, "enabled", "similarity", "max_inspect_byt
     "threshold_identical_requests",
     "tools",
 }
-_DROPPED = ("canary_of", "enforce_percent", "ramp_by", "ramp_seed", "keep_counts", "session_limits", "unnamed_limits")
+DROPPED = ("canary_of", "enforce_percent", "ramp_by", "ramp_seed", "keep_counts", "session_limits", "unnamed_limits")
 """Parts of a policy that decide about whom and when it acts."""
 
 _STRONG, _WEAK = "strong", "weak"
@@ -217,7 +217,7 @@ def _name_session(evaluation: Evaluation) -> tuple[str, str] | None:
 def write_trial(policy: Policy, detector: str | None, *, sessions: bool) -> dict[str, Any]:
     """A policy for the same requests, with a detector for each threshold to try, and limits that count and stop nothing."""
     document: dict[str, Any] = policy.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    spec = {name: value for name, value in document["spec"].items() if name not in _DROPPED}
+    spec = {name: value for name, value in document["spec"].items() if name not in DROPPED}
     entry = {} if detector is None else find_entry(policy, document, detector)
     kept = {name: value for name, value in entry.items() if name in _KEPT_KEYS} | {"enabled": True, "similarity": "turns"}
     tools = entry.get("tools", {})
