@@ -168,7 +168,7 @@ def end_the_night(shift: Shift, screen: Screen) -> None:
     storm = find(rows, f"storm-{shift.who}", "/hook/billing", "warn")
     stuck = find(rows, f"stuck-{shift.who}", "book_hotel", "steer")
     spender = find(rows, f"spender-{shift.who}", "search_the_web", "steer")
-    poller = find(rows, f"poller-{shift.who}", "/jobs/42", "reject" if isinstance(screen, Page) else "refuse")
+    poller = find(rows, f"poller-{shift.who}", "/jobs/42", "reject")
     outage = find(rows, f"{shift.tool} fails for 6 sessions of 3 callers", "wait")
     assert not [row.text for row in rows if "healthy" in row.text]
 
