@@ -81,11 +81,10 @@ def scan_files(
         except BrokenProcessPool:
             raise LoopguardError("a process ended unexpectedly, perhaps for lack of memory: try --jobs 1") from None
         except BaseException:  # also for Ctrl-C: the rest is not needed
+            pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
                 child.terminate()
             raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _divide(files: Sequence[FoundFile]) -> list[list[str]]:
