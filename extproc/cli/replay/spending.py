@@ -61,7 +61,7 @@ class Spending:
         self.used = min(HIGHEST, self.used + amount)
 
 
-class BudgetRow(NamedTuple):
+class BudgetNeed(NamedTuple):
     """What callers took of a budget, by percentile, the recommended value, and how many callers are beyond it."""
 
     budget: str
@@ -74,7 +74,7 @@ class BudgetsAdvice(NamedTuple):
     """Recommended keys of each rule's `algorithm_config`, empty for none, the rows that they follow from, and why."""
 
     keys: dict[str, dict[str, float]]
-    rows: list[BudgetRow]
+    rows: list[BudgetNeed]
     reasons: list[str]
 
 
@@ -164,7 +164,7 @@ def _advise(  # noqa: PLR0913  # all that a recommendation depends on
     value = max(value, rate)
     beyond = sum(each > enough for each in taken)
     advice.keys.setdefault(rule.name, {})[key] = int(value) if value == int(value) else value
-    advice.rows.append(BudgetRow(name, shown, value, beyond))
+    advice.rows.append(BudgetNeed(name, shown, value, beyond))
     when = f"within {limit.words}" if limit.kind != BUCKET else "ahead of the rate"
     told = f"{percentile:g}% of {len(taken):,} callers need at most {enough / limit.units:,.6g} {when}"
     more = f"{beyond:,} need more, up to {taken[-1] / limit.units:,.6g}"
