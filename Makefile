@@ -100,7 +100,7 @@ demo-agent: $(COMPILED)/agent-demo.stamp ## looping agents on the real SDKs, sto
 	@exec $(COMPILED)/bin/python envoy/agent_demo.py $(ARGS)
 
 # tests/conftest.py says which tests run on what.
-test-quick: .venv/test.stamp ## unit tests on the sources but those that take long: below a minute
+test-quick: .venv/test.stamp ## unit tests on the sources but those that take long: about two minutes
 	@$(BIN)/python -m pytest $(WORKERS) --hypothesis-profile quick -m 'not deep' tests/unit
 
 test: ## all tests except slow ones, with the real Envoy 1.40 (DEEP=1: all, as in CI)
