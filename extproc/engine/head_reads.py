@@ -8,7 +8,6 @@ from extproc.request.limit_keys import VENDOR_SESSION
 from extproc.request.secrets import CREDENTIAL, SECRET_HEADERS
 
 _VENDOR: Final = VENDOR_SESSION.partition(":")[2]
-_NUMBERS: Final[dict[tuple[tuple[str, str], ...], int]] = {}
 
 
 class HeadReads:
@@ -16,18 +15,16 @@ class HeadReads:
 
     Attributes:
         pairs: (source, argument) as in limit keys, each once.
-        number: the same for policies that read the same.
         headers: whose values may be kept.
         secrets: headers whose values may not.
         credential: the request's secret is read.
         vendors: headers of vendors that name sessions are read.
     """
 
-    __slots__ = ("credential", "headers", "number", "pairs", "secrets", "vendors")
+    __slots__ = ("credential", "headers", "pairs", "secrets", "vendors")
 
     def __init__(self, pairs: tuple[tuple[str, str], ...]) -> None:
         self.pairs = pairs
-        self.number = _NUMBERS.setdefault(pairs, len(_NUMBERS))
         named = [name for source, name in pairs if source == "header" and name != "host"]
         self.headers = [name for name in named if name not in SECRET_HEADERS and name != _VENDOR]
         self.secrets = [name for name in named if name in SECRET_HEADERS]

@@ -111,7 +111,7 @@ def _identify_head(
     parts: list[object] = [known, plain, request.method, request.authority, request.target]
     for plan in plans:
         reads = plan.list_reads()
-        parts.append(reads.number)
+        parts.append(reads)
         names = [*reads.headers, *find_vendor_headers(request)] if reads.vendors else reads.headers
         for name in names:
             value = request.headers.get(name)

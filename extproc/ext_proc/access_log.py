@@ -432,7 +432,7 @@ def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
 def read_usage(
     told: dict[bytes, object], status: int, request_bytes: int, response_bytes: int, *, flagged: bool
 ) -> tuple[Usage, bool]:
-    """The same of an entry of another access log; see `_Logged` for the arguments."""
+    """The token counts of a response, and whether some are estimated, by what a text access log says; see `_Logged`."""
     logged = _Logged()
     logged.told, logged.status, logged.flagged = told, status, flagged
     logged.request_bytes, logged.response_bytes = request_bytes, response_bytes

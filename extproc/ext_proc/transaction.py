@@ -160,7 +160,6 @@ class Transaction:
     """
 
     __slots__ = (
-        "_clock",
         "_content",
         "_held",
         "_held_budgets",
@@ -186,7 +185,6 @@ class Transaction:
         self.edited: Pieces | None = None
         self.started = 0.0
         self._service = service
-        self._clock = 0.0  # the thread's time when the body was inspected, if nothing else has run since; 0 if unknown
         self._content: bytes | memoryview | None = None  # of a request that may be edited
         self._unknown = ""  # why there is no content
         self._record: RequestRecord | None = None  # the record of the request, as far as it is known
@@ -272,17 +270,14 @@ class Transaction:
             return blocked
         if self._record is not None:
             self._record_read(self._record, evaluation)
-            self._clock = 0.0
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow) if evaluation.shadow.candidates else ()
         if isinstance(shadow_counts, HERE):  # almost always
             if isinstance(counts, Asked):
-                self._clock = 0.0
                 return Later(self, kind, evaluation, counts, shadow_counts)
             if isinstance(counts, HERE):
                 return self._answer(kind, evaluation, counts, shadow_counts)
-        self._clock = 0.0
         return self._judge_later(kind, evaluation, counts, shadow_counts)
 
     def sum_up(self, evaluation: Evaluation, body: bytes | memoryview) -> Body:
@@ -336,12 +331,10 @@ class Transaction:
         evaluation.read_body(sums, reason, content, excerpt=excerpt, shadow=False)
         looked = clock()
         budget.spend(tenant, min(looked - began, most), shadow=watches)
-        if evaluation.shadow.candidates:
-            began = looked
-            evaluation.read_shadow("" if budget.allows(tenant, self.started, shadow=True) else "inspect_budget")
-            looked = clock()
-            budget.spend(tenant, min(looked - began, most), shadow=True)
-        self._clock = 0.0 if small else looked
+        if not evaluation.shadow.candidates:
+            return
+        evaluation.read_shadow("" if budget.allows(tenant, self.started, shadow=True) else "inspect_budget")
+        budget.spend(tenant, min(clock() - looked, most), shadow=True)
 
     async def _judge_later(self, kind: str, evaluation: Evaluation, counts: MaybeCounts, shadow_counts: MaybeCounts) -> Reply:
         try:
@@ -443,7 +436,7 @@ class Transaction:
             original = Original(None, NOTHING)
         elif not (self.buffered or self.holds):
             original = Original(None, "body_mode")
-        return self._service.changes.apply(evaluation, decision, original, self._clock)
+        return self._service.changes.apply(evaluation, decision, original)
 
     def _refuse_uncounted(self, evaluation: Evaluation, decision: Decision, counts: Counts) -> Reply | None:
         """Refuse a request that could not be counted, if a policy says so; else None."""

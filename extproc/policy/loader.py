@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
 from msgspec import MsgspecError
-from msgspec.json import encode
+from msgspec.msgpack import encode
 from pydantic import BaseModel, ValidationError
 
 from extproc.budgets.rule_keys import list_configs
@@ -492,7 +492,10 @@ def _find_notes(policy: Policy, shape: bytes | None, place: Place, report: Parse
 
 
 def _encode_shape(spec: Any) -> bytes | None:  # noqa: ANN401  # raw JSON
-    """What equals that of policies that differ only in id and selector; None if it cannot be told."""
+    """What equals that of policies that differ only in id and selector; None if it cannot be told.
+
+    Not in JSON, in which msgspec writes an infinite number as null.
+    """
     try:
         return encode({key: value for key, value in spec.items() if key != "selector"})
     except (AttributeError, MsgspecError, OverflowError, RecursionError, TypeError, ValueError):

@@ -240,7 +240,7 @@ def _tune_budgets(options: argparse.Namespace, policies: PolicySet, plan: Plan) 
         "reason": "; ".join(found.reasons),
         "ready": write_budgets(policy, found.keys) if found.keys else None,
     }
-    counted = f"{plan.id} has rules for {spending.requests:,} requests"
+    counted = f"the rules of {plan.id} apply to {spending.requests:,} requests"
     callers = f"{spending.callers:,} callers"
     return _report(options, logs, document, lambda: _print_advice(document, counted, found.reasons, tables, callers))
 

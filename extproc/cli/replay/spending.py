@@ -102,7 +102,8 @@ class SpendingCollector(Judge):
             return
         for budget in found[0].budgets:
             self.requests += bool(budget.reserved)
-            self.estimated += any(each.rule.cost.measured and recorded.end is None for each in budget.reserved)
+            if recorded.end is None or recorded.end.estimated:
+                self.estimated += any(each.rule.cost.measured for each in budget.reserved)
             for each in budget.reserved:
                 if each.limit.kind != BREAKER:
                     self._spend(each, _measure(each, budget.model, recorded.end), recorded.time)
@@ -165,8 +166,9 @@ def _advise(  # noqa: PLR0913  # all that a recommendation depends on
     beyond = sum(each > enough for each in taken)
     advice.keys.setdefault(rule.name, {})[key] = int(value) if value == int(value) else value
     advice.rows.append(BudgetNeed(name, shown, value, beyond))
-    when = f"within {limit.words}" if limit.kind != BUCKET else "ahead of the rate"
-    told = f"{percentile:g}% of {len(taken):,} callers need at most {enough / limit.units:,.6g} {when}"
+    need = f"at most {enough / limit.units:,.6g}"
+    need = f"a burst of {need}" if limit.kind == BUCKET else f"{need} in {limit.words}"
+    told = f"{percentile:g}% of {len(taken):,} callers need {need}"
     more = f"{beyond:,} need more, up to {taken[-1] / limit.units:,.6g}"
     advice.reasons.append(f"{name} {value:,.6g}: {told}; {more}")
     if len(taken) < FEWEST_RUNS:

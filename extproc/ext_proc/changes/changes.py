@@ -100,16 +100,8 @@ class Changes:
         self._reporter = reporter
         self._budget = budget
 
-    def apply(
-        self, evaluation: Evaluation, decision: Decision, original: Original, began: float = 0.0
-    ) -> tuple[Decision, Changed]:
+    def apply(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
         """Edit a request's body as its policies require.
-
-        Args:
-            evaluation: the request.
-            decision: what was decided about it.
-            original: its body.
-            began: the thread's time, if it was read just now; 0 if not. Reading it is a system call, and takes microseconds.
 
         Returns:
             the decision, which differs if an edit was impossible, and the result of the edits.
@@ -117,7 +109,7 @@ class Changes:
         tenant = evaluation.find_tenant()
         if original.content is not None and not self._budget.allows(tenant, perf_counter()):
             original = Original(None, "inspect_budget")
-        began = began or thread_time()
+        began = thread_time()
         changed = UNCHANGED
         if evaluation.is_narrowed:
             decision, changed = self._narrow(evaluation, decision, original)

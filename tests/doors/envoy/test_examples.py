@@ -180,4 +180,4 @@ def test_a_tool_server_is_guarded() -> None:
 
     assert all("number" in answer for answer in [*polled, started[0]])  # the upstream's
     assert started[1]["result"]["isError"] is True
-    assert "It runs already" in started[1]["result"]["content"][0]["text"]
+    assert "It is already running" in started[1]["result"]["content"][0]["text"]

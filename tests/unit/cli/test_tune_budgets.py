@@ -125,11 +125,24 @@ def test_people_read_why(logged: Path, capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
 
     assert "20 callers. What callers need of each budget" in out
-    assert (
-        "- burst_tokens of tokens 2,000: 99% of 20 callers need at most 2,000 ahead of the rate; 0 need more, up to 2,000"
-    ) in out
+    assert ("- burst_tokens of tokens 2,000: 99% of 20 callers need a burst of at most 2,000; 0 need more, up to 2,000") in out
     assert "- budget of dollars 5.9: 99% of 20 callers need at most 2.9" in out
     assert "results are more reliable from 100 callers" in out
+
+
+def test_tokens_that_the_log_lacks_are_estimated(logged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That is said, whether the log has nothing about responses or only their sizes."""
+    lines = [json.loads(line) for line in (logged / "access.log").read_text().splitlines()]
+    for line in lines[:3]:
+        del line["loop_usage"]
+    del lines[0]["status"]
+    (logged / "access.log").write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+    tune(logged, "--budgets", "--json")
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["estimated"] == 3
+    assert "3 requests have no tokens in the log and count as estimated" in found["reason"]
 
 
 def test_a_policy_without_rules_has_no_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

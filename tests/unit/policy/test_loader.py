@@ -15,7 +15,7 @@ import pytest
 from extproc.errors import BundleErrors
 from extproc.policy.bundle import make_schema
 from extproc.policy.files import MAX_FILE
-from extproc.policy.loader import load
+from extproc.policy.loader import load, parse
 from tests.support.budget_policies import REJECT, rule
 from tests.support.bundles import (
     BYPASSES_ALL,
@@ -641,6 +641,17 @@ def test_policies_of_one_shape_are_judged_alike(document: dict[str, Any]) -> Non
     ]
     notes = [(f"/0{place}", f"{message} (and {len(several) - 1} more)") for place, message in plain(alone[0].notes)]
     assert plain(together.notes) == notes
+
+
+def test_an_infinite_number_is_no_missing_one() -> None:
+    """Not even behind a policy without the number, which otherwise is the same."""
+    first, second = [spec(rules=[rule("token_bucket_llm", tokens_per_minute=9_000, tokens_per_day=day)]) for day in (None, 0)]
+    text = json.dumps(bundle(first, {**second, "id": "q"})).replace('"tokens_per_day": 0', '"tokens_per_day": 1e999')
+
+    with pytest.raises(BundleErrors) as found:
+        parse({"a.json": text.encode()}, datetime.now(UTC))
+
+    assert [error.pointer for error in found.value.errors] == ["/policies/1/spec/rules/0/algorithm_config/tokens_per_day"]
 
 
 def test_a_selector_is_checked_whatever_shape_its_policy_has() -> None:
