@@ -62,6 +62,10 @@ _NULL: Final = 0x6E
 _SMALL: Final = 8_192
 """Values of up to this many bytes are copied, because making a view takes longer."""
 
+_ANSWER_BYTES: Final = 800
+_PLACE_BYTES: Final = 400
+"""What Python's objects take: of small texts, far more than the texts themselves."""
+
 _KEY: Final = re.compile(rb'[ \t\n\r]*+,?[ \t\n\r]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")[ \t\n\r]*+:[ \t\n\r]*+', re.DOTALL)
 _NEXT: Final = re.compile(rb"[ \t\n\r]*+,?[ \t\n\r]*+")
 _END: Final = re.compile(rb"[ \t\n\r]*+\}\Z")
@@ -100,7 +104,12 @@ class Around:
         self.shape: object = None
 
 
-_KNOWN: Final[Memo[bytes, Around]] = Memo(4 * 2**20, lambda text, _: len(text))
+def measure_known(text: bytes, places: int) -> int:
+    """At least the memory of an answer about a JSON text of which this many places are kept, in bytes."""
+    return len(text) + _ANSWER_BYTES + _PLACE_BYTES * places
+
+
+_KNOWN: Final[Memo[bytes, Around]] = Memo(4 * 2**20, lambda text, around: measure_known(text, len(around.members)))
 """By the bytes around the messages, which hardly differ from one request of an agent to the next."""
 
 

@@ -17,7 +17,7 @@ from extproc.bounded import Memo
 from extproc.ext_proc.changes.edits import NotEdited, open_patch
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
-from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value
+from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value, measure_known
 from extproc.sessions.history import find_called
 
 _WRAPPERS: Final = TOOL_WORDS.wrappers
@@ -196,7 +196,9 @@ class _KnownTools:
         self.steps = steps
 
 
-_KNOWN: Final[Memo[tuple[bytes, str], _KnownTools]] = Memo(4 * 2**20, lambda key, _: len(key[0]))
+_KNOWN: Final[Memo[tuple[bytes, str], _KnownTools]] = Memo(
+    4 * 2**20, lambda key, known: measure_known(key[0], len(known.items))
+)
 """Lists of tools by their bytes, and by the name of the list; an agent sends the same one with each request."""
 
 

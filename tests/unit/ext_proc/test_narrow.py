@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from extproc.ext_proc.changes.edits import NotEdited
 from extproc.ext_proc.changes.narrow import narrow
 from extproc.request.document import Document
 from extproc.request.http import HttpRequest
+from extproc.request.patch import measure_known
 from tests.support.examples import examples
 from tests.support.model_requests import ANYTHING, HOSTILE, REQUESTS, spelled
 from tests.support.turn_writers import SHAPES, Did
@@ -603,3 +605,18 @@ def _take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object in which no key stands twice."""
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)
+
+
+@pytest.mark.parametrize(("lists", "tools"), [(1_000, 2), (15, 300)])
+def test_a_remembered_list_counts_with_all_that_it_takes(lists: int, tools: int) -> None:
+    """However short its tools are: their bound is one of memory."""
+    offered = [json.dumps([{"name": f"{number}.{place}"} for place in range(tools)]).encode() for number in range(lists)]
+    bodies = [b'{"messages":[{"role":"user","content":"a"}],"tools":' + each + b"}" for each in offered]
+    narrow(HttpRequest("POST", "/v1/x"), b'{"messages":[],"tools":[{"name":"a"}]}', ["a"])
+    tracemalloc.start()
+    for number, body in enumerate(bodies):
+        narrow(HttpRequest("POST", "/v1/x"), body, [f"{number}.0"])
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert taken <= sum(measure_known(each, tools) for each in offered)
