@@ -329,6 +329,7 @@ def test_a_response_is_one_to_the_sdk() -> None:
     assert events[-1].response.output_text == MESSAGE
 
 
+@pytest.mark.slow
 def test_a_message_is_one_to_the_sdk() -> None:
     """Of Anthropic, also on Vertex AI, where the path names the model."""
     from anthropic.types import Message, RawMessageStreamEvent

@@ -75,6 +75,7 @@ def _ask_session(target: str, content: bytes) -> object:
     return json.loads(metadata_of(decoded(last))["sessions"])[0]["model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sdk", "model", "expected"), ASKED)
 def test_every_reader_of_the_model_finds_the_same(upstream: Upstream, sdk: str, model: str, expected: str) -> None:
     """Refusals, estimates of loops and sessions find one name in what an SDK really sends."""

@@ -286,6 +286,7 @@ def test_what_may_be_read_in_two_ways_gets_no_note(body: str) -> None:
         locate(body.encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bodies_have_places_or_none(name: str) -> None:
     """Whatever a body is, nothing but NotCounted is raised, and a body with a note is JSON."""

@@ -263,6 +263,7 @@ WRONG: dict[str, tuple[Edit, str, str]] = {  # the edit, the code, the place
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edit", "code", "pointer"), WRONG.values(), ids=WRONG)
 def test_what_would_hurt_is_found_in_its_place(edit: Edit, code: str, pointer: str) -> None:
     """One wrong setting in a good configuration is one finding, there."""
@@ -867,6 +868,7 @@ def walk(value: Json, pointer: str = "") -> Iterator[str]:
         yield from walk(inner, f"{pointer}/{step.replace('/', '~1') if isinstance(step, str) else step}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [None, 0, -1.5, "x", True, [], {}, [1, None, "x"], {"a": {"b": []}}], ids=repr)
 def test_whatever_stands_somewhere_nothing_breaks(odd: Json) -> None:
     """Any value in place of any other makes a report, which can be printed; wrong types are Envoy's to refuse."""

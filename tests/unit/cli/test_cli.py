@@ -126,6 +126,7 @@ BUNDLES: list[object] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow", [False, True])
 def test_validate_takes_what_serve_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path, allow: bool) -> None:
     """For each rule of policy files: the exit code says whether the server would start, for the same errors."""

@@ -257,6 +257,7 @@ def test_intervals_are_wilsons(found: int, of: int, low: float, high: float) -> 
     assert [share.low, share.high] == pytest.approx([low, high], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_tables_have_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The made-up set: the preset refuses none of the honest families but the three that look like loops."""
     (tmp_path / "set").write_text("\n".join(json.dumps(line) for line in make_set(each=2)))

@@ -73,6 +73,7 @@ class Clock:
         self.now = 1_763_812_345_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_a_replay_limits_sessions_as_live(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of every API, with names and without, on two replicas; requests that cost, fail and are settled late."""

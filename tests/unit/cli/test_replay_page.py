@@ -127,6 +127,7 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path, capsys: 
     assert "--html cannot be written to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, BROWSERS)),
     reason="no chromium is installed: the page is NOT looked at in a browser (apt-get install chromium)",

@@ -46,6 +46,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversation, "_KNOWN", make_cache())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(8, 24))])
 def test_a_replay_decides_as_live(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of every API, on two replicas: each verdict, loop and tenant is the live one, with nothing to complain about."""

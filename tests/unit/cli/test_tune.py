@@ -43,6 +43,7 @@ class Tuned:
 PAIRS = ("--windows", ",".join(map(str, WINDOWS)), "--thresholds", ",".join(map(str, THRESHOLDS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window_type", ["sliding_ttl", "sliding_log", "fixed"])
 @pytest.mark.parametrize(
     "more", [{}, {"cooldown_seconds": 30}, {"count_refused": False}], ids=["plain", "cooldown", "uncounted"]

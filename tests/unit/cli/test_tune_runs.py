@@ -78,6 +78,7 @@ def replay(folder: Path, capsys: pytest.CaptureFixture[str], *policies: dict[str
     return {each["policy"]: each for each in json.loads(capsys.readouterr().out)["policies"]}
 
 
+@pytest.mark.slow
 def test_each_threshold_touches_what_a_replay_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs touched by a threshold, and by a weak threshold, are those of a replay with a policy that has it."""
     tuned = json.loads(Tuned(tmp_path, capsys, bundle(TURNS), "--json").out)
@@ -102,6 +103,7 @@ def test_each_threshold_touches_what_a_replay_says(tmp_path: Path, capsys: pytes
     assert (tuned["runs"], tuned["stuck"], strong[3], rows[3]["went_on"]) == (45, 5, 6, 2)
 
 
+@pytest.mark.slow
 def test_the_advice_is_a_policy_that_validates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The ready policy has the ladder, keeps everything else, and touches in a replay what the reasons say."""
     made = json.loads(json.dumps(TURNS))
@@ -128,6 +130,7 @@ def test_the_advice_is_a_policy_that_validates(tmp_path: Path, capsys: pytest.Ca
     assert replay(tmp_path, capsys, ready | {"id": "ready"})["ready"]["tenants_touched"] == 7
 
 
+@pytest.mark.slow
 def test_runs_are_the_same_without_their_bodies() -> None:
     """What `serve --record` keeps of turns is enough: each run is found, and has gone as far."""
     tuned = parse({"p": json.dumps(TURNS).encode()}, datetime.now(UTC)).sources[0].policies[0]
@@ -146,6 +149,7 @@ def test_runs_are_the_same_without_their_bodies() -> None:
     assert (len(without), digests.requests, digests.nameless) == (45, bodies.requests, bodies.nameless)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percentile", ["50", "90", "99"])
 def test_limits_are_percentiles_of_runs_that_went_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], percentile: str
@@ -183,6 +187,7 @@ def test_limits_are_percentiles_of_runs_that_went_on(
         assert row["percentiles"][percentile] == row["value"] - (row["limit"] == "max_tool_calls")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [False, True], ids=["without tokens", "with tokens"])
 def test_limits_of_calls_and_money_need_no_bodies(ends: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An access log is enough: as many sessions are beyond each limit as were in truth, and money is what was settled."""

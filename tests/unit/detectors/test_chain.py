@@ -95,6 +95,7 @@ def test_every_loop_is_found_and_no_other(shape: str, kind: tuple[int, int]) -> 
     assert list_refused(runs, writer, order, random) == [run.loops(writer) for run in runs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", ["chat", "anthropic", "responses"])
 @pytest.mark.parametrize("kept", [0, 2])

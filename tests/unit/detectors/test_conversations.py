@@ -76,6 +76,7 @@ def test_every_loop_is_found_and_no_other(api: str, habit: str) -> None:
         check(runs, verdicts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_conversations_of_all_apis_side_by_side(order: str) -> None:
     """The same in short, all under one caller at once."""
@@ -85,6 +86,7 @@ def test_conversations_of_all_apis_side_by_side(order: str) -> None:
     check(runs, send_all(make_service(agents(session=None)), runs, order, random))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", [ask_title, ask_router, ask_summary])
 @pytest.mark.parametrize("habit", ["whole", "newest 2 results kept", "last 4 turns"])
 def test_side_requests_disturb_no_chain(habit: str, ask: Callable[[Run, int], bytes]) -> None:
@@ -98,6 +100,7 @@ def test_side_requests_disturb_no_chain(habit: str, ask: Callable[[Run, int], by
         check(runs, send_all(make_service(agents(session=None)), runs, "random", random))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_few, make_twins])
 @pytest.mark.parametrize("habit", ["whole", "whole, retries", "ids anew, thoughts cut"])
 def test_runs_that_say_the_same_never_mix(habit: str, make: Callable[[int, str, Habit, Random], list[Run]]) -> None:
@@ -109,6 +112,7 @@ def test_runs_that_say_the_same_never_mix(habit: str, make: Callable[[int, str, 
         check(runs, send_all(make_service(agents(session=None)), runs, ORDERS[seed % 3], random))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_few, make_twins])
 @pytest.mark.parametrize("habit", ["newest result kept", "newest 2 results kept"])
 def test_what_only_others_have_seen_is_held_against_no_run(

@@ -59,6 +59,7 @@ def refused(variants: Sequence[list[Did]], detector: Detector = AGENTS) -> list[
     return [(number, actions) for number, actions in acted if not {"land", "reject"}.isdisjoint(actions)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
 def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family: Family) -> None:
     """At the preset, in every API and as texts: at most it gets notes."""
@@ -76,6 +77,7 @@ def test_no_further_rule_refuses_honest_repetition(family: Family) -> None:
     assert refused(family(), ALL_RULES) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", PROGRESS.values(), ids=PROGRESS)
 def test_nothing_is_done_about_progress(family: Family) -> None:
     """Not even a note, whatever rules there are."""
@@ -151,6 +153,7 @@ def test_the_same_made_a_loop_is_refused_at_its_threshold(family: Family, result
         assert act(make_loop(variant, result), WRITTEN[number % len(WRITTEN)]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", UNTELLABLE.values(), ids=UNTELLABLE)
 def test_what_cannot_be_told_from_a_loop_has_to_be_allowed(family: Family) -> None:
     """Three kinds of honest repetition are refused; with `tools.allow` none is."""

@@ -657,6 +657,7 @@ def test_results_in_any_order(order: str) -> None:
     assert found.count == 3
 
 
+@pytest.mark.slow
 @every_shape
 def test_a_history_is_read_no_further_than_a_loop_needs(shape: Shape) -> None:
     """A history longer than what is inspected is still found to loop."""

@@ -128,6 +128,7 @@ def _made_up(dice: random.Random) -> list[Meaning]:
     return [*work, *loop]
 
 
+@pytest.mark.slow
 @every_writer
 def test_over_a_thousand_conversations_get_the_verdict_of_the_oracle(write: Write) -> None:
     """Sixty made-up conversations in each API and in each style of action, each from its first turn to its last."""
@@ -586,6 +587,7 @@ def _set(threshold: int) -> dict[str, Any]:
     return {"threshold_identical_requests": threshold}
 
 
+@pytest.mark.slow
 def test_a_long_day_of_condensed_histories_gets_the_verdict_of_the_oracle() -> None:
     """Over a hundred made-up days in each API, each request showing one to six turns of it."""
     dice = random.Random(12)
@@ -743,6 +745,7 @@ def test_what_is_no_conversation_is_not_counted(body: bytes, reason: str) -> Non
     assert raised.value.reason == reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("threshold", [2, 3])
 def test_a_hostile_body_has_a_verdict_or_a_reason(name: str, threshold: int) -> None:

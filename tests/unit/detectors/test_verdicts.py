@@ -114,6 +114,7 @@ def try_remembered(dice: Random, *, chained: bool) -> None:
     assert found == expected, (rules, shape, turns[: [a == b for a, b in zip(found, expected, strict=True)].index(False) + 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_a_request_alone_gets_the_verdict_of_the_second_statement(seed: int) -> None:
     """Weak and strong loops, persons who speak, tools that only look or change something: in chats and in texts."""
@@ -132,6 +133,7 @@ def test_a_similar_error_stays_a_note_where_a_weak_loop_may_be_refused() -> None
     assert look(make_detector(rules), write(turns, "chat", offers=True)) == judge(turns, rules) == "warn"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("chained", [False, True], ids=["ring", "chain"])
 def test_what_the_store_remembers_gives_the_same_verdict(seed: int, chained: bool) -> None:

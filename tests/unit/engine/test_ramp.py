@@ -63,6 +63,7 @@ def test_a_larger_share_holds_every_smaller_one(user: str, smaller: int, larger:
         assert acts_on(ramped(larger, ramp_seed=seed), request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("percent", [1, 5, 25, 50, 75, 99])
 def test_the_share_is_what_was_asked_for(percent: int) -> None:
     """Of 20,000 callers as many are acted on as chance would choose, within four standard deviations."""

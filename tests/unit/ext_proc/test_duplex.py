@@ -270,6 +270,7 @@ def feed(stream: Stream, gateway: Gateway, count: int, size: int) -> None:
         gateway.send(body(b"x" * size, end=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["end", "empty", "trailers"])
 def test_a_body_above_the_bound_passes_whole_and_counted(last: str) -> None:
     """What is held goes on first, then the rest as it comes; it is counted by its checksum, but no longer refused."""

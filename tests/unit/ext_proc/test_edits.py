@@ -90,6 +90,7 @@ def nested(depth: int, inner: str = '"a"', behind: str = "") -> bytes:
 # --- what comes out is right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, _EXAMPLES, 500))
 def test_edits_of_nearly_right_bodies_change_what_they_should(first: int) -> None:
     """Python's own parser finds the old body in the new one, with all its keys, except for the notes or the tools."""

@@ -63,6 +63,7 @@ def _send(service: Service, data: bytes) -> ProcessingResponse:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_body_gets_its_answer(name: str) -> None:
     """No body raises, the reason for which it is not counted is the right one, and in shadow it is the same."""
@@ -76,6 +77,7 @@ def test_a_hostile_body_gets_its_answer(name: str) -> None:
     assert (metadata_of(answer).get("shadow_action") == "reject") is looping
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (_, reasons, _) in HOSTILE.items() if reasons != LIMIT])
 def test_a_hostile_body_is_counted_as_far_as_it_can_be(name: str) -> None:
     """What comes three times is a loop, however strange; only what no detector counts is let through without end."""
@@ -163,6 +165,7 @@ def _with_junk(value: Any, key: str, junk: object) -> Any:  # noqa: ANN401  # an
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("junk", _JUNK, ids=lambda junk: junk[:12])
 @pytest.mark.parametrize("owner", _PLACES)
 def test_any_type_may_stand_in_any_field(owner: str, junk: str) -> None:
@@ -219,6 +222,7 @@ def test_every_depth_is_too_deep_or_is_not(nest: str) -> None:
             _send(service, shape(opening * depth + "1" + closing * depth))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_body_leaves_nothing_to_the_garbage_collector(name: str) -> None:
     """Whatever a body is, it is freed when its request has been answered, not when a collection comes round."""

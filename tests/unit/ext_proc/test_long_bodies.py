@@ -52,6 +52,7 @@ def status(answer: ProcessingResponse) -> int:
     return int(answer.immediate_response.status.code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, 1_000, 16_384, 2 * LIMIT])
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_loop_is_refused_however_long_the_history(writer: str, chunk: int) -> None:

@@ -607,6 +607,7 @@ def _take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lists", "tools"), [(1_000, 2), (15, 300)])
 def test_a_remembered_list_counts_with_all_that_it_takes(lists: int, tools: int) -> None:
     """However short its tools are: their bound is one of memory."""

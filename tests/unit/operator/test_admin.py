@@ -356,6 +356,7 @@ def test_several_servers_can_be_asked() -> None:
     assert [client.url for client in open_clients(["a:1", "b:2"])] == ["a:1", "b:2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["extproc.cli.main", "extproc.ext_proc.stream", "extproc.transport.fast"])
 def test_neither_requests_nor_other_commands_load_the_web_server(module: str) -> None:
     """What every request runs through, and the command line, import nothing of the admin port's."""

@@ -268,6 +268,7 @@ def find_error(share: float, looks: int, least: Any) -> float:  # noqa: ANN401  
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.5, 0.8])
 def test_looking_again_and_again_does_not_make_an_error_likelier(share: float) -> None:
     """The probability of a wrong verdict at any of 120 looks is below 5 %; with a bound for a single look it is far above."""

@@ -941,6 +941,7 @@ REFUSED_FIELDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", REFUSED_FIELDS)
 def test_the_schema_refuses_what_does_not_load(changes: dict[str, object]) -> None:
     """A field that is wrong by itself is wrong to an editor as well, in an object and in a list."""
@@ -948,6 +949,7 @@ def test_the_schema_refuses_what_does_not_load(changes: dict[str, object]) -> No
     assert not in_schema(entries({"name": "other"}, changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

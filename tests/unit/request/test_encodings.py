@@ -96,6 +96,7 @@ def test_what_is_not_what_it_says_is_not_read(body: bytes, encoding: bytes) -> N
     assert error.value.reason == "content_encoding"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PACKERS)
 def test_a_bomb_is_unpacked_no_further_than_the_limit(name: str) -> None:
     """What unpacks to 50 MB is over a limit of 1 MB, and one byte more than the limit is, too."""

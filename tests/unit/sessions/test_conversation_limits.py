@@ -46,6 +46,7 @@ def test_limits_are_exact(habit: str, limit: str) -> None:
         assert list_wrong(make_runs(api, HABITS[habit], random), ORDERS[number % 3], random, limit) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_best_of, make_few])
 @pytest.mark.parametrize("habit", ["whole", "ids anew, thoughts cut", "newest 2 results kept"])
 def test_limits_of_equal_runs_are_exact(habit: str, make: Callable[[int, str, Habit, Random], list[Run]]) -> None:
@@ -55,6 +56,7 @@ def test_limits_of_equal_runs_are_exact(habit: str, make: Callable[[int, str, Ha
         assert list_wrong(make(4, "chat", HABITS[habit], random), ORDERS[seed % 3], random, "max_steps") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("habit", ["2 kept, retries, ids anew, cut", pytest.param("whole, retries", marks=pytest.mark.deep)])
 def test_retries_of_equal_runs_are_no_steps(habit: str) -> None:
     """Although one that is sent again may take the name of another run, from which nothing tells it: one in thousands is."""

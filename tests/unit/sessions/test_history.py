@@ -273,6 +273,7 @@ def _shows_something(body: bytes) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_histories_that_are_known_are_bounded() -> None:
     """In the room that they take, whatever they hold; a long one is read anew each time."""
     forget()

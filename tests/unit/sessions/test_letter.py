@@ -446,6 +446,7 @@ def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [GENERAL, HIGH_RISK], ids=["most agents", "high risk"])
 def test_recommended_values_load_as_they_stand(
     limits: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

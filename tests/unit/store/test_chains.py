@@ -113,6 +113,7 @@ def test_a_retry_changes_nothing(turns: list[list[tuple[str, str]]], random: Ran
             assert model.ask(make_link(sent), now).entries == truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [3, 5, 8])
 @pytest.mark.parametrize("order", _ORDERS)
 def test_windows_of_the_last_messages_are_linked(window: int, order: str) -> None:

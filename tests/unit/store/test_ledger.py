@@ -174,6 +174,7 @@ def test_a_fresh_ledger_is_small() -> None:
     assert len(ledger.pack()) < 192
 
 
+@pytest.mark.slow
 def test_sessions_in_memory_are_bounded() -> None:
     """However many begin and whatever they hold, the store keeps no more entries and bytes than it may."""
     store = MemoryStore(Metrics(), max_entries=2_000)

@@ -41,6 +41,7 @@ def make_session(make: Callable[[Random], list[Did]], **more: Any) -> AgentSessi
     return AgentSession(word(make(random), random), **more)
 
 
+@pytest.mark.slow
 @every_format
 @pytest.mark.parametrize(
     ("make", "truth"), list(zip(LOOPING, TRUTH, strict=True)), ids=[rule[0] + str(rule[4]) for rule in TRUTH]

@@ -55,6 +55,7 @@ class TestLines:
         assert scanned.count("too_long") == 2
         assert [place.line for place in scanned.problems["too_long"].places] == [2, 6]
 
+    @pytest.mark.slow
     def test_a_long_line_takes_no_memory(self, tmp_path: Path) -> None:
         """A sparse file of 256 MB with one line is skipped in pieces."""
         file = tmp_path / "f"
@@ -96,6 +97,7 @@ class TestLines:
 
         assert scanned.loops == FOUND
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", FORMATS)
     def test_values_of_wrong_types(self, name: str, tmp_path: Path) -> None:
         """Any value of any line may be anything."""
@@ -115,6 +117,7 @@ class TestLines:
 
         assert scan_values(tmp_path, lines).loops == FOUND
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", FORMATS)
     def test_bytes_anywhere(self, name: str, tmp_path: Path) -> None:
         """Damage of single bytes does no harm to other lines."""
@@ -158,6 +161,7 @@ class TestFiles:
         scanned = scan_file(file)
         assert scanned.count("damaged") == 1
 
+    @pytest.mark.slow
     def test_a_bomb_is_bounded(self, tmp_path: Path) -> None:
         """A small file with a long line in it is read in pieces."""
         file = tmp_path / "f.gz"

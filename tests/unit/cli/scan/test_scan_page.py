@@ -33,6 +33,7 @@ def make_session(attack: str) -> AgentSession:
     return AgentSession([turn] * 8, name=attack, project=attack, agent=attack, model=attack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_names_and_contents_are_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No element, no attribute and no address on the page comes from a transcript."""
