@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from extproc.cli.main import main
@@ -244,6 +243,8 @@ def test_dollars_have_an_end(shop: Shop) -> None:
 
 def test_the_openai_sdk_waits_as_long_as_it_is_told(shop: Shop) -> None:
     """A refusal is a RateLimitError of the SDK with our code; the SDK is not told to give up."""
+    import openai
+
     client = openai.OpenAI(
         api_key="k",
         base_url=f"http://127.0.0.1:{shop.made.envoy.port}/minimal",
@@ -278,6 +279,8 @@ def test_the_openai_sdk_waits_as_long_as_it_is_told(shop: Shop) -> None:
 )
 def test_each_official_shape_limits_the_openai_sdk(shop: Shop, shape: str, passed: int, code: str) -> None:
     """As its documents say: this many calls pass, and the next one is the SDK's error with the documented code."""
+    import openai
+
     more = {"x-tenant-id": "tenant-42"} if shape == "killed" else {}
     client = openai.OpenAI(
         api_key="k",
