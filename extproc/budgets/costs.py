@@ -11,6 +11,7 @@ from typing import Final
 
 from extproc.apis import open_conversation
 from extproc.apis.lengths import CHARACTERS_PER_TOKEN, count_characters
+from extproc.bounded import Memo
 from extproc.budgets.rule_keys import DOLLARS, FIXED, INPUT, MAX_AMOUNT, OUTPUT, TOKENS
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest
@@ -21,6 +22,8 @@ PERIOD_UNITS: Final = 1_000_000
 
 BUCKET_UNITS: Final = 3_000_000
 """Units of 1 in buckets: thirds of a micro-unit, of which a whole number a minute is a whole number a millisecond."""
+
+_MOST_SESSIONS: Final = 4_096
 
 _NANO_PER_UNIT: Final = 1_000
 """Nano-dollars in a micro-dollar."""
@@ -61,6 +64,31 @@ class Estimate:
         self.prompt = prompt
         self.answer = answer
         self.model = model
+
+
+class Anchors:
+    """The newest prompt of each session as its response counted it, which corrects the estimates of later prompts.
+
+    An estimate knows neither the language of a text nor the messages that the provider keeps.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._counts: Memo[str, tuple[int, int]] = Memo(_MOST_SESSIONS)
+
+    def learn(self, session: str, estimated: int, counted: int) -> None:
+        """Keep what a response counted, next to the estimate, which is at least 1."""
+        self._counts.put(session, (estimated, counted))
+
+    def correct(self, session: str, estimated: int) -> int:
+        """An estimate, off by as many tokens as the last one, or in proportion if the prompt is shorter."""
+        known = self._counts.get(session)
+        if known is None:
+            return estimated
+        before, counted = known
+        return max(1, estimated + (counted - before) * min(estimated, before) // before)
 
 
 def estimate_prompt(document: Document | None, size: int) -> int:
@@ -117,9 +145,9 @@ class CostKey:
         return self._weigh(usage, model, units)
 
     def _weigh(self, usage: Usage, model: str, units: int) -> int:
-        prompt = usage.input + usage.cache_read + usage.cache_write
         if self.measured == DOLLARS and self.rates is not None:
             nano = self.rates.find_cost(model, usage)
             return min(nano * units // (PERIOD_UNITS * _NANO_PER_UNIT), MAX_AMOUNT * units)
+        prompt = usage.prompt
         tokens = usage.output if self.measured == OUTPUT else prompt if self.measured == INPUT else prompt + usage.output
         return min(tokens, MAX_AMOUNT) * units

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 from urllib.parse import quote
 
-from extproc.budgets.costs import BUCKET_UNITS, PERIOD_UNITS, CostKey, Estimate, scale
+from extproc.budgets.costs import BUCKET_UNITS, PERIOD_UNITS, Anchors, CostKey, Estimate, scale
 from extproc.budgets.rule_keys import (
     DEFAULT_ANSWER,
     DOLLARS,
@@ -294,6 +294,7 @@ class BudgetGuard:
     """All budgets of a policy.
 
     Attributes:
+        anchors: what prompts counted; see `Anchors`.
         policy: the policy's id.
         mode: `enforce` or `shadow`.
         name: its name in outcomes.
@@ -311,6 +312,7 @@ class BudgetGuard:
     __slots__ = (
         "_key",
         "alerts",
+        "anchors",
         "breaker",
         "breaker_rule",
         "has_fallback",
@@ -338,6 +340,7 @@ class BudgetGuard:
     ) -> None:
         """Compile; every key starts with the namespace."""
         self.policy = policy
+        self.anchors = Anchors()
         self.shadow = shadow
         self.mode = "shadow" if shadow else "enforce"
         self.name = BUDGET

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 from msgspec import json
@@ -46,7 +48,19 @@ class BudgetCandidate(Candidate):
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
     """
 
-    __slots__ = ("_body", "_chosen", "_plan", "_request", "budget", "model", "oversize", "reserved")
+    __slots__ = (
+        "_body",
+        "_chosen",
+        "_named",
+        "_plan",
+        "_prompt",
+        "_request",
+        "_session",
+        "budget",
+        "model",
+        "oversize",
+        "reserved",
+    )
 
     def __init__(self, plan: Plan, budget: BudgetPlan, values: Values, descriptors: str, request: HttpRequest) -> None:
         super().__init__(plan, budget.guard, values, descriptors, (), NOTHING)
@@ -56,6 +70,10 @@ class BudgetCandidate(Candidate):
         self.oversize: BudgetSubject | None = None
         self.needs_body = budget.needs_body
         self._plan = budget
+        self._prompt = 0
+        self._session = ""
+        caller = None if plan.reads_body else descriptors
+        self._named: Sequence[str] = plan.root_names.read(request, caller) if budget.guard.needs_body else ()
         self._request = request
         self._chosen: list[tuple[PlannedRule, Values]] = []
         self._body: RequestBody | None = None
@@ -101,6 +119,8 @@ class BudgetCandidate(Candidate):
         if document is not None and len(document) > self.plan.inspects:
             document = None
         estimate = self._estimate(body, document)
+        if self.budget.needs_body:
+            self._name_session(body, document)
         for planned, head in self._chosen:
             values: Values | None = head
             if planned.body:
@@ -111,9 +131,17 @@ class BudgetCandidate(Candidate):
         if self.oversize is not None and not self.is_allowed:
             self.reserved = []
 
-    def _reserve(self, planned: PlannedRule, tenant: str, estimate: Estimate, scope: str) -> None:
+    def _name_session(self, body: RequestBody, document: Document | None) -> None:
+        """Find the session's name, if the request has one."""
+        with suppress(NotCounted):  # a recorded request whose session was not looked for
+            self._session = body.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
+
+    def _reserve(self, planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
         renewed = self._renew(tenant) if self.overrides else tenant
-        breaker = self.budget.breaker
+        breaker, estimate = self.budget.breaker, plain
+        if self._session:
+            prompt = self.budget.anchors.correct(f"{renewed}:{self._session}", plain.prompt)
+            estimate = Estimate(prompt, plain.answer, plain.model)
         if planned is self._plan.breaker or planned is EVERYONE:
             if breaker is not None:
                 amount = self._find_amount(self.budget.breaker_rule, breaker, estimate)
@@ -121,7 +149,7 @@ class BudgetCandidate(Candidate):
             return
         rule = planned.rule
         if rule.cost.measured:
-            self.oversize = self.oversize or rule.find_oversize(estimate, rule.find_answer(estimate))
+            self.oversize = self.oversize or rule.find_oversize(plain, rule.find_answer(plain))
         for limit in rule.limits:
             amount = limit.flat or self._find_amount(rule, limit, estimate)
             self.reserved.append(reserve(rule, limit, amount, scope, tenant, renewed))
@@ -153,6 +181,7 @@ class BudgetCandidate(Candidate):
         if any(planned.rule.hints for planned, _ in self._chosen):
             prompt = max(prompt, read_hint(self._request))
         self.model = cut_text(find_model(body.path, named), LONGEST_MODEL)
+        self._prompt = prompt
         return Estimate(prompt, answer, self.model)
 
     def name_request(self) -> None:
@@ -196,8 +225,10 @@ class BudgetCandidate(Candidate):
         ]
         if not settled:
             return ""
-        described = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
+        described: dict[str, object] = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
         described["call"] = CALLS.name().hex()
+        if self._session and self._prompt:
+            described["session"], described["prompt"] = self._session, self._prompt
         return _encode(described).decode()
 
 

@@ -56,11 +56,15 @@ def list_budget_settlements(engine: Engine, entry: Entry) -> list[SettledBudget]
             continue
         asked = named.get("model")
         model = entry.model or (asked if isinstance(asked, str) else "")
+        session, prompt = named.get("session"), _read_prompt(named, entry)
         call = read_call(named.get("call")).hex()  # empty if an older version let the request through
         for place, each in enumerate(reserved[:_MOST]):
             found = _settle(guard, each, entry, model, f"{call}.{place}" if call else "")
-            if found is not None:
-                settled.append(found)
+            if found is None:
+                continue
+            settled.append(found)
+            if prompt:
+                guard.anchors.learn(f"{found.take.key.rpartition(':')[2]}:{session}", prompt, entry.usage.prompt)
     return settled
 
 
@@ -93,6 +97,13 @@ def _settle(guard: BudgetGuard, reserved: object, entry: Entry, model: str, call
     used = 0 if free else owner.cost.measure(entry.usage, model, limit.units)
     take = limit.make_take(key, amount).settle(amount - used, start, call)
     return SettledBudget(take, guard.policy, guard.mode, owner.name, used / limit.units, amount / limit.units)
+
+
+def _read_prompt(named: dict[str, Any], entry: Entry) -> int:
+    """The estimated tokens of a session's prompt, if the response counted them, else 0."""
+    prompt = named.get("prompt")
+    counted = not (entry.refused or entry.unsent or entry.estimated) and entry.usage.prompt > 0
+    return prompt if counted and isinstance(prompt, int) and _is_whole(prompt) else 0
 
 
 def _is_whole(value: object) -> bool:

@@ -54,6 +54,11 @@ class Usage(NamedTuple):
     cache_read: int = 0
     cache_write: int = 0
 
+    @property
+    def prompt(self) -> int:
+        """All tokens of the prompt."""
+        return self.input + self.cache_read + self.cache_write
+
 
 class TokenPrice(NamedTuple):
     """US dollars per million tokens of each kind; None means the price of `input`."""
@@ -98,7 +103,7 @@ class Rates:
 
     def find_cost(self, model: str, usage: Usage) -> int:
         """The cost of a call in nano-dollars, rounded once, half up."""
-        rate = self._choose(model, usage.input + usage.cache_read + usage.cache_write)
+        rate = self._choose(model, usage.prompt)
         total = (
             usage.input * rate.input
             + usage.output * rate.output

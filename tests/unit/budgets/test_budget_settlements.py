@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from extproc.budgets.costs import BUCKET_UNITS, Anchors
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.ext_proc.access_log import read_message
 from extproc.ext_proc.service import Service
@@ -63,6 +64,79 @@ def test_an_estimate_is_replaced_by_what_was_used(told: dict[str, int], used: in
     service.follow(make_service(limited(rule("token_bucket_llm", tokens_per_minute=10**8, tokens_per_day=1_000_000))).engine)
     clock.now += 60_000
     assert left(service) == 1_000_000 - used - 1
+
+
+def reserved(service: Service, text: str, **more: Any) -> int:  # noqa: ANN401  # headers
+    """The tokens that a request reserves for its prompt; it never reaches the upstream, so that they are given back."""
+    answer = ask(service, content=chat(text, max_tokens=1), **more)
+    tell(service, answer, status=0)
+    (policy,) = json.loads(metadata_of(answer)["sessions"])
+    return max(int(each[3]) for each in policy["budgets"]) // BUCKET_UNITS - 1
+
+
+@pytest.mark.parametrize(
+    ("estimated", "counted", "later", "corrected"),
+    [
+        (100, 150, 200, 250),  # as many tokens more as before, for what has been added since
+        (100, 150, 50, 75),  # in proportion, after a compaction
+        (100, 40, 200, 140),
+        (100, 1, 50, 1),
+        (10, 50_000, 12, 50_002),  # the provider keeps the conversation
+        (100, 100, 7, 7),
+    ],
+)
+def test_an_estimate_is_off_by_as_much_as_the_last_one(estimated: int, counted: int, later: int, corrected: int) -> None:
+    """The newest count of a session decides, and of no other."""
+    anchors = Anchors()
+    anchors.learn("one", 1, 1_000_000)
+
+    anchors.learn("one", estimated, counted)
+
+    assert anchors.correct("one", later) == corrected
+    assert anchors.correct("other", later) == later
+
+
+def test_a_session_reserves_what_its_last_prompt_counted() -> None:
+    """Of the same caller; other sessions and other callers reserve an estimate, and so does a request without a session."""
+    service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
+    text = "word " * 400
+    plain = reserved(service, text)
+
+    tell(service, ask(service, content=chat(text), x_session_id="s"), told={"input": 700, "cached": 600, "output": 20})
+
+    assert reserved(service, text, x_session_id="s") == 700
+    assert reserved(service, text + "more", x_session_id="s") == 701
+    assert reserved(service, text, x_session_id="t") == plain
+    assert reserved(service, text, x_session_id="s", key="k2") == plain
+    assert reserved(service, text) == plain
+
+
+@pytest.mark.parametrize("entry", [{"status": 503}, {"status": 0}, {}, {"told": {"input": 0, "output": 20}}])
+def test_what_counted_no_prompt_teaches_nothing(entry: dict[str, Any]) -> None:
+    """An error, a request that was not sent, and responses without a count."""
+    service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
+    text = "word " * 400
+    plain = reserved(service, text)
+
+    tell(service, ask(service, content=chat(text), x_session_id="s"), **entry)
+
+    assert reserved(service, text, x_session_id="s") == plain
+
+
+@pytest.mark.parametrize("damage", [{"prompt": "12"}, {"prompt": -1}, {"prompt": 0}, {"prompt": True}, {"session": 5}])
+def test_damaged_metadata_teaches_nothing(damage: dict[str, Any]) -> None:
+    """The budget is settled all the same."""
+    service, _ = serve(limited(rule("token_bucket_llm", tokens_per_minute=1_000_000)))
+    text = "word " * 400
+    plain = reserved(service, text)
+    answer = ask(service, content=chat(text), x_session_id="s")
+    (policy,) = json.loads(metadata_of(answer)["sessions"])
+
+    for read in read_message(log({"sessions": [policy | damage], "told": {"input": 700, "output": 20}}))[0]:
+        service.settle_entry(read)
+
+    assert reserved(service, text, x_session_id="s") == plain
+    assert sample(service, "budget_used_total", policy="p", mode="enforce", rule="r") == 720
 
 
 def test_an_error_of_the_upstream_costs_nothing() -> None:
