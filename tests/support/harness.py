@@ -381,7 +381,9 @@ class Stack:
 
     def connect(self) -> socket.socket:
         """A bare connection to Envoy."""
-        return socket.create_connection(("127.0.0.1", self.envoy.port), timeout=PATIENCE)
+        connection = socket.create_connection(("127.0.0.1", self.envoy.port), timeout=PATIENCE)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
 
     def write_policies(self, document: object, name: str = "policies.json") -> None:
         """Replace a policy file in one step, as an editor does."""

@@ -48,6 +48,7 @@ class Upload(NamedTuple):
 def send(port: int, upload: Upload) -> Answer:
     """Send it to a port on loopback on a connection of its own; a status of 0 stands for a stream that was reset."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each piece waits 40 ms for the one before
         return _send_http2(connection, upload) if upload.http2 else _send_http1(connection, upload)
 
 

@@ -17,7 +17,7 @@ from tests.support.servers import server
 from tests.support.turn_writers import Did, as_chat
 from tests.support.usage import Model, Reply, whole
 
-MOST = 30
+MOST = 22
 """Requests: the preset delays the fifth, and refuses the twentieth."""
 
 BEGINS = {"model": "m", "messages": [{"role": "user", "content": "Tell me when it is done."}]}
