@@ -150,7 +150,7 @@ def _read_object(text: str, within: list[tuple[str, list[str]]], counts: dict[st
     except (MsgspecError, ValueError, RecursionError):
         return
     for name, keys in within:
-        count = _find_count(found, keys)
+        count = _find_count(found, keys) if keys[0] in found else None
         if count is not None:
             counts[name] = count
 

@@ -215,10 +215,18 @@ class Reporter:
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
             name = (candidate.tenant, policy, mode, candidate.session)
-            agent = candidate.agent_name, candidate.parent_name
-            tools, errors = candidate.list_newest_tools(), candidate.calls.failed
             run = self.sessions.note(
-                name, candidate.values, standing, candidate.model, tools, candidate.call, now, errors, *agent, action
+                name,
+                candidate.values,
+                standing,
+                candidate.model,
+                candidate.list_newest_tools(),
+                candidate.call,
+                now,
+                candidate.calls.failed,
+                candidate.agent_name,
+                candidate.parent_name,
+                action,
             )
             run.limits = candidate.limiter.list_limits(candidate.session)
             run.grant(candidate.list_grants() if candidate.overrides else (), now)

@@ -47,6 +47,9 @@ _NO_VENDORS: Final = frozenset({*SESSION_HEADERS, PARENT_SESSION})
 _SAME: Final = {f"{HEADER}:{form.root}": f"{HEADER}:{form.agent}" for form in AGENTS if form.root == form.parent}
 """Default keys that name the same sessions: an agent sends its parent's id in the first, its parent sends it in the second."""
 
+_FEW_HEADERS: Final = 4
+"""So many are looked up one by one in less time than all at once."""
+
 _SESSION_PART: Final = "_session_"
 """Precedes the session's name in a user's id from older clients."""
 
@@ -99,7 +102,7 @@ class SessionNames:
         values: list[str] = []
         changing = self._changing if self._usual and self._changing.finds_any and caller is not None else None
         headers = request.headers
-        missing = self._all_headers.isdisjoint(headers)  # usually
+        missing = len(self._all_headers) > _FEW_HEADERS and self._all_headers.isdisjoint(headers)  # usually, by default keys
         for place in self._others if missing else range(len(self._keys)):
             while len(values) < place:
                 values.append("")
