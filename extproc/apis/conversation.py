@@ -495,6 +495,7 @@ class Conversation:
 
     Attributes:
         shape: the format of the messages.
+        body: a struct of the keys of all shapes.
         model: the model's name; empty if the request names none.
         before: the part of the conversation that is not in the messages.
         known: the cache entry of these messages; None if they are not cached.
@@ -504,12 +505,12 @@ class Conversation:
     """
 
     __slots__ = (
-        "_body", "_data", "_first_words", "_messages", "_read", "before", "earlier", "known", "model", "shape", "transcript",
+        "_data", "_first_words", "_messages", "_read", "before", "body", "earlier", "known", "model", "shape", "transcript",
     )  # fmt: skip
 
     def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
         """Store messages as structs of the shape, as values if the whole body was decoded, or as None if they are cached."""
-        self._body = body
+        self.body = body
         self._data = data
         self._first_words: str | None = None
         self._read: dict[int, tuple[list[Part], int, int]] = {}
@@ -535,15 +536,15 @@ class Conversation:
         """Whether the request offers tools: `TOOLS` or `NO_TOOLS`; empty if unknown."""
         if not self.shows_lists:
             return ""
-        if _holds_any(_get_tools(self._body)):
+        if _holds_any(_get_tools(self.body)):
             return TOOLS
-        if self.before.after or _holds_any(_get_kept_tools(self._body)):  # a server that keeps the history may keep the tools
+        if self.before.after or _holds_any(_get_kept_tools(self.body)):  # a server that keeps the history may keep the tools
             return ""
         return NO_TOOLS
 
     def find_field(self, key: str) -> Raw | None:
         """The raw value of a key of the body, ABSENT if missing; None for a key that is skipped."""
-        found = getattr(self._body, key, None)
+        found = getattr(self.body, key, None)
         return found if type(found) is Raw else None
 
     def read_backwards(self) -> Iterator[Message]:
@@ -686,16 +687,18 @@ class Conversation:
 class Shapes:
     """The shapes of all APIs; one pass over a body looks for all of them."""
 
-    def __init__(self, shapes: Sequence[Shape], longest_answers: Sequence[str] = ()) -> None:
+    def __init__(self, shapes: Sequence[Shape], longest_answers: Sequence[str]) -> None:
         """Order the shapes: fallbacks are tried last.
 
         Args:
             shapes: the shapes of all APIs.
-            longest_answers: see `Api`.
+            longest_answers: see `Api`; at least two.
         """
         self._shapes = sorted(shapes, key=lambda shape: shape.fallback)
         self._longest_answers = [place.split(".") for place in longest_answers]
-        self._body: Any = _make_body(self._shapes, [keys[0] for keys in self._longest_answers])
+        options = [keys[0] for keys in self._longest_answers]
+        self._get_options: Any = attrgetter(*options)
+        self._body: Any = _make_body(self._shapes, options)
         self._decode = json.Decoder(self._body).decode
         self._raw_keys = [field.name for field in fields(self._body) if field.type is Raw]
         self._known = [_KnownShape(shape, self._body) for shape in self._shapes if shape.mark]
@@ -721,10 +724,10 @@ class Shapes:
 
     def find_longest_answer(self, conversation: Conversation) -> int:
         """The number of tokens that a request allows for its answer; 0 if it does not say."""
-        for keys in self._longest_answers:
-            found = conversation.find_field(keys[0])
-            if found is None or found is ABSENT or len(found) > _LONGEST_OPTIONS:
+        for place, found in enumerate(self._get_options(conversation.body)):
+            if found is ABSENT or type(found) is not Raw or len(found) > _LONGEST_OPTIONS:
                 continue
+            keys = self._longest_answers[place]
             with suppress(NotCounted):  # nested too deeply to be options
                 number = _follow(open_value(found), tuple(keys[1:]))
                 if isinstance(number, int) and number > 0:
@@ -794,9 +797,13 @@ class Shapes:
             raise NotCounted("no_messages")
         if len(data) <= WORTH_COUNTING and not document.shortened:
             for known in self._known:
-                found = known.open_conversation(data)
+                opens = known.find_list(data)
+                if opens is None:
+                    continue
+                found = known.open_conversation(data, opens)
                 if found is not None:
                     return found
+                break  # hardly any body has lists of two shapes, and it can be long
         try:
             body = value = decode_json(data, self._decode)
         except ValidationError:
@@ -834,14 +841,18 @@ class _KnownShape:
         self._get_typed = attrgetter(*[field.name for field in fields(body) if field.name in names and field.type is not Raw])
         self._name = f'"{_NEW}":['.encode()
 
-    def open_conversation(self, data: bytes) -> Conversation | None:
+    def find_list(self, data: bytes) -> re.Match[bytes] | None:
+        """Where a body's list of messages may begin, from its key to the bracket and spaces behind that; None for none."""
+        key = data.find(self._key)
+        return self._opens.match(data, key) if key >= 0 else None
+
+    def open_conversation(self, data: bytes, opens: re.Match[bytes]) -> Conversation | None:
         """The conversation in a body; None if the body has anything unexpected, or no message of the assistant's."""
-        shape, key = self._shape, data.find(self._key)
-        opens = self._opens.match(data, key) if key >= 0 else None
-        first = data.find(shape.mark, opens.end()) if opens is not None else -1
-        if opens is None or first < 0:
+        shape, key, end = self._shape, opens.start(), opens.end()
+        first = data.find(shape.mark, end)
+        if first < 0:
             return None
-        head, end, count = data[:first], opens.end(), 0
+        head, count = data[:first], 0
         name = crc32(head) | first << 32
         known = _KNOWN.get(name)
         if known is not None and known.head != head:

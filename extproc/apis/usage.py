@@ -102,16 +102,15 @@ class Counts:
             places: keys joined by dots, for each of COUNTS.
             objects: objects in events that contain some of these places, in the order in which a stream sends them.
         """
-        self._counts = [(name.encode(), name) for name in places]
+        self._counts = {name.encode(): name for name in places}
         self._objects = [(place.encode(), _find_within(place, places)) for place in objects]
 
-    def read(self, told: Mapping[bytes, object]) -> dict[str, float]:
+    def read(self, told: dict[bytes, object]) -> dict[str, float]:
         """The counts that Envoy passed, by the names in COUNTS; their values are not checked."""
         counts: dict[str, float] = {}
-        for key, name in self._counts:
-            count = told.get(key)
-            if isinstance(count, float):
-                counts[name] = count
+        for key, count in told.items():
+            if isinstance(count, float) and key in self._counts:
+                counts[self._counts[key]] = count
         for key, within in self._objects:
             text = told.get(key)
             if isinstance(text, str) and len(text) <= _MAX_OBJECT:
@@ -119,7 +118,7 @@ class Counts:
         return counts
 
 
-def read_gateway_counts(told: Mapping[bytes, object]) -> dict[str, float]:
+def read_gateway_counts(told: dict[bytes, object]) -> dict[str, float]:
     """The counts of Envoy AI Gateway, by the names in COUNTS; empty if it found none: it then reports zeros."""
     counts: dict[str, float] = {}
     for key, name in _GATEWAY_COUNTS.items():
@@ -146,11 +145,11 @@ def _find_within(place: str, places: Mapping[str, Sequence[str]]) -> list[tuple[
 def _read_object(text: str, within: list[tuple[str, list[str]]], counts: dict[str, float]) -> None:
     """Add an object's counts, replacing earlier ones; a text that is not an object has none."""
     try:
-        found = _decode(text)
+        found: dict[str, object] = _decode(text)
     except (MsgspecError, ValueError, RecursionError):
         return
     for name, keys in within:
-        count = _find_count(found, keys)
+        count = _find_count(found, keys) if keys[0] in found else None
         if count is not None:
             counts[name] = count
 

@@ -158,6 +158,8 @@ class Turns(HistorySimilarity):
     def _find_nested(self, history: History) -> tuple[bytes, Repeat] | None:
         """The loop of a nested prompt, if the assistant has not done anything yet. It is weak."""
         times, words = history.count_nested()
+        if not times:
+            return None
         step = max([step for step, rule in self._rules if rule.threshold <= times], default=-1)
         if step < 0:
             return None

@@ -51,7 +51,15 @@ from extproc.store.pushes import AnyPush
 from extproc.store.rules.budget import Taken
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import RootSearch
-from extproc.store.rules.session import KILLED_BY_ERRORS, LIMITS, Settlement, Standing, Step, move_step
+from extproc.store.rules.session import (
+    KILLED_BY_ERRORS,
+    LIMITS,
+    OFFERS_NONE,
+    Settlement,
+    Standing,
+    Step,
+    move_step,
+)
 from extproc.store.rules.take_back import CHAIN, LOG, TALLY
 from extproc.store.rules.tree import NO_LIMITS, TreeStep
 from extproc.store.rules.windows import UNCOUNTED, Count, Hit
@@ -957,15 +965,18 @@ class SessionCandidate(Candidate):
             return self._know(self.limiter.judge_unnamed(self.fingerprint, self.tenant, count))
         if not count.limit and not self.is_allowed:
             self.narrowing = self._find_narrowing(count)
-        told = self.fingerprint, self.tenant, count
-        return self._know(self.limiter.judge(*told, self.calls, self._grants, self.session, self._agent_limits))
+        outcome = self.limiter.judge(
+            self.fingerprint, self.tenant, count, self.calls, self._grants, self.session, self._agent_limits
+        )
+        return self._know(outcome)
 
     def _find_narrowing(self, standing: Standing) -> Narrowing | None:
         """See `SessionGuard.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""
         found = self.limiter.find_narrowing(standing, self._limits, self._grants)
         if found is None or found.removes or self._body is None or self._body.document is None:
             return found
-        return found if may_declare(self._body.document, found.scarce) else None
+        declares = self.calls.offer != OFFERS_NONE and may_declare(self._body.document, found.scarce)
+        return found if declares else None
 
     def _know(self, outcome: Outcome) -> Outcome:
         self.subject = outcome.subject

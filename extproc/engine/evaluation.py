@@ -46,7 +46,7 @@ from extproc.request.encodings import UnreadableError, list_encodings, read_text
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
-from extproc.request.notes import Marks, cut_notes, frame_answer
+from extproc.request.notes import Marks, cut_notes, frame_answer, may_hold_notes
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.trees import NO_AGENT, WireAgent
 from extproc.store.pushes import AnyPush
@@ -644,8 +644,9 @@ class Evaluation:
         self.content = text
         data = text if isinstance(text, bytes) else text.tobytes()
         document = Document(data)
-        open_marks = partial(self._find_marks, document)
-        plain = cut_notes(data, open_marks, leave_out_answers)
+        plain = data
+        if may_hold_notes(data):
+            plain = cut_notes(data, partial(self._find_marks, document), leave_out_answers)
         if plain is not data:
             document = Document(plain)
         elif text is content:

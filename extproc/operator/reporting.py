@@ -215,10 +215,18 @@ class Reporter:
             if standing.shared:
                 metrics.session_overflow.labels(policy).inc()
             name = (candidate.tenant, policy, mode, candidate.session)
-            agent = candidate.agent_name, candidate.parent_name
-            tools, errors = candidate.list_newest_tools(), candidate.calls.failed
             run = self.sessions.note(
-                name, candidate.values, standing, candidate.model, tools, candidate.call, now, errors, *agent, action
+                name,
+                candidate.values,
+                standing,
+                candidate.model,
+                candidate.list_newest_tools(),
+                candidate.call,
+                now,
+                candidate.calls.failed,
+                candidate.agent_name,
+                candidate.parent_name,
+                action,
             )
             run.limits = candidate.limiter.list_limits(candidate.session)
             run.grant(candidate.list_grants() if candidate.overrides else (), now)
@@ -254,7 +262,7 @@ class Reporter:
             if isinstance(standing, Standing):
                 shared = candidate.standing is not None and candidate.standing.shared  # a settlement's answer does not say
                 session = OVERFLOW if shared else candidate.session
-                name = RunName(candidate.tenant, candidate.plan.id, candidate.guard.mode, session)
+                name = candidate.tenant, candidate.plan.id, candidate.guard.mode, session
                 self.sessions.settle(name, standing, candidate.model, candidate.call, status, None, now, refused=True)
 
     def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:
@@ -268,9 +276,8 @@ class Reporter:
             if standing.retry:
                 self.report_unknown_calls(1)
             else:
-                name = RunName(each.tenant, each.policy, each.mode, each.session)
-                call, model_ms = each.settlement.call, entry.model_ms
-                self.sessions.settle(name, standing, each.model, call, entry.status, usage, now, model_ms=model_ms)
+                name, call = (each.tenant, each.policy, each.mode, each.session), each.settlement.call
+                self.sessions.settle(name, standing, each.model, call, entry.status, usage, now, model_ms=entry.model_ms)
 
     def report_unknown_calls(self, calls: int) -> None:
         """Report calls in the access log that no session has open: already settled, too late, or made up."""

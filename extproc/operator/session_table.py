@@ -264,7 +264,7 @@ class SessionTable(Table[Run, SessionDocument]):
 
     def settle(  # noqa: PLR0913  # what is known of an answer
         self,
-        name: RunName,
+        name: tuple[str, str, str, str],
         standing: Standing,
         model: str,
         call: bytes,

@@ -252,6 +252,11 @@ def quotes_answer(part: bytes, answers: frozenset[bytes]) -> bool:
     return False
 
 
+def may_hold_notes(data: bytes) -> bool:
+    """False if a check without reading shows that a body has no notes, as hardly any has."""
+    return _RARE in data
+
+
 def cut_notes(
     data: bytes,
     open_marks: Callable[[], Marks | None],
@@ -264,8 +269,6 @@ def cut_notes(
         open_marks: called if something looks like a note; returns None if no note can be verified.
         leave_out: called first with the body and its answers, as written, to remove whole messages.
     """
-    if _RARE not in data:
-        return data  # almost always
     notes = _find_notes(data, open_marks)
     answers = frozenset([note[0] for note in notes if _is_answer(note)])
     if answers and leave_out is not None:

@@ -543,10 +543,12 @@ class SessionGuard:
             return Narrowing(every=True)
         if not limits.tools or (standing.tool_calls <= self._fewest and not every):
             return None
-        called = [digest for digest, _, _ in standing.tools]
-        if limits is self.limits and not every and self._tool_names.keys().isdisjoint(called):
-            return self._begun
-        return self._narrow_tools(standing, limits, every=every)
+        if every or limits is not self.limits:
+            return self._narrow_tools(standing, limits, every=every)
+        for called, _, _ in standing.tools:
+            if called in self._tool_names:
+                return self._narrow_tools(standing, limits, every=False)
+        return self._begun
 
     def _narrow_tools(self, standing: Standing, limits: Limits, *, every: bool) -> Narrowing | None:
         """The same of tools with limits of their own."""
@@ -593,6 +595,8 @@ class SessionGuard:
 
     def list_newest_tools(self, calls: CallHistory) -> tuple[str, ...]:
         """The tools that a history called in its newest step, each once, up to `_MOST_SHOWN`."""
+        if not calls.newest:
+            return ()
         if calls.newest == 1:
             return (self._find_tool_name(calls.records[-RECORD:][_TOOL:_ACTION], calls),)
         records = calls.records

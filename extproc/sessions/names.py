@@ -47,6 +47,9 @@ _NO_VENDORS: Final = frozenset({*SESSION_HEADERS, PARENT_SESSION})
 _SAME: Final = {f"{HEADER}:{form.root}": f"{HEADER}:{form.agent}" for form in AGENTS if form.root == form.parent}
 """Default keys that name the same sessions: an agent sends its parent's id in the first, its parent sends it in the second."""
 
+_FEW_HEADERS: Final = 4
+"""So many are looked up one by one in less time than all at once."""
+
 _SESSION_PART: Final = "_session_"
 """Precedes the session's name in a user's id from older clients."""
 
@@ -82,6 +85,7 @@ class SessionNames:
         self.looks_in = (self.id, tuple([key for key, _ in self._places]))
         self._headers = [key.argument if key.read is HttpRequest.read_header and key.argument != "host" else "" for key in keys]
         self._all_headers = frozenset(self._headers) - {""}
+        self._every = list(range(len(keys)))
         self._others = [place for place, header in enumerate(self._headers) if not header]
         self._changing = ChangingNames()
         self._in_head = len(list(takewhile(lambda key: key.source != BODY, keys)))
@@ -99,8 +103,8 @@ class SessionNames:
         values: list[str] = []
         changing = self._changing if self._usual and self._changing.finds_any and caller is not None else None
         headers = request.headers
-        missing = self._all_headers.isdisjoint(headers)  # usually
-        for place in self._others if missing else range(len(self._keys)):
+        missing = len(self._all_headers) > _FEW_HEADERS and self._all_headers.isdisjoint(headers)  # usually, by default keys
+        for place in self._others if missing else self._every:
             while len(values) < place:
                 values.append("")
             key, header = self._keys[place], self._headers[place]

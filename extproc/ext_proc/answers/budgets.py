@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import floor
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from extproc.budgets.guard import Reservation, make_subject
 from extproc.budgets.subject import DOLLAR_UNIT, TOKEN_UNIT, BudgetSubject
@@ -94,32 +94,29 @@ def list_refusal_headers(lead: Outcome, subject: BudgetSubject) -> list[tuple[st
     return [*headers, ("x-loopguard-rule", subject.rule)] if subject.rule.isascii() else headers
 
 
-class _Tightest:
-    """Budgets of which the smallest share is left: of all that have headers, and of those that count tokens."""
+_Tightest: TypeAlias = tuple[str, Reservation | None, Reservation | None]
+"""A policy, and its budget of which the smallest share is left: of all that have headers, and of those that count tokens."""
 
-    __slots__ = ("policy", "reserved", "tokens")
 
-    def __init__(self, budgets: Sequence[BudgetCandidate]) -> None:
-        self.policy = ""
-        self.reserved: Reservation | None = None
-        self.tokens: Reservation | None = None
-        first = budgets[0].reserved if budgets else _NONE
-        if len(first) == 1 and len(budgets) == 1 and first[0].limit.has_headers and first[0].taken is not None:  # usually
-            self.policy, self.reserved = budgets[0].plan.id, first[0]
-            if first[0].limit.unit == TOKEN_UNIT:
-                self.tokens = first[0]
-            return
-        least = fewest = 0.0
-        for budget in budgets:
-            for each in budget.reserved:
-                taken = each.taken
-                if taken is None or not each.limit.has_headers:
-                    continue
-                share = taken.left / max(1, each.take.limit)
-                if self.reserved is None or share < least:
-                    self.policy, self.reserved, least = budget.plan.id, each, share
-                if each.limit.unit == TOKEN_UNIT and (self.tokens is None or share < fewest):
-                    self.tokens, fewest = each, share
+def _find_tightest(budgets: Sequence[BudgetCandidate]) -> _Tightest:
+    first = budgets[0].reserved if budgets else _NONE
+    if len(first) == 1 and len(budgets) == 1 and first[0].limit.has_headers and first[0].taken is not None:  # usually
+        only = first[0]
+        return budgets[0].plan.id, only, only if only.limit.unit == TOKEN_UNIT else None
+    policy, least, fewest = "", 0.0, 0.0
+    reserved: Reservation | None = None
+    tokens: Reservation | None = None
+    for budget in budgets:
+        for each in budget.reserved:
+            taken = each.taken
+            if taken is None or not each.limit.has_headers:
+                continue
+            share = taken.left / max(1, each.take.limit)
+            if reserved is None or share < least:
+                policy, reserved, least = budget.plan.id, each, share
+            if each.limit.unit == TOKEN_UNIT and (tokens is None or share < fewest):
+                tokens, fewest = each, share
+    return policy, reserved, tokens
 
 
 def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> dict[str, Any]:
@@ -127,18 +124,20 @@ def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> 
 
     A refusal is about the budget that refuses, so it has the values of its headers.
     """
-    lead, tightest = decision.lead, _Tightest(budgets)
-    tokens = tightest.tokens if decision.action is not Action.REJECT else None
-    more = dict(_list_token_limit(make_subject(tokens))) if tokens is not None else {}
+    lead = decision.lead
+    tightest, reserved, tokens = _find_tightest(budgets)
+    more: dict[str, Any] = {}
+    if tokens is not None and decision.action is not Action.REJECT:
+        more.update(_list_token_limit(make_subject(tokens)))
     if lead is not None and isinstance(lead.subject, BudgetSubject) and lead.subject.rule:
         policy, subject = lead.policy, lead.subject
         if subject.unit == DOLLAR_UNIT:
             return {**more, RULE: subject.rule}
         seconds = subject.reset if lead.retry_after is None else lead.retry_after
-    elif tightest.reserved is None:
+    elif reserved is None:
         return more
     else:
-        policy, subject = tightest.policy, make_subject(tightest.reserved)
+        policy, subject = tightest, make_subject(reserved)
         seconds = subject.reset
     headers = {name.lower().replace("-", "_"): value for name, value in list_rate_limit(subject, policy, seconds)}
     return {**headers, **more, RULE: subject.rule}
@@ -146,8 +145,7 @@ def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> 
 
 def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
     """The same as `describe_budgets`, as bytes for a request that just continues, with SESSIONS; empty for nothing."""
-    tightest = _Tightest(budgets)
-    reserved = tightest.reserved
+    policy, reserved, tokens = _find_tightest(budgets)
     if reserved is None or reserved.taken is None:
         return write_entries([write_text(SESSIONS, calls)]) if calls else b""
     limit, taken = reserved.limit, reserved.taken
@@ -156,14 +154,14 @@ def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
     known = len(left) * _DIGITS + len(seconds)
     form = limit.forms.get(known)
     if taken.here is not None or not isinstance(form, _BudgetForm):
-        form = _BudgetForm(tightest.policy, reserved, len(left), len(seconds))
+        form = _BudgetForm(policy, reserved, len(left), len(seconds))
         if taken.here is None:  # else the limit is a replica's share
             limit.forms[known] = form
-    if calls or tightest.tokens is not None:
+    if calls or tokens is not None:
         told = [form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
         if calls:
             told.append(write_text(SESSIONS, calls))
-        if tightest.tokens is not None:
-            told += [write_text(name, value) for name, value in _list_token_limit(make_subject(tightest.tokens))]
+        if tokens is not None:
+            told += [write_text(name, value) for name, value in _list_token_limit(make_subject(tokens))]
         return write_entries(told)
     return b"".join([form.start, left, form.second, seconds, form.third, left, _TIME, seconds])
