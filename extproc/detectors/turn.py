@@ -227,9 +227,13 @@ class KnownResult:
         normal_id: as in `Turn`, of a normalized result.
         raw: as in `Reduced`.
         normalized: as in `Reduced`, of a normalized result.
+        context: on what the entry depends besides the messages; None if there is no entry.
+        entry: of the turn, as `digests.py` has recorded it.
     """
 
     __slots__ = (
+        "context",
+        "entry",
         "escapes",
         "failure",
         "failure_id",
@@ -272,6 +276,8 @@ class KnownResult:
         self.normal_id: bytes | None = None
         self.raw: bytes | None = None
         self.normalized: bytes | None = None
+        self.context: object = None
+        self.entry = b""
 
     def is_of(self, known: KnownMessages, place: int, end: int, ignored: frozenset[str]) -> bool:
         """Whether it is of the turn with these messages. The assistant's is known to be the same."""
@@ -382,6 +388,11 @@ class Turn:
         self._failure_id: bytes | None = None
         self._returned = False
         self._ids: set[str] = set()
+
+    @property
+    def known_result(self) -> KnownResult | None:
+        """What is kept of the result for later requests, or was; None if nothing is, or if it was not read yet."""
+        return self._kept
 
     @property
     def answered(self) -> bool:
@@ -858,10 +869,14 @@ _encode: Final = json.Encoder().encode
 def encode_turn(turn: AnyTurn) -> bytes:
     """A turn as an entry of a ring: flags, three hashes, as much of its first name as fits, or its words, and its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
-    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
-    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
+    return bytes((write_flags(kept),)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
+
+
+def write_flags(kept: Reduced) -> int:
+    """The first byte of an entry."""
+    return _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
 
 
 def decode_turn(entry: bytes) -> Reduced:

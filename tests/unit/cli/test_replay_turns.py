@@ -294,13 +294,13 @@ def test_conversations_that_branch_have_digests_of_their_own() -> None:
 def test_old_messages_that_change_cost_no_digest_of_those_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that clears an old result with each request: entries of unchanged turns are used again, and decide as live."""
     packed: list[object] = []
-    pack = digests._pack
+    write = digests._write_entry
 
-    def note(turn: Any, prefix: bytes) -> bytes:  # noqa: ANN401  # any turn
-        packed.append(turn)
-        return pack(turn, prefix)
+    def note(kept: Any, hider: digests.Hider, *, calls: bool) -> bytes:  # noqa: ANN401  # any turn
+        packed.append(kept)
+        return write(kept, hider, calls=calls)
 
-    monkeypatch.setattr(digests, "_pack", note)
+    monkeypatch.setattr(digests, "_write_entry", note)
     recorder = Recorder(ONE)
     turns = [Did((("bash", {"cmd": f"cat {number % 7}"}),), (f"line {number % 7} of many " * 40,)) for number in range(30)]
     counts = []
