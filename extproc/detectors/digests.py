@@ -2,8 +2,8 @@
 
 A digest has an entry for each turn: keyed hashes of action, result and words, flags, and the names of tools. A client sends its
 history again with each request, so a digest only has the turns that are new, and the id of the list of turns that they
-continue. An id is a hash of all entries of its list, so equal ids mean equal lists, whichever replica wrote them. A list that
-this process has not recorded yet is written whole, and so is every list from time to time, because logs are rotated.
+continue. An id is a hash of what a digest adds to a list and of that list's id, so equal ids mean equal lists. A list that this
+process has not recorded yet is written whole, and so is every list from time to time, because logs are rotated.
 
 What a process has recorded is kept with the messages; see `KnownMessages`. A turn is recorded again if any byte of its messages
 has changed, or if anything else has come behind them.
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 from extproc.apis.conversation import KnownMessages
@@ -43,9 +43,6 @@ NOT_RECORDED: Final = "not_recorded"
 """The reason why a request is not counted whose digest does not have what a policy compares."""
 
 _VERSION: Final = 2
-_CHAINED: Final = 1
-"""The version before, in which each entry of a list is hashed with the id of the list before it."""
-
 _MISSING: Final = "-"
 _PURPOSE: Final = b"turn digests"
 _SIZE: Final = 8
@@ -124,27 +121,8 @@ class Hider:
         return hidden
 
 
-class _Context:
-    """On what entries depend besides messages.
-
-    Attributes:
-        hider: hashes with the key.
-        ignored: names of arguments that are thoughts.
-        hints: see `Reading`.
-        offer: see `Conversation.find_offer`.
-    """
-
-    __slots__ = ("hider", "hints", "ignored", "offer")
-
-    def __init__(self, hider: Hider, ignored: frozenset[str], hints: dict[str, bool], offer: str) -> None:
-        self.hider = hider
-        self.ignored = ignored
-        self.hints = hints
-        self.offer = offer
-
-
 class _Mark:
-    """What was recorded of one turn; branches of a conversation share it, and it does not change once it is linked.
+    """What was recorded of one turn; branches of a conversation share it.
 
     Attributes:
         place: index of the assistant's newest message in it.
@@ -165,12 +143,6 @@ class _Mark:
         self.start = b""
         self.since = 0
 
-    def link(self, before: _Mark | None, start: bytes, since: int) -> None:
-        """Put it behind another one, or at the beginning of a list."""
-        self.before = before
-        self.start = start
-        self.since = since
-
     def find_id(self) -> bytes:
         """The id of the list that ends with it."""
         entries: list[bytes] = []
@@ -182,13 +154,13 @@ class _Mark:
         return digest(b"".join(entries[::-1]))
 
 
-def find_shape(ignored: frozenset[str]) -> bytes:
-    """A digest of the setting on which the entries depend: the names of arguments that are thoughts."""
-    return _find_shape(ignored)
+_Context: TypeAlias = tuple[Hider, frozenset[str], str, dict[str, bool]]
+"""On what entries depend besides messages: `Reading.ignored`, `Conversation.find_offer`, and `Reading.hints`."""
 
 
 @lru_cache(64)
-def _find_shape(ignored: frozenset[str]) -> bytes:
+def find_shape(ignored: frozenset[str]) -> bytes:
+    """A digest of the setting on which the entries depend: the names of arguments that are thoughts."""
     return blake2b("\0".join(sorted(ignored)).encode("utf-8", "surrogatepass"), digest_size=_SHAPE).digest()
 
 
@@ -286,12 +258,10 @@ def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[byt
         return b"", []
     newest.reduce()  # which looks for hints
     known = reading.conversation.known
-    context = _Context(hider, reading.ignored, reading.hints or {}, reading.conversation.find_offer())
+    context = hider, reading.ignored, reading.conversation.find_offer(), reading.hints or {}
     if known is None or reading.in_text or history.elsewhere:
         return b"", [_pack(turn, context) for turn in history.newest(MAX_TURNS)[::-1]]
-    recorded = _find_recorded(known)
-    at = _find_context(recorded, context)
-    context, mark = recorded[at]
+    context, mark = _recall(known, context)
     added: list[_Mark] = []  # the newest first
     end = len(known.ends)
     for number in range(MAX_TURNS):
@@ -318,37 +288,28 @@ def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[byt
     start = mark.find_id() if mark is not None else b""
     added.reverse()
     for new in added:
-        new.link(mark, start, since)
+        new.before, new.start, new.since = mark, start, since
         mark = new
-    recorded[at] = context, mark
+    known.digests.append((context, mark))
     return start, [new.entry for new in added]
 
 
-def _find_recorded(known: KnownMessages) -> list[tuple[_Context, _Mark | None]]:
-    """What this process has recorded of messages that are the same here: contexts, each with its newest mark."""
+def _recall(known: KnownMessages, context: _Context) -> tuple[_Context, _Mark | None]:
+    """The same context as it was, and the newest mark of messages that are the same here. Takes both from what is kept."""
+    others: list[tuple[_Context, _Mark | None]] = []
+    found: tuple[_Context, _Mark | None] = context, None
     earlier: list[tuple[_Context, _Mark | None]] = known.digests or []  # of a body with which others may go on, too
-    recorded = [(context, _go_back(mark, known.same)) for context, mark in earlier]
-    known.digests = recorded
+    for last, newest in earlier:
+        mark = newest
+        while mark is not None and mark.end > known.same:
+            mark = mark.before
+        if last == context:
+            found = last, mark
+        elif last[1] is not context[1]:
+            others.append((last, mark))
+    known.digests = others
     known.same = len(known.ends)
-    return recorded
-
-
-def _go_back(mark: _Mark | None, same: int) -> _Mark | None:
-    """The newest mark among the first messages, of which this many are the same."""
-    while mark is not None and mark.end > same:
-        mark = mark.before
-    return mark
-
-
-def _find_context(recorded: list[tuple[_Context, _Mark | None]], context: _Context) -> int:
-    """The index of an equal context, which replaces one that is no longer valid."""
-    for at, (found, _) in enumerate(recorded):
-        if found.ignored is context.ignored or found.ignored == context.ignored:  # sets compare slowly
-            if found.hider is not context.hider or found.offer != context.offer or found.hints != context.hints:
-                recorded[at] = context, None
-            return at
-    recorded.append((context, None))
-    return len(recorded) - 1
+    return found
 
 
 def _pack(turn: AnyTurn, context: _Context) -> bytes:
@@ -357,7 +318,7 @@ def _pack(turn: AnyTurn, context: _Context) -> bytes:
     if known is not None and known.context is context:
         return known.entry
     try:
-        entry = _write_entry(turn.reduce(), context.hider, calls=isinstance(turn, Turn) and turn.calls)
+        entry = _write_entry(turn.reduce(), context[0], calls=isinstance(turn, Turn) and turn.calls)
     except NotCounted:
         entry = _UNREADABLE_ENTRY
     known = turn.known_result if isinstance(turn, Turn) else None
@@ -502,7 +463,7 @@ class DigestReader:
 
     def _read(self, parts: DigestParts) -> Digest:
         version, first, second = parts.take(3)
-        if version not in (_VERSION, _CHAINED):
+        if version != _VERSION:
             raise DamagedDigestError
         shaped, size = parts.take(_SHAPE), parts.take_number(4)
         most = parts.take_number(4) if first & _SHORTENED else 0
@@ -517,21 +478,19 @@ class DigestReader:
         entries = [_take_entry(parts) for _ in range(parts.take_number(1))]
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        turns = self._extend(start, entries, chained=version == _CHAINED)
+        turns = self._extend(start, entries)
         return Digest(shaped, size, most, (first, second), identity, nested, place, turns)
 
-    def _extend(self, start: bytes, entries: Sequence[bytes], *, chained: bool) -> tuple[RecordedTurn, ...]:
-        """The whole list; also kept under its id, as are those of which it is the continuation."""
+    def _extend(self, start: bytes, entries: Sequence[bytes]) -> tuple[RecordedTurn, ...]:
+        """The whole list. It is kept under its id, and so is each that ends with one of the entries."""
         listed = self._lists.use(start) if start else ()
         if listed is None:
             raise UnknownTurnsError
-        hashed = start or bytes(_SIZE) * chained
+        hashed = start
         for entry, turn in zip(entries, [_unpack(DigestParts(entry[1:])) for entry in entries], strict=True):
-            hashed += entry[1:] if chained else entry
-            way = digest(hashed)
-            hashed = way if chained else hashed
+            hashed += entry
             listed = (*listed, turn)[-MAX_TURNS:]
-            self._lists.put(way, listed)
+            self._lists.put(digest(hashed), listed)
         return listed
 
 
@@ -613,7 +572,7 @@ def find_other_key(digests: Mapping[bytes, Digest | NotCounted], ignored: frozen
         ignored: the detector's `ignore_arguments`.
         most: its `max_inspect_bytes`.
     """
-    found = digests.get(_find_shape(ignored), digests.get(b""))
+    found = digests.get(find_shape(ignored), digests.get(b""))
     if found is None:
         return "ignore_arguments"
     if isinstance(found, NotCounted):
@@ -640,7 +599,7 @@ class RecordedDocument(Document):
         Raises:
             NotCounted: they were recorded with other settings, or not counted then.
         """
-        found = self._digests.get(_find_shape(ignored), self._digests.get(b""))
+        found = self._digests.get(find_shape(ignored), self._digests.get(b""))
         if isinstance(found, NotCounted):
             raise found.renew()
         if found is None or find_other_key(self._digests, ignored, self._most):
