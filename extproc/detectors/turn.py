@@ -186,7 +186,7 @@ class KnownAction:
     """The action in an assistant's message, cached for later requests that contain the message; never changed.
 
     Attributes:
-        ignored: names of the arguments that were treated as thoughts.
+        ignored: names of the arguments that were treated as thoughts; see `share_names`.
         names: as in `Turn`.
         id: digest of the action, 16 bytes.
         hash: digest of the action, 8 bytes, as in `Turn`.
@@ -286,7 +286,7 @@ class KnownResult:
             return False
         if len(serials) > _AS_USUAL and serials != known.serials[place:end]:
             return False
-        return self.ignored is ignored or self.ignored == ignored  # sets compare slowly
+        return self.ignored is ignored
 
 
 class Turn:
@@ -366,7 +366,7 @@ class Turn:
         if known is not None:
             ignored = reading.ignored
             kept: KnownAction | None = known.actions[place]
-            if kept is not None and (kept.ignored is ignored or kept.ignored == ignored):  # sets compare slowly
+            if kept is not None and kept.ignored is ignored:
                 self.known_action = kept
             result: KnownResult | None = known.results[place]
             if result is not None and result.is_of(known, place, end, ignored):
