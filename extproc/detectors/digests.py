@@ -95,14 +95,12 @@ class UnknownTurnsError(Exception):
 class Hider:
     """Hashes hashes with the key, so that texts cannot be guessed from them.
 
-    Attributes:
-        secret: the key.
+    What is hashed is a key for this purpose and a value, which together fit in one block; BLAKE2's own keys take a block more.
     """
 
-    __slots__ = ("_places", "_start", "secret")
+    __slots__ = ("_places", "_start")
 
     def __init__(self, secret: bytes) -> None:
-        self.secret = secret
         self._start = blake2b(HashKey(secret).start(_PURPOSE, 32).digest(), digest_size=_SIZE)
         self._places: Memo[bytes, bytes] = Memo(_MOST_PLACES)
 
