@@ -261,12 +261,11 @@ class KnownMessages:
         beside: what the body has beside them; None only while they are read.
         digests: what `digests.py` has recorded of an earlier body, or of this one; None for nothing.
         same: number of messages that are the same there, from the first one on.
-        changed: the messages that differ from those of the earlier body, if that was recorded; else None.
         counted: what `call_digests.py` has recorded of an earlier body, or of this one; None for nothing.
     """
 
     __slots__ = (
-        "actions", "beside", "changed", "counted", "digests", "ends", "head", "pieces", "results", "same", "serials", "shown",
+        "actions", "beside", "counted", "digests", "ends", "head", "pieces", "results", "same", "serials", "shown",
         "speakers", "starts", "transcript",
     )  # fmt: skip
 
@@ -284,8 +283,6 @@ class KnownMessages:
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
         self.digests: Any = None if earlier is None else earlier.digests
-        recorded = earlier is not None and earlier.same > 0 and earlier.same == len(earlier.ends)
-        self.changed: list[int] | None = [] if recorded else None
         self.counted: Any = None if earlier is None else earlier.counted
         self.same: int = 0 if earlier is None else min(count, earlier.same)
 
@@ -324,8 +321,6 @@ class KnownMessages:
             self.actions.append(None if same is None else same.actions[number])
             self.results.append(None if same is None else same.results[number])
             self.serials.append(next(_SERIALS) if same is None else same.serials[number])
-            if self.changed is not None and not equal:
-                self.changed.append(number)
         return values
 
     def copy(self, earlier: KnownMessages, start: int, end: int, moved: int) -> None:

@@ -2,8 +2,8 @@
 
 A digest has an entry for each turn: keyed hashes of action, result and words, flags, and the names of tools. A client sends its
 history again with each request, so a digest only has the turns that are new, and the id of the list of turns that they
-continue. An id is a hash of all entries of its list, so equal ids mean equal lists, whichever replica wrote them. A list that
-this process has not recorded yet is written whole, and so is every list from time to time, because logs are rotated.
+continue. An id is a hash of what a digest adds to a list and of that list's id, so equal ids mean equal lists. A list that this
+process has not recorded yet is written whole, and so is every list from time to time, because logs are rotated.
 
 What a process has recorded is kept with the messages; see `KnownMessages`. A turn is recorded again if any byte of its messages
 has changed, or if anything else has come behind them.
@@ -21,16 +21,18 @@ from binascii import b2a_base64
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple
+from struct import Struct
+from typing import Final, NamedTuple, TypeAlias
 from zlib import crc32
 
+from extproc.apis.conversation import KnownMessages
 from extproc.bounded import LRU, Memo
 from extproc.detectors.arguments import is_for_thinking
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, encode_turn
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, digest, write_flags
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -40,7 +42,7 @@ LONGEST: Final = 8_192
 NOT_RECORDED: Final = "not_recorded"
 """The reason why a request is not counted whose digest does not have what a policy compares."""
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MISSING: Final = "-"
 _PURPOSE: Final = b"turn digests"
 _SIZE: Final = 8
@@ -59,8 +61,7 @@ _ENOUGH: Final = (MAX_TURNS + 1) * MAX_NORMALIZED
 _MOST_SINCE: Final = MAX_TURNS
 """Number of turns after which a list is written whole again."""
 
-_PLACES: Final[Memo[bytes, bytes]] = Memo(2_048)
-_MOST_MARKS: Final = 4 * MAX_TURNS
+_MOST_PLACES: Final = 2_048
 _LONGEST_NAMES: Final = 128
 _LONGEST_NAME: Final = 64
 _TOOL: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/-]{0,63}")
@@ -72,10 +73,15 @@ _THINKS: Final = "think"
 # Flags of an entry, in its second byte.
 _CHANGED, _SPOKE, _FAILED, _LONG, _UNREADABLE, _HIDES = 1, 2, 4, 8, 16, 32
 
+_UNREADABLE_ENTRY: Final = bytes((2, 0, _UNREADABLE))
+
 # Flags of a digest.
 _ELSEWHERE, _AFTER, _IN_TEXT, _PREFILLED, _SHORTENED, _PLACED, _WHOLE = 1, 2, 4, 8, 16, 32, 64
 _KEEPS, _IDENTIFIED, _NESTED, _PARENT, _OWN, _BEFORE = 3, 4, 8, 16, 32, 64
 _KEEPS_NONE: Final = 2
+
+_HEAD: Final = Struct(f">3B{_SHAPE}sI")
+"""Version, flags, shape, and size of the document."""
 
 
 class DamagedDigestError(Exception):
@@ -86,6 +92,33 @@ class UnknownTurnsError(Exception):
     """A digest continues turns that are not in the log."""
 
 
+class Hider:
+    """Hashes hashes with the key, so that texts cannot be guessed from them.
+
+    What is hashed is a key for this purpose and a value, which together fit in one block; BLAKE2's own keys take a block more.
+    """
+
+    __slots__ = ("_places", "_start")
+
+    def __init__(self, secret: bytes) -> None:
+        self._start = blake2b(HashKey(secret).start(_PURPOSE, 32).digest(), digest_size=_SIZE)
+        self._places: Memo[bytes, bytes] = Memo(_MOST_PLACES)
+
+    def hide(self, value: bytes) -> bytes:
+        """The keyed hash of a hash."""
+        hashed = self._start.copy()  # a copy takes less time than a new one
+        hashed.update(value)
+        return hashed.digest()
+
+    def hide_place(self, part: bytes) -> bytes:
+        """The same of a part of a place in the chain; the next request of the conversation has most parts again."""
+        hidden = self._places.get(part)
+        if hidden is None:
+            hidden = self.hide(part)
+            self._places.put(part, hidden)
+        return hidden
+
+
 class _Mark:
     """What was recorded of one turn; branches of a conversation share it.
 
@@ -93,92 +126,46 @@ class _Mark:
         place: index of the assistant's newest message in it.
         end: index of the message behind the turn's last one.
         entry: its entry.
+        before: the mark of the turn before; None if a list begins with this one.
+        start: the id of the list that its digest continues; empty for none.
         since: number of entries since a list was written whole.
-        begins: a list begins with it.
-        id: of the list of turns that ends with it; empty until a list goes on from there, which few do.
     """
 
-    __slots__ = ("begins", "end", "entry", "id", "place", "since")
+    __slots__ = ("before", "end", "entry", "place", "since", "start")
 
-    def __init__(self, place: int, end: int, entry: bytes, since: int, *, begins: bool) -> None:
+    def __init__(self, place: int, end: int, entry: bytes) -> None:
         self.place = place
         self.end = end
         self.entry = entry
-        self.since = since
-        self.begins = begins
-        self.id = b""
+        self.before: _Mark | None = None
+        self.start = b""
+        self.since = 0
+
+    def find_id(self) -> bytes:
+        """The id of the list that ends with it."""
+        entries: list[bytes] = []
+        mark: _Mark | None = self
+        while mark is not None and mark.start == self.start:
+            entries.append(mark.entry)
+            mark = mark.before
+        entries.append(self.start)
+        return digest(b"".join(entries[::-1]))
 
 
-class _Marks:
-    """What this process has recorded of one conversation, the oldest turn first, and what else has shaped the entries.
-
-    Attributes:
-        hints: see `Reading`.
-        marks: of turns that are still the same.
-        offer: see `Conversation.find_offer`.
-        secret: the key of the hashes.
-        stale: marks of the body before, by place, whose messages may be the same although older ones have changed.
-    """
-
-    __slots__ = ("hints", "marks", "offer", "secret", "stale")
-
-    def __init__(self, secret: bytes, hints: dict[str, bool], offer: str) -> None:
-        self.secret = secret
-        self.hints = hints
-        self.offer = offer
-        self.marks: list[_Mark] = []
-        self.stale: dict[int, _Mark] = {}
-
-    def go_on(self, same: int, *, compared: bool) -> _Marks:
-        """A copy for the next body, of which this many messages are the same; other bodies may go on from here, too."""
-        made, marks = _Marks(self.secret, self.hints, self.offer), self.marks
-        count = len(marks)
-        while count and marks[count - 1].end > same:
-            count -= 1
-        made.marks = marks[:count]
-        if compared:
-            for mark in marks[count:]:
-                made.stale[mark.place] = mark
-        return made
-
-    def add(self, added: list[tuple[int, int, bytes]], since: int) -> None:
-        """Mark turns, each with place, end and entry; see `_Mark`."""
-        marks = self.marks
-        for place, end, entry in added:
-            marks.append(_Mark(place, end, entry, since, begins=not marks))
-        if len(marks) > _MOST_MARKS:
-            self.find_id(len(marks) - _MOST_MARKS)  # nothing before it is left to find it by
-            del marks[:-_MOST_MARKS]
-
-    def find_id(self, at: int) -> bytes:
-        """The id of the list that ends with the mark at an index."""
-        marks, first = self.marks, at
-        while not marks[first].id and not marks[first].begins:
-            first -= 1
-        way = marks[first].id
-        if way:
-            first += 1
-        else:
-            way = _NONE
-        for number in range(first, at + 1):
-            way = marks[number].id = continue_id(way, marks[number].entry)
-        return way
-
-
-def find_shape(ignored: frozenset[str]) -> bytes:
-    """A digest of the setting on which the entries depend: the names of arguments that are thoughts."""
-    return _find_shape(ignored)
+_Context: TypeAlias = tuple[Hider, frozenset[str], str, dict[str, bool]]
+"""On what entries depend besides messages: `Reading.ignored`, `Conversation.find_offer`, and `Reading.hints`."""
 
 
 @lru_cache(64)
-def _find_shape(ignored: frozenset[str]) -> bytes:
+def find_shape(ignored: frozenset[str]) -> bytes:
+    """A digest of the setting on which the entries depend: the names of arguments that are thoughts."""
     return blake2b("\0".join(sorted(ignored)).encode("utf-8", "surrogatepass"), digest_size=_SHAPE).digest()
 
 
 @lru_cache(4)
-def derive(secret: bytes) -> bytes:
-    """What precedes a value in `hide`, given the hash key's secret."""
-    return HashKey(secret).start(_PURPOSE, 32).digest()
+def find_hider(secret: bytes) -> Hider:
+    """What hides with the hash key's secret."""
+    return Hider(secret)
 
 
 def is_plain_tool(name: str) -> bool:
@@ -186,36 +173,19 @@ def is_plain_tool(name: str) -> bool:
     return _TOOL.fullmatch(name) is not None
 
 
-def hide(prefix: bytes, value: bytes) -> bytes:
-    """The keyed hash of a hash; the prefix is the result of `derive`."""
-    return blake2b(prefix + value, digest_size=_SIZE).digest()
-
-
-def hide_place(prefix: bytes, part: bytes) -> bytes:
-    """The same of a part of a place in the chain; the next request of the conversation has most parts again."""
-    key = prefix + part
-    hidden = _PLACES.get(key)
-    if hidden is None:
-        hidden = hide(prefix, part)
-        _PLACES.put(key, hidden)
-    return hidden
-
-
-def continue_id(start: bytes, entry: bytes) -> bytes:
-    """The id of a list with one more entry."""
-    return blake2b(start + entry, digest_size=_SIZE).digest()
-
-
 def write_missing(reason: str) -> str:
     """What stands for the digest of a request that `turns` did not count."""
     return _MISSING + reason
 
 
-def write_digest(histories: Sequence[History], key: HashKey, memory: Memory | None, size: int, most: int) -> str:
+def write_digest(  # noqa: PLR0913  # all that is recorded
+    histories: Sequence[History], shape: bytes, key: HashKey, memory: Memory | None, size: int, most: int
+) -> str:
     """Record the history that detectors have judged.
 
     Args:
         histories: the history, as often as it was read.
+        shape: see `find_shape`.
         key: for the hashes.
         memory: what is kept of the request for its session; None if that is unknown.
         size: of the document, in bytes.
@@ -231,7 +201,7 @@ def write_digest(histories: Sequence[History], key: HashKey, memory: Memory | No
     reading.left = _ENOUGH
     start_looking()
     try:
-        return _write(histories[0], reading, derive(key.secret), key.secret, memory, size, most)
+        return _write(histories[0], reading, shape, find_hider(key.secret), memory, size, most)
     except NotCounted:  # more of the history is read than for a verdict
         return write_missing(NOT_RECORDED)
     finally:
@@ -239,40 +209,37 @@ def write_digest(histories: Sequence[History], key: HashKey, memory: Memory | No
 
 
 def _write(  # noqa: PLR0913  # as `write_digest`
-    history: History, reading: Reading, prefix: bytes, secret: bytes, memory: Memory | None, size: int, most: int
+    history: History, reading: Reading, shape: bytes, hider: Hider, memory: Memory | None, size: int, most: int
 ) -> str:
     newest = history.at(0)
     keeps = history.find_newest()
     first = _ELSEWHERE * history.elsewhere | _AFTER * bool(history.after) | _SHORTENED * (most > 0)
     first |= _IN_TEXT * reading.in_text | _PREFILLED * (keeps > 0 or history.is_prefilled())
     second = keeps if keeps >= 0 else _KEEPS_NONE
-    parts = [size.to_bytes(4, "big")]
+    parts: list[bytes] = []
     if most:
         parts.append(most.to_bytes(4, "big"))
     if memory is not None and memory.identity:
         second |= _IDENTIFIED
-        parts.append(hide(prefix, memory.identity))
+        parts.append(hider.hide(memory.identity))
     times, words = history.count_nested() if newest is None or not newest.known else (0, b"")
     if times:
         second |= _NESTED
-        parts.append(bytes((times,)) + hide(prefix, words))
+        parts.append(bytes((times,)) + hider.hide(words))
     place = memory.place if memory is not None else _find_place(history, keeps)
     if place is not None:
         first |= _PLACED
         second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
         parts.append(place.depth.to_bytes(2, "big"))
-        parts += [hide_place(prefix, part) for part in (place.node, place.parent, place.own, place.before) if part]
-    start, entries = _list_entries(history, reading, prefix, secret)
+        parts += [hider.hide_place(part) for part in (place.node, place.parent, place.own, place.before) if part]
+    start, entries = _list_entries(history, reading, hider)
     if start:
         parts.append(start)
     else:
         first |= _WHOLE
     parts.append(_BYTES[len(entries)])
-    for entry in entries:
-        parts.append(_BYTES[len(entry)])
-        parts.append(entry)
-    parts[0] = b"".join([_BYTES[_VERSION], _BYTES[first], _BYTES[second], _find_shape(reading.ignored), parts[0]])
-    return seal_digest(b"".join(parts))
+    parts += entries
+    return seal_digest(_HEAD.pack(_VERSION, first, second, shape, size) + b"".join(parts))
 
 
 def _find_place(history: History, keeps: int) -> ChainPlace | None:
@@ -282,100 +249,102 @@ def _find_place(history: History, keeps: int) -> ChainPlace | None:
     return find_place(history.reading.conversation, prefilled=keeps > 0)
 
 
-def _list_entries(history: History, reading: Reading, prefix: bytes, secret: bytes) -> tuple[bytes, list[bytes]]:
+def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[bytes, list[bytes]]:
     """The id of the list that was recorded, empty for none, and the entries behind it; what is written is marked."""
     newest = history.at(0)
     if newest is None:
         return b"", []
     newest.reduce()  # which looks for hints
     known = reading.conversation.known
+    context = hider, reading.ignored, reading.conversation.find_offer(), reading.hints or {}
     if known is None or reading.in_text or history.elsewhere:
-        return b"", [_pack(turn, prefix) for turn in history.newest(MAX_TURNS)[::-1]]
-    marked = _find_marks(known, reading, secret)
-    marks = marked.marks
-    added: list[tuple[int, int, bytes]] = []  # place, end and entry of each new turn, the newest first
-    end, at = len(known.ends), len(marks)
+        return b"", [_pack(turn, context) for turn in history.newest(MAX_TURNS)[::-1]]
+    context, mark = _recall(known, context)
+    added: list[_Mark] = []  # the newest first
+    end = len(known.ends)
     for number in range(MAX_TURNS):
         turn = history.at(number)
         if not isinstance(turn, Turn):
-            at = 0
+            mark = None
             break
         begins, place = turn.span
-        while at and marks[at - 1].place > place:
-            at -= 1
-        if at and marks[at - 1].place == place and marks[at - 1].end == end:
+        while mark is not None and mark.place > place:
+            mark = mark.before
+        if mark is not None and mark.place == place and mark.end == end:
             break
-        stale = marked.stale.get(place) if marked.stale else None
-        if stale is not None and stale.end == end and _is_unchanged(known.changed, max(begins - 1, 0), end):
-            added.append((place, end, stale.entry))
-        else:
-            added.append((place, end, _pack(turn, prefix)))
+        added.append(_Mark(place, end, _pack(turn, context)))
         end = begins
     else:
-        at = 0  # what was recorded is no longer looked at
-    del marks[at:]
-    added.reverse()
-    start, since = (marked.find_id(len(marks) - 1), marks[-1].since + len(added)) if marks else (b"", 0)
+        mark = None  # what was recorded is no longer looked at
+    since = mark.since + len(added) if mark is not None else 0
     if since > _MOST_SINCE:
-        added = [*[(mark.place, mark.end, mark.entry) for mark in marks], *added][-MAX_TURNS:]
-        start, since = b"", 0
-        marks.clear()
-    marked.add(added, since)
-    return start, [entry for _, _, entry in added]
+        since = 0
+        while mark is not None and len(added) < MAX_TURNS:
+            added.append(_Mark(mark.place, mark.end, mark.entry))
+            mark = mark.before
+        mark = None
+    start = mark.find_id() if mark is not None else b""
+    added.reverse()
+    for new in added:
+        new.before, new.start, new.since = mark, start, since
+        mark = new
+    known.digests.append((context, mark))
+    return start, [new.entry for new in added]
 
 
-def _find_marks(known: Any, reading: Reading, secret: bytes) -> _Marks:  # noqa: ANN401  # KnownMessages
-    """What was recorded of messages that are the same here."""
-    if known.digests is None:
-        known.digests = {}
-    elif known.same != len(known.ends):  # the digests are those of an earlier body
-        compared, same = known.changed is not None, known.same
-        known.digests = {ignored: marks.go_on(same, compared=compared) for ignored, marks in known.digests.items()}
+def _recall(known: KnownMessages, context: _Context) -> tuple[_Context, _Mark | None]:
+    """The same context as it was, and the newest mark of messages that are the same here. Takes both from what is kept."""
+    others: list[tuple[_Context, _Mark | None]] = []
+    found: tuple[_Context, _Mark | None] = context, None
+    earlier: list[tuple[_Context, _Mark | None]] = known.digests or []  # of a body with which others may go on, too
+    for last, newest in earlier:
+        mark = newest
+        while mark is not None and mark.end > known.same:
+            mark = mark.before
+        if last == context:
+            found = last, mark
+        elif last[1] is not context[1]:
+            others.append((last, mark))
+    known.digests = others
     known.same = len(known.ends)
-    all_marks: dict[frozenset[str], _Marks] = known.digests
-    hints, offer = reading.hints or {}, reading.conversation.find_offer()
-    found = all_marks.get(reading.ignored)
-    if found is None or found.secret != secret or found.offer != offer or found.hints != hints:
-        found = all_marks[reading.ignored] = _Marks(secret, hints, offer)
     return found
 
 
-def _is_unchanged(changed: list[int] | None, first: int, end: int) -> bool:
-    """Whether no message from `first` to `end` has changed."""
-    if changed is None:
-        return False
-    for number in changed:  # noqa: SIM110  # compiled, a loop is faster
-        if first <= number < end:
-            return False
-    return True
-
-
-def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
-    """The entry of a turn."""
+def _pack(turn: AnyTurn, context: _Context) -> bytes:
+    """The entry of a turn, with its length; it is kept with the turn's messages."""
+    known = turn.known_result if isinstance(turn, Turn) else None
+    if known is not None and known.context is context:
+        return known.entry
     try:
-        kept = turn.reduce()
-        calls = isinstance(turn, Turn) and turn.calls
+        entry = _write_entry(turn.reduce(), context[0], calls=isinstance(turn, Turn) and turn.calls)
     except NotCounted:
-        return bytes((0, _UNREADABLE))
-    hashes = [kept.action_hash] if kept.known else []
-    hashes.append(kept.raw)
+        entry = _UNREADABLE_ENTRY
+    known = turn.known_result if isinstance(turn, Turn) else None
+    if known is not None:
+        known.context, known.entry = context, entry
+    return entry
+
+
+def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
+    """An entry; `calls`: the names are of tools that were called."""
+    parts = [hider.hide(kept.action_hash)] if kept.known else []
+    parts.append(hider.hide(kept.raw))
     flags = 0
     if kept.normalized != kept.raw:
         flags |= _CHANGED
-        hashes.append(kept.normalized)
+        parts.append(hider.hide(kept.normalized))
     if kept.words:
         flags |= _SPOKE
-        hashes.append(kept.words)
-    parts = [hide(prefix, hashed) for hashed in hashes]
+        parts.append(hider.hide(kept.words))
     if kept.failure_id:
         flags |= _FAILED
-        parts.append(hide(prefix, kept.failure_id)[:_FAILURE])
+        parts.append(hider.hide(kept.failure_id)[:_FAILURE])
     if kept.action_size >= _LONG_ACTION:
         flags |= _LONG
     left = _LONGEST_NAMES
     for name in kept.names:
         safe = (_TOOL if calls else _COMMAND).fullmatch(name) is not None
-        shown = name if safe else _THINKS if is_for_thinking(name) else f"#{hide(prefix, name.encode()).hex()}"
+        shown = name if safe else _THINKS if is_for_thinking(name) else f"#{hider.hide(name.encode()).hex()}"
         left -= len(shown) + 1
         if not safe or left < 0:
             flags |= _HIDES
@@ -383,7 +352,8 @@ def _pack(turn: AnyTurn, prefix: bytes) -> bytes:
             break
         parts.append(_BYTES[len(shown)])
         parts.append(shown.encode())
-    return b"".join([encode_turn(kept)[:1], _BYTES[flags], *parts])
+    entry = b"".join([_BYTES[write_flags(kept)], _BYTES[flags], *parts])
+    return _BYTES[len(entry)] + entry
 
 
 class RecordedTurn(NamedTuple):
@@ -503,23 +473,30 @@ class DigestReader:
             parent, own, before = [parts.take(_SIZE) if second & flag else b"" for flag in (_PARENT, _OWN, _BEFORE)]
             place = ChainPlace.restore(node, parent, own, before, depth)
         start = b"" if first & _WHOLE else parts.take(_SIZE)
-        entries = [parts.take(parts.take_number(1)) for _ in range(parts.take_number(1))]
+        entries = [_take_entry(parts) for _ in range(parts.take_number(1))]
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        turns = [_unpack(DigestParts(entry)) for entry in entries]
-        return Digest(shaped, size, most, (first, second), identity, nested, place, self._extend(start, entries, turns))
+        turns = self._extend(start, entries)
+        return Digest(shaped, size, most, (first, second), identity, nested, place, turns)
 
-    def _extend(self, start: bytes, entries: Sequence[bytes], turns: list[RecordedTurn]) -> tuple[RecordedTurn, ...]:
-        """The whole list; also kept under its id."""
-        before = self._lists.use(start) if start else ()
-        if before is None:
+    def _extend(self, start: bytes, entries: Sequence[bytes]) -> tuple[RecordedTurn, ...]:
+        """The whole list. It is kept under its id, and so is each that ends with one of the entries."""
+        listed = self._lists.use(start) if start else ()
+        if listed is None:
             raise UnknownTurnsError
-        listed, way = before, start or _NONE
-        for entry, turn in zip(entries, turns, strict=True):
-            way = continue_id(way, entry)
+        hashed = start
+        for entry, turn in zip(entries, [_unpack(DigestParts(entry[1:])) for entry in entries], strict=True):
+            hashed += entry
             listed = (*listed, turn)[-MAX_TURNS:]
-            self._lists.put(way, listed)
+            self._lists.put(digest(hashed), listed)
         return listed
+
+
+def _take_entry(parts: DigestParts) -> bytes:
+    """The next entry, with its length."""
+    begins = parts.tell()
+    parts.take(parts.take_number(1))
+    return parts.cut(begins)
 
 
 def _unpack(parts: DigestParts) -> RecordedTurn:
@@ -593,7 +570,7 @@ def find_other_key(digests: Mapping[bytes, Digest | NotCounted], ignored: frozen
         ignored: the detector's `ignore_arguments`.
         most: its `max_inspect_bytes`.
     """
-    found = digests.get(_find_shape(ignored), digests.get(b""))
+    found = digests.get(find_shape(ignored), digests.get(b""))
     if found is None:
         return "ignore_arguments"
     if isinstance(found, NotCounted):
@@ -620,7 +597,7 @@ class RecordedDocument(Document):
         Raises:
             NotCounted: they were recorded with other settings, or not counted then.
         """
-        found = self._digests.get(_find_shape(ignored), self._digests.get(b""))
+        found = self._digests.get(find_shape(ignored), self._digests.get(b""))
         if isinstance(found, NotCounted):
             raise found.renew()
         if found is None or find_other_key(self._digests, ignored, self._most):

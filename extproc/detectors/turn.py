@@ -186,7 +186,7 @@ class KnownAction:
     """The action in an assistant's message, cached for later requests that contain the message; never changed.
 
     Attributes:
-        ignored: names of the arguments that were treated as thoughts.
+        ignored: names of the arguments that were treated as thoughts; see `share_names`.
         names: as in `Turn`.
         id: digest of the action, 16 bytes.
         hash: digest of the action, 8 bytes, as in `Turn`.
@@ -227,9 +227,13 @@ class KnownResult:
         normal_id: as in `Turn`, of a normalized result.
         raw: as in `Reduced`.
         normalized: as in `Reduced`, of a normalized result.
+        context: on what the entry depends besides the messages; None if there is no entry.
+        entry: of the turn, as `digests.py` has recorded it.
     """
 
     __slots__ = (
+        "context",
+        "entry",
         "escapes",
         "failure",
         "failure_id",
@@ -272,6 +276,8 @@ class KnownResult:
         self.normal_id: bytes | None = None
         self.raw: bytes | None = None
         self.normalized: bytes | None = None
+        self.context: object = None
+        self.entry = b""
 
     def is_of(self, known: KnownMessages, place: int, end: int, ignored: frozenset[str]) -> bool:
         """Whether it is of the turn with these messages. The assistant's is known to be the same."""
@@ -280,7 +286,7 @@ class KnownResult:
             return False
         if len(serials) > _AS_USUAL and serials != known.serials[place:end]:
             return False
-        return self.ignored is ignored or self.ignored == ignored  # sets compare slowly
+        return self.ignored is ignored
 
 
 class Turn:
@@ -360,7 +366,7 @@ class Turn:
         if known is not None:
             ignored = reading.ignored
             kept: KnownAction | None = known.actions[place]
-            if kept is not None and (kept.ignored is ignored or kept.ignored == ignored):  # sets compare slowly
+            if kept is not None and kept.ignored is ignored:
                 self.known_action = kept
             result: KnownResult | None = known.results[place]
             if result is not None and result.is_of(known, place, end, ignored):
@@ -382,6 +388,11 @@ class Turn:
         self._failure_id: bytes | None = None
         self._returned = False
         self._ids: set[str] = set()
+
+    @property
+    def known_result(self) -> KnownResult | None:
+        """What is kept of the result for later requests, or was; None if nothing is, or if it was not read yet."""
+        return self._kept
 
     @property
     def answered(self) -> bool:
@@ -858,10 +869,14 @@ _encode: Final = json.Encoder().encode
 def encode_turn(turn: AnyTurn) -> bytes:
     """A turn as an entry of a ring: flags, three hashes, as much of its first name as fits, or its words, and its failure."""
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
-    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
-    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
+    return bytes((write_flags(kept),)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
+
+
+def write_flags(kept: Reduced) -> int:
+    """The first byte of an entry."""
+    return _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
 
 
 def decode_turn(entry: bytes) -> Reduced:

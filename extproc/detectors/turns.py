@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final
 
 from extproc.bounded import Memo
 from extproc.decision import WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFailure
+from extproc.detectors.arguments import share_names
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.digests import find_shape, write_digest
@@ -83,7 +84,7 @@ class Turns(HistorySimilarity):
     default_threshold: ClassVar[int | None] = 3
 
     def __init__(self, keys: SimilarityKeys) -> None:
-        self.ignored = frozenset(keys.ignore_arguments)
+        self.ignored = share_names(frozenset(keys.ignore_arguments))
         self._shape = find_shape(self.ignored)
         rules = [self._make_rule(step, notes=place == 0) for place, step in enumerate(keys.list_steps(self.default_threshold))]
         self.rule = rules[0]
@@ -275,9 +276,9 @@ class Turns(HistorySimilarity):
 
     def write_digest(self, document: Document, key: HashKey, memory: Memory | None, most: int) -> str:
         """See `Similarity`."""
-        found: list[History] = [history for history in document.histories or () if history.ignored == self.ignored]
+        found = [history for history in document.histories or () if history.ignored is self.ignored]
         limit = most if document.shortened else 0
-        return write_digest(found, key, memory, len(document), limit)
+        return write_digest(found, self._shape, key, memory, len(document), limit)
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:

@@ -20,15 +20,14 @@ from extproc.detectors.digests import (
     NOT_RECORDED,
     DamagedDigestError,
     DigestParts,
+    Hider,
     UnknownTurnsError,
-    continue_id,
-    derive,
-    hide,
-    hide_place,
+    find_hider,
     is_plain_tool,
     open_digest,
     seal_digest,
 )
+from extproc.detectors.turn import digest
 from extproc.sessions.history import RECORD, CallHistory
 from extproc.store.rules.session import MAX_MONEY, NO_ID
 
@@ -182,7 +181,7 @@ def _write_shown(shown: ShownCalls, known: Any, secret: bytes) -> tuple[int, lis
     added = count if last is None else count - last.count
     if added > _MOST_CALLS or history.newest > _MOST_NEWEST:
         return _write_unreadable(NOT_RECORDED)
-    prefix = derive(secret)
+    hider = find_hider(secret)
     first = _WHOLE if last is None else 0
     parts = [bytes((history.newest,)) + (last.id if last is not None else b"")]
     place = shown.place
@@ -192,17 +191,17 @@ def _write_shown(shown: ShownCalls, known: Any, secret: bytes) -> tuple[int, lis
         first |= _PLACED | _FOLLOWS * follows | _PARENT * bool(place.parent) | _OWN * bool(place.own)
         first |= _BEFORE * bool(place.before)
         named = (place.node, place.own) if follows else (place.node, place.parent, place.own, place.before)
-        parts.append(place.depth.to_bytes(2, "big") + b"".join([hide_place(prefix, part) for part in named if part]))
+        parts.append(place.depth.to_bytes(2, "big") + b"".join([hider.hide_place(part) for part in named if part]))
     tools = last.tools if last is not None else list[bytes]()
     calls = b""
     if added:
         tools = tools.copy()
-        calls = _write_entries(history, count - added, tools, prefix)
+        calls = _write_entries(history, count - added, tools, hider)
         if len(tools) > _MOST_TOOLS:
             return _write_unreadable(NOT_RECORDED)
     parts.append(added.to_bytes(2, "big") + calls)
     if known is not None:
-        identity = continue_id(last.id if last is not None else b"", b"".join(parts[1:]))
+        identity = digest((last.id if last is not None else b"") + b"".join(parts[1:]))
         since = 0 if last is None else last.since + added
         known.counted = WrittenCalls(history.records, identity, tools, since, place, secret)
     return first, parts
@@ -213,7 +212,7 @@ def _write_unreadable(why: str) -> tuple[int, list[bytes]]:
     return _UNREADABLE, [bytes((len(reason),)) + reason]
 
 
-def _write_entries(history: CallHistory, first: int, tools: list[bytes], prefix: bytes) -> bytes:
+def _write_entries(history: CallHistory, first: int, tools: list[bytes], hider: Hider) -> bytes:
     """The calls from an index on; adds their tools to those of the list."""
     records, names, entries = history.records, dict(history.tools), list[bytes]()
     for at in range(first * RECORD, len(records), RECORD):
@@ -227,10 +226,10 @@ def _write_entries(history: CallHistory, first: int, tools: list[bytes], prefix:
             if is_plain_tool(name) and digest_tool(name) == tool:
                 entries.append(bytes((_NEW_TOOL, len(name))) + name.encode())
             else:
-                entries.append(bytes((_NEW_HIDDEN_TOOL,)) + hide(prefix, tool)[:_HIDDEN_TOOL])
+                entries.append(bytes((_NEW_HIDDEN_TOOL,)) + hider.hide(tool)[:_HIDDEN_TOOL])
         call = records[at : at + _ID]
-        entries.append(call if call == NO_ID else hide(prefix, call)[:_ID])
-        entries.append(hide(prefix, records[at + _TOOL : at + _PAIR])[: _PAIR - _TOOL])
+        entries.append(call if call == NO_ID else hider.hide(call)[:_ID])
+        entries.append(hider.hide(records[at + _TOOL : at + _PAIR])[: _PAIR - _TOOL])
     return b"".join(entries)
 
 
@@ -320,7 +319,7 @@ class CallReader:
         place = _read_place(parts, first, before) if first & _PLACED else None
         records, tools, hides = _read_entries(parts, before.tools if before is not None else ())
         listed = _List(before, records, tools, place)
-        self._lists.put(continue_id(start, parts.cut(begins)), listed)
+        self._lists.put(digest(start + parts.cut(begins)), listed)
         joined = listed.join()
         total = sum([int.from_bytes(joined[at + _TOOL : at + _PAIR], "big") for at in range(0, len(joined), RECORD)])
         if newest * RECORD > len(joined):

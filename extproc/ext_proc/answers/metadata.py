@@ -31,7 +31,6 @@ _NUMBER_TAG: Final = 0x11
 _DELIMITED: Final = 2
 """The wire type of strings and messages."""
 
-_SHORT_HEAD: Final = 2
 _SEVEN_BITS: Final = 0x7F
 _MORE: Final = 0x80
 
@@ -41,8 +40,11 @@ _LENGTHS: Final = [bytes([length]) for length in range(_MORE)]
 _CONTINUED: Final = [bytes([length | _MORE]) for length in range(_MORE)]
 
 _LONGEST_KEY: Final = 64
-_KEYS: Final[Memo[str, bytes]] = Memo(512)
-"""Keys of entries, as fields; the names of some headers are a client's choice, so long ones are not cached."""
+_MOST_HEADS: Final = 1_024
+_HEADS: Final[Memo[tuple[str, int], bytes]] = Memo(_MOST_HEADS)
+_TEXT_HEADS: Final[Memo[tuple[str, int], bytes]] = Memo(_MOST_HEADS)
+"""What stands before a value, or before a text, by the entry's key and the length of what follows, in bytes. Long keys are not
+cached, because the names of some headers are a client's choice. 1 MB in all."""
 
 _BEFORE: Final[Memo[int, bytes]] = Memo(512)
 """The bytes before a SESSIONS text that is the only metadata, by its length."""
@@ -70,18 +72,18 @@ def write_sessions(calls: str) -> bytes:
 def write_text(key: str, text: str) -> bytes:
     """An entry with a text, for `write_entries`."""
     raw = text.encode()
-    size = len(raw)
-    field = _KEYS.get(key)
-    if field is None or size > _SEVEN_BITS - 2 * _SHORT_HEAD - len(field):
-        return _write_entry(key, write_field(_STRING, raw))
-    value = size + _SHORT_HEAD
-    head = _TAGS[_FIELDS] + _LENGTHS[len(field) + value + _SHORT_HEAD]
-    return b"".join([head, field, _TAGS[_VALUE], _LENGTHS[value], _TAGS[_STRING], _LENGTHS[size], raw])
+    return write_text_head(key, len(raw)) + raw
 
 
 def write_text_head(key: str, size: int) -> bytes:
-    """What stands before a text of this many bytes, at least one, in the entry of a key."""
-    return write_text(key, "x" * size)[:-size]
+    """What stands before a text of this many bytes in the entry of a key."""
+    head = _TEXT_HEADS.get((key, size))
+    if head is None:
+        before = write_head(_STRING, size)
+        head = _find_head(key, len(before) + size) + before
+        if len(key) <= _LONGEST_KEY:
+            _TEXT_HEADS.put((key, size), head)
+    return head
 
 
 def write_entries(entries: list[bytes]) -> bytes:
@@ -125,15 +127,18 @@ def _write_fields(values: dict[str, Any]) -> bytes:
 
 def _write_entry(key: str, value: bytes) -> bytes:
     """An entry of a Struct's fields."""
-    field = _KEYS.get(key)
-    if field is None:
-        field = write_field(_KEY, _write_text(key))
+    return _find_head(key, len(value)) + value
+
+
+def _find_head(key: str, size: int) -> bytes:
+    """What stands before a value of this many bytes in the entry of a key."""
+    head = _HEADS.get((key, size))
+    if head is None:
+        before = write_field(_KEY, _write_text(key)) + write_head(_VALUE, size)
+        head = write_head(_FIELDS, len(before) + size) + before
         if len(key) <= _LONGEST_KEY:
-            _KEYS.put(key, field)
-    size, length = len(value), len(field) + len(value) + _SHORT_HEAD
-    if length <= _SEVEN_BITS:  # nearly all
-        return b"".join([_TAGS[_FIELDS], _LENGTHS[length], field, _TAGS[_VALUE], _LENGTHS[size], value])
-    return write_field(_FIELDS, field + write_field(_VALUE, value))
+            _HEADS.put((key, size), head)
+    return head
 
 
 def _write_text(text: str) -> bytes:

@@ -292,16 +292,31 @@ def test_conversations_that_branch_have_digests_of_their_own() -> None:
     assert {judged.verdicts[0].action for judged in recorder.judged} == {"allow", "warn"}
 
 
+def test_a_branch_in_the_middle_of_what_was_written_goes_on_from_there() -> None:
+    """A shorter history, or one with other newest turns, is written as what differs; the longer one can still go on."""
+    other = policy("other", ANY, **BY_USER, action="warn")
+    recorder = Recorder(other)
+    turns = [Did((("bash", {"cmd": f"ls {number % 5}"}),), (f"line {number % 5} of many " * 30,)) for number in range(12)]
+    another = Did((("bash", {"cmd": "cat b"}),), ("something else " * 30,))
+    sent = [turns[:9], turns[:4], turns[:10], [*turns[:6], another], [*turns[:6], another, another], turns[:11], turns]
+    sizes = [len(recorder.send(as_chat(each), x_user_id="ann")["turns"][0]) for each in sent]
+    replay = Replay(other)
+
+    assert compare(recorder.judged, replay.add(recorder.lines)) == []
+    assert replay.problems == []
+    assert max(sizes[1:]) < sizes[0]  # none is whole
+
+
 def test_old_messages_that_change_cost_no_digest_of_those_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that clears an old result with each request: entries of unchanged turns are used again, and decide as live."""
     packed: list[object] = []
-    pack = digests._pack
+    write = digests._write_entry
 
-    def note(turn: Any, prefix: bytes) -> bytes:  # noqa: ANN401  # any turn
-        packed.append(turn)
-        return pack(turn, prefix)
+    def note(kept: Any, hider: digests.Hider, *, calls: bool) -> bytes:  # noqa: ANN401  # any turn
+        packed.append(kept)
+        return write(kept, hider, calls=calls)
 
-    monkeypatch.setattr(digests, "_pack", note)
+    monkeypatch.setattr(digests, "_write_entry", note)
     recorder = Recorder(ONE)
     turns = [Did((("bash", {"cmd": f"cat {number % 7}"}),), (f"line {number % 7} of many " * 40,)) for number in range(30)]
     counts = []

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.apis import conversation
 from extproc.cli.main import main
 from extproc.cli.replay.advice import find_percentile, list_thresholds, recommend_limits, recommend_turns
 from extproc.cli.replay.records import parse_line
@@ -22,7 +23,7 @@ from extproc.sessions.rates import Usage
 from tests.support.access_logs import USER, make_record, write_lines
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
-from tests.support.recorded import SECRET, Recorder
+from tests.support.recorded import SECRET, Recorder, make_cache
 from tests.support.turn_writers import Did, as_chat
 
 TURNS = policy("p", ANY, similarity="turns", threshold_identical_requests=3, **USER)
@@ -53,6 +54,12 @@ def make_traffic() -> list[dict[str, Any]]:
     runs += [[work(1), *[TALK] * 9]]
     requests = [each for place, turns in enumerate(runs) for each in converse(f"user-{place}", place / 50, turns)]
     return sorted(requests, key=lambda record: record["time"])
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No conversation is known from another test."""
+    monkeypatch.setattr(conversation, "_KNOWN", make_cache())
 
 
 class Tuned:
