@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import ssl
 import time
@@ -19,6 +20,8 @@ from extproc.transport.ask_health import NoAnswerError
 
 _HANDSHAKE_SECONDS = 5.0
 _DATAGRAM = 2**16
+
+logging.getLogger("quic").setLevel(logging.CRITICAL)  # the table has the error
 
 
 class Http3Request(NamedTuple):

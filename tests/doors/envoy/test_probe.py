@@ -114,7 +114,7 @@ def test_a_request_without_a_caller_is_not_counted(capsys: pytest.CaptureFixture
     assert "chat: " in found["HTTP/1.1"][1]
 
 
-def serve_quic(text: str, folder: Path, *, advertised: bool, guarded: bool) -> str:
+def serve_quic(text: str, folder: Path, *, advertised: bool, guarded: bool, window: int = 2**24) -> str:
     """A gateway with TLS and a listener for HTTP/3, each with the same routes."""
     document = read_yaml(text)
     (over_tcp,) = document["static_resources"]["listeners"]
@@ -122,8 +122,9 @@ def serve_quic(text: str, folder: Path, *, advertised: bool, guarded: bool) -> s
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     over_udp = copy.deepcopy(over_tcp)
+    options = {"quic_protocol_options": {"initial_stream_window_size": window}}
     address = {"socket_address": {"protocol": "UDP", "address": "127.0.0.1", "port_value": port}}
-    over_udp |= {"name": "quic", "address": address, "udp_listener_config": {"quic_options": {}}}
+    over_udp |= {"name": "quic", "address": address, "udp_listener_config": {"quic_options": options}}
     for listener, kind, protocols in ((over_tcp, "tls", ["h2", "http/1.1"]), (over_udp, "quic", ["h3"])):
         (chain,) = listener["filter_chains"]
         files = {"certificate_chain": {"filename": f"{folder}/chain.pem"}, "private_key": {"filename": f"{folder}/key.pem"}}
@@ -186,18 +187,20 @@ def test_a_port_for_http3_may_be_named(
     certificates: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--http3` asks a listener that nothing advertises, at the port of the URL, if its certificate is good."""
-    with stack(CHAT, edit=partial(serve_quic, folder=certificates, advertised=False, guarded=True)) as running:
+    edit = partial(serve_quic, folder=certificates, advertised=False, guarded=True, window=2**20)
+    with stack(CHAT, edit=edit) as running:
         (port,) = (
             entry["local_address"]["socket_address"]["port_value"]
             for entry in json.loads(running.envoy.admin("/listeners?format=json"))["listener_statuses"]
             if entry["name"] == "quic"
         )
-        _, found = probe(running, capsys, *USER, "--http3", "--probe-size", "1000", scheme="https", port=port)
+        _, found = probe(running, capsys, *USER, "--http3", scheme="https", port=port)
         _, without = probe(running, capsys, *USER, "--probe-size", "1000", scheme="https")
         monkeypatch.setenv("SSL_CERT_FILE", f"{certificates}/chain.pem")
         _, distrusted = probe(running, capsys, *USER, "--http3", scheme="https", port=port)
 
     assert (found["HTTP/1.1"][0], found["HTTP/3"][0]) == ("stopped", "guarded")
+    assert "too_large" in found["HTTP/3, large body"][1]  # for the stream's window
     assert without["HTTP/3"] == ("stopped", "the gateway does not offer HTTP/3")
     assert "HTTP/3, query" not in without
     assert distrusted["HTTP/3"] == ("stopped", "unable to get local issuer certificate")
