@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from heapq import nsmallest
 from operator import attrgetter
@@ -32,7 +32,7 @@ from extproc.sockets import keep_alive, open_listening_socket
 from extproc.store.pending import Listener
 from extproc.transport import grpc
 from extproc.transport.acceptor import Acceptor
-from extproc.transport.grpc import Call, HalfClosed, Message, MessageReceived
+from extproc.transport.grpc import Call, HalfClosed, MessageReceived
 from extproc.transport.headers import Cache
 from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Http2Limits, Pool
