@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Final
 
 from extproc.ext_proc.answers.go_on import hand_on
+from extproc.ext_proc.held import HeldBody
 from extproc.ext_proc.wire import BODY_DUPLEX, EnvoyMessage
 from extproc.request.patch import Pieces
 
@@ -31,13 +32,14 @@ class Duplex:
     Attributes:
         holds: the request's body is held, and its headers are not answered.
         untimed: Envoy waits for answers about the request for any time.
+        held: what is held of the body; None before its first part.
         before: messages to send before the next answer.
         part: the message that hands the newest part of a body back, to which the answer belongs; empty for none.
         whole: the pieces of the held body, once it has ended.
         has_trailers: the held body ends with trailers.
     """
 
-    __slots__ = ("_begun", "_request", "_response", "before", "has_trailers", "holds", "part", "untimed", "whole")
+    __slots__ = ("_begun", "_request", "_response", "before", "has_trailers", "held", "holds", "part", "untimed", "whole")
 
     def __init__(self, first: EnvoyMessage) -> None:
         """Read the body modes from the first message of a stream."""
@@ -45,6 +47,7 @@ class Duplex:
         self._response = first.response_mode == BODY_DUPLEX
         self._begun = False  # a message about the response has come
         self.holds = False
+        self.held: HeldBody | None = None
         self.before: list[bytes] = []
         self.part = b""
         self.whole: list[bytes | memoryview] | None = None
@@ -88,6 +91,8 @@ class Duplex:
 
 def write_parts(pieces: Pieces, *, ended: bool) -> list[bytes]:
     """The messages that hand these pieces of a request's body back; with `ended`, they are its end."""
+    if ended and len(pieces) == 1 and len(pieces[0]) <= _PART:  # as almost always
+        return [hand_on(pieces, ended=True)]
     parts: list[bytes] = []
     group: Pieces = []
     room = _PART

@@ -23,9 +23,10 @@ from extproc.engine.handover import POLICY_ATTRIBUTE, POLICY_METADATA, parse_nam
 from extproc.errors import ProtocolError
 from extproc.ext_proc.answers.go_on import LAST_HEADERS, end_headers, hand_back, hand_on, let_go_on
 from extproc.ext_proc.duplex import HELD_BYTES, Duplex, write_parts
+from extproc.ext_proc.held import HeldBody
 from extproc.ext_proc.service import Service, Waiting
 from extproc.ext_proc.transaction import DONE, GO_ON, HEADERS, Later, MaybeLater, Reply, Transaction
-from extproc.ext_proc.upload import CUT_OFF, MORE, SMALLEST_LIMIT, Upload
+from extproc.ext_proc.upload import CUT_OFF, MORE, SMALLEST_LIMIT, Upload, is_framed
 from extproc.ext_proc.wire import (
     BODY_BUFFERED,
     BODY_BUFFERED_PARTIAL,
@@ -223,7 +224,7 @@ class Stream(Waiting):
     @property
     def held(self) -> int:
         """See `Waiting`."""
-        return self._upload.held if self._upload is not None and self._transaction.holds else 0
+        return self._duplex.held.size if self._duplex is not None and self._duplex.held is not None else 0
 
     def take_handed_on(self) -> Sequence[bytes]:
         """Messages to send now, without waiting for the next one of Envoy."""
@@ -349,24 +350,26 @@ class Stream(Waiting):
 
     def _on_held(self, kind: str, duplex: Duplex, evaluation: Evaluation, message: EnvoyMessage) -> MaybeLater:
         """Hold another chunk of a body, or judge the request at the body's end."""
-        upload = self._upload
-        if upload is None:
-            upload = self._upload = self._start_upload(evaluation)
-        chunk, size, by_trailers = message.body, len(message.body), kind == "request_trailers"
-        too_long = upload.body.length + size > upload.longest
-        if too_long or not (message.ended or self._service.make_memory(size, upload.held + size)):
+        held = duplex.held
+        if held is None:
+            longest = max(evaluation.inspects, evaluation.steers, HELD_BYTES)
+            held = duplex.held = HeldBody(self._service.kept, longest)
+        chunk, size, ended = message.body, len(message.body), message.ended
+        too_long = held.sums.length + size > held.longest
+        if too_long or not (ended or self._service.make_memory(size, held.size + size)):
             self._send_on(inspects=too_long)
-            duplex.part = hand_on([chunk], ended=message.ended)
-            return self._on_chunk(kind, evaluation, chunk, ended=message.ended)
-        if upload.add(chunk, ended=message.ended) == MORE:
+            duplex.part = hand_on([chunk], ended=ended)
+            return self._on_chunk(kind, evaluation, chunk, ended=ended)
+        held.add(chunk, ended=ended)
+        if not ended:
             return _HELD
         self._stop_waiting()
-        framed = is_grpc(evaluation.request) and upload.is_framed
-        pieces = duplex.whole = upload.take_held()
-        duplex.has_trailers = by_trailers
+        sums, framed = held.sums, is_grpc(evaluation.request) and is_framed(held.read_start(), held.sums.length)
+        pieces = duplex.whole = held.take()
+        duplex.has_trailers = kind == "request_trailers"
         if framed:
             return self._transaction.judge("request_headers", evaluation, None, "grpc")
-        sums, encoded = upload.body, "content-encoding" in evaluation.request.headers
+        encoded = "content-encoding" in evaluation.request.headers
         content: bytes | memoryview | None = None
         reads = sums.length <= max(evaluation.inspects, evaluation.steers) or (evaluation.reads_ends and evaluation.is_plain)
         if reads or encoded:
@@ -384,28 +387,31 @@ class Stream(Waiting):
 
     def _send_on(self, *, inspects: bool) -> None:
         """Send on what is held of a body that has not ended, and the rest as it comes. With `inspects`, it can be inspected."""
-        duplex, evaluation, upload = self._duplex, self._evaluation, self._upload
+        duplex, evaluation = self._duplex, self._evaluation
         if duplex is None or not duplex.holds:
             return
         duplex.holds = self._transaction.holds = False
         self._transaction.late = True
         duplex.before = [_HEADERS]
-        if upload is not None and evaluation is not None:
-            duplex.before += write_parts(upload.list_held(), ended=False)
+        held = duplex.held
+        if held is not None and evaluation is not None:
+            start, pieces = held.read_start(), held.take()
+            duplex.before += write_parts(pieces, ended=False)
             most = evaluation.inspects if inspects else 0
-            upload.shrink(most, self._open_excerpt(evaluation, most) if inspects else None)
+            excerpt = self._open_excerpt(evaluation, most) if inspects else None
+            self._upload = Upload(self._service.kept, self._body_mode, b"", most, excerpt=excerpt)
+            self._upload.follow(held.sums, start, pieces)
 
     def _let_held_go(self, message: EnvoyMessage, kind: str) -> str:
         """The phase to answer after an error: while a whole body is held, its headers are still to be answered."""
-        duplex, upload = self._duplex, self._upload
+        duplex = self._duplex
         if duplex is None or not duplex.holds or kind in HEADERS:
             return kind
         if duplex.whole is not None:
             return "request_headers"
         duplex.before = [_HEADERS]
-        if upload is not None:
-            duplex.before += write_parts(upload.list_held(), ended=False)
-            upload.drop()
+        if duplex.held is not None:
+            duplex.before += write_parts(duplex.held.take(), ended=False)
         if kind == "request_body":
             duplex.part = hand_on([message.body], ended=message.ended)
         duplex.holds = self._transaction.holds = False
@@ -433,9 +439,6 @@ class Stream(Waiting):
         if self._transaction.observed and self._body_mode < 0:
             self._body_mode = BODY_STREAMED  # the only way to observe bodies; Envoy sends observers no protocol_config
         length = evaluation.request.headers.get("content-length", b"")
-        if self._transaction.holds:
-            longest = max(evaluation.inspects, evaluation.steers, HELD_BYTES)
-            return Upload(self._service.kept, self._body_mode, b"", longest, whole=True)
         if self._body_mode == BODY_DUPLEX:
             length = b""  # it ends only when Envoy says so, because every part has to be handed back
         keeps = max(evaluation.inspects, evaluation.steers) if self._transaction.buffered else evaluation.inspects
@@ -464,6 +467,8 @@ class Stream(Waiting):
         """The expected body will not come, so the request is not counted."""
         if self._upload is not None:
             self._upload.drop()
+        if self._duplex is not None and self._duplex.held is not None:
+            self._duplex.held.take()
         evaluation = self._stop_waiting()
         if evaluation is not None:
             evaluation.give_up(reason)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from extproc.apis.excerpt import Excerpt
-from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_DUPLEX, BODY_STREAMED, LARGE
-from extproc.request.fingerprint import NO_BODY
+from extproc.ext_proc.wire import BODY_BUFFERED, BODY_BUFFERED_PARTIAL, BODY_DUPLEX, BODY_STREAMED
+from extproc.request.fingerprint import NO_BODY, Body
 
 MAX_KEPT = 64 * 2**20
 """Maximum bytes of streamed bodies kept at once. Buffered bodies come in one message and are not kept."""
@@ -68,8 +68,6 @@ class Upload:
         "_last",
         "_limit",
         "_mode",
-        "_pieces",
-        "_pieces_size",
         "_start",
         "body",
     )
@@ -82,8 +80,6 @@ class Upload:
         inspects: int,
         limit: int = SMALLEST_LIMIT,
         excerpt: Excerpt | None = None,
-        *,
-        whole: bool = False,
     ) -> None:
         """Start with an empty body.
 
@@ -94,10 +90,7 @@ class Upload:
             inspects: maximum length of a body to inspect, in bytes.
             limit: Envoy's buffer limit in bytes, or less.
             excerpt: takes the bytes of a longer body; None if longer bodies are not inspected.
-            whole: keep the body as it came, to hand it back. It must not be longer than `inspects`.
         """
-        self._pieces: list[bytes | memoryview] | None = [] if whole else None  # what has come before `_before`
-        self._pieces_size = 0
         self._excerpt = excerpt
         self._keeps = True  # every needed byte was kept
         self._kept = kept
@@ -147,64 +140,27 @@ class Upload:
         if not (self._keeps and self._kept.claim(len(chunk))):
             self.drop()
             return
-        if self._pieces is not None and len(chunk) >= LARGE:  # smaller ones would take up more memory than they are long
-            self._close_piece(self._pieces)
-            self._pieces.append(chunk)
-            self._pieces_size += len(chunk)
-        else:
-            self._before += chunk
+        self._before += chunk
 
-    def _close_piece(self, pieces: list[bytes | memoryview]) -> None:
-        if self._before:
-            pieces.append(bytes(self._before))
-            self._pieces_size += len(self._before)
-            self._before = bytearray()
-
-    @property
-    def held(self) -> int:
-        """The number of bytes that are kept."""
-        return self._pieces_size + len(self._before)
-
-    @property
-    def longest(self) -> int:
-        """Maximum length of a body to keep as a whole, in bytes."""
-        return self._inspects
-
-    def take_held(self) -> list[bytes | memoryview]:
-        """Return the pieces of a body that was kept as a whole, and keep none."""
-        last, held = self._last, self.list_held()
-        self.drop()
-        if len(last):
-            held.append(last)
-        return held
-
-    def list_held(self) -> list[bytes | memoryview]:
-        """The pieces so far of a body that was kept as a whole."""
-        pieces = self._pieces if self._pieces is not None else []
-        self._close_piece(pieces)
-        return [*pieces]
-
-    def shrink(self, inspects: int, excerpt: Excerpt | None) -> None:
-        """Keep only what may be inspected from now on, as in `__init__`."""
-        self._inspects, self._excerpt = inspects, excerpt
-        if not inspects:
+    def follow(self, body: Body, start: bytes, pieces: list[bytes | memoryview]) -> None:
+        """Continue a body of which these pieces have come, with these checksums, and which begins like this."""
+        self.body, self._start = body, start
+        excerpt, most = self._excerpt, self._inspects
+        if not (most and self._kept.claim(body.length)):
             self.drop()
             return
-        self._before, self._pieces, self._pieces_size = bytearray(b"".join(self.list_held())), None, 0
-        before = len(self._before)
+        self._before = bytearray(b"".join(pieces))
         if excerpt is not None:
-            while len(self._before) > inspects and not excerpt.lost:
+            while len(self._before) > most and not excerpt.lost:
                 excerpt.shorten(self._before)
-            self._kept.free(before - len(self._before))
-        if len(self._before) > inspects or (excerpt is not None and excerpt.lost):
+            self._kept.free(body.length - len(self._before))
+        if len(self._before) > most or (excerpt is not None and excerpt.lost):
             self.drop()
 
     @property
     def is_framed(self) -> bool:
         """Whether the body is complete and begins like a gRPC message, as no JSON does."""
-        start = self._start + bytes(self._last[: _PREFIX - len(self._start)])
-        whole = len(start) == _PREFIX and start[0] in (0, 1)
-        return whole and _PREFIX + int.from_bytes(start[1:], "big") <= self.body.length
+        return is_framed(self._start + bytes(self._last[: _PREFIX - len(self._start)]), self.body.length)
 
     def take_content(self) -> tuple[bytes | memoryview | None, Excerpt | None]:
         """Return the kept bytes and the excerpt, and keep neither.
@@ -236,6 +192,11 @@ class Upload:
     def drop(self) -> None:
         """Drop the bytes: the body will not be inspected."""
         self._keeps = False
-        self._kept.free(self.held)
-        self._before, self._pieces, self._pieces_size = bytearray(), None, 0
+        self._kept.free(len(self._before))
+        self._before = bytearray()
         self._last = b""
+
+
+def is_framed(start: bytes, length: int) -> bool:
+    """Whether a body that begins like this, and has this length, begins with a message of gRPC."""
+    return len(start) == _PREFIX and start[0] in (0, 1) and _PREFIX + int.from_bytes(start[1:], "big") <= length

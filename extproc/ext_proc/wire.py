@@ -61,6 +61,7 @@ _RAW_VALUE: Final = 3 << 3 | 2
 _BODY: Final = 1 << 3 | 2
 _BODY_END: Final = 2 << 3
 _BODY_MODE: Final = 1 << 3
+_RESPONSE_MODE: Final = 2 << 3
 
 LARGE: Final = 4_096
 """From this size on, a view of the bytes is cheaper than a copy."""
@@ -384,9 +385,7 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
         if key == _OBSERVABILITY_MODE:
             message.observed, position = _read_flag(data, position, key)
         elif key == _PROTOCOL_CONFIG:
-            if data[position + 1] != 2 or data[position + 2] != _BODY_MODE or data[position + 3] >= _MORE:  # noqa: PLR2004  # bytes
-                raise _UnusualError  # it contains more than the body mode
-            message.body_mode, position = data[position + 3], position + 4
+            position = _walk_config(data, position + 1, message)
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
             size, position = _read_size(data, position + 1)
             position += size
@@ -394,6 +393,28 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
             raise _UnusualError
     if position != len(data):
         raise _UnusualError
+
+
+def _walk_config(data: bytes, position: int, message: EnvoyMessage) -> int:
+    """Parse the body modes, whose size is at `position`; returns where they end."""
+    size = data[position]
+    if size >= _MORE or message.body_mode != BODY_UNTOLD:
+        raise _UnusualError
+    message.body_mode = message.response_mode = BODY_NONE  # which is not written
+    position += 1
+    end = position + size
+    while position < end:
+        key, mode = data[position], data[position + 1]
+        if key == _BODY_MODE and mode < _MORE:
+            message.body_mode = mode
+        elif key == _RESPONSE_MODE and mode < _MORE:
+            message.response_mode = mode
+        else:
+            raise _UnusualError
+        position += 2
+    if position != end:
+        raise _UnusualError
+    return position
 
 
 def _read_size(data: bytes, position: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ PROBE_HEADER: Final = "x-loopguard-probe"
 
 _SECONDS: Final = 600
 _MOST_PROBES: Final = 8
-_MOST_MARKS: Final = 1_000
+_MOST_MARKS: Final = 5_000
 _LONGEST_MARK: Final = 64
 
 

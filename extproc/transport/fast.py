@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from heapq import nsmallest
 from operator import attrgetter
@@ -32,7 +32,7 @@ from extproc.sockets import keep_alive, open_listening_socket
 from extproc.store.pending import Listener
 from extproc.transport import grpc
 from extproc.transport.acceptor import Acceptor
-from extproc.transport.grpc import Call, HalfClosed, Message, MessageReceived
+from extproc.transport.grpc import Call, HalfClosed, MessageReceived
 from extproc.transport.headers import Cache
 from extproc.transport.health import ACCESS_LOG, EXT_PROC, HEALTH, Health
 from extproc.transport.http2 import Http2Limits, Pool
@@ -294,7 +294,9 @@ class _Peer(asyncio.Protocol):
 
     def _answer(self, call: Call, reply: Reply) -> None:
         if reply.rest and reply.answer is not None:
-            self._answer_all(call, reply.answer, reply.rest, done=reply.done)
+            self._grpc.send_all(call, [reply.answer, *reply.rest], last=reply.done)
+            if reply.done:
+                self._drop(call.number)
         elif reply.done:
             if reply.answer is None:
                 self._grpc.finish(call, grpc.OK)
@@ -303,17 +305,6 @@ class _Peer(asyncio.Protocol):
             self._drop(call.number)
         elif reply.answer is not None:
             self._grpc.send(call, reply.answer)
-
-    def _answer_all(self, call: Call, first: Message, rest: Sequence[bytes], *, done: bool) -> None:
-        """Send several messages; with `done`, they end the call."""
-        self._grpc.send(call, first)
-        for message in rest[:-1]:
-            self._grpc.send(call, message)
-        if done:
-            self._grpc.answer(call, rest[-1])
-            self._drop(call.number)
-        else:
-            self._grpc.send(call, rest[-1])
 
     def _finish(self, call: Call, status: int, message: str = "") -> None:
         """End a call with a status, and stop the work for it."""

@@ -10,7 +10,7 @@ anything that its owner sends is dropped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final, TypeAlias
 from urllib.parse import quote
@@ -221,6 +221,20 @@ class GrpcConnection:
         self._start(call)
         self._send(call, message, _OK_TRAILERS)
         self._close(call)
+
+    def send_all(self, call: Call, messages: Sequence[Message], *, last: bool) -> None:
+        """Send several messages in as few frames as they fit into; after the `last` ones, the status OK."""
+        if call.over:
+            return
+        self._start(call)
+        pieces: list[bytes | memoryview] = []
+        for message in messages:
+            size = len(message) if isinstance(message, bytes) else sum([len(piece) for piece in message])
+            pieces.append(size.to_bytes(_PREFIX, "big"))
+            pieces += [message] if isinstance(message, bytes) else message
+        self._http.send_long(call.stream, pieces, _OK_TRAILERS if last else None)
+        if last:
+            self._close(call)
 
     def _send(self, call: Call, message: Message, trailers: bytes | None) -> None:
         if isinstance(message, bytes):

@@ -82,6 +82,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     probe.add_argument(
         "--probe-size", type=_parse_size, default=2 * 2**20, metavar="BYTES", help="size of the large body (default 2097152)"
     )
+    probe.add_argument(
+        "--http3",
+        action="store_true",
+        help="also send over HTTP/3 to gateways that do not advertise it (alt-svc): to the URL's port",
+    )
 
 
 def _parse_size(text: str) -> int:
@@ -99,7 +104,14 @@ def run(options: argparse.Namespace) -> int:
     from extproc.cli.envoy_check.needs import find_needs  # noqa: PLC0415
     from extproc.cli.envoy_check.show import make_json, print_report  # noqa: PLC0415
     from extproc.cli.probe.spellings import list_names  # noqa: PLC0415
-    from extproc.cli.probe.verdicts import is_guarded, list_paths, print_results, probe, read_headers  # noqa: PLC0415
+    from extproc.cli.probe.verdicts import (  # noqa: PLC0415
+        ProbeSettings,
+        is_guarded,
+        list_paths,
+        print_results,
+        probe,
+        read_headers,
+    )
 
     if options.file == "":
         raise UsageError("the file's name is empty")
@@ -117,7 +129,8 @@ def run(options: argparse.Namespace) -> int:
     if options.probe:
         paths = list_paths(policies, report)
         clients = open_clients(options.loopguard, "--loopguard")
-        results = probe(options.probe, paths, read_headers(options.header), clients, options.probe_size)
+        given = ProbeSettings(read_headers(options.header), options.probe_size, options.http3)
+        results = probe(options.probe, paths, clients, given)
     if options.json:
         found = make_json(report, source) if report is not None else {}
         print(json.dumps({**found, **({"probes": [result.describe() for result in results]} if results else {})}, indent=2))

@@ -26,7 +26,7 @@ CODES = {
     "forged-marks": "Clients can send headers that only Loopguard should set.",
     "health-checks": "Envoy keeps calling a Loopguard that drains or hangs.",
     "http2": "The cluster does not use HTTP/2, which gRPC needs.",
-    "http2-window": "As `buffer-limit`, for HTTP/2: the limit is the stream's window.",
+    "http2-window": "As `buffer-limit`, for HTTP/2 and HTTP/3: the limit is the stream's window.",
     "idle-timeout": "A throttled request ends because its stream is idle.",
     "jwt": "`jwt:` keys are always missing: tokens are not verified, verified too late, or their claims are not forwarded.",
     "kept-bodies": "An upstream can receive part of an upload twice.",

@@ -5,8 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+HTTP_2, HTTP_3 = 2, 3
+
+HTTP_3_PLAIN = "HTTP/3"
+"""The name of the first request over HTTP/3."""
 
 _LETTER = re.compile(r"[A-Za-z](?=[^/]*$)")
 
@@ -18,9 +23,9 @@ class Spelling(NamedTuple):
         name: for people.
         alias: its path differs from the policy's: an upstream may not know it.
         chunked: HTTP/1.1 without a length.
-        http2: over HTTP/2; otherwise, HTTP/1.1.
+        version: of HTTP.
         trailers: the request ends in trailers.
-        protocol: of an extended CONNECT (RFC 8441), which is what an upgrade is over HTTP/2; empty for none.
+        protocol: of an extended CONNECT (RFC 8441, 9220), which is what an upgrade is over HTTP/2 and HTTP/3; empty for none.
     """
 
     name: str
@@ -30,13 +35,13 @@ class Spelling(NamedTuple):
     body: bytes = b""
     alias: bool = False
     chunked: bool = False
-    http2: bool = False
+    version: int = 1
     trailers: bool = False
     protocol: str = ""
 
 
 def list_spellings(path: str, mark: str, big: int) -> Iterator[Spelling]:
-    """Every spelling of a request for a path.
+    """Every spelling of a request for a path; those over HTTP/3, for which gateways have another listener, come last.
 
     Args:
         path: without the query.
@@ -48,24 +53,39 @@ def list_spellings(path: str, mark: str, big: int) -> Iterator[Spelling]:
         message = {"role": "user", "content": f"loopguard probe {mark} {name} {'x' * size}"}
         return json.dumps({"model": "loopguard-probe", "messages": [message]}).encode()
 
+    upgrade = (("connection", "Upgrade"), ("upgrade", "websocket"), ("sec-websocket-version", "13"))
+    key = (("sec-websocket-key", "bG9vcGd1YXJkLXByb2JlIQ=="),)
     yield Spelling("HTTP/1.1", path, body=write("plain"))
     yield Spelling("HTTP/1.1, chunked", path, body=write("chunked"), chunked=True)
     yield Spelling("HTTP/1.1, trailers", path, body=write("trailers"), chunked=True, trailers=True)
-    yield Spelling("HTTP/2", path, body=write("http2"), http2=True)
-    yield Spelling("HTTP/2, trailers", path, body=write("http2 trailers"), http2=True, trailers=True)
-    yield Spelling("HTTP/2, trailers, no body", path, http2=True, trailers=True)
-    yield Spelling("no body", path)
-    yield Spelling("gzip body", path, headers=(("content-encoding", "gzip"),), body=gzip.compress(write("gzip")))
-    yield Spelling("large body", path, body=write("big", big))
     yield Spelling("large body, chunked", path, body=write("big chunked", big), chunked=True)
-    upgrade = (("connection", "Upgrade"), ("upgrade", "websocket"), ("sec-websocket-version", "13"))
-    key = (("sec-websocket-key", "bG9vcGd1YXJkLXByb2JlIQ=="),)
     yield Spelling("WebSocket upgrade", path, method="GET", headers=upgrade + key)
-    version = upgrade[-1:]
-    yield Spelling("WebSocket over HTTP/2", path, method="CONNECT", headers=version, http2=True, protocol="websocket")
-    yield Spelling("query", f"{path}?loopguard-probe=1", body=write("query"))
+    yield from _list_framed(HTTP_2, path, write)
+    yield from _list_common(1, path, write, big)
+    yield from _list_framed(HTTP_3, path, write)
+    for spelling in _list_common(HTTP_3, path, write, big):
+        yield spelling._replace(name=f"HTTP/3, {spelling.name}")
+
+
+def _list_framed(version: int, path: str, write: Callable[[str], bytes]) -> Iterator[Spelling]:
+    """What differs between HTTP/1.1 and HTTP/2 or HTTP/3."""
+    name = f"HTTP/{version}"
+    yield Spelling(name, path, body=write(name), version=version)
+    yield Spelling(f"{name}, trailers", path, body=write(f"{name} trailers"), version=version, trailers=True)
+    yield Spelling(f"{name}, trailers, no body", path, version=version, trailers=True)
+    websocket = (("sec-websocket-version", "13"),)
+    yield Spelling(f"WebSocket over {name}", path, method="CONNECT", headers=websocket, version=version, protocol="websocket")
+
+
+def _list_common(version: int, path: str, write: Callable[..., bytes], big: int) -> Iterator[Spelling]:
+    """What every version can spell."""
+    zipped = gzip.compress(write(f"gzip {version}"))
+    yield Spelling("no body", path, version=version)
+    yield Spelling("gzip body", path, headers=(("content-encoding", "gzip"),), body=zipped, version=version)
+    yield Spelling("large body", path, body=write(f"big {version}", big), version=version)
+    yield Spelling("query", f"{path}?loopguard-probe=1", body=write(f"query {version}"), version=version)
     for name, alias in _list_aliases(path):
-        yield Spelling(name, alias, body=write(name), alias=True)
+        yield Spelling(name, alias, body=write(f"{name} {version}"), alias=True, version=version)
 
 
 def list_names() -> list[str]:

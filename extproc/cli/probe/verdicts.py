@@ -13,21 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from extproc.cli.envoy_check.inspect import CheckReport
-from extproc.cli.probe.client import ProbeAnswer, send
-from extproc.cli.probe.spellings import Spelling, list_spellings
+from extproc.cli.probe.client import ProbeAnswer, find_http3, send
+from extproc.cli.probe.spellings import HTTP_3_PLAIN, Spelling, list_spellings
 from extproc.errors import UsageError
 from extproc.operator.admin.client import AdminClient
 from extproc.operator.coverage import BY_DESIGN
 from extproc.operator.probes import PROBE_HEADER
 from extproc.policy.loader import PolicySet
 
-GUARDED, STOPPED, UNKNOWN, UNGUARDED = "guarded", "stopped", "no such path", "UNGUARDED"
+GUARDED, STOPPED, UNKNOWN, NOT_SENT, UNGUARDED = "guarded", "stopped", "no such path", "NOT SENT", "UNGUARDED"
 
 _SECONDS = 30.0
 _LATE_SECONDS = 1.0
 _MOST_PATHS = 20
 _REFUSED = 400
 _REDIRECTED = 300
+_HTTPS = 443
 _NO_SUCH_PATH = (404, 405)
 _HEADERS = (("user-agent", "loopguard-probe"), ("content-type", "application/json"))
 
@@ -35,6 +36,20 @@ Noted = Mapping[str, Any]
 """What a Loopguard says about a request: `matched`, `counted` and `left_out` policies."""
 
 _NOTHING: Noted = {"matched": [], "counted": [], "left_out": {}}
+
+
+class ProbeSettings(NamedTuple):
+    """What is sent.
+
+    Attributes:
+        headers: with every request.
+        big: the size of the large body, in bytes.
+        http3: also over HTTP/3 where the gateway does not advertise it: to the URL's own port.
+    """
+
+    headers: Sequence[tuple[str, str]]
+    big: int
+    http3: bool
 
 
 class Result(NamedTuple):
@@ -80,9 +95,8 @@ def read_headers(texts: Sequence[str]) -> list[tuple[str, str]]:
 def probe(
     urls: Sequence[str],
     paths: Sequence[str],
-    headers: Sequence[tuple[str, str]],
     clients: Sequence[AdminClient],
-    big: int,
+    given: ProbeSettings,
 ) -> list[Result]:
     """Send every spelling to every listener, then ask the Loopguards about them; raises LoopguardError if one fails."""
     name = secrets.token_hex(16)
@@ -92,10 +106,15 @@ def probe(
     sent: list[tuple[str, str, Spelling, ProbeAnswer, str]] = []
     for text, url in listeners:
         for path in [url.path] if url.path not in ("", "/") else paths or ["/"]:
-            for spelling in list_spellings(path, f"{name}.{len(sent)}", big):
+            over_udp = (url.hostname or "", url.port or _HTTPS) if given.http3 and url.scheme == "https" else None
+            for spelling in list_spellings(path, f"{name}.{len(sent)}", given.big):
                 mark = f"{name}.{len(sent)}"
-                given = [*_HEADERS, *headers, (PROBE_HEADER, mark)]
-                sent.append((text, path, spelling, send(url, spelling, given, _SECONDS), mark))
+                headers = [*_HEADERS, *given.headers, (PROBE_HEADER, mark)]
+                reply = send(url, spelling, headers, _SECONDS, over_udp)
+                sent.append((text, path, spelling, reply, mark))
+                if spelling.name == HTTP_3_PLAIN and not reply.status:
+                    break  # all others would wait for the same
+                over_udp = find_http3(url, reply.offers) or over_udp
     noted = _ask(clients, name)
     if any(mark not in noted for *_, mark in sent):
         time.sleep(_LATE_SECONDS)  # where Envoy does not wait for Loopguard
@@ -131,7 +150,7 @@ def judge(spelling: Spelling, reply: ProbeAnswer, noted: Noted | None, plain: Pr
     if left_out and BY_DESIGN.keys() >= set(left_out.values()):
         return GUARDED, f"left out on purpose ({told})"
     if not (reply.reached or 0 < reply.status < _REDIRECTED):
-        return STOPPED, _explain(reply)
+        return STOPPED if reply.sent else NOT_SENT, _explain(reply)
     if matched:
         return UNGUARDED, f"matches {', '.join(matched)}, but is not counted{f' ({told})' if told else ''}"
     if spelling.alias and reply.status in _NO_SUCH_PATH and reply.status != plain.status:
@@ -146,10 +165,10 @@ def _explain(reply: ProbeAnswer) -> str:
 
 
 def is_guarded(results: Sequence[Result], ignored: Sequence[str]) -> bool:
-    """Whether no request passes unguarded but for `ignored` ones, and Loopguard has decided some for each listener and path."""
+    """Whether only `ignored` requests can pass unguarded, and Loopguard has decided some for each listener and path."""
     probed = {(result.url, result.path) for result in results}
     guarded = {(result.url, result.path) for result in results if result.verdict == GUARDED}
-    unguarded = {result.spelling.name for result in results if result.verdict == UNGUARDED}
+    unguarded = {result.spelling.name for result in results if result.verdict in (UNGUARDED, NOT_SENT)}
     return probed == guarded and unguarded <= {*ignored}
 
 
@@ -161,7 +180,7 @@ def print_results(results: Sequence[Result], console: Console) -> None:
             table.add_column(Text(column), overflow="fold")
         own = [result for result in results if (result.url, result.path) == (url, path)]
         for result in own:
-            style = {GUARDED: "green", UNGUARDED: "bold red"}.get(result.verdict, "")
+            style = {GUARDED: "green", UNGUARDED: "bold red", NOT_SENT: "bold red"}.get(result.verdict, "")
             table.add_row(
                 Text(result.spelling.name), str(result.reply.status or "-"), Text(result.verdict, style), Text(result.why)
             )
@@ -169,4 +188,5 @@ def print_results(results: Sequence[Result], console: Console) -> None:
         if not any(result.verdict == GUARDED for result in own):
             console.print("  Loopguard has decided none of these: check the path, and credentials (-H)")
     found = [result.verdict for result in results]
-    console.print(", ".join(f"{verdict}: {found.count(verdict)}" for verdict in (GUARDED, STOPPED, UNKNOWN, UNGUARDED)))
+    counted = (GUARDED, STOPPED, UNKNOWN, *([NOT_SENT] if NOT_SENT in found else ()), UNGUARDED)
+    console.print(", ".join(f"{verdict}: {found.count(verdict)}" for verdict in counted))

@@ -132,13 +132,18 @@ def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[b
 def hand_on(pieces: Pieces, *, ended: bool) -> bytes:
     """The answer that hands pieces of a request's body back; with `ended`, they are the last."""
     size = sum([len(piece) for piece in pieces])
-    head = write_head(_BODY, size) if size else b""
-    end = _ENDED if ended else b""
-    length = len(head) + size + len(end)
-    head = write_head(_STREAMED, length) + head
-    for number in (_BODY_MUTATION, _RESPONSE, _REQUEST_BODY):
-        head = write_head(number, len(head) + size + len(end)) + head
-    return b"".join([head, *pieces, end])
+    return _write_part(_REQUEST_BODY, write_head(_BODY, size) if size else b"", pieces, size, _ENDED if ended else b"")
+
+
+def _write_part(phase: int, head: bytes, pieces: Pieces, size: int, end: bytes) -> bytes:
+    """The answer with a StreamedBodyResponse: a head, pieces of this size in all, and an end."""
+    size += len(head) + len(end)
+    streamed = write_head(_STREAMED, size)
+    size += len(streamed)
+    mutation = write_head(_BODY_MUTATION, size)
+    size += len(mutation)
+    response = write_head(_RESPONSE, size)
+    return b"".join([write_head(phase, size + len(response)), response, mutation, streamed, head, *pieces, end])
 
 
 def _write_edit(headers: Sequence[bytes], warning: str) -> bytes:
@@ -156,10 +161,7 @@ def hand_back(kind: str, body: bytes | memoryview) -> bytes:
         kind: `request_body` or `response_body`.
         body: an HttpBody, whose fields are those of a StreamedBodyResponse.
     """
-    head = write_head(_STREAMED, len(body))
-    for number in (_BODY_MUTATION, _RESPONSE, _REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY):
-        head = write_head(number, len(head) + len(body)) + head
-    return b"".join([head, body])
+    return _write_part(_REQUEST_BODY if kind == "request_body" else _RESPONSE_BODY, b"", [body], len(body), b"")
 
 
 _LAST: Final = let_go_on(LAST_HEADERS)

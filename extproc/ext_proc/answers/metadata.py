@@ -149,11 +149,11 @@ def write_head(number: int, length: int) -> bytes:
     """The tag and length of a string or message; the field's number is at most `_DYNAMIC_METADATA`."""
     if length <= _SEVEN_BITS:
         return _TAGS[number] + _LENGTHS[length]
-    head = b""
+    head = _TAGS[number]
     while length > _SEVEN_BITS:
         head += _CONTINUED[length & _SEVEN_BITS]
         length >>= 7
-    return _TAGS[number] + head + _LENGTHS[length]
+    return head + _LENGTHS[length]
 
 
 def write_field(number: int, content: bytes) -> bytes:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from extproc.cli.probe.client import send
-from extproc.cli.probe.spellings import Spelling
+from extproc.cli.probe.spellings import HTTP_2, Spelling
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from extproc.pb.health_pb2 import HealthCheckResponse
 from tests.support.documents import bundle, policy
@@ -69,7 +69,7 @@ def test_a_streamed_body_that_was_held_is_lost_if_trailers_follow() -> None:
             with stack(document, edit=_stream, endpoints=[address]) as running:
                 url = urlsplit(f"http://127.0.0.1:{running.envoy.port}")
                 for trailers in (False, True):
-                    spelling = Spelling("", "/", body=_BODY, http2=True, trailers=trailers)
+                    spelling = Spelling("", "/", body=_BODY, version=HTTP_2, trailers=trailers)
                     assert send(url, spelling, [], 30).status == 200
                 bodies = [seen.body for seen in running.upstream.seen]
         finally:

@@ -720,6 +720,24 @@ def test_an_edge_with_small_limits_would_break_uploads() -> None:
     ]
 
 
+def test_a_listener_for_http3_has_a_limit_of_its_own() -> None:
+    """It is a listener like others, but bodies are limited by the window of its streams, as in the real Envoy."""
+    document = good()
+    (listener,) = document["static_resources"]["listeners"]
+    listener |= {"per_connection_buffer_limit_bytes": 1000, "udp_listener_config": {"quic_options": {}}}
+    find(document, MANAGER).pop("http2_protocol_options")
+    before = found(document)
+    listener["udp_listener_config"]["quic_options"] = {"quic_protocol_options": {"initial_stream_window_size": 20_000}}
+    (whole,) = report(document).findings
+    find(document, MODE)["request_body_mode"] = "BUFFERED_PARTIAL"
+    (partly,) = (item for item in report(document).findings if item.code == "told-limit")
+
+    assert before == []
+    assert (whole.code, whole.place.pointer.rpartition("/")[2]) == ("http2-window", "initial_stream_window_size")
+    assert "an HTTP/3 body above 20,000 bytes gets a 413" in whole.problem
+    assert "above 20,000 bytes" in partly.problem
+
+
 def test_an_envoy_without_loopguard_guards_nothing() -> None:
     """An Envoy without Loopguard is one finding, and what it needs is named."""
     made = report(theirs(good()))

@@ -57,7 +57,7 @@ FACTS.metadata_context.filter_metadata["m"].update({"claim": 7})
 FACTS.ClearField("request_headers")
 BESIDE = st.sampled_from([b"", b"\x42\x00", FACTS.SerializeToString()])
 OBSERVED = st.sampled_from([b"", b"\x50\x01"])
-CONFIG = st.sampled_from([b"", b"\x5a\x02\x08\x02"])
+CONFIG = st.sampled_from([b"", b"\x5a\x02\x08\x02", b"\x5a\x02\x10\x04", b"\x5a\x04\x08\x04\x10\x04"])
 USUAL = usual(HEADERS | BODIES, BESIDE, OBSERVED, CONFIG)
 
 # And what Envoy never sends.
@@ -65,8 +65,10 @@ WILD_HEADER = lengthy(st.just(1), fields(lengthy(st.sampled_from([1, 2, 3]), NAM
 WILD_HEADERS = lengthy(st.sampled_from([2, 2, 3]), fields(lengthy(st.just(1), fields(HEADER, WILD_HEADER)), HEADERS_END, JUNK))
 WILD_BODY = lengthy(st.sampled_from([4, 4, 5, 6]), fields(BODY, lengthy(st.just(1), st.binary(max_size=9)), BODY_END, JUNK))
 WILD_BESIDE = st.one_of(
-    st.sampled_from([b"\x50\x00", b"\x50\x80\x01", b"\x5a\x00", b"\x5a\x02\x08\x00", b"\x5a\x04\x08\x02\x10\x01"]),
-    st.sampled_from([b"\x5a\x02\x08\x05", b"\xc2\x01\x01x", b"\x49", b"\x62\x01x"]),
+    st.sampled_from(
+        [b"\x50\x00", b"\x50\x80\x01", b"\x5a\x00", b"\x5a\x02\x08\x00", b"\x5a\x04\x08\x02\x18\x01", b"\x5a\x03\x08\x02\x10"]
+    ),
+    st.sampled_from([b"\x5a\x02\x08\x05", b"\x5a\x03\x08\x82\x01", b"\xc2\x01\x01x", b"\x49", b"\x62\x01x"]),
     lengthy(st.sampled_from([8, 9, 11, 12]), st.binary(max_size=3)),
 )
 WILD = st.one_of(HEADERS, BODIES, WILD_HEADERS, WILD_BODY, BESIDE, WILD_BESIDE, JUNK)
@@ -80,7 +82,7 @@ class Reading(NamedTuple):
     body: bytes
     ended: bool
     observed: bool
-    body_mode: int
+    modes: tuple[int, int]
     route: str | None
     beside: list[Message]
 
@@ -91,7 +93,7 @@ def read_by_protobuf(data: bytes) -> Reading | None:
         message = ProcessingRequest.FromString(data)
     except DecodeError:
         return None
-    kind = message.WhichOneof("request") or ""
+    kind, modes = message.WhichOneof("request") or "", message.protocol_config
     said = getattr(message, kind) if kind else None
     found: dict[str, bytes] = {}
     for header in message.request_headers.headers.headers:
@@ -103,7 +105,9 @@ def read_by_protobuf(data: bytes) -> Reading | None:
         message.request_body.body,
         kind.endswith("_trailers") or getattr(said, "end_of_stream", False),
         message.observability_mode,
-        message.protocol_config.request_body_mode if message.HasField("protocol_config") else BODY_UNTOLD,
+        (modes.request_body_mode, modes.response_body_mode)
+        if message.HasField("protocol_config")
+        else (BODY_UNTOLD, BODY_UNTOLD),
         attributes["xds.route_name"].string_value if "xds.route_name" in attributes else None,
         list_beside(message),
     )
@@ -116,8 +120,8 @@ def read_by_hand(data: bytes) -> Reading | None:
         route, beside = message.read_attribute("xds.route_name"), list_beside(message.parse_beside())
     except DecodeError:
         return None
-    said = message.kind, message.headers, bytes(message.body), message.ended, message.observed, message.body_mode
-    return Reading(*said, route, beside)
+    said = message.kind, message.headers, bytes(message.body), message.ended, message.observed
+    return Reading(*said, (message.body_mode, message.response_mode), route, beside)
 
 
 def list_beside(message: ProcessingRequest) -> list[Message]:
@@ -131,6 +135,7 @@ def list_beside(message: ProcessingRequest) -> list[Message]:
 @example(field(4, field(1, b"xyz") + field(1, b"\0")))
 @example(field(4, field(1, b"xyz")) + field(2, b"") + field(4, b""))
 @example(field(2, field(1, field(1, field(1, b"a") + field(3, b"1")) + field(1, field(1, b"a")))))
+@example(field(4, b"") + b"\x5a\x03\x08\x02\x10\x42\x42\x00")
 @example(field(4, b""))
 @example(b"")
 def test_the_answer_is_protobufs(data: bytes) -> None:

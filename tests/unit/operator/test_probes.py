@@ -30,12 +30,12 @@ def test_what_is_noted_is_bounded() -> None:
     """However many marks a client sends and probes an operator starts, few are kept, the newest probes among them."""
     probes = Probes()
     probes.follow(PROBE)
-    for number in range(2_000):
+    for number in range(6_000):
         send(probes, f"{PROBE}.{number}")
     marks = len(probes.follow(PROBE))
     for number in range(100):
         probes.follow(f"{number:032x}")
 
-    assert marks == 1_000
+    assert marks == 5_000
     assert len(probes._seen) == len(probes._ends) == 8
     assert f"{99:032x}" in probes._seen

@@ -12,14 +12,14 @@ from extproc.ext_proc.upload import SMALLEST_LIMIT
 
 _DEFAULT_LIMIT = 2**20
 _DEFAULT_WINDOW = 2**24
-"""Default of Envoy 1.40; older versions have 256 MiB."""
+"""Default of Envoy 1.40; older versions have 256 MiB for HTTP/2."""
 
 _DEFAULT_IDLE = 300.0
 
 
 def check_buffer_limit(guard: Guard) -> Iterator[Finding]:
-    """A body above the limit gets a 413 if bodies are buffered completely. HTTP/2 has another limit."""
-    if guard.manager.place.get("codec_type").text() == "HTTP2":
+    """A body above the limit gets a 413 if bodies are buffered completely. HTTP/2 and HTTP/3 have another limit."""
+    if not _speaks_http1(guard):
         return
     listener = guard.manager.listener.get("per_connection_buffer_limit_bytes")
     for mode, hurts in (("BUFFERED", True), ("BUFFERED_PARTIAL", False)):
@@ -45,19 +45,35 @@ def _find_limit(guard: Guard, route: GuardedRoute) -> float:
     return max(limit, *(level.get("request_body_buffer_limit").number(0) for level in route.route.levels[:2]))
 
 
+def _is_quic(guard: Guard) -> bool:
+    return guard.manager.listener.get("udp_listener_config", "quic_options").is_there
+
+
+def _speaks_http1(guard: Guard) -> bool:
+    return guard.manager.place.get("codec_type").text("AUTO") in ("AUTO", "HTTP1") and not _is_quic(guard)
+
+
+def _find_window(guard: Guard) -> ConfigPlace | None:
+    """The window of a stream; None if the listener has only HTTP/1. That of HTTP/3 belongs to the listener."""
+    manager, name = guard.manager, "initial_stream_window_size"
+    if _is_quic(guard):
+        return manager.listener.get("udp_listener_config", "quic_options", "quic_protocol_options", name)
+    return None if manager.place.get("codec_type").text() == "HTTP1" else manager.place.get("http2_protocol_options", name)
+
+
 def check_http2_window(guard: Guard) -> Iterator[Finding]:
-    """For HTTP/2, the limit of a body is the stream's window."""
-    manager = guard.manager.place
-    window = manager.get("http2_protocol_options", "initial_stream_window_size")
+    """For HTTP/2 and HTTP/3, the limit of a body is the stream's window."""
+    window = _find_window(guard)
     buffered = [route.name for route in guard.guarded if route.body_mode == "BUFFERED"]
-    if not buffered or manager.get("codec_type").text("AUTO") == "HTTP1":
+    if not buffered or window is None:
         return
-    right = f"http2_protocol_options: {{initial_stream_window_size: {guard.needs.uploads}, max_concurrent_streams: 100}}"
+    version, options = (3, "quic_protocol_options") if _is_quic(guard) else (2, "http2_protocol_options")
+    right = f"{options}: {{initial_stream_window_size: {guard.needs.uploads}, max_concurrent_streams: 100}}"
     limit = window.number(_DEFAULT_WINDOW)
     if limit < guard.needs.uploads:
-        problem = f"an HTTP/2 body above {limit:,.0f} bytes gets a 413 from Envoy: the stream's window is the limit"
+        problem = f"an HTTP/{version} body above {limit:,.0f} bytes gets a 413 from Envoy: the stream's window is the limit"
         yield Finding("http2-window", window, problem, right, buffered)
-    elif not window.is_there:
+    elif not window.is_there and not _is_quic(guard):
         problem = "each stream of HTTP/2 may buffer as much as Envoy's default window: 16 MiB, in older ones 256 MiB"
         yield note("http2-window", window, problem, right)
 
@@ -67,10 +83,9 @@ def check_told_limit(guard: Guard) -> Iterator[Finding]:
     partial = [route for route in guard.guarded if route.body_mode == "BUFFERED_PARTIAL"]
     if not partial or guard.observes:
         return
-    manager, names = guard.manager.place, [route.name for route in partial]
-    limits = [_find_limit(guard, route) for route in partial if manager.get("codec_type").text() != "HTTP2"]
-    if manager.get("codec_type").text("AUTO") != "HTTP1":
-        limits.append(manager.get("http2_protocol_options", "initial_stream_window_size").number(_DEFAULT_WINDOW))
+    names, window = [route.name for route in partial], _find_window(guard)
+    limits = [_find_limit(guard, route) for route in partial if _speaks_http1(guard)]
+    limits += [window.number(_DEFAULT_WINDOW)] if window is not None else []
     limit = int(min(limits))
     place = guard.filter.config.get("grpc_service", "initial_metadata")
     told = [item.get("value").text() for item in place.items() if item.get("key").text() == BUFFER_LIMIT_METADATA]

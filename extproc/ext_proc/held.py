@@ -1,0 +1,68 @@
+"""A request body that is held here until its end, to be handed back as it came."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from extproc.ext_proc.upload import UploadMemory
+from extproc.ext_proc.wire import LARGE
+from extproc.request.fingerprint import NO_BODY
+
+_START: Final = 5
+"""The length of what a message of gRPC begins with."""
+
+
+class HeldBody:
+    """One body.
+
+    Attributes:
+        longest: maximum length to hold, in bytes.
+        sums: the length and the checksums of what has come so far.
+        size: the number of bytes that count as held. The last chunk does not: it goes on at once.
+    """
+
+    __slots__ = ("_kept", "_pieces", "_small", "longest", "size", "sums")
+
+    def __init__(self, kept: UploadMemory, longest: int) -> None:
+        """Start with an empty body; `kept` is the memory shared by all of them."""
+        self.longest = longest
+        self.sums = NO_BODY
+        self.size = 0
+        self._kept = kept
+        self._pieces: list[bytes | memoryview] = []
+        self._small: bytearray | None = None  # what has come behind the pieces
+
+    def add(self, chunk: bytes | memoryview, *, ended: bool) -> None:
+        """Add the next chunk, for which there must be room."""
+        size = len(chunk)
+        if not ended:
+            self.size += size
+            self._kept.bytes += size
+        if not size:
+            return
+        self.sums = self.sums.plus(chunk)
+        if self._pieces and size < LARGE:  # many small ones would take up more memory than they are long
+            if self._small is None:
+                self._small = bytearray()
+            self._small += chunk
+            return
+        self.list_pieces().append(chunk)
+
+    def list_pieces(self) -> list[bytes | memoryview]:
+        """The pieces that have come so far."""
+        if self._small is not None:
+            self._pieces.append(bytes(self._small))
+            self._small = None
+        return self._pieces
+
+    def take(self) -> list[bytes | memoryview]:
+        """Return the pieces, and hold none."""
+        pieces = self.list_pieces()
+        self._pieces = []
+        self._kept.free(self.size)
+        self.size = 0
+        return pieces
+
+    def read_start(self) -> bytes:
+        """The first five bytes, or all of a shorter body."""
+        return b"".join([bytes(piece[:_START]) for piece in self.list_pieces()[:_START]])[:_START]
