@@ -228,9 +228,8 @@ def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
 
 def _find_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> list[re.Match[bytes]]:
     """All notes and answers in a body, last first."""
-    if _find_opening(data) < 0:
-        return []
-    written = _list_written(data)
+    first = _find_opening(data)
+    written = _list_written(data, first) if first >= 0 else []
     marks = open_marks() if written else None
     if marks is None:
         return []
@@ -271,15 +270,15 @@ def cut_notes(
     if answers and leave_out is not None:
         data = leave_out(data, answers)
         notes = _find_notes(data, open_marks)
-    kept: list[bytes] = []
-    end = len(data)
+    if not notes:
+        return data
+    whole, end = memoryview(data), len(data)
+    kept: list[memoryview] = []
     for note in notes:
         first, last = _widen(data, note.start(), note.end())
-        kept.append(data[last:end])
+        kept.append(whole[last:end])
         end = first
-    if not kept:
-        return data
-    kept.append(data[:end])
+    kept.append(whole[:end])
     return b"".join(kept[::-1])
 
 
@@ -293,12 +292,12 @@ def _find_opening(data: bytes) -> int:
     return data.find(_ANY_OPENING, place)
 
 
-def _list_written(data: bytes) -> list[re.Match[bytes]]:
-    """Everything that looks like a note, last first, within the bounds."""
+def _list_written(data: bytes, first: int) -> list[re.Match[bytes]]:
+    """Everything that looks like a note, last first, within the bounds; nothing does before the offset `first`."""
     found: list[re.Match[bytes]] = []
     place, left = len(data), _MOST_WRITTEN
     for _ in range(_MOST_NOTES):
-        behind, place = place, data.rfind(_ANY_OPENING, 0, place)
+        behind, place = place, data.rfind(_ANY_OPENING, first, place)
         if place < 0:
             break
         most = min(behind, place + _LONGEST_WRITTEN)
