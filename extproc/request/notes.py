@@ -92,15 +92,14 @@ class Marks:
 
     __slots__ = ("_hashes",)
 
-    def __init__(self, key: HashKey, callers: Sequence[str], first_words: str) -> None:
+    def __init__(self, key: HashKey, callers: Sequence[str], said: bytes) -> None:
         """Prepare.
 
         Args:
             key: the key that all processes share which verify the marks.
             callers: callers, as policies identify them by the head of a request; notes are made for the first.
-            first_words: the user's first words in the conversation.
+            said: the hash of the user's first words in the conversation; see `hash_words`.
         """
-        said = blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._hashes = [_start(key, caller, said) for caller in callers[:_MOST_CALLERS]]
 
     def make(self, text: bytes, *, answer: bool = False) -> str:
@@ -132,6 +131,11 @@ class Marks:
 def _hash_as(text: bytes, *, answer: bool) -> bytes:
     """What is hashed of a text: a note's, which begins with a line end, is never an answer's."""
     return _ANSWER + text if answer else text
+
+
+def hash_words(first_words: str) -> bytes:
+    """A hash of the user's first words in a conversation, for its marks."""
+    return blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _leave_out_notes(text: str) -> str:
