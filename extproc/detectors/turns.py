@@ -174,7 +174,7 @@ class Turns(HistorySimilarity):
             found = rule.find_loop(history)
             if found is None:
                 continue
-            found = self._limit(found._replace(step=step), history)
+            found = self._limit(found._replace(step=step) if step else found, history)
             if best is None or found.rank > best.rank:
                 best = found
             if best.step >= step - 1 and not best.held:
@@ -197,9 +197,9 @@ class Turns(HistorySimilarity):
         if place is not None and (looping or _LOOPED.get((self._number, place.node)) is None):
             _LOOPED.put((self._number, place.node), looping)
         if last is None:
-            return found if found is None else found._replace(before=_NO_LOOPS)
+            return found if found is None else found.add_before(_NO_LOOPS)
         earlier = self.find_loop(History(follow(history, 2))) if found is not None and found.looping else None
-        return (found or _NO_REPEAT)._replace(before=EarlierLoops(last, earlier, self.rule.spell(left)))
+        return (found or _NO_REPEAT).add_before(EarlierLoops(last, earlier, self.rule.spell(left)))
 
     def was_in_no_loop(self, place: ChainPlace) -> bool:
         """Whether no request that this process has seen at the previous place was in a loop; False if it has seen none."""

@@ -69,10 +69,6 @@ _FORM: Final = f'{_OPENINGS}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{
 _WRITTEN: Final = re.compile(_FORM.encode())
 _SAID: Final = re.compile(_FORM.replace("([", "(?:["))
 _ORDINARY: Final = b"\n" + bytes(range(0x20, 0x7F))
-_OPEN: Final = "\u201c".encode()
-_CLOSE: Final = "\u201d".encode()
-"""What notes usually have beside ASCII."""
-
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # An item, or a member of an object, that exists only for the note, as `add_notes` writes it and others rewrite it. In these,
@@ -188,37 +184,28 @@ class Note:
 
 def frame_note(text: str, marks: Marks) -> Note:
     """Write a text as a note."""
-    plain, raw = _write_plain(text)  # encoded only once: unless it is ASCII, that takes long
-    mark = marks.make(raw)
-    note = f"{OPENING}{plain}{CLOSING}{mark}{END}"
-    # As Python's `json` writes it, which takes several times as long.
-    written = b"".join([_OPENING, raw, _CLOSING, mark.encode(), _END]).replace(b"\n", rb"\n")
-    if not written.isascii():
-        written = written.replace(_OPEN, rb"\u201c").replace(_CLOSE, rb"\u201d")
-    return Note(note, written if written.isascii() else encode_basestring_ascii(note)[1:-1].encode())
+    plain, written = _write_plain(text)
+    mark = marks.make(plain.encode())
+    return Note(f"{OPENING}{plain}{CLOSING}{mark}{END}", b"".join([_OPENING, written, _CLOSING, mark.encode(), _END]))
 
 
 def frame_answer(text: str, marks: Marks) -> str:
     """Write a text as an answer in the model's place."""
-    plain, raw = _write_plain(text)
-    return f"{ANSWER}{plain}{CLOSING}{marks.make(raw, answer=True)}{END}"
+    plain, _ = _write_plain(text)
+    return f"{ANSWER}{plain}{CLOSING}{marks.make(plain.encode(), answer=True)}{END}"
 
 
 def _write_plain(text: str) -> tuple[str, bytes]:
-    """A text without characters that JSON escapes, except line ends; also in UTF-8."""
+    """A text without characters that JSON escapes, except line ends; also as in a JSON string, in ASCII."""
     # Of a text that is not ASCII, `translate` takes ten times as long.
     plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(_RARE), "-") + "\n"
-    raw = plain.encode("utf-8", "surrogatepass")
-    if not _is_plain(plain, raw):
-        plain = _ODD.sub(" ", plain)
-        raw = plain.encode()
-    return plain, raw
-
-
-def _is_plain(text: str, raw: bytes) -> bool:
-    """Whether a text certainly has no odd characters; usually a note is ASCII but for quotes."""
-    left = raw.translate(None, _ORDINARY)
-    return not left or not left.replace(_OPEN, b"").replace(_CLOSE, b"") or text.replace("\n", " ").isprintable()
+    shown = plain.replace("\u201c", r"\u201c").replace("\u201d", r"\u201d")  # usually all that is not ASCII
+    if shown.isascii():
+        raw = shown.encode()
+        if not raw.translate(None, _ORDINARY):
+            return plain, raw.replace(b"\n", rb"\n")
+    plain = _ODD.sub(" ", plain)
+    return plain, encode_basestring_ascii(plain)[1:-1].encode()
 
 
 def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
