@@ -136,10 +136,6 @@ class Repeat(NamedTuple):
             return 0
         return 1 if self.held else self.step + 2
 
-    def add_before(self, before: EarlierLoops) -> Repeat:
-        """The same loop with what the history showed earlier."""
-        return Repeat(*self[:-1], before)  # `_replace` takes four times as long
-
 
 class Advice(NamedTuple):
     """What a model is told about a loop.

@@ -197,9 +197,9 @@ class Turns(HistorySimilarity):
         if place is not None and (looping or _LOOPED.get((self._number, place.node)) is None):
             _LOOPED.put((self._number, place.node), looping)
         if last is None:
-            return found if found is None else found.add_before(_NO_LOOPS)
+            return found if found is None else _add_earlier(found, _NO_LOOPS)
         earlier = self.find_loop(History(follow(history, 2))) if found is not None and found.looping else None
-        return (found or _NO_REPEAT).add_before(EarlierLoops(last, earlier, self.rule.spell(left)))
+        return _add_earlier(found or _NO_REPEAT, EarlierLoops(last, earlier, self.rule.spell(left)))
 
     def was_in_no_loop(self, place: ChainPlace) -> bool:
         """Whether no request that this process has seen at the previous place was in a loop; False if it has seen none."""
@@ -323,6 +323,10 @@ class TurnMemory:
         if recalled is None or (found is not None and found.rank > recalled.rank):
             return found
         return recalled
+
+
+def _add_earlier(found: Repeat, before: EarlierLoops) -> Repeat:
+    return Repeat(*found[:-1], before)  # `_replace` takes four times as long
 
 
 def _name(repeat: Repeat) -> str:

@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from hmac import compare_digest
-from json.encoder import encode_basestring_ascii
 from typing import Final
 
 from msgspec import json
@@ -31,7 +30,7 @@ END: Final = "~]"
 """A note's text is between OPENING (an answer's: ANSWER) and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
 
 SEPARATOR: Final = "\n\n"
-WRITTEN_SEPARATOR: Final = rb"\n\n"
+_WRITTEN_SEPARATOR: Final = rb"\n\n"
 """Separates a note from the text before it; also as in a JSON string."""
 
 PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy", "cause")
@@ -69,6 +68,10 @@ _FORM: Final = f'{_OPENINGS}([^"~]{{1,{_LONGEST_WRITTEN}}}+){CLOSING}([0-9a-f]{{
 _WRITTEN: Final = re.compile(_FORM.encode())
 _SAID: Final = re.compile(_FORM.replace("([", "(?:["))
 _ORDINARY: Final = b"\n" + bytes(range(0x20, 0x7F))
+_OPEN: Final = "\u201c".encode()
+_CLOSE: Final = "\u201d".encode()
+"""What notes usually have beside ASCII."""
+
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 # An item, or a member of an object, that exists only for the note, as `add_notes` writes it and others rewrite it. In these,
@@ -167,45 +170,28 @@ def _read_text(written: bytes) -> bytes | None:
     return None
 
 
-class Note:
-    """A note for a body.
-
-    Attributes:
-        text: its text, with opening and mark.
-        written: the same as in a JSON string, in ASCII.
-    """
-
-    __slots__ = ("text", "written")
-
-    def __init__(self, text: str, written: bytes) -> None:
-        self.text = text
-        self.written = written
-
-
-def frame_note(text: str, marks: Marks) -> Note:
+def frame_note(text: str, marks: Marks) -> str:
     """Write a text as a note."""
-    plain, written = _write_plain(text)
-    mark = marks.make(plain.encode())
-    return Note(f"{OPENING}{plain}{CLOSING}{mark}{END}", b"".join([_OPENING, written, _CLOSING, mark.encode(), _END]))
+    plain, raw = _write_plain(text)
+    return f"{OPENING}{plain}{CLOSING}{marks.make(raw)}{END}"
 
 
 def frame_answer(text: str, marks: Marks) -> str:
     """Write a text as an answer in the model's place."""
-    plain, _ = _write_plain(text)
-    return f"{ANSWER}{plain}{CLOSING}{marks.make(plain.encode(), answer=True)}{END}"
+    plain, raw = _write_plain(text)
+    return f"{ANSWER}{plain}{CLOSING}{marks.make(raw, answer=True)}{END}"
 
 
 def _write_plain(text: str) -> tuple[str, bytes]:
-    """A text without characters that JSON escapes, except line ends; also as in a JSON string, in ASCII."""
+    """A text without characters that JSON escapes, except line ends; also in UTF-8."""
     # Of a text that is not ASCII, `translate` takes ten times as long.
     plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(_RARE), "-") + "\n"
-    shown = plain.replace("\u201c", r"\u201c").replace("\u201d", r"\u201d")  # usually all that is not ASCII
-    if shown.isascii():
-        raw = shown.encode()
-        if not raw.translate(None, _ORDINARY):
-            return plain, raw.replace(b"\n", rb"\n")
-    plain = _ODD.sub(" ", plain)
-    return plain, encode_basestring_ascii(plain)[1:-1].encode()
+    raw = plain.encode("utf-8", "surrogatepass")  # only once: unless it is ASCII, that takes long
+    left = raw.translate(None, _ORDINARY)
+    if left and left.replace(_OPEN, b"").replace(_CLOSE, b""):
+        plain = _ODD.sub(" ", plain)
+        raw = plain.encode()
+    return plain, raw
 
 
 def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
@@ -305,8 +291,8 @@ def _list_written(data: bytes, first: int) -> list[re.Match[bytes]]:
 
 def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
     """The start and end of a note, including anything that was added for it."""
-    if data.endswith(WRITTEN_SEPARATOR, 0, start):
-        return start - len(WRITTEN_SEPARATOR), end
+    if data.endswith(_WRITTEN_SEPARATOR, 0, start):
+        return start - len(_WRITTEN_SEPARATOR), end
     before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None
     if before is None:
         return start, end
