@@ -42,6 +42,7 @@ _SHAPES: Final = Shapes([shape for api in APIS for shape in api.shapes], list(_L
 open_conversation: Final = _SHAPES.open_conversation
 find_conversation: Final = _SHAPES.find_conversation
 locate_results: Final = _SHAPES.locate_results
+hash_first_words: Final = _SHAPES.hash_first_words
 find_longest_answer: Final = _SHAPES.find_longest_answer
 
 LIST_PATHS: Final = sorted({shape.path for api in APIS for shape in api.shapes if not shape.fallback})

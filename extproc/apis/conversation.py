@@ -43,6 +43,7 @@ from extproc.request.document import (
     walk,
     write_canonical,
 )
+from extproc.request.notes import hash_words
 from extproc.request.patch import AMBIGUOUS, Patch, Value
 
 ASSISTANT: Final = "assistant"
@@ -256,6 +257,7 @@ class KnownMessages:
         actions: what `turn.py` reads in it; None if unknown.
         results: what `turn.py` reads in the messages behind it; None if unknown.
         serials: a number that only it and equal messages of later bodies, with the same index, have.
+        said: the hash of the user's first words, if the head has them; empty if unknown.
         pieces: the bytes from the assistant's first message to the end of the newest message.
         transcript: what `chain.py` reads in all of them; None if unknown.
         beside: what the body has beside them; None only while they are read.
@@ -265,14 +267,15 @@ class KnownMessages:
     """
 
     __slots__ = (
-        "actions", "beside", "counted", "digests", "ends", "head", "pieces", "results", "same", "serials", "shown",
+        "actions", "beside", "counted", "digests", "ends", "head", "pieces", "results", "said", "same", "serials", "shown",
         "speakers", "starts", "transcript",
     )  # fmt: skip
 
     def __init__(self, earlier: KnownMessages | None, count: int) -> None:
-        """Copy this many messages of an earlier body."""
+        """Copy this many messages of an earlier body with the same head."""
         self.beside: Beside | None = None
         self.head = b""
+        self.said: bytes = earlier.said if earlier is not None else b""
         self.starts: list[int] = earlier.starts[:count] if earlier is not None else []
         self.ends: list[int] = earlier.ends[:count] if earlier is not None else []
         self.speakers: list[str] = earlier.speakers[:count] if earlier is not None else []
@@ -561,18 +564,30 @@ class Conversation:
             NotCounted: one of them cannot be read.
         """
         if self._first_words is None:
-            self._first_words = self._find_first_words()
+            self._first_words = self._find_first_words()[0]
         return self._first_words
 
-    def _find_first_words(self) -> str:
+    def hash_first_words(self) -> bytes:
+        """Their hash, for the marks of notes; raises as `read_first_words` does."""
+        known = self.known
+        if known is not None and known.said:
+            return known.said
+        words, place = self._find_first_words()
+        said = hash_words(words)
+        if known is not None and words and known.ends[place] <= len(known.head):
+            known.said = said
+        return said
+
+    def _find_first_words(self) -> tuple[str, int]:
+        """The user's first words, and the place of their message."""
         for place in range(min(len(self._messages), _MAX_OLDEST)):
             if self.name_speaker(place) == USER:
                 read = self.shape.read(self.open_message(place))
                 texts = [open_value(part.value) for part in read if part.kind == TEXT]
                 words = "".join([text for text in texts if isinstance(text, str)])
                 if words:
-                    return words
-        return ""
+                    return words, place
+        return "", 0
 
     def list_spoken(self) -> list[tuple[str, Any]]:
         """Speakers and their messages, oldest first and without thoughts, as structs of the shape. Calls stay separate.
@@ -717,6 +732,23 @@ class Shapes:
             raise found.renew()
         return found
 
+    def hash_first_words(self, document: Document) -> bytes:
+        """The hash of the user's first words, for the marks of notes; see `hash_words`.
+
+        If it is cached, the conversation is not opened: with notes, nothing else reads it. So a body that is ambiguous behind the
+        assistant's first message may get the hash of the conversation that begins like it.
+
+        Raises:
+            NotCounted: there is no conversation, or it cannot be read.
+        """
+        if document.conversation is None:
+            data = document.data()
+            for known in self._known:
+                said = known.recall_first_words(data)
+                if said:
+                    return said
+        return self.open_conversation(document).hash_first_words()
+
     def find_longest_answer(self, conversation: Conversation) -> int:
         """The number of tokens that a request allows for its answer; 0 if it does not say."""
         for place, found in enumerate(self._get_options(conversation.body)):
@@ -843,15 +875,11 @@ class _KnownShape:
 
     def open_conversation(self, data: bytes, opens: re.Match[bytes]) -> Conversation | None:
         """The conversation in a body; None if the body has anything unexpected, or no message of the assistant's."""
-        shape, key, end = self._shape, opens.start(), opens.end()
+        shape, key, end, count = self._shape, opens.start(), opens.end(), 0
         first = data.find(shape.mark, end)
         if first < 0:
             return None
-        head, count = data[:first], 0
-        name = crc32(head) | first << 32
-        known = _KNOWN.get(name)
-        if known is not None and known.head != head:
-            known = None
+        name, head, known = _recall(data, first)
         matched: list[_Piece] = []
         for piece in known.pieces if known is not None else ():
             if not data.startswith(piece[1], matched[-1][0] if matched else first):
@@ -882,6 +910,13 @@ class _KnownShape:
         conversation.known = made
         conversation.earlier = known if known is not None and made.keeps_spoken(known, count) else None
         return conversation
+
+    def recall_first_words(self, data: bytes) -> bytes:
+        """The hash of the user's first words in a body; empty if it is not cached."""
+        opens = self.find_list(data)
+        first = data.find(self._shape.mark, opens.end()) if opens is not None else -1
+        known = _recall(data, first)[2] if first >= 0 else None
+        return known.said if known is not None else b""
 
     def _read_around(
         self, data: bytes, opens: int, first: int, matched: list[_Piece], known: KnownMessages
@@ -961,6 +996,14 @@ class _KnownShape:
             raise NotCounted(AMBIGUOUS)
         raws, body.new = body.new, None
         return body, raws[1:] if count else raws
+
+
+def _recall(data: bytes, first: int) -> tuple[int, bytes, KnownMessages | None]:
+    """What is cached of a body by its head, which ends at an offset: the key, the head, and the messages; None for none."""
+    head = data[:first]
+    name = crc32(head) | first << 32
+    known = _KNOWN.get(name)
+    return name, head, known if known is not None and known.head == head else None
 
 
 def _find_again(data: bytes, start: int, piece: bytes) -> int:

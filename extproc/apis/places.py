@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from extproc.apis.contents import READERS
-from extproc.request.notes import SEPARATOR, WRITTEN_SEPARATOR, Note
-from extproc.request.patch import Fields, Patch, Value
+from extproc.request.notes import SEPARATOR
+from extproc.request.patch import Fields, Patch, Value, escape
 
 _MAX_BLOCKS = 100
 
@@ -40,15 +40,15 @@ class Place:
         self.offset = value.end - 1
 
 
-def add_notes(patch: Patch, places: list[Place], note: Note, *, separated: bool = True) -> None:
+def add_notes(patch: Patch, places: list[Place], note: str, *, separated: bool = True) -> None:
     """Put a note into each of these places, if `separated` with a separator between a text and its note."""
-    before, written_before = (SEPARATOR, WRITTEN_SEPARATOR) if separated else ("", b"")
+    tail = SEPARATOR + note if separated else note
     for place in places:
         if place.around is None:
-            patch.extend(place.value, before + note.text, written_before + note.written)
+            patch.extend(place.value, tail)
         else:
             opening, closing = place.around
-            patch.append(place.value, b'%b"%b"%b' % (opening, note.written, closing), place.key)
+            patch.append(place.value, b'%b"%b"%b' % (opening, escape(note), closing), place.key)
 
 
 Locator = Callable[[Patch, Fields, Value], list[Place]]

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from msgspec import json
 
-from extproc.apis import LIST_PATHS, asks_model, find_usage_request, open_conversation
+from extproc.apis import LIST_PATHS, asks_model, find_usage_request, hash_first_words, open_conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.budgets.guard import BUDGET
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, ToolFailure, decide
@@ -695,7 +695,7 @@ class Evaluation:
         """
         candidates = self.enforcing.candidates or self.shadow.candidates
         callers = [each.caller_in_head for each in ([candidate, *candidates] if candidate is not None else candidates)]
-        return Marks(self._key, list(dict.fromkeys(callers)), open_conversation(document).read_first_words())
+        return Marks(self._key, list(dict.fromkeys(callers)), hash_first_words(document))
 
     def _find_marks(self, document: Document) -> Marks | None:
         """The marks if something in the body looks like a note; None if no note can be recognized."""

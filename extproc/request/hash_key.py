@@ -3,7 +3,6 @@
 All replicas need the same key, or they do not recognize each other's hashes. It comes from a file, or else from the store; see
 `key_sharing`. Without either, each process has a key of its own. The key is never logged or shown.
 """
-# interpreted: used at start
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from hmac import compare_digest
-from json.encoder import encode_basestring_ascii
 from typing import Final
 
 from msgspec import json
@@ -31,7 +30,7 @@ END: Final = "~]"
 """A note's text is between OPENING (an answer's: ANSWER) and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
 
 SEPARATOR: Final = "\n\n"
-WRITTEN_SEPARATOR: Final = rb"\n\n"
+_WRITTEN_SEPARATOR: Final = rb"\n\n"
 """Separates a note from the text before it; also as in a JSON string."""
 
 PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy", "cause")
@@ -92,15 +91,14 @@ class Marks:
 
     __slots__ = ("_hashes",)
 
-    def __init__(self, key: HashKey, callers: Sequence[str], first_words: str) -> None:
+    def __init__(self, key: HashKey, callers: Sequence[str], said: bytes) -> None:
         """Prepare.
 
         Args:
             key: the key that all processes share which verify the marks.
             callers: callers, as policies identify them by the head of a request; notes are made for the first.
-            first_words: the user's first words in the conversation.
+            said: the hash of the user's first words in the conversation; see `hash_words`.
         """
-        said = blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self._hashes = [_start(key, caller, said) for caller in callers[:_MOST_CALLERS]]
 
     def make(self, text: bytes, *, answer: bool = False) -> str:
@@ -132,6 +130,11 @@ class Marks:
 def _hash_as(text: bytes, *, answer: bool) -> bytes:
     """What is hashed of a text: a note's, which begins with a line end, is never an answer's."""
     return _ANSWER + text if answer else text
+
+
+def hash_words(first_words: str) -> bytes:
+    """A hash of the user's first words in a conversation, for its marks."""
+    return blake2b(_leave_out_notes(first_words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _leave_out_notes(text: str) -> str:
@@ -167,31 +170,10 @@ def _read_text(written: bytes) -> bytes | None:
     return None
 
 
-class Note:
-    """A note for a body.
-
-    Attributes:
-        text: its text, with opening and mark.
-        written: the same as in a JSON string, in ASCII.
-    """
-
-    __slots__ = ("text", "written")
-
-    def __init__(self, text: str, written: bytes) -> None:
-        self.text = text
-        self.written = written
-
-
-def frame_note(text: str, marks: Marks) -> Note:
+def frame_note(text: str, marks: Marks) -> str:
     """Write a text as a note."""
-    plain, raw = _write_plain(text)  # encoded only once: unless it is ASCII, that takes long
-    mark = marks.make(raw)
-    note = f"{OPENING}{plain}{CLOSING}{mark}{END}"
-    # As Python's `json` writes it, which takes several times as long.
-    written = b"".join([_OPENING, raw, _CLOSING, mark.encode(), _END]).replace(b"\n", rb"\n")
-    if not written.isascii():
-        written = written.replace(_OPEN, rb"\u201c").replace(_CLOSE, rb"\u201d")
-    return Note(note, written if written.isascii() else encode_basestring_ascii(note)[1:-1].encode())
+    plain, raw = _write_plain(text)
+    return f"{OPENING}{plain}{CLOSING}{marks.make(raw)}{END}"
 
 
 def frame_answer(text: str, marks: Marks) -> str:
@@ -204,17 +186,12 @@ def _write_plain(text: str) -> tuple[str, bytes]:
     """A text without characters that JSON escapes, except line ends; also in UTF-8."""
     # Of a text that is not ASCII, `translate` takes ten times as long.
     plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(_RARE), "-") + "\n"
-    raw = plain.encode("utf-8", "surrogatepass")
-    if not _is_plain(plain, raw):
+    raw = plain.encode("utf-8", "surrogatepass")  # only once: unless it is ASCII, that takes long
+    left = raw.translate(None, _ORDINARY)
+    if left and left.replace(_OPEN, b"").replace(_CLOSE, b""):
         plain = _ODD.sub(" ", plain)
         raw = plain.encode()
     return plain, raw
-
-
-def _is_plain(text: str, raw: bytes) -> bool:
-    """Whether a text certainly has no odd characters; usually a note is ASCII but for quotes."""
-    left = raw.translate(None, _ORDINARY)
-    return not left or not left.replace(_OPEN, b"").replace(_CLOSE, b"") or text.replace("\n", " ").isprintable()
 
 
 def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
@@ -228,9 +205,8 @@ def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
 
 def _find_notes(data: bytes, open_marks: Callable[[], Marks | None]) -> list[re.Match[bytes]]:
     """All notes and answers in a body, last first."""
-    if _find_opening(data) < 0:
-        return []
-    written = _list_written(data)
+    first = _find_opening(data)
+    written = _list_written(data, first) if first >= 0 else []
     marks = open_marks() if written else None
     if marks is None:
         return []
@@ -274,15 +250,15 @@ def cut_notes(
     if answers and leave_out is not None:
         data = leave_out(data, answers)
         notes = _find_notes(data, open_marks)
-    kept: list[bytes] = []
-    end = len(data)
+    if not notes:
+        return data
+    whole, end = memoryview(data), len(data)
+    kept: list[memoryview] = []
     for note in notes:
         first, last = _widen(data, note.start(), note.end())
-        kept.append(data[last:end])
+        kept.append(whole[last:end])
         end = first
-    if not kept:
-        return data
-    kept.append(data[:end])
+    kept.append(whole[:end])
     return b"".join(kept[::-1])
 
 
@@ -296,12 +272,12 @@ def _find_opening(data: bytes) -> int:
     return data.find(_ANY_OPENING, place)
 
 
-def _list_written(data: bytes) -> list[re.Match[bytes]]:
-    """Everything that looks like a note, last first, within the bounds."""
+def _list_written(data: bytes, first: int) -> list[re.Match[bytes]]:
+    """Everything that looks like a note, last first, within the bounds; nothing does before the offset `first`."""
     found: list[re.Match[bytes]] = []
     place, left = len(data), _MOST_WRITTEN
     for _ in range(_MOST_NOTES):
-        behind, place = place, data.rfind(_ANY_OPENING, 0, place)
+        behind, place = place, data.rfind(_ANY_OPENING, first, place)
         if place < 0:
             break
         most = min(behind, place + _LONGEST_WRITTEN)
@@ -318,8 +294,8 @@ def _list_written(data: bytes) -> list[re.Match[bytes]]:
 
 def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
     """The start and end of a note, including anything that was added for it."""
-    if data.endswith(WRITTEN_SEPARATOR, 0, start):
-        return start - len(WRITTEN_SEPARATOR), end
+    if data.endswith(_WRITTEN_SEPARATOR, 0, start):
+        return start - len(_WRITTEN_SEPARATOR), end
     before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None
     if before is None:
         return start, end

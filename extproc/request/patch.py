@@ -3,7 +3,7 @@
 msgspec finds the length of each value, so no parser of our own has to walk over offsets: a bracket, space and a key are
 followed by a value of known length. Nothing recurses, no value is decoded twice on the way down, and all work on one body is
 charged to one budget of steps. Changed parts are decoded again and compared with the original, so an edit is either correct or
-not made.
+not made. Only a text at the end of a string, which Python's `json` has escaped, is not: all that matters is that it is there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
 from msgspec import Raw, ValidationError, defstruct, json
+from zlib_ng.zlib_ng import crc32
 
 from extproc.bounded import Memo
 from extproc.request.document import NotCounted, NotJson, check_containers, check_members, mend, start_looking
@@ -54,6 +55,7 @@ _LONGEST_NAME: Final = 1_024
 
 _SPACE: Final = b" \t\n\r"
 _QUOTE: Final = 0x22
+_EMPTY: Final = b'""'
 _OPEN_LIST: Final = 0x5B
 _OPEN_OBJECT: Final = 0x7B
 _NULL: Final = 0x6E
@@ -93,13 +95,15 @@ class Around:
     """What is known of bodies that are equal but for their messages.
 
     Attributes:
+        text: the bytes around the messages.
         members: the body's members, with offsets as if there were no messages.
         shape: what `find_conversation` has found in such a body; None if it was not asked.
     """
 
-    __slots__ = ("members", "shape")
+    __slots__ = ("members", "shape", "text")
 
-    def __init__(self, members: _Members) -> None:
+    def __init__(self, text: bytes, members: _Members) -> None:
+        self.text = text
         self.members = members
         self.shape: object = None
 
@@ -109,8 +113,8 @@ def measure_known(text: bytes, places: int) -> int:
     return len(text) + _ANSWER_BYTES + _PLACE_BYTES * places
 
 
-_KNOWN: Final[Memo[bytes, Around]] = Memo(4 * 2**20, lambda text, around: measure_known(text, len(around.members)))
-"""By the bytes around the messages, which hardly differ from one request of an agent to the next."""
+_KNOWN: Final[Memo[int, Around]] = Memo(4 * 2**20, lambda _, around: measure_known(around.text, len(around.members)))
+"""By the CRC32 of the bytes around the messages, which hardly differ from one request of an agent to the next."""
 
 
 class Value:
@@ -148,8 +152,8 @@ class Patch:
     """
 
     __slots__ = (
-        "_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_span", "_tails", "_text", "_written",
-        "around", "data", "root",
+        "_added", "_checked", "_children", "_gone", "_left", "_more", "_new", "_span", "_tails", "_text", "around",
+        "data", "root",
     )  # fmt: skip
 
     def __init__(self, data: bytes, checked: tuple[int, int] | None = None) -> None:
@@ -180,7 +184,6 @@ class Patch:
         self._new: dict[Value, bytes] = {}
         self._added: dict[Value, list[tuple[str, bytes]]] = {}
         self._tails: dict[Value, str] = {}
-        self._written: dict[Value, bytes] = {}
         start = len(data) - len(data.lstrip(_SPACE))
         self.root = Value("", start, start, max(start, len(data.rstrip(_SPACE))), None)
         try:
@@ -210,11 +213,12 @@ class Patch:
         short = b"".join([self._text[:start], self._text[end:]])
         size = root.end - root.start
         self.take((size >> _STEP_BITS) - (size - without >> _STEP_BITS))
-        around = _KNOWN.get(short)
-        if around is None:
+        name = crc32(short)  # much faster than Python's hash
+        around = _KNOWN.get(name)
+        if around is None or around.text != short:
             listed = self._list_members(short, Value("", root.start, root.start, root.end - without, None))
-            around = Around([(member.key, member.at, member.start, member.end) for member in listed])
-            _KNOWN.put(short, around)
+            around = Around(short, [(member.key, member.at, member.start, member.end) for member in listed])
+            _KNOWN.put(name, around)
         else:
             self.take(1 + (size - without >> _STEP_BITS) + len(around.members))  # as if they were decoded
         self.around, self._span = around, (start, end)
@@ -475,12 +479,11 @@ class Patch:
         comma, colon = b',"', b'":'
         for name, item in fields.items():
             key = before + name.encode()
-            start = place + len(key)
-            if not found and text[start : start + len(_SPACED)] == _SPACED:
+            if not found and text.startswith(_SPACED, place + len(key)):
                 comma, colon = b', "', _SPACED
             key += colon
             at, start = place + len(before) - 1, place + len(key)
-            if not (text[place:start] == key and text.startswith(item, start) and "\\" not in name):
+            if not (text.startswith(key, place) and text.startswith(item, start) and "\\" not in name):
                 match = _KEY.match(text, place, end)  # it is written in an unusual way
                 if match is None or not text.startswith(item, match.end()):
                     raise NotCounted(AMBIGUOUS)
@@ -513,11 +516,9 @@ class Patch:
 
     # --- changing
 
-    def extend(self, text: Value, tail: str, written: bytes = b"") -> None:
-        """Append to a string; `written` is the tail as in a JSON string, if that is known."""
+    def extend(self, text: Value, tail: str) -> None:
+        """Append to a string."""
         self._tails[text] = tail
-        if written:
-            self._written[text] = written
 
     def append(self, value: Value, text: bytes, key: str = "") -> None:
         """Append an element to a list, or a member with that key to an object."""
@@ -572,7 +573,7 @@ class Patch:
         """The changes as replacements of bytes."""
         edits: list[_Edit] = [(value.start, value.end, text) for value, text in self._new.items()]
         for text, tail in self._tails.items():
-            edits.append((text.end - 1, text.end - 1, self._written.get(text) or _escape(tail)))
+            edits.append((text.end - 1, text.end - 1, escape(tail)))
         for value, gone in self._gone.items():
             edits += _list_removals(self._children[value], gone)
         for value, added in self._added.items():
@@ -590,7 +591,7 @@ class Patch:
         around that one are unchanged, because no edit reaches beyond it.
         """
         if not (self._new or self._gone or self._added):
-            self._verify_tails(edits)
+            self._verify_tails()
             return
         touched: set[Value] = set()
         wholes: dict[Value, None] = {}
@@ -618,14 +619,10 @@ class Patch:
             if not same:
                 raise NotCounted(UNVERIFIED)
 
-    def _verify_tails(self, edits: Sequence[_Edit]) -> None:
+    def _verify_tails(self) -> None:
         """Check strings that are extended: each is still one string, so JSON around it is read as before."""
-        values = list(self._tails) if len(edits) == 1 else sorted(self._tails, key=_get_end)
-        for place, value in enumerate(values):
-            start, _, written = edits[place]
-            self.decode(self._view(value), _decode_raw)
-            tail = self.decode(b'"' + written + b'"', _decode_text)
-            if not self.is_text(value) or start != value.end - 1 or tail != self._tails[value]:
+        for value in self._tails:
+            if not self.is_text(value) or self._text[value.end - 1] != _QUOTE or value.end - value.start < len(_EMPTY):
                 raise NotCounted(UNVERIFIED)
 
     def _is_around(self, value: Value) -> bool:
@@ -664,7 +661,7 @@ class Patch:
         return [bytes(item) for item in items[len(kept) :]] == [text for _, text in added]
 
 
-def _escape(text: str) -> bytes:
+def escape(text: str) -> bytes:
     """A text in a JSON string, in ASCII, as Python's `json` writes it."""
     return encode_basestring_ascii(text)[1:-1].encode()
 
@@ -672,10 +669,6 @@ def _escape(text: str) -> bytes:
 def _view(text: bytes, start: int, end: int) -> bytes | memoryview:
     """The bytes between two offsets; long ones are not copied."""
     return text[start:end] if end - start <= _SMALL else memoryview(text)[start:end]
-
-
-def _get_end(value: Value) -> int:
-    return value.end
 
 
 def _list_removals(members: Sequence[Value], gone: Collection[int]) -> list[_Edit]:

@@ -20,7 +20,6 @@ from extproc.ext_proc.changes.narrow import narrow
 from extproc.ext_proc.changes.steer import MAX_PLACES
 from extproc.request.document import NotCounted, limit_integers
 from extproc.request.http import HttpRequest
-from extproc.request.notes import Note
 
 NOTE: Final = '\n\n[note: "f" \\ again]'
 _WRITTEN: Final = json.dumps(NOTE)[1:-1]
@@ -290,7 +289,7 @@ def check_steer(body: bytes) -> str:
     try:
         mark, patch = open_patch(_REQUEST, body)
         places = locate_results(patch)[-MAX_PLACES:]
-        add_notes(patch, places, Note(NOTE, _WRITTEN.encode()), separated=False)
+        add_notes(patch, places, NOTE, separated=False)
         new = b"".join([mark, *patch.apply()])
     except (NotEdited, NotCounted) as why:
         return _check_reason(why.reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from extproc.apis import open_conversation
+from extproc.apis import hash_first_words
 from extproc.pb.external_processor_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.pb.processing_mode_pb2 import ProcessingMode
 from extproc.request.document import Document
@@ -43,4 +43,4 @@ def body(data: bytes = b"", *, end: bool = True) -> ProcessingRequest:
 
 def make_marks(data: bytes, caller: str = "") -> Marks:
     """The marks of notes that this process makes for a caller, in the conversation of a body."""
-    return Marks(PROCESS_KEY, [caller], open_conversation(Document(data)).read_first_words())
+    return Marks(PROCESS_KEY, [caller], hash_first_words(Document(data)))

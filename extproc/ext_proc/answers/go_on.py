@@ -44,9 +44,6 @@ _DIGESTS: Final = ("content-md5", "digest", "content-digest", "repr-digest")
 
 _WITHOUT_DIGESTS: Final = b"".join([write_field(_REMOVE_HEADERS, name.encode()) for name in _DIGESTS])
 
-_WARNINGS: Final[dict[str, bytes]] = {}
-"""Headers with each warning that was given; there are few."""
-
 # Constants, because looking an enum's value up on its message class costs microseconds.
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _REPLACE = CommonResponse.CONTINUE_AND_REPLACE
@@ -104,11 +101,9 @@ def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks:
         warning: tells the upstream about a loop; empty for none.
         marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
     """
-    # Envoy compares the body with its content-length, and answers 500 if they differ.
     size = sum([len(piece) for piece in body])
     inner = write_head(_BODY, size)
-    mutation = write_head(_BODY_MUTATION, len(inner) + size) + inner
-    head = _write_edit([*marks, _write_header("content-length", str(size))], warning) + mutation
+    head = _write_edit((*marks,), warning, size) + write_head(_BODY_MUTATION, len(inner) + size) + inner
     head = write_head(_RESPONSE, len(head) + size) + head
     head = write_head(_REQUEST_BODY, len(head) + size) + head
     return [head, *body, write_metadata(metadata)]
@@ -123,9 +118,7 @@ def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[b
         marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
         size: the length of the edited body, in bytes; negative if the request tells no length.
     """
-    # Envoy removes the length unless its filter has `allow_content_length_header`.
-    told = [_write_header("content-length", str(size))] if size >= 0 else []
-    common = write_field(_RESPONSE, _write_edit([*marks, *told], warning))
+    common = write_field(_RESPONSE, _write_edit((*marks,), warning, size))
     return write_field(_REQUEST_HEADERS, common) + write_metadata(metadata)
 
 
@@ -146,12 +139,25 @@ def _write_part(phase: int, head: bytes, pieces: Pieces, size: int, end: bytes) 
     return b"".join([write_head(phase, size + len(response)), response, mutation, streamed, head, *pieces, end])
 
 
-def _write_edit(headers: Sequence[bytes], warning: str) -> bytes:
-    """The header mutation of a request whose body is edited, with these headers."""
-    warned = _WARNINGS.get(warning) if warning else b""
-    if warned is None:
-        warned = _WARNINGS[warning] = _write_header(_WARNING, warning)
-    return write_field(_HEADER_MUTATION, b"".join([*headers, warned, _WITHOUT_DIGESTS]))
+def _write_edit(marks: tuple[bytes, ...], warning: str, size: int) -> bytes:
+    """The header mutation of a request whose body has this many bytes after its edits; with a negative size, no length is told.
+
+    Envoy compares a body with its content-length, and answers 500 if they differ. It removes the length from the answer to the
+    headers unless its filter has `allow_content_length_header`.
+    """
+    length = str(size) if size >= 0 else ""
+    before, behind = _write_around(marks, warning, len(length))
+    return b"".join([before, length.encode(), behind])
+
+
+@lru_cache(64)
+def _write_around(marks: tuple[bytes, ...], warning: str, digits: int) -> tuple[bytes, bytes]:
+    """What is before and behind a length with this many digits in such a mutation; there are few of them."""
+    told = _write_header("content-length", "0" * digits) if digits else b""
+    behind = (_write_header(_WARNING, warning) if warning else b"") + _WITHOUT_DIGESTS
+    whole = write_field(_HEADER_MUTATION, b"".join([*marks, told, behind]))
+    at = len(whole) - len(behind) - (len(_OVERWRITTEN) if digits else 0)
+    return whole[: at - digits], whole[at:]
 
 
 def hand_back(kind: str, body: bytes | memoryview) -> bytes:

@@ -16,7 +16,7 @@ import h2.events
 import pytest
 
 from extproc.request.hash_key import read_hash_key
-from extproc.request.notes import CLOSING, END, OPENING, Marks, cut_notes
+from extproc.request.notes import CLOSING, END, OPENING, Marks, cut_notes, hash_words
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Loopguard, Seen, Stack, envoy_version, eventually, stack
 from tests.support.looping import encoded, looping
@@ -48,7 +48,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def check_note(key_file: Path, user: dict[str, str]) -> Callable[[Seen, bytes], None]:
     """Whether the upstream got what was sent and a note, and was told so."""
-    marks = Marks(read_hash_key(str(key_file)), [f"x-user-id={user['x-user-id']}"], "go")
+    marks = Marks(read_hash_key(str(key_file)), [f"x-user-id={user['x-user-id']}"], hash_words("go"))
 
     def check(seen: Seen, sent: bytes) -> None:
         assert len(seen.body) > len(sent)

@@ -15,7 +15,7 @@ import pytest
 from extproc.cli.main import main
 from extproc.errors import StoreError, UsageError
 from extproc.request.hash_key import HashKey, read_hash_key
-from extproc.request.notes import Marks, frame_note
+from extproc.request.notes import Marks, frame_note, hash_words
 from extproc.store import Store
 from extproc.store.key_sharing import KeySharing
 from tests.support.access_logs import USER, make_record, write_lines
@@ -243,7 +243,7 @@ def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
 
 def noted_bodies(key: HashKey) -> list[bytes]:
     """The same request three times, once with a note in it."""
-    note = f"no such file\n\n{frame_note('Loop detected.', Marks(key, ['x-user-id=ann'], 'go')).text}"
+    note = f"no such file\n\n{frame_note('Loop detected.', Marks(key, ['x-user-id=ann'], hash_words('go')))}"
     return [looping(1), looping(1, result=note), looping(1)]
 
 

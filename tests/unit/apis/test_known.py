@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.apis import conversation as conversations
-from extproc.apis import find_hints, locate_results, may_declare, open_conversation
+from extproc.apis import find_hints, hash_first_words, locate_results, may_declare, open_conversation
 from extproc.apis.messages import Part
 from extproc.detectors.chain import read_transcript
 from extproc.request.document import Document, NotCounted, open_value
@@ -54,10 +54,15 @@ def compare(first: list[bytes], body: bytes) -> bool:
     alone = look(Document(body, shortened=True))
     forget()
     for each in first:
-        look(Document(each))
+        document = Document(each)
+        if not isinstance(look(document), str):
+            hash_first_words(document)
 
+    said = hash_first_words(Document(body)) if not isinstance(alone, str) else b""
     known = Document(body)
     assert look(known) == alone
+    if not isinstance(alone, str) and open_conversation(known).known is not None:
+        assert said == open_conversation(Document(body, shortened=True)).hash_first_words()
     assert open_root(body, conversations.find_checked(known, body)) == open_root(body, None)
     assert find_places(body, known) == find_places(body, None)
     return conversations._KNOWN.size > 0
@@ -179,6 +184,18 @@ def test_the_assistant_may_stand_only_behind_the_messages() -> None:
     body = b'{"messages":[' + _MORE + b'],"metadata":"assistant","tools":[1]}'
     compare([body], body)
     compare([body], body.replace(b"[1]", b"[2]"))
+
+
+@pytest.mark.parametrize("shape", ["anthropic", "chat", "gemini"])
+def test_the_first_words_of_a_known_conversation_are_not_read_again(shape: str) -> None:
+    """Otherwise a body with notes would be opened twice: once to recognize them, and once without them."""
+    forget()
+    words = hash_first_words(Document(_KNOWN[shape][0]))
+    open_conversation(Document(_KNOWN[shape][1]))
+    document = Document(_KNOWN[shape][2])
+
+    assert hash_first_words(document) == words
+    assert document.conversation is None
 
 
 def test_an_equal_message_behind_a_changed_one_is_not_decoded() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from extproc.apis import locate_results
 from extproc.apis.places import Place, add_notes
 from extproc.request.document import NotCounted, decode_json
-from extproc.request.notes import Note
 from extproc.request.patch import AMBIGUOUS, Patch
 from tests.support.examples import examples
 from tests.support.model_requests import HOSTILE, REQUESTS, spelled
@@ -126,10 +125,10 @@ def locate(body: bytes) -> list[Place]:
 
 def put_each(body: bytes, note: str = NOTE) -> list[bytes]:
     """The body with the note in each of its places, one at a time."""
-    bodies, written = [], Note(note, json.dumps(note)[1:-1].encode())
+    bodies = []
     for number in range(len(locate(body))):
         patch = Patch(body)
-        add_notes(patch, [locate_results(patch)[number]], written, separated=False)
+        add_notes(patch, [locate_results(patch)[number]], note, separated=False)
         bodies.append(b"".join(patch.apply()))
     return bodies
 
