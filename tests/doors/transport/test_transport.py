@@ -186,7 +186,7 @@ def test_health_is_told_and_watched(run: Run) -> None:
 @pytest.mark.parametrize("leaves", [False, True])
 def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) -> None:
     """What is reserved for it stays once its answer was sent, and is released if its client left before."""
-    held = policy("p", ANY, action="throttle", threshold_identical_requests=2, max_delay_ms=30_000 if leaves else 50)
+    held = policy("p", ANY, action="throttle", threshold_identical_requests=2, max_delay_ms=30_000)
     held["spec"] |= {"session": {"keys": ["header:x-session-id"]}, "session_limits": {"max_cost_per_session": 1.0}}
     held["spec"]["session_limits"]["unknown_model"] = {"input": 2, "output": 8}
     service = make_service(held)
@@ -206,6 +206,7 @@ def test_sessions_know_whether_a_held_request_went_on(run: Run, leaves: bool) ->
             call.cancel()
             await until(lambda: reserved() == once)
         else:
+            service.release()
             await call.read()
             await until(lambda: service.holds.held == 0)
             assert reserved() == 2 * once
