@@ -385,7 +385,10 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
         if key == _OBSERVABILITY_MODE:
             message.observed, position = _read_flag(data, position, key)
         elif key == _PROTOCOL_CONFIG:
-            position = _walk_config(data, position + 1, message)
+            if data[position + 1] == 2 and data[position + 2] == _BODY_MODE and data[position + 3] < _MORE:  # noqa: PLR2004  # bytes
+                message.body_mode, position = data[position + 3], position + 4  # nothing more, as almost always
+            else:
+                position = _walk_config(data, position + 1, message)
         elif _METADATA_CONTEXT <= key < _MORE and key & _KIND == _LENGTH:
             size, position = _read_size(data, position + 1)
             position += size
@@ -396,11 +399,11 @@ def _walk_rest(data: bytes, position: int, end: int, message: EnvoyMessage) -> N
 
 
 def _walk_config(data: bytes, position: int, message: EnvoyMessage) -> int:
-    """Parse the body modes, whose size is at `position`; returns where they end."""
+    """Parse both body modes, whose size is at `position`; returns where they end."""
     size = data[position]
     if size >= _MORE or message.body_mode != BODY_UNTOLD:
         raise _UnusualError
-    message.body_mode = message.response_mode = BODY_NONE  # which is not written
+    message.body_mode = BODY_NONE  # which is not written
     position += 1
     end = position + size
     while position < end:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extproc.ext_proc import wire
-from extproc.ext_proc.wire import BODY_UNTOLD, LARGE, parse_message
+from extproc.ext_proc.wire import BODY_NONE, BODY_UNTOLD, LARGE, parse_message
 from extproc.pb.external_processor_pb2 import HttpHeaders, ProcessingRequest
 from tests.support.messages import ATTRIBUTES, body, headers
 from tests.support.protobuf import field
@@ -82,7 +82,7 @@ class Reading(NamedTuple):
     body: bytes
     ended: bool
     observed: bool
-    modes: tuple[int, int]
+    modes: tuple[int, int]  # one of responses that is not told counts as NONE
     route: str | None
     beside: list[Message]
 
@@ -105,9 +105,7 @@ def read_by_protobuf(data: bytes) -> Reading | None:
         message.request_body.body,
         kind.endswith("_trailers") or getattr(said, "end_of_stream", False),
         message.observability_mode,
-        (modes.request_body_mode, modes.response_body_mode)
-        if message.HasField("protocol_config")
-        else (BODY_UNTOLD, BODY_UNTOLD),
+        (modes.request_body_mode if message.HasField("protocol_config") else BODY_UNTOLD, modes.response_body_mode),
         attributes["xds.route_name"].string_value if "xds.route_name" in attributes else None,
         list_beside(message),
     )
@@ -121,7 +119,7 @@ def read_by_hand(data: bytes) -> Reading | None:
     except DecodeError:
         return None
     said = message.kind, message.headers, bytes(message.body), message.ended, message.observed
-    return Reading(*said, (message.body_mode, message.response_mode), route, beside)
+    return Reading(*said, (message.body_mode, max(message.response_mode, BODY_NONE)), route, beside)
 
 
 def list_beside(message: ProcessingRequest) -> list[Message]:

@@ -44,6 +44,21 @@ def test_a_call_is_a_message_its_answer_and_its_status(step: int) -> None:
     assert not peer.connection.calls
 
 
+@pytest.mark.parametrize(("longer", "frames"), [(0, 1), (16_384, 2)])
+def test_several_messages_share_a_frame(longer: int, frames: int) -> None:
+    """They come out one by one, and the last ones end the call."""
+    messages: list[bytes | list[bytes | memoryview]] = [b"one", [b"tw", memoryview(b"o")], b"", b"x" * longer]
+    peer = Peer()
+    peer.receive(call(), body(1, frame_message(b"question")))
+
+    peer.connection.send_all(peer.calls[1], messages, last=True)
+
+    assert peer.content(1) == b"".join(map(frame_message, [b"one", b"two", b"", b"x" * longer]))
+    assert len([kind for kind, *_ in peer.frames if kind == http2.DATA]) == frames
+    assert peer.status(1) == grpc.OK
+    assert not peer.connection.calls
+
+
 def test_of_two_messages_for_one_answer_the_second_is_dropped() -> None:
     """Two questions in one frame are answered once, and nothing is sent behind the end of the stream."""
     peer = Peer()
@@ -146,6 +161,7 @@ def test_nothing_is_sent_on_a_call_that_is_over() -> None:
     for over in peer.calls.values():
         peer.connection.send(over, b"x")
         peer.connection.answer(over, b"x")
+        peer.connection.send_all(over, [b"x", b"y"], last=True)
         peer.connection.finish(over, grpc.NOT_FOUND)
     peer.receive()
 
@@ -165,6 +181,8 @@ PEERS: dict[str, Callable[[int], bytes]] = {
 OWNERS: dict[str, Callable[[GrpcConnection, Call], None]] = {
     "send": lambda connection, owned: connection.send(owned, b"part of an answer"),
     "answer": lambda connection, owned: connection.answer(owned, b"answer"),
+    "several": lambda connection, owned: connection.send_all(owned, [b"part", [b"another ", b"part"]], last=False),
+    "last ones": lambda connection, owned: connection.send_all(owned, [b"part", b"answer"], last=True),
     "finish": lambda connection, owned: connection.finish(owned, grpc.NOT_FOUND),
     "pause": lambda connection, owned: connection.pause(owned),
     "resume": lambda connection, owned: connection.resume(owned),
