@@ -737,8 +737,8 @@ class Shapes:
     def hash_first_words(self, document: Document) -> bytes:
         """The hash of the user's first words, for the marks of notes; see `hash_words`.
 
-        If it is cached, the conversation is not opened: with notes, nothing else reads it. So a body that is ambiguous behind the
-        assistant's first message may get the hash of the conversation that begins like it.
+        If it is cached, the conversation is not opened: with notes, nothing else reads it. So a body that is ambiguous behind
+        the assistant's first message may get the hash of the conversation that begins like it.
 
         Raises:
             NotCounted: there is no conversation, or it cannot be read.
