@@ -479,11 +479,12 @@ class Patch:
         comma, colon = b',"', b'":'
         for name, item in fields.items():
             key = before + name.encode()
-            if not found and text.startswith(_SPACED, place + len(key)):
+            start = place + len(key)
+            if not found and text[start : start + len(_SPACED)] == _SPACED:
                 comma, colon = b', "', _SPACED
             key += colon
             at, start = place + len(before) - 1, place + len(key)
-            if not (text.startswith(key, place) and text.startswith(item, start) and "\\" not in name):
+            if not (text[place:start] == key and text.startswith(item, start) and "\\" not in name):
                 match = _KEY.match(text, place, end)  # it is written in an unusual way
                 if match is None or not text.startswith(item, match.end()):
                     raise NotCounted(AMBIGUOUS)
