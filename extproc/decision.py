@@ -137,7 +137,7 @@ class Repeat(NamedTuple):
         return 1 if self.held else self.step + 2
 
 
-class Advice(NamedTuple):
+class Advice:
     """What a model is told about a loop.
 
     Attributes:
@@ -147,10 +147,13 @@ class Advice(NamedTuple):
         about: heading of the advice.
     """
 
-    what: str
-    reason: str
-    instead: str
-    about: str = "Loop detected"
+    __slots__ = ("about", "instead", "reason", "what")
+
+    def __init__(self, what: str, reason: str, instead: str, about: str = "Loop detected") -> None:
+        self.what = what
+        self.reason = reason
+        self.instead = instead
+        self.about = about
 
 
 class Framed(NamedTuple):

@@ -3,7 +3,7 @@
 msgspec finds the length of each value, so no parser of our own has to walk over offsets: a bracket, space and a key are
 followed by a value of known length. Nothing recurses, no value is decoded twice on the way down, and all work on one body is
 charged to one budget of steps. Changed parts are decoded again and compared with the original, so an edit is either correct or
-not made. Only a text at the end of a string, which Python's `json` has escaped, is not: all that matters is that it is there.
+not made. A text that is only appended to strings is not decoded, because Python's `json` has escaped it.
 """
 
 from __future__ import annotations
@@ -479,11 +479,12 @@ class Patch:
         comma, colon = b',"', b'":'
         for name, item in fields.items():
             key = before + name.encode()
-            if not found and text.startswith(_SPACED, place + len(key)):
+            start = place + len(key)
+            if not found and text[start : start + len(_SPACED)] == _SPACED:
                 comma, colon = b', "', _SPACED
             key += colon
             at, start = place + len(before) - 1, place + len(key)
-            if not (text.startswith(key, place) and text.startswith(item, start) and "\\" not in name):
+            if not (text[place:start] == key and text.startswith(item, start) and "\\" not in name):
                 match = _KEY.match(text, place, end)  # it is written in an unusual way
                 if match is None or not text.startswith(item, match.end()):
                     raise NotCounted(AMBIGUOUS)
@@ -620,7 +621,7 @@ class Patch:
                 raise NotCounted(UNVERIFIED)
 
     def _verify_tails(self) -> None:
-        """Check strings that are extended: each is still one string, so JSON around it is read as before."""
+        """Check that all values that are extended are strings, as they were decoded; the rest of the body is the same."""
         for value in self._tails:
             if not self.is_text(value) or self._text[value.end - 1] != _QUOTE or value.end - value.start < len(_EMPTY):
                 raise NotCounted(UNVERIFIED)
