@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 from zlib import crc32
 
 from extproc.apis.conversation import KnownMessages
@@ -152,8 +152,23 @@ class _Mark:
         return digest(b"".join(entries[::-1]))
 
 
-_Context: TypeAlias = tuple[Hider, frozenset[str], str, dict[str, bool]]
-"""On what entries depend besides messages: `Reading.ignored`, `Conversation.find_offer`, and `Reading.hints`."""
+class _Context:
+    """On what entries depend besides messages. Entries of the same object can be used again.
+
+    Attributes:
+        hider: hashes with the key.
+        ignored: see `Reading`.
+        hints: see `Reading`.
+        offer: see `Conversation.find_offer`.
+    """
+
+    __slots__ = ("hider", "hints", "ignored", "offer")
+
+    def __init__(self, hider: Hider, reading: Reading) -> None:
+        self.hider = hider
+        self.ignored = reading.ignored
+        self.hints = reading.hints or {}
+        self.offer = reading.conversation.find_offer()
 
 
 @lru_cache(64)
@@ -256,7 +271,7 @@ def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[byt
         return b"", []
     newest.reduce()  # which looks for hints
     known = reading.conversation.known
-    context = hider, reading.ignored, reading.conversation.find_offer(), reading.hints or {}
+    context = _Context(hider, reading)
     if known is None or reading.in_text or history.elsewhere:
         return b"", [_pack(turn, context) for turn in history.newest(MAX_TURNS)[::-1]]
     context, mark = _recall(known, context)
@@ -293,7 +308,7 @@ def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[byt
 
 
 def _recall(known: KnownMessages, context: _Context) -> tuple[_Context, _Mark | None]:
-    """The same context as it was, and the newest mark of messages that are the same here. Takes both from what is kept."""
+    """An equal context as it was kept, and the newest mark of messages that are the same here. Takes both from what is kept."""
     others: list[tuple[_Context, _Mark | None]] = []
     found: tuple[_Context, _Mark | None] = context, None
     earlier: list[tuple[_Context, _Mark | None]] = known.digests or []  # of a body with which others may go on, too
@@ -301,10 +316,10 @@ def _recall(known: KnownMessages, context: _Context) -> tuple[_Context, _Mark | 
         mark = newest
         while mark is not None and mark.end > known.same:
             mark = mark.before
-        if last == context:
-            found = last, mark
-        elif last[1] is not context[1]:
+        if last.ignored is not context.ignored:
             others.append((last, mark))
+        elif last.hider is context.hider and last.offer == context.offer and last.hints == context.hints:
+            found = last, mark
     known.digests = others
     known.same = len(known.ends)
     return found
@@ -316,7 +331,7 @@ def _pack(turn: AnyTurn, context: _Context) -> bytes:
     if known is not None and known.context is context:
         return known.entry
     try:
-        entry = _write_entry(turn.reduce(), context[0], calls=isinstance(turn, Turn) and turn.calls)
+        entry = _write_entry(turn.reduce(), context.hider, calls=isinstance(turn, Turn) and turn.calls)
     except NotCounted:
         entry = _UNREADABLE_ENTRY
     known = turn.known_result if isinstance(turn, Turn) else None
