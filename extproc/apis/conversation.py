@@ -879,7 +879,11 @@ class _KnownShape:
         first = data.find(shape.mark, end)
         if first < 0:
             return None
-        name, head, known = _recall(data, first)
+        head = data[:first]
+        name = crc32(head) | first << 32
+        known = _KNOWN.get(name)
+        if known is not None and known.head != head:
+            known = None
         matched: list[_Piece] = []
         for piece in known.pieces if known is not None else ():
             if not data.startswith(piece[1], matched[-1][0] if matched else first):
@@ -915,8 +919,8 @@ class _KnownShape:
         """The hash of the user's first words in a body; empty if it is not cached."""
         opens = self.find_list(data)
         first = data.find(self._shape.mark, opens.end()) if opens is not None else -1
-        known = _recall(data, first)[2] if first >= 0 else None
-        return known.said if known is not None else b""
+        known = _KNOWN.get(crc32(data[:first]) | first << 32) if first >= 0 else None
+        return known.said if known is not None and known.head == data[:first] else b""
 
     def _read_around(
         self, data: bytes, opens: int, first: int, matched: list[_Piece], known: KnownMessages
@@ -996,14 +1000,6 @@ class _KnownShape:
             raise NotCounted(AMBIGUOUS)
         raws, body.new = body.new, None
         return body, raws[1:] if count else raws
-
-
-def _recall(data: bytes, first: int) -> tuple[int, bytes, KnownMessages | None]:
-    """What is cached of a body by its head, which ends at an offset: the key, the head, and the messages; None for none."""
-    head = data[:first]
-    name = crc32(head) | first << 32
-    known = _KNOWN.get(name)
-    return name, head, known if known is not None and known.head == head else None
 
 
 def _find_again(data: bytes, start: int, piece: bytes) -> int:

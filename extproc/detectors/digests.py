@@ -32,7 +32,7 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, digest, write_flags
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, digest, encode_turn
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -367,7 +367,7 @@ def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
             break
         parts.append(_BYTES[len(shown)])
         parts.append(shown.encode())
-    entry = b"".join([_BYTES[write_flags(kept)], _BYTES[flags], *parts])
+    entry = b"".join([encode_turn(kept)[:1], _BYTES[flags], *parts])
     return _BYTES[len(entry)] + entry
 
 

@@ -46,7 +46,7 @@ from extproc.request.encodings import UnreadableError, list_encodings, read_text
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
-from extproc.request.notes import Marks, cut_notes, frame_answer, may_hold_notes
+from extproc.request.notes import RARE, Marks, cut_notes, frame_answer
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.trees import NO_AGENT, WireAgent
 from extproc.store.pushes import AnyPush
@@ -645,7 +645,7 @@ class Evaluation:
         data = text if isinstance(text, bytes) else text.tobytes()
         document = Document(data)
         plain = data
-        if may_hold_notes(data):
+        if RARE in data:  # hardly any body has notes
             plain = cut_notes(data, partial(self._find_marks, document), leave_out_answers)
         if plain is not data:
             document = Document(plain)

@@ -57,7 +57,7 @@ _ANSWER: Final = ANSWER.encode()
 _CLOSING: Final = CLOSING.encode()
 _ANY_OPENING: Final = b"[~loopguard~ "
 _END: Final = END.encode()
-_RARE: Final = 0x7E  # a tilde
+RARE: Final = 0x7E  # a tilde
 """The second character of a note. It is rare elsewhere, so searching for this byte, which is fastest, is usually enough."""
 
 _TRIES: Final = 64
@@ -185,7 +185,7 @@ def frame_answer(text: str, marks: Marks) -> str:
 def _write_plain(text: str) -> tuple[str, bytes]:
     """A text without characters that JSON escapes, except line ends; also in UTF-8."""
     # Of a text that is not ASCII, `translate` takes ten times as long.
-    plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(_RARE), "-") + "\n"
+    plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(RARE), "-") + "\n"
     raw = plain.encode("utf-8", "surrogatepass")  # only once: unless it is ASCII, that takes long
     left = raw.translate(None, _ORDINARY)
     if left and left.replace(_OPEN, b"").replace(_CLOSE, b""):
@@ -228,11 +228,6 @@ def quotes_answer(part: bytes, answers: frozenset[bytes]) -> bool:
     return False
 
 
-def may_hold_notes(data: bytes) -> bool:
-    """False if a check without reading shows that a body has no notes, as hardly any has."""
-    return _RARE in data
-
-
 def cut_notes(
     data: bytes,
     open_marks: Callable[[], Marks | None],
@@ -266,7 +261,7 @@ def _find_opening(data: bytes) -> int:
     """The offset at which the first note may begin; -1 for none."""
     place = 0
     for _ in range(_TRIES):
-        place = data.find(_RARE, place + 1)
+        place = data.find(RARE, place + 1)
         if place <= 0 or data.startswith(_ANY_OPENING, place - 1):
             return place - 1 if place > 0 else -1
     return data.find(_ANY_OPENING, place)
