@@ -153,6 +153,7 @@ def test_of_policy_files_only_what_runs_is_kept(place: Place, file: object) -> N
     assert not [thing for thing in gc.get_objects() if isinstance(thing, Plan) and id(thing) in old]
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_refused_file(place: Place) -> None:
     """A file with one error among a hundred good policies leaves no policy in memory."""
     place.write(guard("p"))

@@ -90,6 +90,7 @@ def test_without_its_file_it_is_unknown() -> None:
     assert "x-acme-key" not in SECRET_HEADERS
 
 
+@pytest.mark.slow
 def test_its_conversation_is_read_and_its_notes_are_placed(seen: Seen) -> None:
     """A detector finds the loop; the note stands behind the newest result, and no other byte has changed."""
     assert seen["speakers"] == ["tool", "assistant", "user"]

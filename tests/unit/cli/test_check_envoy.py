@@ -413,6 +413,7 @@ LATE: dict[str, tuple[list[Edit], bool]] = {  # edits, and whether that hurts
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("edits", "hurts"), LATE.values(), ids=LATE)
 def test_a_route_that_may_be_chosen_late_is_told(edits: list[Edit], hurts: bool) -> None:
     """Where a filter may choose another route when Loopguard's was left out already, that filter and the routes are named."""
@@ -591,6 +592,7 @@ NEEDS: dict[str, tuple[Json, list[Edit], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policies", "edits", "codes"), NEEDS.values(), ids=NEEDS)
 def test_policies_say_what_is_needed(policies: Json, edits: list[Edit], codes: list[str]) -> None:
     """With policies only what they need is asked for, and what they select has to be guarded."""

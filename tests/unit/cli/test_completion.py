@@ -56,6 +56,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     return {line.strip() for line in done.stdout.splitlines() if line.strip()}
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_flags_choices_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """As somebody types them."""
     script = make_script("bash", capsys, tmp_path)
@@ -84,6 +85,7 @@ def test_fish_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["top", "--once", "spared"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed: whether it completes is NOT tested")
 def test_zsh_finds_the_script_in_its_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Under the name that the examples give it."""

@@ -206,6 +206,7 @@ def test_a_packed_log_that_is_cut_off_is_replayed_up_to_there(tmp_path: Path, ca
     assert [one.code for one in found] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_line_of_50_mb_takes_no_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is passed over, with its number, and what follows has the right one; little more than the bound is ever held."""
     giant = write_lines([make_record(1, text="x" * 50_000_000)])

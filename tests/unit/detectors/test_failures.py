@@ -211,6 +211,7 @@ def test_every_failure_has_a_stem(text: str) -> None:
     assert _has_stem(said) or not (_find_line(said) or _is_marked(said))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind_and_text", TOOL_RESULTS)
 def test_a_quick_look_misses_none_of_the_results(kind_and_text: tuple[str, str]) -> None:
     """The same for what tools write."""

@@ -181,6 +181,7 @@ STUCK: list[tuple[str, list[Meaning], str | None]] = [
 ]  # fmt: skip  # one case, one line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("turns", "rule"), [case[1:] for case in STUCK], ids=[case[0] for case in STUCK])
 def test_what_is_a_loop(turns: list[Meaning], rule: str | None) -> None:
     """Each case is the same in every API and in every style of action, and what the oracle says."""

@@ -590,6 +590,7 @@ MUCH_WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", MUCH_WRONG.values(), ids=MUCH_WRONG)
 def test_little_is_kept_of_a_policy_with_much_wrong(text: str, caplog: pytest.LogCaptureFixture) -> None:
     """The first errors, shortened, and how many there are; and of a content that is too large not all of it."""

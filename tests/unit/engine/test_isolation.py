@@ -133,6 +133,7 @@ def list_effects(service: Service, traffic: Sequence[Sent]) -> list[list[tuple[b
     return effects
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("health", HEALTH)
 @settings(max_examples=examples(40))  # for each state of health
 @given(shapes=SHADOWS, traffic=TRAFFIC)

@@ -161,6 +161,7 @@ def lookups(made: Index[int], *request: str) -> int:
     return Counting.asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("selector", "request_"),
     [

@@ -74,6 +74,7 @@ def test_a_tenant_uses_up_only_its_own_time() -> None:
     assert later == pytest.approx(0.5 * SHARE / 0.05, abs=3)  # a part of that is its own, which it may exceed by one body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, SHARE, 1.0])
 def test_who_is_alone_gets_all_of_the_time(share: float) -> None:
     """No time is withheld that no other caller asks for: one key is often a whole company."""

@@ -153,6 +153,7 @@ _TURNS = st.lists(st.lists(st.sampled_from([*_NAMES, "old"]), min_size=1, max_si
 _WITHOUT = st.none() | st.sets(st.sampled_from([*_NAMES, "old"]))
 
 
+@pytest.mark.slow
 @every_api
 @settings(max_examples=examples(40))
 @given(st.data(), _TURNS, st.lists(st.sampled_from(_NAMES), min_size=1, unique=True), _WITHOUT)

@@ -207,6 +207,7 @@ def take_choice(body: dict[str, Any]) -> object:
     return body.pop("toolConfig" if "contents" in body else "tool_choice")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SDKS)
 def test_a_request_without_a_tool_is_one_of_the_sdk(model: FakeModel, name: str) -> None:
     """The tool is not declared any more, the choice is not of it, and all the rest is as the SDK sent it."""

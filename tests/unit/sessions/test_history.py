@@ -238,6 +238,7 @@ def look(body: bytes) -> list[object]:
     return [names, calls.records, calls.total, calls.newest, calls.tools]
 
 
+@pytest.mark.slow
 @every_shape
 @given(_TURNS, st.data())
 def test_histories_are_known_by_all_that_they_show(shape: str, turns: list[Any], data: st.DataObject) -> None:

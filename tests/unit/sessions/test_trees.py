@@ -261,6 +261,7 @@ def test_a_note_counts_agents_that_were_granted() -> None:
     assert told == [0, 2, 3]
 
 
+@pytest.mark.slow
 def test_grants_of_agents_end_where_trees_are_exact() -> None:
     """A limit is 1,000 at most, with all grants; then no command is printed. What has no limit gets none."""
     service, now = make_service(limited(max_agents=999, max_concurrent_agents=1)), time()

@@ -67,6 +67,7 @@ def test_a_running_cooldown_is_not_expired() -> None:
     assert store.hit([tripping], 10_000)[0].looping
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_entries", [10, 5_000])
 def test_memory_is_bounded_and_expired_entries_are_swept(max_entries: int) -> None:
     """Ten times more keys than there is room never exceed the bound; once they expire, new traffic sweeps them out."""

@@ -117,6 +117,7 @@ def test_what_sdks_send_is_counted_once(name: str) -> None:
     assert counted == [shown] * 4
 
 
+@pytest.mark.slow
 def test_two_agents_of_a_session_are_counted_each() -> None:
     """A sub-agent's calls are counted apart from its parent's, and each count continues where it was."""
     parent, child = Client("chat", ids="last"), Client("chat", ids="last")

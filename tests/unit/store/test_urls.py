@@ -63,6 +63,7 @@ def test_a_bad_url_says_what_would_be_right(url: str, message: str) -> None:
     assert str(error.value).startswith(f"{_CANNOT} {message}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "password", [SECRET, f"{SECRET}/x", f"x?{SECRET}", f"x#{SECRET}", f"@{SECRET}@", f"[{SECRET}", f"{SECRET}:%zz"]
 )
