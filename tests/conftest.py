@@ -77,8 +77,8 @@ class Scopes(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
         return nodeid if sharing == "test" else nodeid.partition("[")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        """Every second worker takes from the end: what goes through a door often waits, and units never do."""
-        if self.nodes.index(node) % 2:
+        """Every third worker takes from the end: what goes through a door often waits, and units never do."""
+        if self.nodes.index(node) % 3 == 2:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 

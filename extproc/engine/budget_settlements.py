@@ -103,7 +103,7 @@ def _read_prompt(named: dict[str, Any], entry: Entry) -> int:
     """The estimated tokens of a session's prompt, if the response counted them, else 0."""
     prompt = named.get("prompt")
     counted = not (entry.refused or entry.unsent or entry.estimated) and entry.usage.prompt > 0
-    return prompt if counted and isinstance(prompt, int) and _is_whole(prompt) else 0
+    return prompt if counted and _is_whole(prompt) and isinstance(prompt, int) else 0
 
 
 def _is_whole(value: object) -> bool:
