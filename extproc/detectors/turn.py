@@ -307,6 +307,7 @@ class Turn:
         "_failed",
         "_failure",
         "_failure_id",
+        "_fractions",
         "_head",
         "_ids",
         "_kept",
@@ -359,6 +360,7 @@ class Turn:
         self._end = end
         self._action: AssistantAction | None = None
         self._cost = -1
+        self._fractions = False  # the action that was read has numbers with fractions
         self.known_action: KnownAction | None = None
         self._kept: KnownResult | None = None
         self._taken = -1
@@ -443,7 +445,8 @@ class Turn:
             _, fractions = count_left()
             action = read_action(self.parts, self._reading.ignored) if self.known else _UNKNOWN
             self._action = action if action.names or not self.known else self._read_failed_call() or action
-            message, free = self._open(), self._cost > 0 and count_left()[1] == fractions
+            self._fractions = count_left()[1] != fractions
+            message, free = self._open(), self._cost > 0 and not self._fractions
             small = 0 < len(action.names) <= _MOST_NAMES_KEPT and len("".join(action.names)) <= _LONGEST_NAMES_KEPT
             if message is not None and message.known is not None and message.joined is None and free and small:
                 kept = KnownAction(self._reading.ignored, action)
@@ -525,7 +528,7 @@ class Turn:
         steps, fractions = count_left()
         result = self._read_result()
         left, others = count_left()
-        bounded = fractions != others or sum([message.fractions for message in heard]) > 0
+        bounded = self._fractions or fractions != others or sum([message.fractions for message in heard]) > 0
         if self._cost > 0 and not bounded and not self._needs_whole:
             serials, all_heard = known.serials[self._place : self._end], sum([message.steps for message in heard])
             own = steps - left + taken - all_heard

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from extproc.apis import conversation
@@ -105,7 +105,14 @@ def say_all(detector: Turns, data: bytes) -> list[str]:
     ]
 
 
+_HALVES = _write(
+    "chat", [], [([("view", {}), ("view", {"n": [0.5, 7]})], "", ""), ([("view", {})], _RESULTS[-1], "")], 3, {}
+)
+"""The numbers of its actions are counted where a result is read before its action, too."""
+
+
 @settings(deadline=None)
+@example([_HALVES], DETECTORS)
 @given(st.lists(_BODIES, min_size=1, max_size=4), st.permutations(DETECTORS))
 def test_what_was_seen_recently_changes_nothing(bodies: list[bytes], detectors: list[Turns]) -> None:
     """Whatever other callers sent before, and whatever other policies compare, each body has the outcome that it has alone."""
