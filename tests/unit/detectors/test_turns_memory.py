@@ -105,9 +105,7 @@ def say_all(detector: Turns, data: bytes) -> list[str]:
     ]
 
 
-_HALVES = _write(
-    "chat", [], [([("view", {}), ("view", {"n": [0.5, 7]})], "", ""), ([("view", {})], _RESULTS[-1], "")], 3, {}
-)
+_HALVES = _write("chat", [], [([("view", {}), ("view", {"n": [0.5, 7]})], "", ""), ([("view", {})], _RESULTS[-1], "")], 3, {})
 """The numbers of its actions are counted where a result is read before its action, too."""
 
 
