@@ -135,6 +135,7 @@ def mark_repetitions(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     """Keep what runs on a build; the mark of a test takes precedence over its folder."""
     mark_repetitions(items)
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/doors/store/"))  # those wait longest, so not last
     build = config.getoption("--build")
     if not build:
         return
