@@ -200,7 +200,8 @@ def test_a_port_for_http3_may_be_named(
         _, distrusted = probe(running, capsys, *USER, "--http3", scheme="https", port=port)
 
     assert (found["HTTP/1.1"][0], found["HTTP/3"][0]) == ("stopped", "guarded")
-    assert "too_large" in found["HTTP/3, large body"][1]  # for the stream's window
+    refused = "too_large" if envoy_version() >= (1, 38) else "aborted"  # 1.36 resets the stream
+    assert refused in found["HTTP/3, large body"][1]  # for the stream's window
     assert without["HTTP/3"] == ("stopped", "the gateway does not offer HTTP/3")
     assert "HTTP/3, query" not in without
     assert distrusted["HTTP/3"] == ("stopped", "unable to get local issuer certificate")

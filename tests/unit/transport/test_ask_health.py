@@ -44,8 +44,8 @@ def ask(answer: bytes, timeout: float = 20, *, hang: bool = False) -> str:
                 if hang:
                     done.wait()
                 else:
-                    connection.shutdown(socket.SHUT_WR)
-                    with suppress(ConnectionResetError):
+                    with suppress(OSError):  # the client may have left
+                        connection.shutdown(socket.SHUT_WR)
                         while connection.recv(2**16):  # so that what is left is no reset
                             pass
 
