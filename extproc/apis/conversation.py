@@ -919,8 +919,11 @@ class _KnownShape:
         """The hash of the user's first words in a body; empty if it is not cached."""
         opens = self.find_list(data)
         first = data.find(self._shape.mark, opens.end()) if opens is not None else -1
-        known = _KNOWN.get(crc32(data[:first]) | first << 32) if first >= 0 else None
-        return known.said if known is not None and known.head == data[:first] else b""
+        if first < 0:
+            return b""
+        head = data[:first]
+        known = _KNOWN.get(crc32(head) | first << 32)
+        return known.said if known is not None and known.head == head else b""
 
     def _read_around(
         self, data: bytes, opens: int, first: int, matched: list[_Piece], known: KnownMessages

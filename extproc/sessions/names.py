@@ -48,7 +48,7 @@ _SAME: Final = {f"{HEADER}:{form.root}": f"{HEADER}:{form.agent}" for form in AG
 """Default keys that name the same sessions: an agent sends its parent's id in the first, its parent sends it in the second."""
 
 _FEW_HEADERS: Final = 4
-"""So many are looked up one by one in less time than all at once."""
+"""Up to this number of headers, looking them up one by one is faster than comparing sets."""
 
 _SESSION_PART: Final = "_session_"
 """Precedes the session's name in a user's id from older clients."""

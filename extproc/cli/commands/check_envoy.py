@@ -85,7 +85,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     probe.add_argument(
         "--http3",
         action="store_true",
-        help="also send over HTTP/3 to gateways that do not advertise it (alt-svc): to the URL's port",
+        help="also try HTTP/3 at the URL's port where the gateway does not advertise it (alt-svc)",
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from extproc.cli.main import main
 from extproc.cli.probe.client import ProbeAnswer, find_http3, send
 from extproc.cli.probe.spellings import HTTP_3, Spelling
-from extproc.cli.probe.verdicts import judge
+from extproc.cli.probe.verdicts import Result, is_guarded, judge
 
 PLAIN, ALIAS = Spelling("HTTP/1.1", "/a"), Spelling("//", "//a", alias=True)
 
@@ -48,6 +48,19 @@ def test_a_verdict(spelling: Spelling, reply: ProbeAnswer, said: dict[str, Any] 
 def test_an_alias_with_the_usual_answer_is_served() -> None:
     """An upstream that answers 404 to every probe, such as for its unknown model, may serve the alias as well."""
     assert judge(ALIAS, ProbeAnswer(404, reached=True), None, ProbeAnswer(404, reached=True))[0] == "UNGUARDED"
+
+
+@pytest.mark.parametrize("verdict", ["UNGUARDED", "NOT SENT"])
+def test_what_may_pass_unguarded_has_to_be_ignored(verdict: str) -> None:
+    """A request that could not be sent may be unguarded as well."""
+    found = [
+        Result("http://a/", "/a", PLAIN, ProbeAnswer(200), "guarded", ""),
+        Result("http://a/", "/a", PLAIN._replace(name="HTTP/3"), ProbeAnswer(0), verdict, ""),
+    ]
+
+    assert is_guarded(found[:1], [])
+    assert not is_guarded(found, [])
+    assert is_guarded(found, ["HTTP/3"])
 
 
 @pytest.mark.parametrize(
