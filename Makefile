@@ -15,9 +15,9 @@ WORKERS := -n auto --maxprocesses 4 --no-loadscope-reorder
 # What goes through a door often waits: six workers keep two processors busy.
 WAITING := -n 6 --no-loadscope-reorder
 # CI tests with DEEP=1: also what takes long (memory, a million entries, every depth, a build, gRPC by grpcio).
-# Properties get 25 examples here, and 100 where pytest is called without a profile.
+# Properties get 25 examples in CI, 10 elsewhere, and 100 where pytest is called without a profile.
 EXAMPLES := --hypothesis-profile quarter
-EXTENT := $(EXAMPLES) $(if $(DEEP),,-m 'not deep')
+EXTENT := $(if $(DEEP),$(EXAMPLES),--hypothesis-profile quick -m 'not deep')
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # uv takes a tenth of pip's time, from pip's index. Where it fails, pip installs: only pip reads all of its own settings.
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)

@@ -30,6 +30,7 @@ settings.register_profile("quick", settings.get_profile("loopguard"), max_exampl
 settings.load_profile("loopguard")
 
 limit_integers()  # as the command does
+gc.disable()  # until all tests are collected: what is imported stays
 
 sys.path.append(str(ROOT / "envoy"))  # scripts, and what agents and their models share
 
@@ -153,6 +154,7 @@ def pytest_collection_finish() -> None:
     """Take what was imported out of the garbage collector's rounds: with the SDKs these are a million objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ def test_links_to_files_beside_the_pages_lead_to_the_sources(tmp_path: Path) -> 
     assert 'href="mesh.html' in text
 
 
+@pytest.mark.deep
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     """Strict: a page that links to one that is not there is no site."""
     for name in (".mkdocs.yml", "README.md"):

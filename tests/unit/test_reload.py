@@ -31,7 +31,7 @@ from tests.support.bundles import RULE
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # what is made of policies is compiled
+pytestmark = pytest.mark.compiled  # what is made of policies is compiled
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
 

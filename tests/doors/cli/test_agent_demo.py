@@ -123,6 +123,7 @@ def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
     assert left(demo.output()) == []
 
 
+@pytest.mark.deep
 def test_a_broken_policy_is_told(tmp_path: Path) -> None:
     """A policy with errors ends the demo with 1, and the errors are on the screen."""
     demo = run(tmp_path / "log", "--policy", write(tmp_path / "policy.json", similarity="telepathy"))

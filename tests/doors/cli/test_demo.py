@@ -115,6 +115,7 @@ def test_refuses_a_loop_follows_an_edit_and_ends_on_ctrl_c(start: Callable[[], D
     eventually(lambda: demo.left() == [], "the end of all that was started")
 
 
+@pytest.mark.deep
 def test_warns_client_and_upstream(start: Callable[[], Demo]) -> None:
     """The sample upstream shows the header that it got, so the curl lines on the screen have something to show."""
     demo = start()
@@ -125,6 +126,7 @@ def test_warns_client_and_upstream(start: Callable[[], Demo]) -> None:
     assert warned == [None, None, "loop_warn"]
 
 
+@pytest.mark.deep
 def test_shows_lines_that_fit_the_policies(start: Callable[[], Demo], tmp_path: Path) -> None:
     """The lines to try are those of the sample policies only where these are in force."""
     other = start().output()
@@ -137,6 +139,7 @@ def test_shows_lines_that_fit_the_policies(start: Callable[[], Demo], tmp_path: 
     assert "{" not in re.sub(r"'\{.*?\}'|%\{\w+\}", "", sample.output())
 
 
+@pytest.mark.deep
 def test_ends_on_sigterm(start: Callable[[], Demo]) -> None:
     """SIGTERM ends it as cleanly as Ctrl-C does."""
     demo = start()
@@ -147,6 +150,7 @@ def test_ends_on_sigterm(start: Callable[[], Demo]) -> None:
     eventually(lambda: demo.left() == [], "the end of all that was started")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("child", "name"), [(0, "Envoy"), (1, "Loopguard")])
 def test_a_dead_child_ends_it(child: int, name: str, start: Callable[[], Demo]) -> None:
     """When a child dies, the other is stopped as well. The demo says which one it was and exits with 1."""

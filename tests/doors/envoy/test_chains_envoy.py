@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from tests.support.documents import bundle, policy
+from tests.support.extent import deepen
 from tests.support.harness import Stack, stack
 from tests.support.servers import cluster, server
 from tests.support.turn_writers import SHAPES, Did
@@ -30,7 +31,7 @@ def stacked(request: pytest.FixtureRequest) -> Iterator[Stack]:
                 yield made
 
 
-@pytest.mark.parametrize("shape", ["chat", "anthropic", "responses", "gemini"])
+@pytest.mark.parametrize("shape", deepen(["chat", "anthropic", "responses", "gemini"], "chat", "anthropic"))
 @pytest.mark.parametrize("window", [0, 3])
 def test_the_one_that_loops_is_stopped_whichever_replica_it_meets(stacked: Stack, shape: str, window: int) -> None:
     """Six conversations of one caller side by side; older results are cleared, or older messages left out."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.documents import bundle, policy
+from tests.support.extent import deepen
 from tests.support.harness import Stack, eventually, stack
 
 _KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "threshold_identical_requests": 2}
@@ -122,7 +123,7 @@ def without_shadow() -> list[tuple[bytes, ...]]:
 
 @pytest.mark.parametrize(
     "preamble",
-    ["", _BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_STORE, _BROKEN_COMPARISON],
+    deepen(["", _BROKEN_EVALUATION, _BROKEN_LOOKS, _BROKEN_STORE, _BROKEN_COMPARISON], "", _BROKEN_EVALUATION),
     ids=["healthy", "evaluation raises", "looking raises", "store fails", "comparison raises"],
 )
 def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preamble: str) -> None:
@@ -155,7 +156,11 @@ def observed_without_shadow() -> list[tuple[bytes, ...]]:
 
 @pytest.mark.parametrize(
     ("preamble", "store"),
-    [("", "memory://"), (_BROKEN_EVALUATION, "memory://"), (_BROKEN_COMPARISON, "memory://"), ("", "redis://127.0.0.1:1")],
+    deepen(
+        [("", "memory://"), (_BROKEN_EVALUATION, "memory://"), (_BROKEN_COMPARISON, "memory://"), ("", "redis://127.0.0.1:1")],
+        ("", "memory://"),
+        (_BROKEN_EVALUATION, "memory://"),
+    ),
     ids=["healthy", "evaluation raises", "comparison raises", "dead store"],
 )
 def test_shadow_changes_no_byte_where_envoy_only_looks_on(

@@ -20,6 +20,7 @@ import websockets.sync.server
 
 from extproc.pb.external_processor_pb2 import HttpBody, ProcessingRequest
 from tests.support.documents import bundle, policy
+from tests.support.extent import deepen
 from tests.support.harness import PATIENCE, Stack, envoy_version, eventually, stack
 from tests.support.streams import over_http2
 
@@ -255,7 +256,7 @@ def test_a_body_cut_off_at_the_buffer_limit_is_not_counted() -> None:
 
 
 @_needs_tolerant
-@pytest.mark.parametrize("path", ["/unmatched/close", "/bodiless/close", "/counted/close"])
+@pytest.mark.parametrize("path", deepen(["/unmatched/close", "/bodiless/close", "/counted/close"], "/counted/close"))
 def test_where_envoy_retries_bodies_arrive_as_they_were_sent(path: str) -> None:
     """What Envoy has collected of a body in parts, and keeps for retries as well, it must not hand on twice."""
 

@@ -248,6 +248,7 @@ def test_a_restart_of_both_replicas_loses_nothing(night: Night) -> None:
     eventually(lambda: night.send("/poll/other", "late") == [429], "the block")
 
 
+@pytest.mark.deep
 def test_a_thousand_tenants_at_once_hide_no_agent(night: Night) -> None:
     """The list stays bounded, an agent that keeps looping stays visible, and a script in a name is shown as text."""
 

@@ -208,6 +208,7 @@ def test_a_bad_order_is_refused_with_what_is_wrong(running: Running, body: bytes
     assert running.list_standing() == []
 
 
+@pytest.mark.deep
 def test_a_flood_of_orders_is_bounded(tmp_path: Path) -> None:
     """Of a thousand orders as many stand as fit, each other one is refused, and the server answers as before."""
     tokens = tmp_path / "tokens"

@@ -18,6 +18,7 @@ from extproc.store import open_store
 from extproc.store.remote import RemoteStore
 from extproc.store.rules.tree import AgentLimits
 from tests.support.conversations import judge
+from tests.support.extent import deepen
 from tests.support.harness import PATIENCE
 from tests.support.servers import Driver, Server, server
 from tests.support.service import make_service, sample
@@ -53,7 +54,9 @@ def opencode(agent: int) -> dict[str, str]:
     return {"x_session_id": f"agent{agent}", **({"x_parent_session_id": f"agent{agent - 1}"} if agent else {})}
 
 
-@pytest.mark.parametrize("limit", ["max_agents", "max_concurrent_agents", "max_spawns_per_minute"])
+@pytest.mark.parametrize(
+    "limit", deepen(["max_agents", "max_concurrent_agents", "max_spawns_per_minute"], "max_concurrent_agents")
+)
 def test_a_client_that_starts_a_thousand_agents_gets_as_many_as_it_may(valkey: Server, limit: str) -> None:
     """Exactly, on whichever replicas they begin; what is kept stays small, and other callers' agents all begin."""
 

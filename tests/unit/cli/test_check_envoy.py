@@ -24,6 +24,7 @@ from tests.support import ROOT
 from tests.support.check_envoy import CHAT, MANAGER, UPLOADS, Json, find, found, report, run, without_an_end
 from tests.support.documents import bundle, policy
 from tests.support.envoy_config import bootstrap, theirs
+from tests.support.extent import deepen
 from tests.support.harness import envoy_version
 
 COSTS = bundle(
@@ -889,7 +890,9 @@ def walk(value: Json, pointer: str = "") -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd", [None, 0, -1.5, "x", True, [], {}, [1, None, "x"], {"a": {"b": []}}], ids=repr)
+@pytest.mark.parametrize(
+    "odd", deepen([None, 0, -1.5, "x", True, [], {}, [1, None, "x"], {"a": {"b": []}}], None, "x", {"a": {"b": []}}), ids=repr
+)
 def test_whatever_stands_somewhere_nothing_breaks(odd: Json) -> None:
     """Any value in place of any other makes a report, which can be printed; wrong types are Envoy's to refuse."""
     whole = good()

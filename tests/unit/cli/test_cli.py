@@ -26,7 +26,7 @@ from tests.support.bundles import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries
 from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, written
 from tests.support.documents import bundle, policy
 
-pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.sources, pytest.mark.compiled]  # what explains is compiled
+pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.compiled]  # what explains is compiled
 
 
 # validate

@@ -21,7 +21,7 @@ from tests.support.engine import ANY
 from tests.support.labelled import FORMATS, make_set
 from tests.support.turn_writers import Did
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # they are judged by what is compiled
+pytestmark = pytest.mark.compiled  # they are judged by what is compiled
 
 LOOP = {"loop": True, "begins": 3, "success": False, "kind": "stuck"}
 HONEST = {"loop": False, "success": True, "kind": "work"}

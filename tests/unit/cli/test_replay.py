@@ -26,7 +26,7 @@ from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, make_service, metadata_of
 from tests.support.turn_writers import Did, as_chat
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # logs are judged by what is compiled
+pytestmark = pytest.mark.compiled  # logs are judged by what is compiled
 
 
 def make_sums(text: str) -> dict[str, object]:

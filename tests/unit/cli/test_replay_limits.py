@@ -21,6 +21,7 @@ from extproc.sessions.rates import Usage
 from extproc.store.memory import MemoryStore
 from tests.support.documents import policy
 from tests.support.engine import ANY
+from tests.support.extent import deepen
 from tests.support.random_agents import PATHS, Agent
 from tests.support.recorded import Recorder, Replay, compare, make_cache, unpack
 from tests.support.turn_writers import Did, as_chat
@@ -74,7 +75,7 @@ class Clock:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", deepen(range(24), *range(6)))
 def test_a_replay_limits_sessions_as_live(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of every API, with names and without, on two replicas; requests that cost, fail and are settled late."""
     random, clock = Random(seed), Clock()

@@ -17,6 +17,7 @@ from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
+from tests.support.extent import deepen
 from tests.support.messages import body, headers
 from tests.support.random_agents import PATHS, Agent
 from tests.support.recorded import Recorder, Replay, compare, make_cache, unpack
@@ -47,7 +48,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(8, 24))])
+@pytest.mark.parametrize("seed", deepen(range(24), *range(6)))
 def test_a_replay_decides_as_live(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents of every API, on two replicas: each verdict, loop and tenant is the live one, with nothing to complain about."""
     random = Random(seed)

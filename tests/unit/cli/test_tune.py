@@ -14,6 +14,7 @@ from extproc.cli.replay.tune import WindowPair, recommend
 from tests.support.access_logs import USER, make_record, write_lines
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
+from tests.support.extent import deepen
 
 WINDOWS = (10, 60, 300)
 THRESHOLDS = (2, 3, 6)
@@ -44,7 +45,7 @@ PAIRS = ("--windows", ",".join(map(str, WINDOWS)), "--thresholds", ",".join(map(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window_type", ["sliding_ttl", "sliding_log", "fixed"])
+@pytest.mark.parametrize("window_type", deepen(["sliding_ttl", "sliding_log", "fixed"], "sliding_log"))
 @pytest.mark.parametrize(
     "more", [{}, {"cooldown_seconds": 30}, {"count_refused": False}], ids=["plain", "cooldown", "uncounted"]
 )

@@ -26,6 +26,7 @@ from tests.support.conversations import (
     make_runs,
     make_twins,
 )
+from tests.support.extent import deepen
 from tests.support.service import make_service, sample
 from tests.support.sessions import agents
 
@@ -87,7 +88,7 @@ def test_conversations_of_all_apis_side_by_side(order: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ask", [ask_title, ask_router, ask_summary])
+@pytest.mark.parametrize("ask", deepen([ask_title, ask_router, ask_summary], ask_summary))
 @pytest.mark.parametrize("habit", ["whole", "newest 2 results kept", "last 4 turns"])
 def test_side_requests_disturb_no_chain(habit: str, ask: Callable[[Run, int], bytes]) -> None:
     """Titles, routers and summaries that are asked for now and then."""
@@ -101,7 +102,7 @@ def test_side_requests_disturb_no_chain(habit: str, ask: Callable[[Run, int], by
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [make_few, make_twins])
+@pytest.mark.parametrize("make", deepen([make_few, make_twins], make_twins))
 @pytest.mark.parametrize("habit", ["whole", "whole, retries", "ids anew, thoughts cut"])
 def test_runs_that_say_the_same_never_mix(habit: str, make: Callable[[int, str, Habit, Random], list[Run]]) -> None:
     """Not even where their messages are equal to the byte, and only what comes back is not."""

@@ -20,6 +20,7 @@ from extproc.request.document import Document
 from extproc.store.rules.ring import Push, Ring, push
 from extproc.store.rules.windows import UNCOUNTED
 from tests.support.chains import CHAINS, Model
+from tests.support.extent import deepen
 from tests.support.verdicts import MadeUp, Rules, Turn, judge, write
 
 MANY = int(os.environ.get("LOOPGUARD_CONVERSATIONS", "0"))
@@ -115,7 +116,7 @@ def try_remembered(dice: Random, *, chained: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", deepen(range(8), 0, 1))
 def test_a_request_alone_gets_the_verdict_of_the_second_statement(seed: int) -> None:
     """Weak and strong loops, persons who speak, tools that only look or change something: in chats and in texts."""
     dice = Random(seed)
@@ -134,7 +135,7 @@ def test_a_similar_error_stays_a_note_where_a_weak_loop_may_be_refused() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", deepen(range(4), 0))
 @pytest.mark.parametrize("chained", [False, True], ids=["ring", "chain"])
 def test_what_the_store_remembers_gives_the_same_verdict(seed: int, chained: bool) -> None:
     """Of a client that clears old results: strength, words of persons and roles of tools survive in the entries."""

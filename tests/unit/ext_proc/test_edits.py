@@ -24,6 +24,7 @@ from extproc.request.patch import AMBIGUOUS, MAX_BYTES, UNVERIFIED, Patch, Value
 from tests.support.documents import policy
 from tests.support.edit_fuzzer import try_one
 from tests.support.engine import ANY
+from tests.support.extent import deepen
 from tests.support.messages import body, headers, make_marks
 from tests.support.service import decoded, exchange, make_service, metadata_of, sample
 from tests.support.turn_writers import Did, as_anthropic, as_chat
@@ -91,7 +92,7 @@ def nested(depth: int, inner: str = '"a"', behind: str = "") -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, _EXAMPLES, 500))
+@pytest.mark.parametrize("first", deepen(range(0, _EXAMPLES, 500), 0, 500))
 def test_edits_of_nearly_right_bodies_change_what_they_should(first: int) -> None:
     """Python's own parser finds the old body in the new one, with all its keys, except for the notes or the tools."""
     for seed in range(first, first + 500):

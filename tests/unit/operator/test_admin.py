@@ -32,6 +32,7 @@ from extproc.server import Server
 from extproc.settings import Settings, parse_address
 from tests.support.bundles import RULE
 from tests.support.documents import bundle, policy
+from tests.support.extent import deepen
 from tests.support.harness import PATIENCE, eventually
 from tests.support.promql import list_labels
 
@@ -357,7 +358,9 @@ def test_several_servers_can_be_asked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["extproc.cli.main", "extproc.ext_proc.stream", "extproc.transport.fast"])
+@pytest.mark.parametrize(
+    "module", deepen(["extproc.cli.main", "extproc.ext_proc.stream", "extproc.transport.fast"], "extproc.cli.main")
+)
 def test_neither_requests_nor_other_commands_load_the_web_server(module: str) -> None:
     """What every request runs through, and the command line, import nothing of the admin port's."""
     heavy = "{'starlette', 'uvicorn', 'httpx', 'jinja2', 'rich', 'cloudevents'}"

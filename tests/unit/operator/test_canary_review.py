@@ -32,6 +32,7 @@ from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import REVIEWS
 from tests.support.documents import policy
 from tests.support.engine import ANY
+from tests.support.extent import deepen
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, exchange, make_service
 from tests.support.turn_writers import Did, as_chat
@@ -269,7 +270,7 @@ def find_error(share: float, looks: int, least: Any) -> float:  # noqa: ANN401  
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.02, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("share", deepen([0.02, 0.2, 0.5, 0.8], 0.2))
 def test_looking_again_and_again_does_not_make_an_error_likelier(share: float) -> None:
     """The probability of a wrong verdict at any of 120 looks is below 5 %; with a bound for a single look it is far above."""
     assert find_error(share, 120, lambda part, whole: find_least(part, whole, 0.95)) <= 0.05

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -902,9 +903,12 @@ def fits(value: Any, rule: Mapping[str, Any], kinds: Mapping[str, Any]) -> bool:
     return True
 
 
+_schema = cache(make_schema)
+
+
 def in_schema(document: object) -> bool:
     """Whether our JSON Schema takes a document."""
-    made = make_schema()
+    made = _schema()
     return fits(document, made, made["$defs"])
 
 

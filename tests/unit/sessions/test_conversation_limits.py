@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.conversations import HABITS, ORDERS, Habit, Run, interleave, judge, make_best_of, make_few, make_runs
+from tests.support.extent import deepen
 from tests.support.service import make_service, sample
 from tests.support.session_limits import TOOL, limited
 
@@ -47,7 +48,7 @@ def test_limits_are_exact(habit: str, limit: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [make_best_of, make_few])
+@pytest.mark.parametrize("make", deepen([make_best_of, make_few], make_few))
 @pytest.mark.parametrize("habit", ["whole", "ids anew, thoughts cut", "newest 2 results kept"])
 def test_limits_of_equal_runs_are_exact(habit: str, make: Callable[[int, str, Habit, Random], list[Run]]) -> None:
     """Four runs of one task whose messages are equal to the byte for a while, or again and again."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.session import WITHDRAWN, Limits, Settlement, add_up
+from tests.support.examples import examples
 from tests.support.ledger import CASES, LIMITS_OF_ALL_KINDS, MOVES, Book, in_session, limit, make_step, play, settle_step, tell
 from tests.support.records import replace
 from tests.support.servers import Driver
@@ -57,7 +58,7 @@ def test_a_store_keeps_sessions_as_the_rules_say(
 
 
 @pytest.mark.parametrize("shape", ["chat", "responses", "gemini"])
-@settings(max_examples=40)
+@settings(max_examples=examples(160))
 @given(AGENT_MOVES, st.sampled_from(["last", "anew"]), st.integers(1, 6), st.sampled_from([0, 7]))
 def test_a_store_counts_calls_as_memory_does(
     opened: Driver, shape: str, moves: list[Move], ids: str, most: int, seed: int

@@ -198,6 +198,7 @@ def test_steps_that_find_roots_are_counted_together_as_one_by_one(store: Driver)
     assert [standing.tree.agents if standing.tree else None for standing in standings] == [1, None, None, 2]
 
 
+@pytest.mark.deep
 def test_a_tree_of_any_depth_and_size_is_bounded(store: Driver) -> None:
     """A chain of 10,000 agents, asked together as replicas' batches are, is a tree of as many; the oldest are forgotten."""
     session, limits = limit(idle_ms=3_600_000), AgentLimits()
