@@ -189,6 +189,7 @@ def test_make_passes_flags() -> None:
     assert told.splitlines()[-1].endswith("envoy/demo.py --port 0")
 
 
+@pytest.mark.deep
 def test_a_broken_policy_is_told(tmp_path: Path) -> None:
     """A policy file with errors ends the demo with 1, and the errors are on the screen."""
     policy = tmp_path / "policy.json"

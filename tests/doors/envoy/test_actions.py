@@ -17,7 +17,10 @@ from extproc.pb.external_processor_pb2 import HeaderMutation
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, eventually, stack
 
-pytestmark = [pytest.mark.sources, pytest.mark.compiled]  # the door that is opened on the sources, too
+pytestmark = pytest.mark.compiled
+
+on_sources = pytest.mark.sources
+"""The door is opened on the sources, too."""
 
 
 def _chunks(data: bytes) -> Iterator[bytes]:
@@ -28,6 +31,7 @@ def _chunks(data: bytes) -> Iterator[bytes]:
 BODIES: dict[str, bytes | None] = {"none": None, "small": b'{"a": 1}', "5 MB": b"x" * 5_000_000, "empty": b""}
 
 
+@on_sources
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_the_nth_identical_request_is_refused(shared: Stack, user: dict[str, str], body: bytes | None, chunked: bool) -> None:
@@ -54,6 +58,7 @@ def test_a_different_body_user_path_or_query_is_a_different_request(shared: Stac
     assert statuses == [200, 200, 429]
 
 
+@on_sources
 def test_a_refusal_on_the_wire(shared: Stack, user: dict[str, str]) -> None:
     """Status, headers and body of a refusal are as documented, and Envoy's log says why."""
     for _ in range(2):
@@ -79,6 +84,7 @@ def test_a_refusal_on_the_wire(shared: Stack, user: dict[str, str]) -> None:
     assert (entry["loop_action"], entry["loop_policy"], entry["loop_count"]) == ("reject", "teapot", 3)
 
 
+@on_sources
 def test_the_openai_sdk_stops_at_the_first_refusal(shared: Stack, user: dict[str, str]) -> None:
     """The real SDK raises RateLimitError with our code after one call, without a retry of its own."""
     import openai
@@ -120,6 +126,7 @@ def test_the_anthropic_sdk_stops_at_the_first_refusal(shared: Stack, user: dict[
         assert refusal.value.response.headers["x-loopguard-count"] == str(number)
 
 
+@on_sources
 def test_a_warning_reaches_upstream_and_client(shared: Stack, user: dict[str, str]) -> None:
     """From the threshold on the request carries the warning to the upstream and the response carries it to the client."""
     answers = [shared.send("/warn", method="POST", body=b"x", headers=user) for _ in range(3)]
@@ -150,6 +157,7 @@ def test_all_marks_are_known() -> None:
     assert set(MARKS) == {"x-fairvisor-warning", *written}
 
 
+@on_sources
 @pytest.mark.parametrize("body", [None, b"x" * 5_000_000], ids=["none", "5 MB"])
 def test_a_throttled_request_is_held_and_then_served(shared: Stack, user: dict[str, str], body: bytes | None) -> None:
     """The hold is capped by max_delay_ms, and the request is served in the end."""
@@ -195,6 +203,7 @@ def _repeat_raw(connection: socket.socket, request: bytes, times: int) -> None:
         reader.read(length)
 
 
+@on_sources
 def test_a_client_that_leaves_frees_its_hold(shared: Stack, user: dict[str, str]) -> None:
     """While a request is held the gauge shows it; when its client hangs up the hold is over long before its time."""
     connection = shared.connect()
@@ -280,6 +289,7 @@ def _threads(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
+@on_sources
 def test_a_connection_survives_its_refusals(shared: Stack, user: dict[str, str]) -> None:
     """A keep-alive connection that sends the loop gets its refusals in order and stays usable."""
     connection = http.client.HTTPConnection("127.0.0.1", shared.envoy.port, timeout=PATIENCE)

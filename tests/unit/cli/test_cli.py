@@ -25,6 +25,7 @@ from tests.support.budget_policies import REJECT, limited, rule
 from tests.support.bundles import DOCUMENTS, ENTRIES, FULL, SPEC_FIELDS, entries, spec
 from tests.support.command import GOOD, NOT_ENFORCED, WITH_RULES, Run, written
 from tests.support.documents import bundle, policy
+from tests.support.extent import deepen
 
 pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.compiled]  # what explains is compiled
 
@@ -127,7 +128,7 @@ BUNDLES: list[object] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allow", [False, True])
+@pytest.mark.parametrize("allow", deepen([False, True], False))
 def test_validate_takes_what_serve_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path, allow: bool) -> None:
     """For each rule of policy files: the exit code says whether the server would start, for the same errors."""
     missing, flags = str(tmp_path / "missing.json"), ["--allow-unenforced"] if allow else []
