@@ -298,11 +298,14 @@ class Detector:
             return 0, Action.REJECT, 0
         else:
             first = repeat.threshold - self._later[repeat.step]
-        steps = [(action, first + later - outcome.count) for action, later in zip(self.actions, self._later, strict=True)]
-        noted = next((-left for action, left in steps if action in NOTED), 0)
-        strict = [step for step in steps if step[0] in _ENDING and step[1] > 0]
-        action, left = strict[0] if strict else (Action.REJECT, 0)
-        return max(noted, 0), action, left
+        noted = 0
+        for place, action in enumerate(self.actions):
+            left = first + self._later[place] - outcome.count
+            if action in NOTED and not noted:
+                noted = -left
+            if action in _ENDING and left > 0:
+                return max(noted, 0), action, left
+        return max(noted, 0), Action.REJECT, 0
 
     def find_action(self, repeat: Repeat) -> Action:
         """What is done about a loop that a request shows."""

@@ -23,6 +23,9 @@ keeps bodies for retries, it does so twice (source/extensions/filters/http/ext_p
 CONTINUE_AND_REPLACE without a new body, it does not begin to buffer.
 """
 
+WARNING: Final = "warning"
+"""Key of the text that a request which continues has in its headers, too; missing for none."""
+
 _TOOLS_SHOWN = 256
 
 _WARNING = "X-Fairvisor-Warning"
@@ -180,7 +183,7 @@ def make_wait(milliseconds: int) -> bytes:
     return response.SerializeToString()
 
 
-def find_warning(decision: Decision) -> str:
+def _find_warning(decision: Decision) -> str:
     """The warning for the headers of a request that continues; empty for none."""
     if decision.steer is not None:
         return f"{_KIND.get(decision.steer.reason, _BUDGET)}_{decision.steer.action.value}"
@@ -214,9 +217,8 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
             metadata |= {"limit": lead.subject.limit, "used": used, "allowed": allowed}
         elif isinstance(lead.subject, BudgetSubject):
             metadata["rule"] = lead.subject.rule
-        warning = find_warning(decision)
-        if warning and lead.action is not Action.REJECT:
-            metadata["warning"] = warning
+        if lead.action is not Action.REJECT and (warning := _find_warning(decision)):
+            metadata[WARNING] = warning
     if shadow is not None:
         metadata |= {
             "shadow_action": shadow.action.value,
