@@ -809,11 +809,9 @@ class Shapes:
         if shape.locate is None:
             return []
         places: list[Place] = []
-        for number, (speaker, message, whole) in enumerate(newest):
-            if number == _MAX_NEWEST:
-                break
-            found = shape.locate(patch, message, whole) if speaker else []
-            places += [place for place in found if place.result or speaker == USER]
+        for speaker, message, whole in newest:
+            if speaker:
+                places += [place for place in shape.locate(patch, message, whole) if place.result or speaker == USER]
         if len(places) > 1:
             places.sort(key=_get_offset)
         return [place for place in places if place.result] or places
@@ -1027,28 +1025,34 @@ def _find_known(document: Document | None, data: bytes) -> tuple[Conversation, K
     return (found, found.known) if isinstance(found, Conversation) and found.known is not None else None
 
 
-def _read_newest(patch: Patch, shape: Shape, given: Value) -> Iterator[tuple[str, Any, Value]]:
+def _read_newest(patch: Patch, shape: Shape, given: Value) -> list[tuple[str, Any, Value]]:
     """The messages behind the assistant's newest, last first: the speaker, what is needed as a struct of the shape, and where.
 
     Raises:
         NotCounted: they are ambiguous, or too large.
     """
+    found: list[tuple[str, Any, Value]] = []
     for whole in patch.open_newest(given):
         message = read_message(patch, shape, patch.shorten(whole))
         speaker = shape.name_speaker(message)
-        if speaker == ASSISTANT:
+        if speaker == ASSISTANT or len(found) == _MAX_NEWEST:
             break
-        yield speaker, message, whole
+        found.append((speaker, message, whole))
+    return found
 
 
-def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) -> Iterator[tuple[str, Any, Value]]:
+def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) -> list[tuple[str, Any, Value]]:
     """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
-    for place in range(len(conversation) - 1, -1, -1):
-        if known.speakers[place] == ASSISTANT:
+    found: list[tuple[str, Any, Value]] = []
+    last = len(conversation) - 1
+    for place in range(last, max(last - _MAX_NEWEST, -1), -1):
+        speaker = known.speakers[place]
+        if speaker == ASSISTANT:
             break
         whole = patch.open_known(known.starts[place], known.ends[place])
         patch.open_fields(whole)  # which fails if a key is repeated, in any message
-        yield known.speakers[place], conversation.open_message(place), whole
+        found.append((speaker, conversation.open_message(place), whole))
+    return found
 
 
 def _get_offset(place: Place) -> int:

@@ -70,7 +70,8 @@ _SAID: Final = re.compile(_FORM.replace("([", "(?:["))
 _ORDINARY: Final = b"\n" + bytes(range(0x20, 0x7F))
 _OPEN: Final = "\u201c".encode()
 _CLOSE: Final = "\u201d".encode()
-"""What notes usually have beside ASCII."""
+_QUOTED: Final = _OPEN + _CLOSE
+"""What notes usually have beside ASCII, and what most have: one quotation."""
 
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -188,7 +189,7 @@ def _write_plain(text: str) -> tuple[str, bytes]:
     plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(RARE), "-") + "\n"
     raw = plain.encode("utf-8", "surrogatepass")  # only once: unless it is ASCII, that takes long
     left = raw.translate(None, _ORDINARY)
-    if left and left.replace(_OPEN, b"").replace(_CLOSE, b""):
+    if left and left != _QUOTED and left.replace(_OPEN, b"").replace(_CLOSE, b""):
         plain = _ODD.sub(" ", plain)
         raw = plain.encode()
     return plain, raw

@@ -166,13 +166,12 @@ class Changes:
             candidate = evaluation.find_candidate(outcome)
             body = b"".join(changed.body) if changed.body is not None else original.read(candidate.plan.steers)
             note = write_note(outcome, evaluation, candidate.guard)
-            add_note = partial(
-                steer, evaluation.request, body, note, partial(evaluation.make_marks, candidate), evaluation.document
-            )
+            make_marks = partial(evaluation.make_marks, candidate)
             marks = *changed.marks, STEERED
             if outcome.action is Action.LAND:
+                add_note = partial(steer, evaluation.request, body, note, make_marks, evaluation.document)
                 return decision, self._land(evaluation, outcome, add_note, marks)
-            return decision, Changed(add_note(), marks)
+            return decision, Changed(steer(evaluation.request, body, note, make_marks, evaluation.document), marks)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._reporter.report_unsteered(decision, self._find_reason(error))
             return decision.warn_instead(), changed
