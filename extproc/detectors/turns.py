@@ -196,7 +196,7 @@ class Turns(HistorySimilarity):
         last: Repeat | None = None
         if looping or place is None or not self.was_in_no_loop(place):
             before = History(follow(history, 1))
-            last = self.find_loop(before) if self.rule.may_have_looped(before) else None
+            last = self.find_loop(before) if looping or self.rule.may_have_looped(before) else None
         if place is not None and (looping or _LOOPED.get((self._number, place.node)) is None):
             _LOOPED.put((self._number, place.node), looping)
         if last is None:

@@ -482,7 +482,7 @@ class Transaction:
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
     def _replace_held(
-        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: Sequence[bytes]
+        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: tuple[bytes, ...]
     ) -> bytes:
         """Answer the headers of a request whose held body was edited."""
         self.edited = body

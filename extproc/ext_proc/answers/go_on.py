@@ -93,7 +93,7 @@ def end_headers(answer: bytes) -> bytes:
     return answer + _LAST
 
 
-def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: Sequence[bytes]) -> Pieces:
+def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...]) -> Pieces:
     """The answer that lets a request continue with another body, in pieces, so that the body is not copied.
 
     It is written from the inside out, because protobuf would copy the body four times.
@@ -104,15 +104,17 @@ def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks:
         warning: tells the upstream about a loop; empty for none.
         marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
     """
-    size = sum([len(piece) for piece in body])
+    size = 0
+    for piece in body:
+        size += len(piece)
     inner = write_head(_BODY, size)
-    head = _write_edit((*marks,), warning, size) + write_head(_BODY_MUTATION, len(inner) + size) + inner
+    head = _write_edit(marks, warning, size) + write_head(_BODY_MUTATION, len(inner) + size) + inner
     head = write_head(_RESPONSE, len(head) + size) + head
     head = write_head(_REQUEST_BODY, len(head) + size) + head
     return [head, *body, write_metadata(metadata)]
 
 
-def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[bytes], size: int) -> bytes:
+def replace_headers(metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...], size: int) -> bytes:
     """The answer to the headers of a request whose body is handed back edited.
 
     Args:
@@ -121,7 +123,7 @@ def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[b
         marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
         size: the length of the edited body, in bytes; negative if the request tells no length.
     """
-    common = write_field(_RESPONSE, _write_edit((*marks,), warning, size))
+    common = write_field(_RESPONSE, _write_edit(marks, warning, size))
     return write_field(_REQUEST_HEADERS, common) + write_metadata(metadata)
 
 

@@ -142,7 +142,7 @@ def find(patch: Patch, *path: str | int) -> Value:
 def cut_short(patch: Patch) -> None:
     """A place in the middle of a text."""
     text = find(patch, "a")
-    patch.extend(Value("a", text.at, text.start, text.end - 2, patch.root), "x")
+    patch.extend(Value("a", text.at, text.start, text.end - 2, patch.root), b"x")
 
 
 def write_twice(patch: Patch) -> None:
@@ -174,7 +174,7 @@ def reach_into_another(patch: Patch) -> None:
 
 def extend_a_list(patch: Patch) -> None:
     """Text that is appended to no string."""
-    patch.extend(find(patch, "b"), "more")
+    patch.extend(find(patch, "b"), b"more")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_changes_are_written_where_they_belong() -> None:
     patch.open_items(find(patch, "d"))
     patch.append(find(patch, "d"), b"true")
     patch.change(find(patch, "b"), {"n": b"null", "m": b'"\xc3\xa9"'})
-    patch.extend(find(patch, "c"), '"\n')
+    patch.extend(find(patch, "c"), rb"\"\n")
     patch.change(patch.root, {"e": b"0"})
 
     assert (
