@@ -177,8 +177,15 @@ def extend_a_list(patch: Patch) -> None:
     patch.extend(find(patch, "b"), b"more")
 
 
+def end_a_text(patch: Patch) -> None:
+    """A tail that is not as in JSON, beside another change."""
+    patch.extend(find(patch, "a"), b'"')
+    patch.change(patch.root, {"e": b"0"})
+
+
 @pytest.mark.parametrize(
-    "wrong", [cut_short, write_twice, write_none, write_two, take_what_changes, reach_into_another, extend_a_list]
+    "wrong",
+    [cut_short, write_twice, write_none, write_two, take_what_changes, reach_into_another, extend_a_list, end_a_text],
 )
 def test_an_edit_that_is_wrong_is_none(wrong: Callable[[Patch], None]) -> None:
     """Whatever mistake leads to it, the body does not come out."""

@@ -206,7 +206,9 @@ def test_the_work_is_bounded() -> None:
     assert cut(f"[{json.dumps(framed('b', MARKS))}, {many}]").startswith(f"[{json.dumps(framed('b', MARKS))}")
 
 
-@given(st.text() | st.text("\"'\\~[]:\n\r\t\0\x7f\x85\u2028\ud83d\U0001f400 a"))
+@given(
+    st.text() | st.text("\"'\\~[]:\n\r\t\0\x7f\x85\u2028\ud83d\U0001f400 a") | st.text("a\n\u201c\u201d\u271c\u201e\xe9\x80")
+)
 @example("x" * 100_000)
 @example(FORGED)
 def test_nothing_in_a_text_ends_its_note(text: str) -> None:
@@ -216,6 +218,7 @@ def test_nothing_in_a_text_ends_its_note(text: str) -> None:
     assert len(note) < 4_200
     assert note.count(OPENING) == note.count(CLOSING) == note.count(END) == 1
     assert not re.search('["\\\\\0\r\t\x7f\x85\u2028]', note)
+    assert frame_note(text, MARKS) == json.dumps(note)[1:-1].encode()
     assert cut(json.dumps([note])) == '[""]'
 
 
