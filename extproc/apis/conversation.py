@@ -797,7 +797,7 @@ class Shapes:
         Raises:
             NotCounted: there is no conversation, or it is ambiguous or too large.
         """
-        known = _find_known(document, patch.data)
+        known = find_known(document, patch.data)
         shape = patch.around.shape if patch.around is not None else None
         if known is not None and isinstance(shape, Shape):  # found before, around other messages
             newest = _read_known(patch, *known)
@@ -1015,12 +1015,12 @@ def _find_again(data: bytes, start: int, piece: bytes) -> int:
 
 def find_checked(document: Document | None, data: bytes) -> tuple[int, int] | None:
     """Offsets of the first message in a body and behind the last one, all of them JSON; None if no such document is known."""
-    found = _find_known(document, data)
+    found = find_known(document, data)
     return (found[1].starts[0], found[1].ends[-1]) if found is not None else None
 
 
-def _find_known(document: Document | None, data: bytes) -> tuple[Conversation, KnownMessages] | None:
-    """The conversation in a document with this body, if it was read as cached."""
+def find_known(document: Document | None, data: bytes) -> tuple[Conversation, KnownMessages] | None:
+    """The conversation in a document with this body, if it was read as cached; no other list in it is one."""
     found = document.conversation if document is not None and bytes(document) == data else None
     return (found, found.known) if isinstance(found, Conversation) and found.known is not None else None
 

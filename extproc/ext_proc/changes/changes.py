@@ -19,6 +19,7 @@ from extproc.ext_proc.changes.narrow import narrow, remove_tools
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.ext_proc.changes.usage import request_usage
 from extproc.operator.reporting import Reporter
+from extproc.request.document import Document
 from extproc.request.patch import AMBIGUOUS, Patch, Pieces
 
 OBSERVED: Final = "observed"
@@ -85,15 +86,16 @@ class _Landing:
         narrowed: there were tools to remove.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, document: Document | None) -> None:
         self._path = path
+        self._document = document
         self.began = False
         self.narrowed = False
 
     def remove_tools(self, patch: Patch) -> None:
         """Remove them; raises as `narrow.remove_tools` does."""
         self.began = True
-        self.narrowed = remove_tools(patch, self._path)
+        self.narrowed = remove_tools(patch, self._path, self._document)
 
 
 class Changes:
@@ -180,7 +182,7 @@ class Changes:
         self, evaluation: Evaluation, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[bytes, ...]
     ) -> Changed:
         """Add a note and remove all tools; where that is impossible, the note has to do. Raises what `steer` does."""
-        landing = _Landing(evaluation.request.path)
+        landing = _Landing(evaluation.request.path, evaluation.document)
         try:
             noted = add_note(landing.remove_tools)
         except Exception as error:
