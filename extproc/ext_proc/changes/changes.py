@@ -26,8 +26,8 @@ OBSERVED: Final = "observed"
 NOTHING: Final = "no_body"
 """Reasons why a body cannot be edited: the request is only observed, or has none."""
 
-_MOST_SECONDS: Final = 0.02
-"""More than any edit takes: what else there was is the time of other processes, for which a tenant does not pay."""
+_MOST_SECONDS: Final = 0.05
+"""More than all edits of a request take. Beyond this, a tenant does not pay for other processes' use of the processor."""
 
 _INSPECT_LIMIT: Final = "inspect_limit"
 _NOTHING_DONE: Final = frozenset({OBSERVED, NOTHING})
@@ -112,7 +112,7 @@ class Changes:
             the decision, which differs if an edit was impossible, and the result of the edits.
         """
         tenant = evaluation.find_tenant()
-        began = perf_counter()  # the thread's clock, a system call, takes as long as a fiftieth of an edit
+        began = perf_counter()  # the thread's clock is a system call, which takes about 1 us
         if original.content is not None and not self._budget.allows(tenant, began):
             original = Original(None, "inspect_budget")
         changed = UNCHANGED
