@@ -397,4 +397,4 @@ def decide(trace: list[Outcome], watching: Sequence[Outcome] = ()) -> Decision:
 
 def find_strictest(outcomes: Sequence[Outcome]) -> Outcome:
     """The strictest of one or more outcomes, the first among equals."""
-    return max(outcomes, key=Outcome.strictness)
+    return max(outcomes, key=Outcome.strictness) if len(outcomes) > 1 else outcomes[0]

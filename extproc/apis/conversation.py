@@ -797,7 +797,7 @@ class Shapes:
         Raises:
             NotCounted: there is no conversation, or it is ambiguous or too large.
         """
-        known = _find_known(document, patch.data)
+        known = find_known(document, patch.data)
         shape = patch.around.shape if patch.around is not None else None
         if known is not None and isinstance(shape, Shape):  # found before, around other messages
             newest = _read_known(patch, *known)
@@ -809,11 +809,9 @@ class Shapes:
         if shape.locate is None:
             return []
         places: list[Place] = []
-        for number, (speaker, message, whole) in enumerate(newest):
-            if number == _MAX_NEWEST:
-                break
-            found = shape.locate(patch, message, whole) if speaker else []
-            places += [place for place in found if place.result or speaker == USER]
+        for speaker, message, whole in newest:
+            if speaker:
+                places += [place for place in shape.locate(patch, message, whole) if place.result or speaker == USER]
         if len(places) > 1:
             places.sort(key=_get_offset)
         return [place for place in places if place.result] or places
@@ -1017,38 +1015,44 @@ def _find_again(data: bytes, start: int, piece: bytes) -> int:
 
 def find_checked(document: Document | None, data: bytes) -> tuple[int, int] | None:
     """Offsets of the first message in a body and behind the last one, all of them JSON; None if no such document is known."""
-    found = _find_known(document, data)
+    found = find_known(document, data)
     return (found[1].starts[0], found[1].ends[-1]) if found is not None else None
 
 
-def _find_known(document: Document | None, data: bytes) -> tuple[Conversation, KnownMessages] | None:
-    """The conversation in a document with this body, if it was read as cached."""
+def find_known(document: Document | None, data: bytes) -> tuple[Conversation, KnownMessages] | None:
+    """The conversation in a document with this body, if it was read as cached; no other list in it is one."""
     found = document.conversation if document is not None and bytes(document) == data else None
     return (found, found.known) if isinstance(found, Conversation) and found.known is not None else None
 
 
-def _read_newest(patch: Patch, shape: Shape, given: Value) -> Iterator[tuple[str, Any, Value]]:
+def _read_newest(patch: Patch, shape: Shape, given: Value) -> list[tuple[str, Any, Value]]:
     """The messages behind the assistant's newest, last first: the speaker, what is needed as a struct of the shape, and where.
 
     Raises:
         NotCounted: they are ambiguous, or too large.
     """
+    found: list[tuple[str, Any, Value]] = []
     for whole in patch.open_newest(given):
         message = read_message(patch, shape, patch.shorten(whole))
         speaker = shape.name_speaker(message)
-        if speaker == ASSISTANT:
+        if speaker == ASSISTANT or len(found) == _MAX_NEWEST:
             break
-        yield speaker, message, whole
+        found.append((speaker, message, whole))
+    return found
 
 
-def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) -> Iterator[tuple[str, Any, Value]]:
+def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) -> list[tuple[str, Any, Value]]:
     """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
-    for place in range(len(conversation) - 1, -1, -1):
-        if known.speakers[place] == ASSISTANT:
+    found: list[tuple[str, Any, Value]] = []
+    last = len(conversation) - 1
+    for place in range(last, max(last - _MAX_NEWEST, -1), -1):
+        speaker = known.speakers[place]
+        if speaker == ASSISTANT:
             break
         whole = patch.open_known(known.starts[place], known.ends[place])
         patch.open_fields(whole)  # which fails if a key is repeated, in any message
-        yield known.speakers[place], conversation.open_message(place), whole
+        found.append((speaker, conversation.open_message(place), whole))
+    return found
 
 
 def _get_offset(place: Place) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from extproc.apis.contents import READERS
-from extproc.request.notes import SEPARATOR
-from extproc.request.patch import Fields, Patch, Value, escape
+from extproc.request.notes import WRITTEN_SEPARATOR
+from extproc.request.patch import Fields, Patch, Value
 
 _MAX_BLOCKS = 100
 
@@ -40,15 +40,15 @@ class Place:
         self.offset = value.end - 1
 
 
-def add_notes(patch: Patch, places: list[Place], note: str, *, separated: bool = True) -> None:
-    """Put a note into each of these places, if `separated` with a separator between a text and its note."""
-    tail = SEPARATOR + note if separated else note
+def add_notes(patch: Patch, places: list[Place], note: bytes, *, separated: bool = True) -> None:
+    """Put a note, as in a JSON string, into each of these places, if `separated` with a separator behind a text."""
+    tail = WRITTEN_SEPARATOR + note if separated else note
     for place in places:
         if place.around is None:
             patch.extend(place.value, tail)
         else:
             opening, closing = place.around
-            patch.append(place.value, b'%b"%b"%b' % (opening, escape(note), closing), place.key)
+            patch.append(place.value, b'%b"%b"%b' % (opening, note, closing), place.key)
 
 
 Locator = Callable[[Patch, Fields, Value], list[Place]]

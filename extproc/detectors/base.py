@@ -224,7 +224,7 @@ class HistorySimilarity(Similarity):
         if repeat is None:
             return super().advise(outcome, method, path)
         what, again, instead = self.explain(repeat)
-        return Advice(what, repeat.reason.strip(), f"{again.capitalize()} will not bring anything new{instead}")
+        return Advice(what, repeat.reason.strip(), f"{again[:1].upper()}{again[1:]} will not bring anything new{instead}")
 
 
 def format_duration(milliseconds: int) -> str:

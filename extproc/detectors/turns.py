@@ -196,7 +196,7 @@ class Turns(HistorySimilarity):
         last: Repeat | None = None
         if looping or place is None or not self.was_in_no_loop(place):
             before = History(follow(history, 1))
-            last = self.find_loop(before) if self.rule.may_have_looped(before) else None
+            last = self.find_loop(before) if looping or self.rule.may_have_looped(before) else None
         if place is not None and (looping or _LOOPED.get((self._number, place.node)) is None):
             _LOOPED.put((self._number, place.node), looping)
         if last is None:
@@ -328,8 +328,9 @@ class TurnMemory:
         return recalled
 
 
-def _add_earlier(found: Repeat, before: EarlierLoops) -> Repeat:
-    return Repeat(*found[:-1], before)  # `_replace` takes four times as long
+def _add_earlier(found: tuple[Any, ...], before: EarlierLoops) -> Repeat:
+    """A loop with what was before it; as a tuple of any values, because its fields are not looked at."""
+    return tuple.__new__(Repeat, (*found[:-1], before))  # `_replace` takes three times as long
 
 
 def _name(repeat: Repeat) -> str:

@@ -164,9 +164,11 @@ class Detector:
     __slots__ = (
         "_cooldown_ms",
         "_count_refused",
+        "_ends",
         "_key",
         "_last",
         "_later",
+        "_noted_from",
         "_window_ms",
         "actions",
         "counts_failed",
@@ -221,6 +223,9 @@ class Detector:
         self.steer_share = loop.steer_share if Action.STEER in self.actions else EVERYBODY
         self._later = tuple([(step.threshold_identical_requests or self.threshold) - self.threshold for step in steps])
         self._last = self._later[-1]
+        later = list(zip(self.actions, self._later, strict=True))
+        self._ends = [step for step in later if step[0] in _ENDING]
+        self._noted_from = next((number for action, number in later if action in NOTED), MAX_THRESHOLD)
         self.window_seconds = loop.window_seconds or 0
         # A stateless detector stores only its cooldown, which has a start and an end.
         self.window_type = "fixed" if self.stateless else loop.window_type
@@ -298,11 +303,11 @@ class Detector:
             return 0, Action.REJECT, 0
         else:
             first = repeat.threshold - self._later[repeat.step]
-        steps = [(action, first + later - outcome.count) for action, later in zip(self.actions, self._later, strict=True)]
-        noted = next((-left for action, left in steps if action in NOTED), 0)
-        strict = [step for step in steps if step[0] in _ENDING and step[1] > 0]
-        action, left = strict[0] if strict else (Action.REJECT, 0)
-        return max(noted, 0), action, left
+        repeated = outcome.count - first
+        for action, later in self._ends:
+            if later > repeated:
+                return max(repeated - self._noted_from, 0), action, later - repeated
+        return max(repeated - self._noted_from, 0), Action.REJECT, 0
 
     def find_action(self, repeat: Repeat) -> Action:
         """What is done about a loop that a request shows."""
@@ -310,13 +315,14 @@ class Detector:
             return self.actions[repeat.step]
         return self.noted if repeat.notes_only else self.mildest
 
+    def _find_due(self, repeat: Repeat | None) -> Action:
+        return self.find_action(repeat) if repeat is not None and repeat.looping else Action.ALLOW
+
     def find_earlier_actions(self, outcome: Outcome) -> tuple[Action, Action, Action]:
         """What is due for a request, for the one before it and for the one before that, as far as its own loop tells."""
         repeat = outcome.repeat
         if repeat is not None and repeat.before is not None:
-            loops = [repeat, repeat.before.last, repeat.before.earlier]
-            found = [self.find_action(loop) if loop is not None and loop.looping else Action.ALLOW for loop in loops]
-            return found[0], found[1], found[2]
+            return self._find_due(repeat), self._find_due(repeat.before.last), self._find_due(repeat.before.earlier)
         first = self._find_threshold(outcome.subject) if repeat is None else repeat.threshold - self._later[repeat.step]
         thresholds, count = [first + later for later in self._later], outcome.count
         actions = (Action.ALLOW, *self.actions)

@@ -32,7 +32,7 @@ from extproc.engine.recording import (
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
-    find_warning,
+    WARNING,
     let_go_on,
     make_metadata,
     make_wait,
@@ -470,20 +470,19 @@ class Transaction:
             return Reply(refuse(lead, metadata, evaluation), done=True)
         if calls:
             metadata[SESSIONS] = calls
+        warning: str = metadata.get(WARNING, "")
         if changed.body is not None and self.holds:
-            answer: bytes | Pieces = self._replace_held(
-                evaluation, changed.body, metadata, find_warning(decision), changed.marks
-            )
+            answer: bytes | Pieces = self._replace_held(evaluation, changed.body, metadata, warning, changed.marks)
         elif changed.body is not None:
-            answer = replace_body(changed.body, metadata, warning=find_warning(decision), marks=changed.marks)
+            answer = replace_body(changed.body, metadata, warning=warning, marks=changed.marks)
         else:
-            answer = let_go_on(kind, metadata or None, warning=find_warning(decision))
+            answer = let_go_on(kind, metadata or None, warning=warning)
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
 
     def _replace_held(
-        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: Sequence[bytes]
+        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: tuple[bytes, ...]
     ) -> bytes:
         """Answer the headers of a request whose held body was edited."""
         self.edited = body

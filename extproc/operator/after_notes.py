@@ -106,11 +106,11 @@ class NoteFollower:
         place = candidate.memory.place if candidate.memory is not None else None
         if place is None:
             return not failed
-        name = (outcome.policy, outcome.detector, outcome.mode, outcome.tenant)
-        if self._nodes.peek((*name, place.node)) is not None:
+        here = outcome.policy, outcome.detector, outcome.mode, outcome.tenant, place.node
+        if self._nodes.peek(here) is not None:
             return False
-        followed = not failed and self._nodes.peek((*name, place.parent)) is not False
-        self._nodes.put((*name, place.node), followed)
+        followed = not failed and self._nodes.peek((*here[:-1], place.parent)) is not False
+        self._nodes.put(here, followed)
         return followed
 
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from hmac import compare_digest
+from json.encoder import encode_basestring_ascii
 from typing import Final
 
 from msgspec import json
@@ -29,8 +30,8 @@ CLOSING: Final = "~loopguard:"
 END: Final = "~]"
 """A note's text is between OPENING (an answer's: ANSWER) and CLOSING, and its mark, 16 hex digits, between CLOSING and END."""
 
-SEPARATOR: Final = "\n\n"
-_WRITTEN_SEPARATOR: Final = rb"\n\n"
+_SEPARATOR: Final = "\n\n"
+WRITTEN_SEPARATOR: Final = rb"\n\n"
 """Separates a note from the text before it; also as in a JSON string."""
 
 PLACEHOLDERS: Final = ("what", "count", "tools", "instead", "reason", "policy", "cause")
@@ -70,7 +71,11 @@ _SAID: Final = re.compile(_FORM.replace("([", "(?:["))
 _ORDINARY: Final = b"\n" + bytes(range(0x20, 0x7F))
 _OPEN: Final = "\u201c".encode()
 _CLOSE: Final = "\u201d".encode()
-"""What notes usually have beside ASCII."""
+_QUOTED: Final = _OPEN + _CLOSE
+"""What notes usually have beside ASCII, and what most have: one quotation."""
+
+_LAST_DIGITS: Final = bytes.maketrans(b"\x9c\x9d", b"cd")
+"""From the last byte of these quotes (E2 80 9C, E2 80 9D) to the last digit of their escapes (201C, 201D)."""
 
 _ODD: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -142,7 +147,7 @@ def _leave_out_notes(text: str) -> str:
     if OPENING not in text and ANSWER not in text:
         return text
     *pieces, last = _SAID.split(text)
-    return "".join([piece.removesuffix(SEPARATOR) for piece in pieces]) + last
+    return "".join([piece.removesuffix(_SEPARATOR) for piece in pieces]) + last
 
 
 def read_around(text: str) -> str:
@@ -170,28 +175,33 @@ def _read_text(written: bytes) -> bytes | None:
     return None
 
 
-def frame_note(text: str, marks: Marks) -> str:
-    """Write a text as a note."""
-    plain, raw = _write_plain(text)
-    return f"{OPENING}{plain}{CLOSING}{marks.make(raw)}{END}"
+def frame_note(text: str, marks: Marks) -> bytes:
+    """Write a text as a note in a JSON string, in ASCII, as Python's `json` does."""
+    plain, raw, usual = _write_plain(text)
+    if usual:  # takes a third of the time
+        written = raw.replace(b"\n", rb"\n").replace(b"\xe2", rb"\u201").translate(_LAST_DIGITS, b"\x80")
+    else:
+        written = encode_basestring_ascii(plain)[1:-1].encode()
+    return b"".join([_OPENING, written, _CLOSING, marks.make(raw).encode(), _END])
 
 
 def frame_answer(text: str, marks: Marks) -> str:
     """Write a text as an answer in the model's place."""
-    plain, raw = _write_plain(text)
+    plain, raw, _ = _write_plain(text)
     return f"{ANSWER}{plain}{CLOSING}{marks.make(raw, answer=True)}{END}"
 
 
-def _write_plain(text: str) -> tuple[str, bytes]:
-    """A text without characters that JSON escapes, except line ends; also in UTF-8."""
+def _write_plain(text: str) -> tuple[str, bytes, bool]:
+    """A text without characters that JSON escapes, except line ends; also in UTF-8; and whether all of it is usual."""
     # Of a text that is not ASCII, `translate` takes ten times as long.
     plain = "\n" + text.strip()[:_LONGEST].replace('"', "'").replace("\\", "/").replace(chr(RARE), "-") + "\n"
     raw = plain.encode("utf-8", "surrogatepass")  # only once: unless it is ASCII, that takes long
     left = raw.translate(None, _ORDINARY)
-    if left and left.replace(_OPEN, b"").replace(_CLOSE, b""):
+    usual = not left or left == _QUOTED or not left.replace(_OPEN, b"").replace(_CLOSE, b"")
+    if not usual:
         plain = _ODD.sub(" ", plain)
         raw = plain.encode()
-    return plain, raw
+    return plain, raw, usual
 
 
 def ends_with_note(data: bytes, end: int, marks: Marks) -> bool:
@@ -289,8 +299,8 @@ def _list_written(data: bytes, first: int) -> list[re.Match[bytes]]:
 
 def _widen(data: bytes, start: int, end: int) -> tuple[int, int]:
     """The start and end of a note, including anything that was added for it."""
-    if data.endswith(_WRITTEN_SEPARATOR, 0, start):
-        return start - len(_WRITTEN_SEPARATOR), end
+    if data.endswith(WRITTEN_SEPARATOR, 0, start):
+        return start - len(WRITTEN_SEPARATOR), end
     before = _BEFORE.search(data, max(0, start - _LONGEST_BEFORE), start) if data.endswith(b'"', 0, start) else None
     if before is None:
         return start, end

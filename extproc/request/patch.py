@@ -3,14 +3,13 @@
 msgspec finds the length of each value, so no parser of our own has to walk over offsets: a bracket, space and a key are
 followed by a value of known length. Nothing recurses, no value is decoded twice on the way down, and all work on one body is
 charged to one budget of steps. Changed parts are decoded again and compared with the original, so an edit is either correct or
-not made. A text that is only appended to strings is not decoded, because Python's `json` has escaped it.
+not made. A text that is only appended to strings is not decoded, because it comes as in JSON.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from json.encoder import encode_basestring_ascii
 from typing import Any, Final
 
 from msgspec import Raw, ValidationError, defstruct, json
@@ -183,7 +182,7 @@ class Patch:
         self._gone: dict[Value, Collection[int]] = {}
         self._new: dict[Value, bytes] = {}
         self._added: dict[Value, list[tuple[str, bytes]]] = {}
-        self._tails: dict[Value, str] = {}
+        self._tails: dict[Value, bytes] = {}
         start = len(data) - len(data.lstrip(_SPACE))
         self.root = Value("", start, start, max(start, len(data.rstrip(_SPACE))), None)
         try:
@@ -517,8 +516,8 @@ class Patch:
 
     # --- changing
 
-    def extend(self, text: Value, tail: str) -> None:
-        """Append to a string."""
+    def extend(self, text: Value, tail: bytes) -> None:
+        """Append to a string; the tail is as in JSON."""
         self._tails[text] = tail
 
     def append(self, value: Value, text: bytes, key: str = "") -> None:
@@ -574,7 +573,7 @@ class Patch:
         """The changes as replacements of bytes."""
         edits: list[_Edit] = [(value.start, value.end, text) for value, text in self._new.items()]
         for text, tail in self._tails.items():
-            edits.append((text.end - 1, text.end - 1, escape(tail)))
+            edits.append((text.end - 1, text.end - 1, tail))
         for value, gone in self._gone.items():
             edits += _list_removals(self._children[value], gone)
         for value, added in self._added.items():
@@ -613,8 +612,9 @@ class Patch:
             elif value not in touched:
                 same = new == self._write(value, ())
             elif value in self._tails:
-                old = self._text[value.start : value.end - 1]
-                same = new.startswith(old) and self.decode(b'"' + new[len(old) :], _decode_text) == self._tails[value]
+                old, tail = self._text[value.start : value.end - 1], self._tails[value] + b'"'
+                self.decode(b'"' + tail, _decode_text)
+                same = new == old + tail
             else:
                 same = self._compare(value, new, left)
             if not same:
@@ -660,11 +660,6 @@ class Patch:
                 return False
         left += [(child, bytes(item)) for child, item in zip(kept, items, strict=False)]
         return [bytes(item) for item in items[len(kept) :]] == [text for _, text in added]
-
-
-def escape(text: str) -> bytes:
-    """A text in a JSON string, in ASCII, as Python's `json` writes it."""
-    return encode_basestring_ascii(text)[1:-1].encode()
 
 
 def _view(text: bytes, start: int, end: int) -> bytes | memoryview:

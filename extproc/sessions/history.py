@@ -13,11 +13,22 @@ A client that changes the arguments of an earlier call has made another call.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 from extproc.apis import ERROR_MARKS, find_conversation, find_longest_answer, open_conversation
-from extproc.apis.conversation import ASSISTANT, NO_TOOLS, TOOL, TOOLS, Conversation, Shape, look_back, read_message
+from extproc.apis.conversation import (
+    ASSISTANT,
+    NO_TOOLS,
+    TOOL,
+    TOOLS,
+    Conversation,
+    KnownMessages,
+    Shape,
+    find_known,
+    look_back,
+    read_message,
+)
 from extproc.apis.messages import CALL, RESULT, Part
 from extproc.detectors.chain import (
     CALL_DIGEST,
@@ -29,7 +40,7 @@ from extproc.detectors.chain import (
     spell,
 )
 from extproc.request.document import ABSENT, Document, NotCounted, walk
-from extproc.request.patch import Patch
+from extproc.request.patch import Patch, Value
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
 RECORD: Final = CALL_DIGEST + TOOL_DIGEST + PAIR_DIGEST + 1
@@ -167,8 +178,13 @@ def _read_kept(conversation: Conversation) -> list[ShownMessage]:
     return [ShownMessage(b"", [CountedCall(part, spell(part)) for part in alone])]
 
 
-def find_called(patch: Patch, names: Collection[str]) -> str | None:
+def find_called(patch: Patch, names: Collection[str], document: Document | None = None) -> str | None:
     """The tool, among these, that a history called last.
+
+    Args:
+        patch: the edit of the body.
+        names: names of tools.
+        document: the same body as policies have read it, so that its messages need not be found again, if there is one.
 
     Returns:
         its name; empty if only others were called, or the server keeps the history; None if no tool was called.
@@ -176,23 +192,40 @@ def find_called(patch: Patch, names: Collection[str]) -> str | None:
     Raises:
         NotCounted: the history is ambiguous, or too large.
     """
-    try:
-        shape, given = find_conversation(patch)
-    except NotCounted as why:
-        if why.reason != "no_messages":
-            raise
-        return None
-    called = "" if look_back(patch, shape).after else None
-    for value in patch.open_newest(given):
-        message = read_message(patch, shape, patch.read_raw(value))
-        if shape.name_speaker(message) != ASSISTANT:
-            continue
-        patch.take_whole(value)
-        for part in reversed(_read_parts(shape, message)):
+    known = find_known(document, patch.data)
+    if known is not None:
+        spoken, before = _read_known(*known), known[0].before
+    else:
+        try:
+            shape, given = find_conversation(patch)
+        except NotCounted as why:
+            if why.reason != "no_messages":
+                raise
+            return None
+        spoken, before = _read_spoken(patch, shape, given), look_back(patch, shape)
+    called = "" if before.after else None
+    for parts in spoken:
+        for part in reversed(parts):
             if part.kind == CALL and part.name in names:
                 return part.name
             called = "" if part.kind == CALL else called
     return called
+
+
+def _read_known(conversation: Conversation, known: KnownMessages) -> Iterator[list[Part]]:
+    """The assistant's messages, last first."""
+    for place in range(len(conversation) - 1, -1, -1):
+        if known.speakers[place] == ASSISTANT:
+            yield conversation.read_parts(place)
+
+
+def _read_spoken(patch: Patch, shape: Shape, given: Value) -> Iterator[list[Part]]:
+    """The same in a body that is edited."""
+    for value in patch.open_newest(given):
+        message = read_message(patch, shape, patch.read_raw(value))
+        if shape.name_speaker(message) == ASSISTANT:
+            patch.take_whole(value)
+            yield _read_parts(shape, message)
 
 
 def _read_parts(shape: Shape, value: Any) -> list[Part]:  # noqa: ANN401  # of the shape's

@@ -289,7 +289,7 @@ def check_steer(body: bytes) -> str:
     try:
         mark, patch = open_patch(_REQUEST, body)
         places = locate_results(patch)[-MAX_PLACES:]
-        add_notes(patch, places, NOTE, separated=False)
+        add_notes(patch, places, _WRITTEN.encode(), separated=False)
         new = b"".join([mark, *patch.apply()])
     except (NotEdited, NotCounted) as why:
         return _check_reason(why.reason)

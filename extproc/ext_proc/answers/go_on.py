@@ -23,6 +23,9 @@ keeps bodies for retries, it does so twice (source/extensions/filters/http/ext_p
 CONTINUE_AND_REPLACE without a new body, it does not begin to buffer.
 """
 
+WARNING: Final = "warning"
+"""Key of the text that a request which continues has in its headers, too; missing for none."""
+
 _TOOLS_SHOWN = 256
 
 _WARNING = "X-Fairvisor-Warning"
@@ -90,7 +93,7 @@ def end_headers(answer: bytes) -> bytes:
     return answer + _LAST
 
 
-def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: Sequence[bytes]) -> Pieces:
+def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...]) -> Pieces:
     """The answer that lets a request continue with another body, in pieces, so that the body is not copied.
 
     It is written from the inside out, because protobuf would copy the body four times.
@@ -101,15 +104,17 @@ def replace_body(body: Pieces, metadata: dict[str, Any], *, warning: str, marks:
         warning: tells the upstream about a loop; empty for none.
         marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
     """
-    size = sum([len(piece) for piece in body])
+    size = 0
+    for piece in body:
+        size += len(piece)
     inner = write_head(_BODY, size)
-    head = _write_edit((*marks,), warning, size) + write_head(_BODY_MUTATION, len(inner) + size) + inner
+    head = _write_edit(marks, warning, size) + write_head(_BODY_MUTATION, len(inner) + size) + inner
     head = write_head(_RESPONSE, len(head) + size) + head
     head = write_head(_REQUEST_BODY, len(head) + size) + head
     return [head, *body, write_metadata(metadata)]
 
 
-def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[bytes], size: int) -> bytes:
+def replace_headers(metadata: dict[str, Any], *, warning: str, marks: tuple[bytes, ...], size: int) -> bytes:
     """The answer to the headers of a request whose body is handed back edited.
 
     Args:
@@ -118,7 +123,7 @@ def replace_headers(metadata: dict[str, Any], *, warning: str, marks: Sequence[b
         marks: headers that tell the upstream how the body was edited: STEERED, NARROWED.
         size: the length of the edited body, in bytes; negative if the request tells no length.
     """
-    common = write_field(_RESPONSE, _write_edit((*marks,), warning, size))
+    common = write_field(_RESPONSE, _write_edit(marks, warning, size))
     return write_field(_REQUEST_HEADERS, common) + write_metadata(metadata)
 
 
@@ -180,7 +185,7 @@ def make_wait(milliseconds: int) -> bytes:
     return response.SerializeToString()
 
 
-def find_warning(decision: Decision) -> str:
+def _find_warning(decision: Decision) -> str:
     """The warning for the headers of a request that continues; empty for none."""
     if decision.steer is not None:
         return f"{_KIND.get(decision.steer.reason, _BUDGET)}_{decision.steer.action.value}"
@@ -214,9 +219,8 @@ def make_metadata(decision: Decision) -> dict[str, Any]:
             metadata |= {"limit": lead.subject.limit, "used": used, "allowed": allowed}
         elif isinstance(lead.subject, BudgetSubject):
             metadata["rule"] = lead.subject.rule
-        warning = find_warning(decision)
-        if warning and lead.action is not Action.REJECT:
-            metadata["warning"] = warning
+        if lead.action is not Action.REJECT and (warning := _find_warning(decision)):
+            metadata[WARNING] = warning
     if shadow is not None:
         metadata |= {
             "shadow_action": shadow.action.value,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Final
 
 from extproc.decision import Action, Decision, Outcome
@@ -19,11 +19,15 @@ from extproc.ext_proc.changes.narrow import narrow, remove_tools
 from extproc.ext_proc.changes.steer import steer, write_note
 from extproc.ext_proc.changes.usage import request_usage
 from extproc.operator.reporting import Reporter
+from extproc.request.document import Document
 from extproc.request.patch import AMBIGUOUS, Patch, Pieces
 
 OBSERVED: Final = "observed"
 NOTHING: Final = "no_body"
 """Reasons why a body cannot be edited: the request is only observed, or has none."""
+
+_MOST_SECONDS: Final = 0.05
+"""More than all edits of a request take. Beyond this, a tenant does not pay for other processes' use of the processor."""
 
 _INSPECT_LIMIT: Final = "inspect_limit"
 _NOTHING_DONE: Final = frozenset({OBSERVED, NOTHING})
@@ -82,15 +86,16 @@ class _Landing:
         narrowed: there were tools to remove.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, document: Document | None) -> None:
         self._path = path
+        self._document = document
         self.began = False
         self.narrowed = False
 
     def remove_tools(self, patch: Patch) -> None:
         """Remove them; raises as `narrow.remove_tools` does."""
         self.began = True
-        self.narrowed = remove_tools(patch, self._path)
+        self.narrowed = remove_tools(patch, self._path, self._document)
 
 
 class Changes:
@@ -107,9 +112,9 @@ class Changes:
             the decision, which differs if an edit was impossible, and the result of the edits.
         """
         tenant = evaluation.find_tenant()
-        if original.content is not None and not self._budget.allows(tenant, perf_counter()):
+        began = perf_counter()  # the thread's clock is a system call, which takes about 1 us
+        if original.content is not None and not self._budget.allows(tenant, began):
             original = Original(None, "inspect_budget")
-        began = thread_time()
         changed = UNCHANGED
         if evaluation.is_narrowed:
             decision, changed = self._narrow(evaluation, decision, original)
@@ -117,7 +122,7 @@ class Changes:
             changed = self._request_usage(evaluation, original, changed)
         if decision.steer is not None and decision.action is not Action.REJECT:
             decision, changed = self._steer(evaluation, decision, decision.steer, original, changed)
-        self._budget.spend(tenant, thread_time() - began)
+        self._budget.spend(tenant, min(perf_counter() - began, _MOST_SECONDS))
         return decision, changed
 
     def _narrow(self, evaluation: Evaluation, decision: Decision, original: Original) -> tuple[Decision, Changed]:
@@ -163,13 +168,12 @@ class Changes:
             candidate = evaluation.find_candidate(outcome)
             body = b"".join(changed.body) if changed.body is not None else original.read(candidate.plan.steers)
             note = write_note(outcome, evaluation, candidate.guard)
-            add_note = partial(
-                steer, evaluation.request, body, note, partial(evaluation.make_marks, candidate), evaluation.document
-            )
+            make_marks = partial(evaluation.make_marks, candidate)
             marks = *changed.marks, STEERED
             if outcome.action is Action.LAND:
+                add_note = partial(steer, evaluation.request, body, note, make_marks, evaluation.document)
                 return decision, self._land(evaluation, outcome, add_note, marks)
-            return decision, Changed(add_note(), marks)
+            return decision, Changed(steer(evaluation.request, body, note, make_marks, evaluation.document), marks)
         except Exception as error:  # noqa: BLE001  # no error may undo the decision
             self._reporter.report_unsteered(decision, self._find_reason(error))
             return decision.warn_instead(), changed
@@ -178,7 +182,7 @@ class Changes:
         self, evaluation: Evaluation, outcome: Outcome, add_note: Callable[..., Pieces], marks: tuple[bytes, ...]
     ) -> Changed:
         """Add a note and remove all tools; where that is impossible, the note has to do. Raises what `steer` does."""
-        landing = _Landing(evaluation.request.path)
+        landing = _Landing(evaluation.request.path, evaluation.document)
         try:
             noted = add_note(landing.remove_tools)
         except Exception as error:

@@ -65,25 +65,26 @@ def narrow(  # noqa: PLR0913  # all that an edit depends on
     """
     mark, patch = open_patch(request, body, document)
     try:
-        _Narrowing(patch, without, kept, scarce, request.path).narrow()
+        _Narrowing(patch, without, kept, scarce, request.path, document).narrow()
         return b"".join([mark, *patch.apply()])
     except NotCounted as why:
         raise NotEdited(why.reason) from None
 
 
-def remove_tools(patch: Patch, path: str) -> bool:
+def remove_tools(patch: Patch, path: str, document: Document | None) -> bool:
     """Remove all tools from a body that is being edited; returns whether there were any to remove.
 
     Args:
         patch: the edit of the body.
         path: the request's path.
+        document: see `open_patch`.
 
     Raises:
         NotEdited: the tools cannot be removed.
         NotCounted: the body is ambiguous or too large.
     """
     before = patch.count_changes()
-    _Narrowing(patch, None, (), (), path).narrow()
+    _Narrowing(patch, None, (), (), path, document).narrow()
     return patch.count_changes() > before
 
 
@@ -317,10 +318,16 @@ def _read_names(patch: Patch, fields: Fields) -> tuple[str, ...]:
 
 
 class _Narrowing:
-    __slots__ = ("_gone", "_kept", "_patch", "_path", "_scarce", "_without")
+    __slots__ = ("_document", "_gone", "_kept", "_patch", "_path", "_scarce", "_without")
 
-    def __init__(
-        self, patch: Patch, without: Collection[str] | None, kept: Collection[str], scarce: Collection[str], path: str
+    def __init__(  # noqa: PLR0913  # all that an edit depends on
+        self,
+        patch: Patch,
+        without: Collection[str] | None,
+        kept: Collection[str],
+        scarce: Collection[str],
+        path: str,
+        document: Document | None,
     ) -> None:
         """Prepare to narrow one body; `path` is the request's, the others are those of `narrow`."""
         self._patch = patch
@@ -328,6 +335,7 @@ class _Narrowing:
         self._kept = frozenset(kept)
         self._scarce = frozenset(scarce)
         self._path = path
+        self._document = document
         self._gone: set[str] = set()
 
     def narrow(self) -> None:
@@ -424,7 +432,7 @@ class _Narrowing:
         """The tool that has to stay: the one called last, else the first; None if the API needs no tool."""
         if not tools or not needs_tool(self._path):
             return None
-        called = find_called(self._patch, {name for tool in tools for name in tool.names})
+        called = find_called(self._patch, {name for tool in tools for name in tool.names}, self._document)
         return next((tool for tool in tools if called in tool.names), tools[0]) if called is not None else None
 
     def _mend_choice(self, value: Value, api: ToolList) -> Changes:

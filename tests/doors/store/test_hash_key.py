@@ -243,8 +243,9 @@ def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
 
 def noted_bodies(key: HashKey) -> list[bytes]:
     """The same request three times, once with a note in it."""
-    note = f"no such file\n\n{frame_note('Loop detected.', Marks(key, ['x-user-id=ann'], hash_words('go')))}"
-    return [looping(1), looping(1, result=note), looping(1)]
+    note = frame_note("Loop detected.", Marks(key, ["x-user-id=ann"], hash_words("go")))
+    noted = json.loads(rb'"no such file\n\n%b"' % note)
+    return [looping(1), looping(1, result=noted), looping(1)]
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -128,7 +128,7 @@ def put_each(body: bytes, note: str = NOTE) -> list[bytes]:
     bodies = []
     for number in range(len(locate(body))):
         patch = Patch(body)
-        add_notes(patch, [locate_results(patch)[number]], note, separated=False)
+        add_notes(patch, [locate_results(patch)[number]], json.dumps(note)[1:-1].encode(), separated=False)
         bodies.append(b"".join(patch.apply()))
     return bodies
 

@@ -143,7 +143,7 @@ def find(patch: Patch, *path: str | int) -> Value:
 def cut_short(patch: Patch) -> None:
     """A place in the middle of a text."""
     text = find(patch, "a")
-    patch.extend(Value("a", text.at, text.start, text.end - 2, patch.root), "x")
+    patch.extend(Value("a", text.at, text.start, text.end - 2, patch.root), b"x")
 
 
 def write_twice(patch: Patch) -> None:
@@ -175,11 +175,18 @@ def reach_into_another(patch: Patch) -> None:
 
 def extend_a_list(patch: Patch) -> None:
     """Text that is appended to no string."""
-    patch.extend(find(patch, "b"), "more")
+    patch.extend(find(patch, "b"), b"more")
+
+
+def end_a_text(patch: Patch) -> None:
+    """A tail that is not as in JSON, beside another change."""
+    patch.extend(find(patch, "a"), b'"')
+    patch.change(patch.root, {"e": b"0"})
 
 
 @pytest.mark.parametrize(
-    "wrong", [cut_short, write_twice, write_none, write_two, take_what_changes, reach_into_another, extend_a_list]
+    "wrong",
+    [cut_short, write_twice, write_none, write_two, take_what_changes, reach_into_another, extend_a_list, end_a_text],
 )
 def test_an_edit_that_is_wrong_is_none(wrong: Callable[[Patch], None]) -> None:
     """Whatever mistake leads to it, the body does not come out."""
@@ -199,7 +206,7 @@ def test_changes_are_written_where_they_belong() -> None:
     patch.open_items(find(patch, "d"))
     patch.append(find(patch, "d"), b"true")
     patch.change(find(patch, "b"), {"n": b"null", "m": b'"\xc3\xa9"'})
-    patch.extend(find(patch, "c"), '"\n')
+    patch.extend(find(patch, "c"), rb"\"\n")
     patch.change(patch.root, {"e": b"0"})
 
     assert (

@@ -60,6 +60,12 @@ VARIANTS: list[dict[str, Any]] = [
 """How clients may write a body again."""
 
 
+def framed(text: str, marks: Marks) -> str:
+    """A note, decoded."""
+    note: str = json.loads(b'"%b"' % frame_note(text, marks))
+    return note
+
+
 def cut(text: str, marks: Marks | None = MARKS) -> str:
     """What is left of a body."""
     return cut_notes(text.encode(), lambda: marks).decode()
@@ -79,7 +85,7 @@ def changed_by(data: bytes, **more: Any) -> bytes:  # noqa: ANN401  # keys of lo
 def test_a_note_survives_being_written_again(result: str, text: str, times: int) -> None:
     """Decoded and encoded by whatever is on the way, also as a string in a string, the note is found and cut out."""
     assume(OPENING not in result)
-    noted = f"{result}\n\n{frame_note(text, MARKS)}"
+    noted = f"{result}\n\n{framed(text, MARKS)}"
     for _ in range(times):
         noted = json.dumps(noted)
 
@@ -93,7 +99,7 @@ def test_a_note_survives_being_written_again(result: str, text: str, times: int)
 @pytest.mark.parametrize("written", ["\\/", "/", "\\u002f", "\\u002F"])
 def test_the_text_is_compared_decoded(written: str) -> None:
     """However a client escapes what it need not escape."""
-    note = json.dumps([frame_note("a/b <c> & d's \u00e9 \U0001f400", MARKS)])
+    note = json.dumps([framed("a/b <c> & d's \u00e9 \U0001f400", MARKS)])
 
     assert cut(note.replace("/", written)) == '[""]'
     assert cut(note.replace("<", "\\u003c").replace("'", "\\u0027").replace("a", "\\u0061", 1)) != '[""]'  # in OPENING
@@ -101,7 +107,7 @@ def test_the_text_is_compared_decoded(written: str) -> None:
     assert cut(json.dumps(json.loads(note), ensure_ascii=False)) == '[""]'
 
 
-NOTE = json.dumps(frame_note("b", MARKS))[1:-1]
+NOTE = json.dumps(framed("b", MARKS))[1:-1]
 BLOCK = '{"type":"text","text":"'
 
 
@@ -150,13 +156,13 @@ _MARK = MARKS.make(_TEXT.encode())
         f"{OPENING}{_TEXT}{CLOSING}{_MARK.upper()}{END}" if not _MARK.isdecimal() else FORGED,
         f"{OPENING}{OPENING}{_TEXT}{CLOSING}0123456789abcdef{END}{CLOSING}{_MARK}{END}",
         f"{OPENING}{_TEXT}{CLOSING}{END}{_MARK}",
-        frame_note("b", MARKS).replace(OPENING, ANSWER),
+        framed("b", MARKS).replace(OPENING, ANSWER),
         frame_answer("b", MARKS).replace(ANSWER, OPENING),
-        frame_note("b", Marks(HashKey(bytes(32)), ["user=ann"], hash_words("go"))),
-        frame_note("b", Marks(KEY, ["user=bob"], hash_words("go"))),
-        frame_note("b", Marks(KEY, [""], hash_words("go"))),
-        frame_note("b", Marks(KEY, ["user=ann"], hash_words("go on"))),
-        frame_note("b", Marks(KEY, ["user=anngo"], hash_words(""))),
+        framed("b", Marks(HashKey(bytes(32)), ["user=ann"], hash_words("go"))),
+        framed("b", Marks(KEY, ["user=bob"], hash_words("go"))),
+        framed("b", Marks(KEY, [""], hash_words("go"))),
+        framed("b", Marks(KEY, ["user=ann"], hash_words("go on"))),
+        framed("b", Marks(KEY, ["user=anngo"], hash_words(""))),
     ],
 )
 def test_what_has_another_mark_is_content(forged: str) -> None:
@@ -175,14 +181,14 @@ def test_no_note_reaches_from_one_string_into_the_next() -> None:
 
 def test_nothing_is_known_where_there_is_no_conversation() -> None:
     """The first words are part of a mark, so a body without any has no notes."""
-    data = json.dumps([frame_note("b", MARKS)])
+    data = json.dumps([framed("b", MARKS)])
 
     assert cut(data, None) == data
 
 
 def test_a_note_cannot_be_made_again_by_cutting_others_out() -> None:
     """What a note was wrapped around is looked at once, and is content."""
-    inner = frame_note("b", MARKS)
+    inner = framed("b", MARKS)
     half = len(inner) // 2
 
     assert cut(json.dumps(inner[:half] + inner + inner[half:])) == json.dumps(inner)
@@ -190,26 +196,29 @@ def test_a_note_cannot_be_made_again_by_cutting_others_out() -> None:
 
 def test_the_work_is_bounded() -> None:
     """Of very many marks the last are looked at, and of a long text the marks at its end."""
-    notes = json.dumps([frame_note("b", MARKS)] * 1_000)
+    notes = json.dumps([framed("b", MARKS)] * 1_000)
 
     left = json.loads(cut(notes))
 
     assert left.count("") == 200
     assert left[-200:] == [""] * 200
     many = json.dumps(f"{OPENING}{'x' * 60_000}{CLOSING}0123456789abcdef{END}" * 9)
-    assert cut(f"[{json.dumps(frame_note('b', MARKS))}, {many}]").startswith(f"[{json.dumps(frame_note('b', MARKS))}")
+    assert cut(f"[{json.dumps(framed('b', MARKS))}, {many}]").startswith(f"[{json.dumps(framed('b', MARKS))}")
 
 
-@given(st.text() | st.text("\"'\\~[]:\n\r\t\0\x7f\x85\u2028\ud83d\U0001f400 a"))
+@given(
+    st.text() | st.text("\"'\\~[]:\n\r\t\0\x7f\x85\u2028\ud83d\U0001f400 a") | st.text("a\n\u201c\u201d\u271c\u201e\xe9\x80")
+)
 @example("x" * 100_000)
 @example(FORGED)
 def test_nothing_in_a_text_ends_its_note(text: str) -> None:
     """Whatever an operator writes, or a client brings into it: one note, of bounded length, with one mark."""
-    note = frame_note(text, MARKS)
+    note = framed(text, MARKS)
 
     assert len(note) < 4_200
     assert note.count(OPENING) == note.count(CLOSING) == note.count(END) == 1
     assert not re.search('["\\\\\0\r\t\x7f\x85\u2028]', note)
+    assert frame_note(text, MARKS) == json.dumps(note)[1:-1].encode()
     assert cut(json.dumps([note])) == '[""]'
 
 
@@ -292,7 +301,7 @@ _MUTATIONS: dict[str, Callable[[str, int, int], str]] = {
     "longer": lambda note, place, bit: note[: place % len(note)] + chr(97 + bit) + note[place % len(note) :],
     "nested": lambda note, place, _: note[: 60 + place % 10] + FORGED + note[60 + place % 10 :],
     "another mark": lambda note, place, _: re.sub("[0-9a-f]{16}", f"{place:016x}", note),
-    "another caller's": lambda _, place, __: frame_note("x", Marks(KEY, [str(place)], hash_words("Fix it."))),
+    "another caller's": lambda _, place, __: framed("x", Marks(KEY, [str(place)], hash_words("Fix it."))),
     "forged": lambda *_: FORGED,
     "old": lambda *_: OLD,
 }
@@ -467,7 +476,7 @@ def test_another_key_knows_no_note() -> None:
 def test_a_conversation_that_cannot_be_read_has_no_notes() -> None:
     """What looks like a note is then content, and detectors still give a verdict."""
     engine = make_engine(policy("q", ANY, similarity="canonical"))
-    data = encoded({"text": frame_note("b", MARKS)})
+    data = encoded({"text": framed("b", MARKS)})
 
     evaluation = looked_into(engine, data)
 
@@ -493,7 +502,7 @@ def test_a_conversation_that_cannot_be_read_has_no_notes() -> None:
         b'{"messages":[{"role":"user","content":"%b"}',
     ],
 )
-@pytest.mark.parametrize("note", [FORGED, OLD, FORGED[:-1], frame_note("b", MARKS)])
+@pytest.mark.parametrize("note", [FORGED, OLD, FORGED[:-1], framed("b", MARKS)])
 def test_no_body_that_looks_like_it_has_a_note_is_an_error(data: bytes, note: str) -> None:
     """If the first words cannot be read, detectors still give a verdict, or a reason why not."""
     evaluation = looked_into(
