@@ -180,7 +180,7 @@ class BudgetCandidate(Candidate):
         prompt = estimate_prompt(document, size)
         if any(planned.rule.hints for planned, _ in self._chosen):
             prompt = max(prompt, read_hint(self._request))
-        self.model = cut_text(find_model(body.path, named), LONGEST_MODEL)
+        self.model = cut_text(find_model(self._request.path, named), LONGEST_MODEL)
         self._prompt = prompt
         return Estimate(prompt, answer, self.model)
 

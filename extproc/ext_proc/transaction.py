@@ -53,6 +53,8 @@ from extproc.store.rules.session import REFUSED, WITHDRAWN
 HOLD_MARGIN_MS = 2_000
 """Margin of the overridden message timeout over the hold, so that a busy moment does not turn a hold into a 504."""
 
+_now: Final = perf_counter  # compiled code reads a module's constant fastest
+
 _SMALL: Final = 8_192
 _SMALL_SECONDS: Final = 0.001
 """Bodies that take less are not timed: reading the thread's clock, a system call, takes longer than inspecting them."""
@@ -236,7 +238,7 @@ class Transaction:
     def _end(self, refusal: bytes) -> Reply:
         """Refuse the request before any policy has counted it."""
         self.ended = True
-        self._service.metrics.decision_seconds.observe(perf_counter() - self.started)
+        self._service.decision_seconds.observe(_now() - self.started)
         return Reply(refusal, done=True)
 
     def judge(  # noqa: PLR0913  # everything known about a body
@@ -389,7 +391,7 @@ class Transaction:
             self._follow_up(evaluation)
         if evaluation.paired:
             self._compare(evaluation, decision)
-        service.metrics.decision_seconds.observe(perf_counter() - self.started)
+        service.decision_seconds.observe(_now() - self.started)
         return reply
 
     def _follow_up(self, evaluation: Evaluation) -> None:
