@@ -289,22 +289,15 @@ class CandidateGroup:
     def list_hits(self) -> list[Question]:
         """The hits and steps that the store has to count, and at the end what is taken from budgets."""
         hits: list[Question] = [candidate.hit for candidate in self.candidates if candidate.hit is not None]
-        if self.budgets:
-            for candidate in self.list_budgets():
-                for each in candidate.reserved:
-                    hits.append(each.take)  # noqa: PERF401  # compiled, as fast
+        for candidate in self.budgets:
+            for each in candidate.reserved:
+                hits.append(each.take)  # noqa: PERF401  # compiled, as fast
         return hits
-
-    def list_budgets(self) -> list[BudgetCandidate]:
-        """The candidates among `budgets` that judge the request."""
-        if len(self.budgets) == 1 and self.candidates and self.candidates[-1] is self.budgets[0]:  # usually
-            return self.budgets
-        return [candidate for candidate in self.budgets if candidate in self.candidates]
 
     def _hand_out(self, counts: Sequence[Answer]) -> None:
         """Give candidates of budgets their answers, which are the last ones."""
         place = len(counts)
-        for candidate in reversed(self.list_budgets()):
+        for candidate in reversed(self.budgets):
             for each in reversed(candidate.reserved):
                 place -= 1
                 answer = counts[place]

@@ -461,12 +461,12 @@ class Transaction:
         calls = self._describe_calls(evaluation) if sessions or evaluation.settles or not evaluation.counts_failed else ""
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
             if budgets:
-                told = write_budgets(evaluation.enforcing.list_budgets(), calls)
+                told = write_budgets(evaluation.enforcing.budgets, calls)
                 return Reply(_GO_ON_BYTES[kind] + told, done=True) if told else DONE[kind]
             return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
         metadata = self._describe(evaluation, decision)
         if budgets:
-            metadata |= describe_budgets(evaluation.enforcing.list_budgets(), decision)
+            metadata |= describe_budgets(evaluation.enforcing.budgets, decision)
         if lead is not None and lead.action is Action.REJECT:
             self.ended = True
             return Reply(refuse(lead, metadata, evaluation), done=True)

@@ -119,7 +119,7 @@ class MemoryStore:
         """Count every hit once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now
         if hits and isinstance(hits[-1], Take):
-            return self._hit_and_take(list(hits), moment, now)
+            return self._hit_and_take(hits if isinstance(hits, list) else list(hits), moment, now)
         return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
 
     def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> list[list[bytes] | Trail]:
