@@ -179,14 +179,8 @@ def list_arguments(take: Take, group: int, now: int) -> tuple[int, ...]:
 
 def advance(state: BudgetState, take: Take, now: int) -> BudgetState:
     """The state as it is now, before anything is taken."""
-    if take.kind == BUCKET:
-        return _fill(state, take, now)
-    if take.kind == PERIOD:
-        return _begin_period(state, take, now)
-    return _begin_minute(state, take, now)
-
-
-def _fill(state: BudgetState, take: Take, now: int) -> BudgetState:
+    if take.kind != BUCKET:
+        return _begin_period(state, take, now) if take.kind == PERIOD else _begin_minute(state, take, now)
     level, time, _, _ = state
     if time < 0:
         return take.limit, now, 0, 0
