@@ -121,7 +121,9 @@ def join_descriptors(values: Sequence[tuple[str, str]]) -> str:
 
 def write_head(method: str, path: str, query: str) -> str:
     """The composite up to the body, `METHOD|path|query|`; `query` comes from `write_query`."""
-    return f"{_escape_path(method)}|{_escape_path(path)}|{query}|"
+    if "%" in path or "|" in path or "%" in method or "|" in method:
+        method, path = method.translate(_IN_PATH), path.translate(_IN_PATH)
+    return f"{method}|{path}|{query}|"
 
 
 def compose(head: str, body: Body, descriptors: str) -> str:
@@ -180,10 +182,6 @@ def _hash_tenant(descriptors: str) -> str:
 
 _recall_sum: Final = lru_cache(_MAX_KNOWN)(_sum_up)
 _recall_tenant: Final = lru_cache(_MAX_KNOWN)(_hash_tenant)
-
-
-def _escape_path(text: str) -> str:
-    return text.translate(_IN_PATH) if "%" in text or "|" in text else text
 
 
 def _write_pair(name: str, value: str) -> str:
