@@ -54,9 +54,23 @@ _NO_COMPILER = 3
 _PROBE = "#include <Python.h>\nPyObject *PyInit_probe(void) { return NULL; }\n"
 
 
-_FLAGS = ["-fvisibility=hidden", "-fno-plt"]
+_FLAGS = ["-fvisibility=hidden", "-fno-plt", "-fpeephole2", "-freorder-blocks-and-partition"]
 """These keep the code small and its calls direct. A request runs through more code than the innermost cache of a processor
 holds. -O1 is as fast as -O2 here, because most of the code calls Python's functions, and compiles in two thirds of the time."""
+
+_COLD = """#include <Python.h>
+__attribute__((cold)) void CPy_AddTraceback(const char *, const char *, int, PyObject *);
+__attribute__((cold)) void CPy_AttributeError(const char *, const char *, const char *, const char *, int, PyObject *);
+__attribute__((cold)) void CPy_TypeError(const char *, PyObject *);
+__attribute__((cold)) void CPy_TypeErrorTraceback(const char *, const char *, int, PyObject *, const char *, PyObject *);
+__attribute__((cold)) void CPyError_OutOfMemory(void);
+__attribute__((cold)) void CPyTagged_IncRef(size_t);
+__attribute__((cold)) void CPyTagged_DecRef(size_t);
+__attribute__((cold)) void CPyTagged_XDecRef(size_t);
+__attribute__((cold)) void PyErr_SetString(PyObject *, const char *);
+"""
+"""What mypyc's code calls only after errors and for integers of more than 62 bits. The compiler puts the code that leads to
+such calls, two fifths of all, away from the rest."""
 
 
 _GROUP = "extproc"
@@ -201,7 +215,7 @@ def _build(extensions: list[Extension], folder: Path) -> None:
             with lock:
                 if not header.exists():
                     header.parent.mkdir(parents=True, exist_ok=True)
-                    header.write_text(f'#include "{name}"\n')
+                    header.write_text(f'{_COLD}#include "{name}"\n')
                     places = [f"-I{place}" for place in (*self.compiler.include_dirs, *ext.include_dirs)]
                     command = [*self.compiler.compiler_so, *places, *ext.extra_compile_args, "-x", "c-header", str(header)]
                     with suppress(ExecError):  # then each file parses it for itself

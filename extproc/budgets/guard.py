@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 from urllib.parse import quote
 
+from extproc.bounded import Memo
 from extproc.budgets.costs import BUCKET_UNITS, PERIOD_UNITS, Anchors, CostKey, Estimate, scale
 from extproc.budgets.rule_keys import (
     DEFAULT_ANSWER,
@@ -32,7 +33,17 @@ from extproc.objects import copy_text
 from extproc.request.fingerprint import hash_tenant, join_descriptors
 from extproc.request.http import HttpRequest
 from extproc.sessions.limits import make_rates
-from extproc.store.rules.budget import BREAKER, BUCKET, FOREVER, PERIOD, Take, Taken
+from extproc.store.rules.budget import (
+    ALONE,
+    BREAKER,
+    BUCKET,
+    FOREVER,
+    PERIOD,
+    SERVER_CLOCK,
+    Take,
+    Taken,
+    list_arguments,
+)
 
 BUDGET: Final = "budget"
 """The guard's name in outcomes."""
@@ -51,6 +62,9 @@ _SPANS: Final = {"5m": "5 minutes", "1h": "an hour", "1d": "a day", "7d": "a wee
 _MS_PER_MINUTE: Final = 60_000
 _MS_PER_SECOND: Final = 1_000
 _WHOLE: Final = 100
+
+_MOST_ANSWERS: Final = 128
+"""Answers of a limit that are kept, in each generation. They take 60 kB at most."""
 
 ACTIONS: Final = {"warn": Action.WARN, "throttle": Action.THROTTLE, "steer": Action.STEER}
 
@@ -75,11 +89,12 @@ class BudgetLimit:
         flat: what each request costs, in units; 0 if that depends on the request.
         place: what all of its keys begin with; empty before its guard is compiled.
         forms: room for what is computed once for all requests; see `write_budgets`.
+        answers: likewise, for those with the same numbers.
     """
 
     __slots__ = (
-        "flat", "forms", "has_headers", "kind", "lifetime_ms", "limit", "most", "offset", "place", "rate", "reason", "span",
-        "suffix", "unit", "units", "words",
+        "_arguments", "answers", "flat", "forms", "has_headers", "kind", "lifetime_ms", "limit", "most", "offset", "place",
+        "rate", "reason", "span", "suffix", "unit", "units", "words",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
@@ -112,11 +127,19 @@ class BudgetLimit:
         self.flat = 0
         self.place = ""
         self.forms: dict[int, object] = {}
+        self.answers: Memo[int, bytes] = Memo(_MOST_ANSWERS)
         self.lifetime_ms = Take("", kind, 0, self.limit, rate, span, offset).lifetime_ms
+        self._arguments: tuple[int, ...] = ()
+
+    def set_flat(self, amount: int) -> None:
+        """Set what each request costs, and prepare for it; 0 if that depends on the request."""
+        self.flat = amount
+        self._arguments = list_arguments(self.make_take("", amount), ALONE, SERVER_CLOCK) if amount else ()
 
     def make_take(self, key: str, amount: int) -> Take:
         """The question for the store."""
-        return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset, -1, "", self.lifetime_ms)
+        arguments = self._arguments if amount == self.flat else ()
+        return Take(key, self.kind, amount, self.limit, self.rate, self.span, self.offset, -1, "", self.lifetime_ms, arguments)
 
 
 class BudgetStage:
@@ -168,7 +191,7 @@ class BudgetRule:
         else:
             self._compile_llm(TokenBucketLlm.model_validate(rule.algorithm_config))
         for limit in self.limits:
-            limit.flat = self.cost.find_flat(limit.units)
+            limit.set_flat(self.cost.find_flat(limit.units))
 
     def _compile_cost(self, config: CostBased) -> None:
         rates = make_rates(config.prices, config.unknown_model) if config.cost_key == DOLLARS else None
@@ -402,7 +425,10 @@ class BudgetGuard:
                 if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (SEVERITY[action], delay):
                     action, found, delay = stage.action, each, stage.delay_ms
         if found is None:
-            return self._make_outcome(Action.ALLOW, fingerprint, tenant, NOTHING, _FORM)
+            why, name = NOTHING.reason, self.name
+            return Outcome(
+                self.policy, self.mode, Action.ALLOW, fingerprint, tenant, 0, 0, 0, 0, None, _FORM, name, NOTHING, None, why
+            )
         return self._make_outcome(action, fingerprint, tenant, make_subject(found), found.rule.refusal, delay_ms=delay)
 
     def _find_rule(self, name: str) -> BudgetRule:

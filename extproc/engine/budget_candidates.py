@@ -43,7 +43,7 @@ class BudgetCandidate(Candidate):
 
     Attributes:
         budget: the guard.
-        reserved: what the request takes from each budget.
+        reserved: what the request takes from each budget; nothing if it is not counted.
         model: the model in the request; empty for none.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
     """
@@ -121,22 +121,24 @@ class BudgetCandidate(Candidate):
         estimate = self._estimate(body, document)
         if self.budget.needs_body:
             self._name_session(body, document)
+        reserved: list[Reservation] = []
         for planned, head in self._chosen:
             values: Values | None = head
             if planned.body:
                 values = planned.read_body(document, head, self.plan.id, missing)
             if values is not None:
                 tenant = self.tenant if values is self.values else find_tenant(values)
-                self._reserve(planned, tenant, estimate, body.scope)
-        if self.oversize is not None and not self.is_allowed:
-            self.reserved = []
+                self._reserve(reserved, planned, tenant, estimate, body.scope)
+        if self.oversize is None or self.is_allowed:
+            self.reserved = reserved
 
     def _name_session(self, body: RequestBody, document: Document | None) -> None:
         """Find the session's name, if the request has one."""
         with suppress(NotCounted):  # a recorded request whose session was not looked for
             self._session = body.find_session(self.plan.root_names, self._named, document, self.plan, self.caller)
 
-    def _reserve(self, planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
+    def _reserve(self, reserved: list[Reservation], planned: PlannedRule, tenant: str, plain: Estimate, scope: str) -> None:
+        """Add what a rule's limits take."""
         renewed = self._renew(tenant) if self.overrides else tenant
         breaker, estimate = self.budget.breaker, plain
         if self._session:
@@ -145,14 +147,14 @@ class BudgetCandidate(Candidate):
         if planned is self._plan.breaker or planned is EVERYONE:
             if breaker is not None:
                 amount = self._find_amount(self.budget.breaker_rule, breaker, estimate)
-                self.reserved.append(reserve(self.budget.breaker_rule, breaker, amount, scope, tenant, renewed))
+                reserved.append(reserve(self.budget.breaker_rule, breaker, amount, scope, tenant, renewed))
             return
         rule = planned.rule
         if rule.cost.measured:
             self.oversize = self.oversize or rule.find_oversize(plain, rule.find_answer(plain))
         for limit in rule.limits:
             amount = limit.flat or self._find_amount(rule, limit, estimate)
-            self.reserved.append(reserve(rule, limit, amount, scope, tenant, renewed))
+            reserved.append(reserve(rule, limit, amount, scope, tenant, renewed))
 
     def _find_amount(self, rule: BudgetRule, limit: BudgetLimit, estimate: Estimate) -> int:
         """The cost, in units of a limit. What only might be used does not exceed the limit."""
@@ -180,7 +182,7 @@ class BudgetCandidate(Candidate):
         prompt = estimate_prompt(document, size)
         if any(planned.rule.hints for planned, _ in self._chosen):
             prompt = max(prompt, read_hint(self._request))
-        self.model = cut_text(find_model(body.path, named), LONGEST_MODEL)
+        self.model = cut_text(find_model(self._request.path, named), LONGEST_MODEL)
         self._prompt = prompt
         return Estimate(prompt, answer, self.model)
 

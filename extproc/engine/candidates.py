@@ -38,7 +38,17 @@ from extproc.engine.orders import (
 )
 from extproc.engine.plan import Detector, Plan
 from extproc.request.document import Document, NotCounted, NotJson
-from extproc.request.fingerprint import NO_BODY, Body, compose, digest, hash_tenant, identify, join_descriptors
+from extproc.request.fingerprint import (
+    NO_BODY,
+    Body,
+    compose,
+    digest,
+    hash_tenant,
+    identify,
+    join_descriptors,
+    write_head,
+    write_query,
+)
 from extproc.request.hash_key import HashKey
 from extproc.request.http import HttpRequest, cut_text
 from extproc.sessions.call_digests import INSPECT_LIMIT, UNKNOWN, KnownLedger, ShownCalls
@@ -190,8 +200,7 @@ class RequestBody:
     next one.
 
     Attributes:
-        path: of the request.
-        head: from `fingerprint.write_head`.
+        request: the request.
         sums: length and checksums of the body.
         document: the body to inspect, None if it cannot be inspected.
         unreadable: why not.
@@ -203,6 +212,7 @@ class RequestBody:
 
     __slots__ = (
         "_caller",
+        "_head",
         "_looked",
         "_looked_in",
         "_most",
@@ -215,17 +225,14 @@ class RequestBody:
         "changing",
         "document",
         "excerpt",
-        "head",
-        "path",
         "recorded",
+        "request",
         "scope",
         "sums",
         "unreadable",
     )
 
-    def __init__(  # noqa: PLR0913  # all that is known of a request
-        self, path: str, head: str, sums: Body, document: Document | None, unreadable: str, scope: str
-    ) -> None:
+    def __init__(self, request: HttpRequest, sums: Body, document: Document | None, unreadable: str, scope: str) -> None:
         self._sums: Body | None = None
         self._caller = ""
         self._names = ("", "", "", "")
@@ -237,14 +244,23 @@ class RequestBody:
         self._session = ""
         self._most = 0  # bytes of the excerpt that was made here
         self.changing = NOT_CHANGING
-        self.path = path
-        self.head = head
+        self.request = request
+        self._head = ""
         self.sums = sums
         self.document = document
         self.unreadable = unreadable
         self.excerpt: Document | None = None
         self.recorded: RecordedBody | None = None
         self.scope = scope
+
+    @property
+    def head(self) -> str:
+        """The composite up to the body, as `write_head` has it; worked out on demand."""
+        if not self._head:
+            request = self.request
+            query = write_query(request.read_shown_query()) if request.query else ""
+            self._head = write_head(request.method, request.path, query)
+        return self._head
 
     def name(self, sums: Body, caller: str) -> tuple[str, str, str, str]:
         """Composite, fingerprint, check and tenant of a candidate that compares a body with these sums."""
@@ -794,7 +810,7 @@ class SessionCandidate(Candidate):
             self._name_session(name)
         self._read_calls(document, recorded)
         self.call = CALLS.name()
-        self.model = cut_text(find_model(body.path, self.calls.model), LONGEST_MODEL)
+        self.model = cut_text(find_model(body.request.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or _ANSWER)
         if place is not None:
             fresh = CALLS.name()[:_IDENTITY]

@@ -43,7 +43,7 @@ from extproc.objects import INSPECT_BYTES
 from extproc.policy.bundle import EVERYBODY
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import UnreadableError, list_encodings, read_text, unpack
-from extproc.request.fingerprint import NO_BODY, Body, join_descriptors, write_head, write_query
+from extproc.request.fingerprint import NO_BODY, Body, join_descriptors
 from extproc.request.hash_key import PROCESS_KEY, HashKey
 from extproc.request.http import RESPONSES_WEBSOCKET, HttpRequest
 from extproc.request.notes import RARE, Marks, cut_notes, frame_answer
@@ -289,22 +289,15 @@ class CandidateGroup:
     def list_hits(self) -> list[Question]:
         """The hits and steps that the store has to count, and at the end what is taken from budgets."""
         hits: list[Question] = [candidate.hit for candidate in self.candidates if candidate.hit is not None]
-        if self.budgets:
-            for candidate in self.list_budgets():
-                for each in candidate.reserved:
-                    hits.append(each.take)  # noqa: PERF401  # compiled, as fast
+        for candidate in self.budgets:
+            for each in candidate.reserved:
+                hits.append(each.take)  # noqa: PERF401  # compiled, as fast
         return hits
-
-    def list_budgets(self) -> list[BudgetCandidate]:
-        """The candidates among `budgets` that judge the request."""
-        if len(self.budgets) == 1 and self.candidates and self.candidates[-1] is self.budgets[0]:  # usually
-            return self.budgets
-        return [candidate for candidate in self.budgets if candidate in self.candidates]
 
     def _hand_out(self, counts: Sequence[Answer]) -> None:
         """Give candidates of budgets their answers, which are the last ones."""
         place = len(counts)
-        for candidate in reversed(self.list_budgets()):
+        for candidate in reversed(self.budgets):
             for each in reversed(candidate.reserved):
                 place -= 1
                 answer = counts[place]
@@ -321,10 +314,13 @@ class CandidateGroup:
             return []
         if self.budgets and counts:
             self._hand_out(counts)
-        left = iter(counts)
+        place = 0
         trace = []
         for candidate in self.candidates:
-            count: Answer = UNCOUNTED if candidate.hit is None else next(left)
+            count: Answer = UNCOUNTED
+            if candidate.hit is not None:
+                count = counts[place]
+                place += 1
             try:
                 outcome = candidate.judge(count)
             except Exception as error:  # noqa: BLE001  # an error affects only this candidate
@@ -354,6 +350,8 @@ class CandidateGroup:
 
     def drop_body_readers(self, reason: str) -> None:
         """Remove the candidates that need the body, or all of them if the request stands for many requests."""
+        if not self.candidates:
+            return
         kept = []
         for candidate in self.candidates:
             if reason != RESPONSES_WEBSOCKET and (not candidate.needs_body or candidate.goes_on_without_body()):
@@ -601,10 +599,7 @@ class Evaluation:
                 shortened = self._open_excerpt(excerpt, content)
         if not (self.enforcing.candidates or self.shadow.candidates):
             return  # no candidate counts it, perhaps because its query would take too long to read
-        request = self.request
-        query = write_query(request.read_shown_query()) if request.query else ""
-        head = write_head(request.method, request.path, query)
-        self._body = RequestBody(request.path, head, sums, document, unreadable, self._scope)
+        self._body = RequestBody(self.request, sums, document, unreadable, self._scope)
         self._body.excerpt, self._body.recorded = shortened, self.recorded
         self._read_with(self.enforcing)
         if shadow:
@@ -776,9 +771,10 @@ class Evaluation:
     def decide(self, counts: Sequence[Answer] | None, shadow_counts: Sequence[Answer] | None = ()) -> Decision:
         """Decide about a counted request. The counts are those for `CandidateGroup.judge`."""
         trace = self.enforcing.judge(counts)
-        for place, outcome in enumerate(trace) if self.leaves_out_notes else ():
-            if outcome.action is Action.STEER and not self.gets_notes(outcome):
-                trace[place] = outcome.change_action(Action.WARN)
+        if self.leaves_out_notes:
+            for place, outcome in enumerate(trace):
+                if outcome.action is Action.STEER and not self.gets_notes(outcome):
+                    trace[place] = outcome.change_action(Action.WARN)
         return decide(trace, self.shadow.judge(shadow_counts) if self.shadow.candidates else ())
 
     def gets_notes(self, outcome: Outcome) -> bool:

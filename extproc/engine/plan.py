@@ -584,8 +584,12 @@ class Plan:
 
     def list_values(self, request: HttpRequest) -> list[tuple[str, str]]:
         """Those of the caller's descriptors in the head that the request has, by name."""
-        read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self._descriptors]
-        return [(name, value) for name, value in read if value and len(value) <= MAX_DESCRIPTOR]
+        values = []
+        for descriptor in self._descriptors:
+            value = descriptor.read(request, descriptor.argument)
+            if value and len(value) <= MAX_DESCRIPTOR:
+                values.append((descriptor.name, value))
+        return values
 
     def tells_apart_as(self, planned: PlannedRule, values: Sequence[tuple[str, str]]) -> bool:
         """Whether a rule has the same limit keys, and these values of the request are all of them."""

@@ -51,6 +51,8 @@ SCOPE_METADATA = "x-loopguard-scope"
 BUFFER_LIMIT_METADATA: Final = "x-loopguard-buffer-limit"
 """gRPC metadata with Envoy's buffer limit, which tells a body that was cut off from one that ends in trailers."""
 
+_now: Final = perf_counter  # compiled code reads a module's constant fastest
+
 _LIMIT_DIGITS: Final = 18
 _INVALID_ARGUMENT = 3
 
@@ -138,7 +140,7 @@ class Stream(Waiting):
         Raises:
             ProtocolError: the bytes are not a ProcessingRequest.
         """
-        self._transaction.started = perf_counter()
+        self._transaction.started = _now()
         try:
             message = parse_message(data)
         except DecodeError as error:

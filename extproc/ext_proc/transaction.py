@@ -53,6 +53,8 @@ from extproc.store.rules.session import REFUSED, WITHDRAWN
 HOLD_MARGIN_MS = 2_000
 """Margin of the overridden message timeout over the hold, so that a busy moment does not turn a hold into a 504."""
 
+_now: Final = perf_counter  # compiled code reads a module's constant fastest
+
 _SMALL: Final = 8_192
 _SMALL_SECONDS: Final = 0.001
 """Bodies that take less are not timed: reading the thread's clock, a system call, takes longer than inspecting them."""
@@ -236,7 +238,7 @@ class Transaction:
     def _end(self, refusal: bytes) -> Reply:
         """Refuse the request before any policy has counted it."""
         self.ended = True
-        self._service.metrics.decision_seconds.observe(perf_counter() - self.started)
+        self._service.decision_seconds.observe(_now() - self.started)
         return Reply(refusal, done=True)
 
     def judge(  # noqa: PLR0913  # everything known about a body
@@ -389,7 +391,7 @@ class Transaction:
             self._follow_up(evaluation)
         if evaluation.paired:
             self._compare(evaluation, decision)
-        service.metrics.decision_seconds.observe(perf_counter() - self.started)
+        service.decision_seconds.observe(_now() - self.started)
         return reply
 
     def _follow_up(self, evaluation: Evaluation) -> None:
@@ -459,12 +461,12 @@ class Transaction:
         calls = self._describe_calls(evaluation) if sessions or evaluation.settles or not evaluation.counts_failed else ""
         if lead is None and decision.shadow is None and self._record is None and changed.body is None:
             if budgets:
-                told = write_budgets(evaluation.enforcing.list_budgets(), calls)
+                told = write_budgets(evaluation.enforcing.budgets, calls)
                 return Reply(_GO_ON_BYTES[kind] + told, done=True) if told else DONE[kind]
             return Reply(_GO_ON_BYTES[kind] + write_sessions(calls), done=True) if calls else DONE[kind]
         metadata = self._describe(evaluation, decision)
         if budgets:
-            metadata |= describe_budgets(evaluation.enforcing.list_budgets(), decision)
+            metadata |= describe_budgets(evaluation.enforcing.budgets, decision)
         if lead is not None and lead.action is Action.REJECT:
             self.ended = True
             return Reply(refuse(lead, metadata, evaluation), done=True)

@@ -5,7 +5,6 @@ What is left comes from the store's answers, which all replicas share; this tabl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from extproc.bounded import Memo
@@ -111,31 +110,39 @@ class BudgetTable(Table[CallerBudget, BudgetDocument]):
         super().__init__()
         self._by_key: Memo[str, CallerBudget] = Memo(_MOST_SEEN)
 
-    def note(self, candidates: Sequence[BudgetCandidate], now: float, *, refused: bool) -> None:
+    def note(self, candidates: list[BudgetCandidate], now: float, *, refused: bool) -> None:
         """Note what a request took; `refused`: all of it is given back. `now` is in seconds since 1970."""
         for candidate in candidates:
-            policy, mode = candidate.plan.id, candidate.guard.mode
             for each in candidate.reserved:
-                taken = each.taken
+                take, taken = each.take, each.taken
                 if taken is None:
                     continue
-                name = _name_row(each, policy, mode)
-                row = self.use(name)
-                if row is None:
-                    row = _begin_row(candidate, name, each, now)
-                    self.put(name, row)
-                    self._by_key.put(each.take.key, row)
-                take, known = each.take, row.take
-                if known.key != take.key:  # a release has renewed it
-                    self._by_key.put(take.key, row)
-                    row.take = take
-                elif known.limit != take.limit or known.rate != take.rate or known.span != take.span:
+                row = self._by_key.get(take.key)
+                if row is None or self.use(row.name) is not row:
+                    row = self._find_row(candidate, each, now)
+                known = row.take
+                if (
+                    known.key != take.key  # a release has renewed it
+                    or known.limit != take.limit
+                    or known.rate != take.rate
+                    or known.span != take.span
+                ):
                     row.take = take
                 row.limit = each.limit
                 row.start, row.wait_ms, row.reset_ms, row.fits = taken.start, taken.wait_ms, taken.reset_ms, taken.fits
                 row.left = taken.left + take.amount if refused and taken.granted else taken.left
                 row.last = row.told = now
                 row.requests += 1
+
+    def _find_row(self, candidate: BudgetCandidate, reserved: Reservation, now: float) -> CallerBudget:
+        """The row of a budget whose key is not known, perhaps a new one."""
+        name = _name_row(reserved, candidate.plan.id, candidate.guard.mode)
+        row = self.use(name)
+        if row is None:
+            row = _begin_row(candidate, name, reserved, now)
+            self.put(name, row)
+        self._by_key.put(reserved.take.key, row)
+        return row
 
     def act(self, candidate: BudgetCandidate, outcome: Outcome, subject: BudgetSubject, now: float) -> CallerBudget | None:
         """Note a budget's refusal, or the stage that it has reached; None if no budget of the request is meant."""

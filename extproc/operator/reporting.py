@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from time import perf_counter, time
+from typing import Final
 
 from extproc.bounded import LRU
 from extproc.budgets.commands import suggest_amount, write_breaker_release, write_budget_grant
@@ -47,6 +48,10 @@ _TENANTS = 1_000
 _PROBLEMS_SHOWN = 20
 _NAME_SHOWN = 128
 
+_ALLOWED: Final = Action.ALLOW.value
+_NO_POLICIES: Final[list[str]] = []
+_time: Final = time  # compiled code reads a module's constant fastest
+
 _REMIND_SECONDS = 60
 _MOST_REMINDERS = 10_000
 
@@ -71,6 +76,7 @@ class Reporter:
         self._spawns = SpawnLinks()
         self.show_callers = show_callers
         self._metrics = metrics
+        self._decisions, self._loops = metrics.decisions, metrics.loops  # looking them up takes long
         self.coverage = Coverage(metrics.decisions, time(), self._count_lost)
         self._detections = RateLimit(_DETECTIONS_PER_SECOND)
         self._tenants: LRU[str, RateLimit] = LRU(_TENANTS)
@@ -87,7 +93,6 @@ class Reporter:
 
     def report(self, evaluation: Evaluation, decision: Decision) -> None:
         """Report a decided request."""
-        metrics = self._metrics
         if budgets := evaluation.budgets:
             self._note_budgets(budgets, decision)
         if decision.lead is not None or decision.shadow is not None:
@@ -98,16 +103,17 @@ class Reporter:
             if outcome.repeat is not None or outcome.action is not Action.ALLOW:
                 self._report_after_notes(evaluation, decision)
                 break
-        decisions, loops = metrics.decisions, metrics.loops
+        decisions = self._decisions
         for outcome in decision.trace if len(decision.trace) == 1 else group_by_policy(decision.trace):
-            labels = outcome.policy, outcome.mode, outcome.action._value_  # `value` costs two calls
+            allowed = outcome.action is Action.ALLOW
+            labels = outcome.policy, outcome.mode, _ALLOWED if allowed else outcome.action.value
             decisions[labels] = decisions.get(labels, 0) + 1
-            if outcome.action is not Action.ALLOW and outcome.reason is Reason.LOOP_DETECTED:
-                loops[labels] = loops.get(labels, 0) + 1
+            if not allowed and outcome.reason is Reason.LOOP_DETECTED:
+                self._loops[labels] = self._loops.get(labels, 0) + 1
         if sessions := evaluation.sessions:
             self.report_sessions(sessions, decision.steer or decision.lead)
-        for policy in evaluation.list_compared_exactly() if evaluation.inspects else ():
-            metrics.compared_exactly.labels(policy).inc()
+        for policy in evaluation.list_compared_exactly() if evaluation.inspects else _NO_POLICIES:
+            self._metrics.compared_exactly.labels(policy).inc()
         self.report_uncounted(evaluation)
 
     def weigh(self, evaluation: Evaluation, decision: Decision) -> Decision:
@@ -428,10 +434,10 @@ class Reporter:
             descriptors=dict(candidate.values) if self.show_callers else None,
         )
 
-    def _note_budgets(self, candidates: Sequence[BudgetCandidate], decision: Decision) -> None:
+    def _note_budgets(self, candidates: list[BudgetCandidate], decision: Decision) -> None:
         """Note what is left of budgets; a refused request gives back what it took."""
         try:
-            self.budgets.note(candidates, time(), refused=decision.action is Action.REJECT)
+            self.budgets.note(candidates, _time(), refused=decision.action is Action.REJECT)
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("budgets could not be reported", error)
 

@@ -110,18 +110,20 @@ def is_too_long(target: str, query: str) -> bool:
 
 def write_query(pairs: Iterable[tuple[str, str]]) -> str:
     """Encode and sort decoded pairs for the composite."""
-    return "&".join(f"{_escape_pair(name)}={_escape_pair(value)}" for name, value in sorted(pairs))
+    return "&".join([_write_pair(name, value) for name, value in sorted(pairs)])
 
 
 def join_descriptors(values: Sequence[tuple[str, str]]) -> str:
     """Write descriptors for the composite: `name=value`, sorted, joined by `|`."""
-    pairs = [f"{_escape_pair(name)}={_escape_pair(value)}" for name, value in values]
+    pairs = [_write_pair(name, value) for name, value in values]
     return pairs[0] if len(pairs) == 1 else "|".join(sorted(pairs))
 
 
 def write_head(method: str, path: str, query: str) -> str:
     """The composite up to the body, `METHOD|path|query|`; `query` comes from `write_query`."""
-    return f"{_escape_path(method)}|{_escape_path(path)}|{query}|"
+    if "%" in path or "|" in path or "%" in method or "|" in method:
+        method, path = method.translate(_IN_PATH), path.translate(_IN_PATH)
+    return f"{method}|{path}|{query}|"
 
 
 def compose(head: str, body: Body, descriptors: str) -> str:
@@ -182,11 +184,8 @@ _recall_sum: Final = lru_cache(_MAX_KNOWN)(_sum_up)
 _recall_tenant: Final = lru_cache(_MAX_KNOWN)(_hash_tenant)
 
 
-def _escape_path(text: str) -> str:
-    return text.translate(_IN_PATH) if "%" in text or "|" in text else text
-
-
-def _escape_pair(text: str) -> str:
-    if "%" in text or "|" in text or "=" in text or "&" in text:
-        return text.translate(_IN_PAIR)
-    return text
+def _write_pair(name: str, value: str) -> str:
+    pair = f"{name}={value}"
+    if "%" in pair or "|" in pair or "&" in pair or "=" in name or "=" in value:
+        return f"{name.translate(_IN_PAIR)}={value.translate(_IN_PAIR)}"
+    return pair

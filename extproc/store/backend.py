@@ -53,7 +53,7 @@ class _ScriptBatch:
         """Arguments of all calls, or of one call if all are equal, as for hits of one policy."""
         first = self.calls[0].arguments
         for call in self.calls:
-            if call.arguments != first:
+            if call.arguments is not first and call.arguments != first:
                 return [argument for call in self.calls for argument in call.arguments]
         return list(first)
 

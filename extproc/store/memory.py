@@ -119,7 +119,7 @@ class MemoryStore:
         """Count every hit once; answers at once, and never raises StoreError."""
         moment = self._clock() if now is None else now
         if hits and isinstance(hits[-1], Take):
-            return self._hit_and_take(hits, moment, now)
+            return self._hit_and_take(hits if isinstance(hits, list) else list(hits), moment, now)
         return [self._count(hit, moment) if isinstance(hit, Hit) else self._answer(hit, moment) for hit in hits]
 
     def push(self, pushes: Sequence[AnyPush], now: int | None = None) -> list[list[bytes] | Trail]:
@@ -162,23 +162,21 @@ class MemoryStore:
             return self._settle(asked, now)
         return self._step(asked, now) if asked.search is None else self._step_below_root(asked, asked.search, now)
 
-    def _hit_and_take(self, hits: Sequence[Question], moment: int, now: int | None) -> list[Any]:
+    def _hit_and_take(self, hits: list[Question], moment: int, now: int | None) -> list[Any]:
         """See `hit`; the last questions are about budgets, whose time is that of the calendar."""
+        today = self._read_calendar(moment) if now is None else now
         answers: list[Any] = []
-        takes: list[Take] = []
-        for hit in hits:
+        for place, hit in enumerate(hits):
             if isinstance(hit, Hit):
                 answers.append(self._count(hit, moment))
-            elif isinstance(hit, Take):
-                takes.append(hit)
-            else:
+            elif not isinstance(hit, Take):
                 answers.append(self._answer(hit, moment))
-        today = self._read_calendar(moment) if now is None else now
-        first = takes[0]
-        if len(takes) == 1 and first.start < 0:  # usually
-            answers.append(self._budgets.take_one(first, moment, today))
-            return answers
-        return answers + self._budgets.ask(takes, moment, today)
+            elif place == len(hits) - 1 and hit.start < 0:  # usually
+                answers.append(self._budgets.take_one(hit, moment, today))
+            else:
+                takes = [take for take in hits[place:] if isinstance(take, Take)]
+                return answers + self._budgets.ask(takes, moment, today)
+        return answers
 
     def _read_calendar(self, moment: int) -> int:
         """The time by the calendar, as of `moment` by the clock."""

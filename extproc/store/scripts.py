@@ -16,7 +16,7 @@ from extproc.errors import StoreError
 from extproc.store.pushes import AnyPush
 from extproc.store.resp import write_word
 from extproc.store.rules import read_script
-from extproc.store.rules.budget import ANSWER, Take, Taken, read_taken
+from extproc.store.rules.budget import ALONE, ANSWER, JOINED, MARKED, SERVER_CLOCK, Take, Taken, list_arguments, read_taken
 from extproc.store.rules.chain import ChainLink, read_trail
 from extproc.store.rules.ring import read_entries, split_records
 from extproc.store.rules.root import ROOT_SIZE, RootSearch
@@ -164,16 +164,16 @@ def _read_takes(reply: object, calls: int) -> list[Taken]:
 
 
 _BUDGET: Final = Script("budget", _read_takes)
-_MARKED: Final = 2
 
 
 def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> ScriptCall:
     """Take from a budget, or settle; `joined`: in one group with the call before; `now` as in `count_call`."""
-    moment = -1 if now is None else now
-    limits = take.limit, take.rate, take.span, take.offset
+    if take.arguments and now is None and not joined:  # usually
+        return ScriptCall(_BUDGET, take, take.arguments)
+    moment = SERVER_CLOCK if now is None else now
     if take.marker:
-        return ScriptCall(_BUDGET, take, (_MARKED, take.kind, take.amount, *limits, take.start, moment), 0, (take.marker,))
-    return ScriptCall(_BUDGET, take, (int(joined), take.kind, take.amount, *limits, take.start, moment))
+        return ScriptCall(_BUDGET, take, list_arguments(take, MARKED, moment), 0, (take.marker,))
+    return ScriptCall(_BUDGET, take, list_arguments(take, JOINED if joined else ALONE, moment))
 
 
 def _read_nothing(_: bytes) -> Count:

@@ -5,7 +5,6 @@ Dollars have no headers: these are whole numbers of what a client counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import floor
 from typing import Any, Final, TypeAlias
 
@@ -21,17 +20,19 @@ _TIME: Final = b";t="
 _DIGITS: Final = 64
 """More than the digits of any number."""
 
+_LONGEST: Final = 1 << 20
+"""Answers with a longer time, in seconds, are not kept."""
+
 _MS_PER_SECOND: Final = 1_000
 _SAFE: Final = str.maketrans({"\\": "\\\\", '"': '\\"'})
 
 
-_SMALL: Final = [str(number).encode() for number in range(1_000)]
 _NONE: Final[list[Reservation]] = []
 
 
 def _write_number(number: int) -> bytes:
     """A number; 0 for less."""
-    return str(number).encode() if number >= len(_SMALL) else _SMALL[max(0, number)]
+    return str(max(0, number)).encode()
 
 
 class _BudgetForm:
@@ -98,7 +99,7 @@ _Tightest: TypeAlias = tuple[str, Reservation | None, Reservation | None]
 """A policy, and its budget of which the smallest share is left: of all that have headers, and of those that count tokens."""
 
 
-def _find_tightest(budgets: Sequence[BudgetCandidate]) -> _Tightest:
+def _find_tightest(budgets: list[BudgetCandidate]) -> _Tightest:
     first = budgets[0].reserved if budgets else _NONE
     if len(first) == 1 and len(budgets) == 1 and first[0].limit.has_headers and first[0].taken is not None:  # usually
         only = first[0]
@@ -119,7 +120,7 @@ def _find_tightest(budgets: Sequence[BudgetCandidate]) -> _Tightest:
     return policy, reserved, tokens
 
 
-def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> dict[str, Any]:
+def describe_budgets(budgets: list[BudgetCandidate], decision: Decision) -> dict[str, Any]:
     """Metadata about the tightest budget, from which Envoy can write response headers; empty if no rule applies.
 
     A refusal is about the budget that refuses, so it has the values of its headers.
@@ -143,25 +144,40 @@ def describe_budgets(budgets: Sequence[BudgetCandidate], decision: Decision) -> 
     return {**headers, **more, RULE: subject.rule}
 
 
-def write_budgets(budgets: Sequence[BudgetCandidate], calls: str) -> bytes:
+def write_budgets(budgets: list[BudgetCandidate], calls: str) -> bytes:
     """The same as `describe_budgets`, as bytes for a request that just continues, with SESSIONS; empty for nothing."""
     policy, reserved, tokens = _find_tightest(budgets)
     if reserved is None or reserved.taken is None:
         return write_entries([write_text(SESSIONS, calls)]) if calls else b""
     limit, taken = reserved.limit, reserved.taken
-    left = _write_number(taken.left // limit.units)
-    seconds = _write_number(-(-taken.reset_ms // _MS_PER_SECOND))
-    known = len(left) * _DIGITS + len(seconds)
+    left, seconds = taken.left // limit.units, -(-taken.reset_ms // _MS_PER_SECOND)
+    if calls or tokens is not None or taken.here is not None or not 0 <= seconds < _LONGEST:
+        return _write_numbers(policy, reserved, left, seconds, calls, tokens)
+    numbers = left * _LONGEST + seconds
+    told = limit.answers.get(numbers)
+    if told is None:
+        told = _write_numbers(policy, reserved, left, seconds, "", None)
+        limit.answers.put(numbers, told)
+    return told
+
+
+def _write_numbers(  # noqa: PLR0913  # all that is told
+    policy: str, reserved: Reservation, left: int, seconds: int, calls: str, tokens: Reservation | None
+) -> bytes:
+    """See `write_budgets`."""
+    limit, shared = reserved.limit, reserved.taken is not None and reserved.taken.here is not None
+    written, time = _write_number(left), _write_number(seconds)
+    known = len(written) * _DIGITS + len(time)
     form = limit.forms.get(known)
-    if taken.here is not None or not isinstance(form, _BudgetForm):
-        form = _BudgetForm(policy, reserved, len(left), len(seconds))
-        if taken.here is None:  # else the limit is a replica's share
+    if shared or not isinstance(form, _BudgetForm):
+        form = _BudgetForm(policy, reserved, len(written), len(time))
+        if not shared:  # else the limit is a replica's share
             limit.forms[known] = form
     if calls or tokens is not None:
-        told = [form.first, left, form.second, seconds, form.third, left, _TIME, seconds]
+        told = [form.first, written, form.second, time, form.third, written, _TIME, time]
         if calls:
             told.append(write_text(SESSIONS, calls))
         if tokens is not None:
             told += [write_text(name, value) for name, value in _list_token_limit(make_subject(tokens))]
         return write_entries(told)
-    return b"".join([form.start, left, form.second, seconds, form.third, left, _TIME, seconds])
+    return b"".join([form.start, written, form.second, time, form.third, written, _TIME, time])

@@ -19,7 +19,17 @@ from __future__ import annotations
 import struct
 from typing import Final, TypeAlias
 
-BUCKET, PERIOD, BREAKER = 0, 1, 2
+BUCKET: Final = 0
+PERIOD: Final = 1
+BREAKER: Final = 2
+
+ALONE: Final = 0
+JOINED: Final = 1
+MARKED: Final = 2
+"""How a take belongs to the one before it, for the script: not at all, in one group; or it is a settlement with a marker."""
+
+SERVER_CLOCK: Final = -1
+"""In place of the time."""
 
 MINUTE: Final = 60_000
 YEAR: Final = 31_536_000_000
@@ -59,9 +69,10 @@ class Take:
         start: in a settlement, the start in the answer to the take; else -1.
         marker: key of a settlement's marker, in the same hash slot; empty if it cannot come twice.
         lifetime_ms: how long the state of such a budget matters at most, in milliseconds, unless it is below zero.
+        arguments: `list_arguments` of a take that is alone, if it has some in common with others; else empty.
     """
 
-    __slots__ = ("amount", "key", "kind", "lifetime_ms", "limit", "marker", "offset", "rate", "span", "start")
+    __slots__ = ("amount", "arguments", "key", "kind", "lifetime_ms", "limit", "marker", "offset", "rate", "span", "start")
 
     def __init__(  # noqa: PLR0913  # a record
         self,
@@ -75,6 +86,7 @@ class Take:
         start: int = -1,
         marker: str = "",
         lifetime_ms: int = 0,
+        arguments: tuple[int, ...] = (),
     ) -> None:
         """Without a lifetime, it is worked out."""
         if lifetime_ms:
@@ -92,6 +104,7 @@ class Take:
         self.offset = offset
         self.start = start
         self.marker = marker
+        self.arguments = arguments
 
     @property
     def settles(self) -> bool:
@@ -159,16 +172,15 @@ class Taken:
         return self.granted, self.fits, self.left, self.wait_ms, self.start, self.reset_ms
 
 
+def list_arguments(take: Take, group: int, now: int) -> tuple[int, ...]:
+    """The arguments of `budget.lua` for a take. `group` is ALONE, JOINED or MARKED, `now` in milliseconds or SERVER_CLOCK."""
+    return group, take.kind, take.amount, take.limit, take.rate, take.span, take.offset, take.start, now
+
+
 def advance(state: BudgetState, take: Take, now: int) -> BudgetState:
     """The state as it is now, before anything is taken."""
-    if take.kind == BUCKET:
-        return _fill(state, take, now)
-    if take.kind == PERIOD:
-        return _begin_period(state, take, now)
-    return _begin_minute(state, take, now)
-
-
-def _fill(state: BudgetState, take: Take, now: int) -> BudgetState:
+    if take.kind != BUCKET:
+        return _begin_period(state, take, now) if take.kind == PERIOD else _begin_minute(state, take, now)
     level, time, _, _ = state
     if time < 0:
         return take.limit, now, 0, 0
@@ -223,13 +235,15 @@ def check(state: BudgetState, take: Take, now: int) -> tuple[BudgetState, Taken]
         return _check_breaker(state, take, now)
     if take.kind == BUCKET:
         level, start = state[0], now
-        fits, wait, reset = level >= take.amount, -(-(take.amount - level) // take.rate), -(-(take.limit - level) // take.rate)
+        reset = -(-(take.limit - level) // take.rate)
     else:
-        start, used = state[0], state[1]
-        level, wait = take.limit - used, start + take.span - now
-        fits, reset = level >= take.amount, wait
-    never = take.amount > take.limit
-    return state, Taken(False, fits, level, 0 if fits else FOREVER if never else wait, start, reset)
+        start = state[0]
+        level, reset = take.limit - state[1], start + take.span - now
+    fits, wait = level >= take.amount, 0
+    if not fits:
+        until = -(-(take.amount - level) // take.rate) if take.kind == BUCKET else reset
+        wait = FOREVER if take.amount > take.limit else until
+    return state, Taken(False, fits, level, wait, start, reset)
 
 
 def apply(state: BudgetState, take: Take, taken: Taken) -> BudgetState:
@@ -271,12 +285,11 @@ def find_lifetime(state: BudgetState, take: Take, now: int) -> int:
     return min(lasts, YEAR) + GARBAGE_MS
 
 
-ANSWER: Final = struct.Struct(">BBqqqq")
+ANSWER: Final = struct.Struct(">??qqqq")
 
 
 def read_taken(reply: bytes) -> list[Taken]:
     """Read the answer of the script."""
     return [
-        Taken(granted != 0, fits != 0, left, wait, start, reset)
-        for granted, fits, left, wait, start, reset in ANSWER.iter_unpack(reply)
+        Taken(granted, fits, left, wait, start, reset) for granted, fits, left, wait, start, reset in ANSWER.iter_unpack(reply)
     ]

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from extproc.budgets.guard import BudgetRule
+from extproc.budgets.rule_keys import Rule
 from extproc.ext_proc.stream import Stream
+from extproc.store.rules.budget import Take
+from extproc.store.scripts import take_call
 from tests.support.budget_policies import CHAT, NOON, REJECT, ask, bucket, chat, limited, refused, rule, serve, warning_of
 from tests.support.messages import headers
 from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
@@ -55,6 +59,39 @@ def test_allowed_requests_have_the_tightest_budget_as_metadata() -> None:
         "ratelimit": '"p";r=3;t=1',
         "budget_rule": "tight",
     }
+
+
+def test_what_is_told_is_true_for_every_caller_and_second() -> None:
+    """Answers with the same numbers are kept, and more of them are told here than are kept."""
+    service, clock = serve(limited(rule("cost_based", budget=400, period="1h", staged_actions=REJECT)))
+
+    for spent in range(1, 400):
+        clock.now += 1_000
+        for caller in ("a", "b"):
+            told = metadata_of(ask(service, caller))
+            assert told == {
+                "ratelimit_limit": "400",
+                "ratelimit_remaining": f"{400 - spent}",
+                "ratelimit_reset": f"{3_600 - spent}",
+                "ratelimit": f'"p";r={400 - spent};t={3_600 - spent}',
+                "budget_rule": told["budget_rule"],
+            }
+
+
+def test_what_the_script_of_a_fixed_cost_takes_is_prepared() -> None:
+    """It is what would be worked out, except for another cost, a group, a settlement or a time."""
+    limit = BudgetRule(Rule.model_validate(bucket(burst=9))).limits[0]
+    take, dearer = limit.make_take("k:7f", limit.flat), limit.make_take("k:7f", 2 * limit.flat)
+    alone = Take(take.key, take.kind, take.amount, take.limit, take.rate, take.span, take.offset)
+
+    prepared = take_call(take).arguments
+
+    assert prepared is take.arguments
+    assert prepared == take_call(alone).arguments
+    assert take_call(dearer).arguments[2] == dearer.amount
+    assert take_call(take, joined=True).arguments == (1, *prepared[1:])
+    assert take_call(take.settle(take.amount, 5)).arguments[7] == 5
+    assert take_call(take, 5).arguments == (*prepared[:-1], 5)
 
 
 @pytest.mark.parametrize(
