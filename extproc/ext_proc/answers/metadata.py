@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from extproc.bounded import Memo
 from extproc.engine.recording import RequestRecord
+from extproc.request.fingerprint import write_crc32
 
 NAMESPACE: Final = "loopguard"
 """The namespace of Loopguard's dynamic metadata."""
@@ -27,6 +28,9 @@ _NULL: Final = b"\x08\x00"
 _BOOLS: Final = (b"\x20\x00", b"\x20\x01")
 _NUMBER: Final = Struct("<Bd")
 _NUMBER_TAG: Final = 0x11
+
+_SUM: Final = 8
+"""Length of a checksum, in hex digits."""
 
 _DELIMITED: Final = 2
 """The wire type of strings and messages."""
@@ -108,11 +112,28 @@ def _write_value(value: Any) -> bytes:  # noqa: ANN401, PLR0911  # what a Value 
     if isinstance(value, list):
         return write_field(_LIST, b"".join([write_field(_VALUES, _write_value(item)) for item in value]))
     if isinstance(value, RequestRecord):
-        head = value.head
-        if not head.written:
-            head.written = _write_fields(head.values)
-        return write_field(_STRUCT, head.written + _write_fields(value.more))
+        return write_field(_STRUCT, _write_record(value))
     return _NULL
+
+
+def _write_record(record: RequestRecord) -> bytes:
+    """The fields of a record. Requests of one agent have most of them in common."""
+    head, body = record.head, record.body
+    if not head.written:
+        head.written = _write_fields(head.values)
+    if head.callers != record.callers:
+        head.callers, head.written_callers = record.callers.copy(), _write_fields(record.callers)
+    parts = [head.written, head.written_callers, _TIME, _NUMBER.pack(_NUMBER_TAG, record.time)]
+    if body is not None:
+        parts += [_BODY_BYTES, _NUMBER.pack(_NUMBER_TAG, body.length)]
+        parts += [_BODY_CRC32, write_crc32(body.crc32).encode(), _BODY_ADLER32, write_crc32(body.adler32).encode()]
+    if record.unknown:
+        parts.append(write_text("unknown", record.unknown))
+    if record.turns:
+        parts.append(write_text("turns", record.turns))
+    if record.limits:
+        parts.append(write_text("limits", record.limits))
+    return b"".join(parts)
 
 
 def _write_fields(values: dict[str, Any]) -> bytes:
@@ -159,3 +180,8 @@ def write_head(number: int, length: int) -> bytes:
 def write_field(number: int, content: bytes) -> bytes:
     """A string or a message with its tag and length."""
     return write_head(number, len(content)) + content
+
+
+# What stands before values of a record that have always the same length.
+_TIME, _BODY_BYTES = [_find_head(key, _NUMBER.size) for key in ("time", "body_bytes")]
+_BODY_CRC32, _BODY_ADLER32 = [write_text_head(key, _SUM) for key in ("body_crc32", "body_adler32")]

@@ -106,10 +106,9 @@ def test_no_text_of_a_request_is_recorded() -> None:
 
     record = recorder.send(request, x_user_id="ann")
 
-    assert len(record["turns"]) == 1
     assert [word for word in words if word in decode(record)] == []
     assert '"bash"' not in json.dumps(record)
-    assert b"bash" in unpack(record["turns"][0])
+    assert b"bash" in unpack(record["turns"])
     found = other.send(request, x_user_id="ann")
     assert found["turns"] != record["turns"]
     assert found["tenants"] == record["tenants"]
@@ -117,7 +116,7 @@ def test_no_text_of_a_request_is_recorded() -> None:
 
 def decode(record: dict[str, Any]) -> str:
     """A record with its digests unpacked."""
-    return json.dumps(record) + "".join(unpack(text).decode("latin-1") for text in record["turns"])
+    return json.dumps(record) + unpack(record["turns"]).decode("latin-1")
 
 
 @pytest.mark.parametrize("write", [as_chat, as_anthropic])
@@ -127,7 +126,7 @@ def test_a_new_turn_takes_few_bytes(write: Any) -> None:  # noqa: ANN401  # a wr
     sizes, added = [], []
     for times in range(80):
         record = recorder.send(write(loop(times)), x_user_id="ann")
-        sizes.append(len(record["turns"][0]))
+        sizes.append(len(record["turns"]))
         added.append(len(json.dumps({key: record[key] for key in ("turns", "tenants", "sessions")}, separators=(",", ":"))))
 
     assert sorted(sizes)[len(sizes) * 9 // 10] <= 130
@@ -144,7 +143,7 @@ def test_a_hostile_body_cannot_make_a_record_large() -> None:
 
     record = recorder.send(request, x_user_id="ann")
 
-    assert len(record["turns"][0]) <= digests.LONGEST
+    assert len(record["turns"]) <= digests.LONGEST
     assert compare(recorder.judged, Replay(ONE).add(recorder.lines)) == []
 
 
@@ -183,7 +182,7 @@ def test_damaged_digests_are_named() -> None:
     """Cut, changed, made up: each is a problem of its line and counts nothing; no error is raised."""
     recorder = Recorder(ONE)
     for times in range(3):
-        text = recorder.send(as_chat(loop(times)), x_user_id="ann")["turns"][0]
+        text = recorder.send(as_chat(loop(times)), x_user_id="ann")["turns"]
     record = json.loads(recorder.lines[-1])["loop_record"]
     random = Random(3)
     forged = ["", "!", "A", text[:-4], text + "AAAA", "AWAA", "é", "A" * 9_000]
@@ -198,7 +197,7 @@ def test_damaged_digests_are_named() -> None:
     replay.add(recorder.lines[:-1])
 
     for made in forged:
-        replay.add([json.dumps({"loop_record": record | {"turns": [made]}})])
+        replay.add([json.dumps({"loop_record": record | {"turns": made}})])
 
     kinds = {kind for kind, _ in replay.problems}
     assert kinds <= {"damaged_turns", "earlier_turns", "unrecorded_turns", "other_settings"}
@@ -248,7 +247,7 @@ def test_the_command_reports_turns_of_an_access_log(tmp_path: Any, capsys: pytes
         recorder.send(as_chat(loop(times)), x_user_id="ann")
     log, policies = tmp_path / "access.log", tmp_path / "policies.json"
     policies.write_text(json.dumps(bundle(ONE)))
-    log.write_text("\n".join([*recorder.lines, recorder.lines[3].replace('turns": ["', 'turns": ["A')]) + "\n")
+    log.write_text("\n".join([*recorder.lines, recorder.lines[3].replace('turns": "', 'turns": "A')]) + "\n")
 
     code = main(["replay", "--policy", str(policies), "--json", str(log)])
     printed = capsys.readouterr()
@@ -299,7 +298,7 @@ def test_a_branch_in_the_middle_of_what_was_written_goes_on_from_there() -> None
     turns = [Did((("bash", {"cmd": f"ls {number % 5}"}),), (f"line {number % 5} of many " * 30,)) for number in range(12)]
     another = Did((("bash", {"cmd": "cat b"}),), ("something else " * 30,))
     sent = [turns[:9], turns[:4], turns[:10], [*turns[:6], another], [*turns[:6], another, another], turns[:11], turns]
-    sizes = [len(recorder.send(as_chat(each), x_user_id="ann")["turns"][0]) for each in sent]
+    sizes = [len(recorder.send(as_chat(each), x_user_id="ann")["turns"]) for each in sent]
     replay = Replay(other)
 
     assert compare(recorder.judged, replay.add(recorder.lines)) == []
