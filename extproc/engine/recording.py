@@ -128,22 +128,25 @@ def _identify_head(
     known = facts.identify()
     if known is None or len(request.target) > _LONGEST_KNOWN or _SECRET_PAIR in request.query or "%" in request.query:
         return None
+    headers = request.headers
     parts: list[object] = [known, plain, request.method, request.authority, request.target]
     for plan in plans:
         reads = plan.list_reads()
         parts.append(reads)
-        names = [*reads.headers, *find_vendor_headers(request)] if reads.vendors else reads.headers
-        for name in names:
-            value = request.headers.get(name)
-            if value is not None:
+        for name in [*reads.headers, *find_vendor_headers(request)] if reads.vendors else reads.headers:
+            if name in headers:
+                value = headers[name]
                 if len(value) > _LONGEST_KNOWN:
                     return None
                 parts.append(name)
                 parts.append(value)
-        secrets = [*reads.secrets, *_list_credential_headers(request)] if reads.credential else reads.secrets
-        for name in secrets:
-            parts.append(name)
+        for name in reads.secrets:
             parts.append(request.read_secret(f"header:{name}"))
+        for place in list_places(request.path) if reads.credential else ():
+            secret = request.read_secret(place)
+            parts.append(secret)
+            if secret:
+                break
     return tuple(parts)
 
 
