@@ -32,7 +32,7 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, digest, encode_turn
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, digest, write_flags
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -80,6 +80,9 @@ _ELSEWHERE, _AFTER, _IN_TEXT, _PREFILLED, _SHORTENED, _PLACED, _WHOLE = 1, 2, 4,
 _KEEPS, _IDENTIFIED, _NESTED, _PARENT, _OWN, _BEFORE = 3, 4, 8, 16, 32, 64
 _KEEPS_NONE: Final = 2
 
+_ENTRY_HEAD: Final = Struct("3B")
+"""Length and flags of an entry."""
+
 _HEAD: Final = Struct(f">3B{_SHAPE}sI")
 """Version, flags, shape, and size of the document."""
 
@@ -110,12 +113,14 @@ class Hider:
         hashed.update(value)
         return hashed.digest()
 
-    def hide_place(self, part: bytes) -> bytes:
-        """The same of a part of a place in the chain; the next request of the conversation has most parts again."""
-        hidden = self._places.get(part)
+    def hide_place(self, node: bytes, own: bytes) -> bytes:
+        """The keyed hashes of two parts of a `ChainPlace`; `parent` and `before` of the next are the same."""
+        if not node:
+            return b""
+        hidden = self._places.get(node)
         if hidden is None:
-            hidden = self.hide(part)
-            self._places.put(part, hidden)
+            hidden = self.hide(node) + self.hide(own) if own else self.hide(node)
+            self._places.put(node, hidden)
         return hidden
 
 
@@ -169,6 +174,11 @@ class _Context:
         self.ignored = reading.ignored
         self.hints = reading.hints or {}
         self.offer = reading.conversation.find_offer()
+
+    def is_of(self, hider: Hider, reading: Reading) -> bool:
+        """Whether one made of these, with the same arguments ignored, is equal."""
+        hints = reading.hints or {}
+        return self.hider is hider and self.hints == hints and self.offer == reading.conversation.find_offer()
 
 
 @lru_cache(64)
@@ -246,7 +256,8 @@ def _write(  # noqa: PLR0913  # as `write_digest`
         first |= _PLACED
         second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
         parts.append(place.depth.to_bytes(2, "big"))
-        parts += [hider.hide_place(part) for part in (place.node, place.parent, place.own, place.before) if part]
+        parts.append(hider.hide_place(place.node, place.own))
+        parts.append(hider.hide_place(place.parent, place.before))
     start, entries = _list_entries(history, reading, hider)
     if start:
         parts.append(start)
@@ -271,10 +282,10 @@ def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[byt
         return b"", []
     newest.reduce()  # which looks for hints
     known = reading.conversation.known
-    context = _Context(hider, reading)
     if known is None or reading.in_text or history.elsewhere:
+        context = _Context(hider, reading)
         return b"", [_pack(turn, context) for turn in history.newest(MAX_TURNS)[::-1]]
-    context, mark = _recall(known, context)
+    context, mark = _recall(known, hider, reading)
     added: list[_Mark] = []  # the newest first
     end = len(known.ends)
     for number in range(MAX_TURNS):
@@ -307,22 +318,22 @@ def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[byt
     return start, [new.entry for new in added]
 
 
-def _recall(known: KnownMessages, context: _Context) -> tuple[_Context, _Mark | None]:
-    """An equal context as it was kept, and the newest mark of messages that are the same here. Takes both from what is kept."""
+def _recall(known: KnownMessages, hider: Hider, reading: Reading) -> tuple[_Context, _Mark | None]:
+    """The context as it was kept, and the newest mark of messages that are the same here. Takes both from what is kept."""
     others: list[tuple[_Context, _Mark | None]] = []
-    found: tuple[_Context, _Mark | None] = context, None
+    found: tuple[_Context, _Mark | None] | None = None
     earlier: list[tuple[_Context, _Mark | None]] = known.digests or []  # of a body with which others may go on, too
     for last, newest in earlier:
         mark = newest
         while mark is not None and mark.end > known.same:
             mark = mark.before
-        if last.ignored is not context.ignored:
+        if last.ignored is not reading.ignored:
             others.append((last, mark))
-        elif last.hider is context.hider and last.offer == context.offer and last.hints == context.hints:
+        elif last.is_of(hider, reading):
             found = last, mark
     known.digests = others
     known.same = len(known.ends)
-    return found
+    return found or (_Context(hider, reading), None)
 
 
 def _pack(turn: AnyTurn, context: _Context) -> bytes:
@@ -367,8 +378,8 @@ def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
             break
         parts.append(_BYTES[len(shown)])
         parts.append(shown.encode())
-    entry = b"".join([encode_turn(kept)[:1], _BYTES[flags], *parts])
-    return _BYTES[len(entry)] + entry
+    entry = b"".join(parts)
+    return _ENTRY_HEAD.pack(len(entry) + 2, write_flags(kept), flags) + entry
 
 
 class RecordedTurn(NamedTuple):
@@ -441,13 +452,13 @@ class DigestParts:
 
 def seal_digest(written: bytes) -> str:
     """A digest as text, with a checksum; see `open_digest`."""
-    return b2a_base64(written + crc32(written).to_bytes(_CHECK, "big"), newline=False).rstrip(b"=").decode()
+    return b2a_base64(written + crc32(written).to_bytes(_CHECK, "big"), newline=False).decode()
 
 
 def open_digest(text: str) -> DigestParts:
     """The parts of a digest; raises DamagedDigestError if it is not as it was written."""
     try:
-        data = b64decode(text + "=" * (-len(text) % 4), validate=True)
+        data = b64decode(text, validate=True)
     except (Base64Error, ValueError):
         raise DamagedDigestError from None
     if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
@@ -485,7 +496,7 @@ class DigestReader:
         place = None
         if first & _PLACED:
             depth, node = parts.take_number(2), parts.take(_SIZE)
-            parent, own, before = [parts.take(_SIZE) if second & flag else b"" for flag in (_PARENT, _OWN, _BEFORE)]
+            own, parent, before = [parts.take(_SIZE) if second & flag else b"" for flag in (_OWN, _PARENT, _BEFORE)]
             place = ChainPlace.restore(node, parent, own, before, depth)
         start = b"" if first & _WHOLE else parts.take(_SIZE)
         entries = [_take_entry(parts) for _ in range(parts.take_number(1))]

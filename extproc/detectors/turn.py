@@ -866,8 +866,12 @@ def encode_turn(turn: AnyTurn) -> bytes:
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
-    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
-    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
+    return bytes((write_flags(kept),)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
+
+
+def write_flags(kept: Reduced) -> int:
+    """The first byte of an entry."""
+    return _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
 
 
 def decode_turn(entry: bytes) -> Reduced:

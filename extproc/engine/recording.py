@@ -140,8 +140,7 @@ def _identify_head(
                     return None
                 parts.append(name)
                 parts.append(value)
-        for name in reads.secrets:
-            parts.append(request.read_secret(f"header:{name}"))
+        parts += [request.read_secret(f"header:{name}") for name in reads.secrets]
         for place in list_places(request.path) if reads.credential else ():
             secret = request.read_secret(place)
             parts.append(secret)

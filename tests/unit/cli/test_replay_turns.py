@@ -192,7 +192,7 @@ def test_damaged_digests_are_named() -> None:
         data = bytearray(unpack(text)[:-4])
         data[random.randrange(len(data))] = random.randrange(256)
         checked = bytes(data) + crc32(data).to_bytes(4, "big")
-        forged.append(b64encode(checked).decode().rstrip("="))
+        forged.append(b64encode(checked).decode())
     replay = Replay(ONE)
     replay.add(recorder.lines[:-1])
 
