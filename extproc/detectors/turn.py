@@ -625,7 +625,8 @@ class Turn:
             if found is None:
                 found = _NORMAL.get(self.result_id)
             if found is None:
-                found = digest(self.normal.encode(), _ID)
+                normal = self.normal
+                found = self.result_id if normal == self.result else digest(normal.encode(), _ID)
                 _NORMAL.put(self.result_id, found)
             if kept is not None and not bounded:
                 kept.normal_id = found
