@@ -1,9 +1,9 @@
 """Digests of turns: what `serve --record` keeps of a conversation, so that `turns` can decide again without its texts.
 
 A digest has an entry for each turn: keyed hashes of action, result and words, flags, and the names of tools. A client sends its
-history again with each request, so a digest only has the turns that are new, and the id of the list of turns that they
-continue. An id is a hash of what a digest adds to a list and of that list's id, so equal ids mean equal lists. A list that this
-process has not recorded yet is written whole, and so is every list from time to time, because logs are rotated.
+history again with each request, so a digest only has the turns that are new, the number of an earlier digest, and the number
+of turns in that one that they continue. Numbers of digests are unique. A list that this process has not recorded yet is written
+whole, and so is every list from time to time, because logs are rotated.
 
 What a process has recorded is kept with the messages; see `KnownMessages`. A turn is recorded again if any byte of its messages
 has changed, or if anything else has come behind them.
@@ -14,6 +14,7 @@ hyphen stands for a missing digest: it is the reason for which `turns` did not c
 
 from __future__ import annotations
 
+import os
 import re
 from base64 import b64decode
 from binascii import Error as Base64Error
@@ -21,6 +22,7 @@ from binascii import b2a_base64
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import count
 from struct import Struct
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -32,7 +34,7 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, digest, write_flags
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, write_flags
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -71,20 +73,44 @@ _COMMAND: Final = re.compile(r"[a-z][a-z_.+-]{0,31}")
 _THINKS: Final = "think"
 
 # Flags of an entry, in its second byte.
-_CHANGED, _SPOKE, _FAILED, _LONG, _UNREADABLE, _HIDES = 1, 2, 4, 8, 16, 32
+_CHANGED: Final = 1
+_SPOKE: Final = 2
+_FAILED: Final = 4
+_LONG: Final = 8
+_UNREADABLE: Final = 16
+_HIDES: Final = 32
 
 _UNREADABLE_ENTRY: Final = bytes((2, 0, _UNREADABLE))
 
-# Flags of a digest.
-_ELSEWHERE, _AFTER, _IN_TEXT, _PREFILLED, _SHORTENED, _PLACED, _WHOLE = 1, 2, 4, 8, 16, 32, 64
-_KEEPS, _IDENTIFIED, _NESTED, _PARENT, _OWN, _BEFORE = 3, 4, 8, 16, 32, 64
+# Flags of a digest, in its second byte.
+_ELSEWHERE: Final = 1
+_AFTER: Final = 2
+_IN_TEXT: Final = 4
+_PREFILLED: Final = 8
+_SHORTENED: Final = 16
+_PLACED: Final = 32
+_WHOLE: Final = 64
+
+# Those in its third byte, above `History.find_newest`.
+_KEEPS: Final = 3
 _KEEPS_NONE: Final = 2
+_IDENTIFIED: Final = 4
+_NESTED: Final = 8
+_PARENT: Final = 16
+_OWN: Final = 32
+_BEFORE: Final = 64
 
 _ENTRY_HEAD: Final = Struct("3B")
 """Length and flags of an entry."""
 
-_HEAD: Final = Struct(f">3B{_SHAPE}sI")
-"""Version, flags, shape, and size of the document."""
+_HEAD: Final = Struct(f">3B{_SHAPE}sIQ")
+"""Version, flags, shape, size of the document, and number of the digest."""
+
+_START: Final = Struct(">QB")
+"""Number of an earlier digest, and of turns in it."""
+
+_NUMBERS: Final = count(int.from_bytes(os.urandom(_SIZE - 1), "big"))
+"""Numbers of digests, unlike those of other processes."""
 
 
 class DamagedDigestError(Exception):
@@ -132,29 +158,19 @@ class _Mark:
         end: index of the message behind the turn's last one.
         entry: its entry.
         before: the mark of the turn before; None if a list begins with this one.
-        start: the id of the list that its digest continues; empty for none.
+        digest: number of the digest that has it.
+        count: number of entries there up to this one.
         since: number of entries since a list was written whole.
     """
 
-    __slots__ = ("before", "end", "entry", "place", "since", "start")
+    __slots__ = ("before", "count", "digest", "end", "entry", "place", "since")
 
     def __init__(self, place: int, end: int, entry: bytes) -> None:
         self.place = place
         self.end = end
         self.entry = entry
         self.before: _Mark | None = None
-        self.start = b""
-        self.since = 0
-
-    def find_id(self) -> bytes:
-        """The id of the list that ends with it."""
-        entries: list[bytes] = []
-        mark: _Mark | None = self
-        while mark is not None and mark.start == self.start:
-            entries.append(mark.entry)
-            mark = mark.before
-        entries.append(self.start)
-        return digest(b"".join(entries[::-1]))
+        self.digest = self.count = self.since = 0
 
 
 class _Context:
@@ -258,14 +274,15 @@ def _write(  # noqa: PLR0913  # as `write_digest`
         parts.append(place.depth.to_bytes(2, "big"))
         parts.append(hider.hide_place(place.node, place.own))
         parts.append(hider.hide_place(place.parent, place.before))
-    start, entries = _list_entries(history, reading, hider)
-    if start:
-        parts.append(start)
+    number = next(_NUMBERS)
+    last, entries = _list_entries(history, reading, hider, number)
+    if last is not None:
+        parts.append(_START.pack(last.digest, last.count))
     else:
         first |= _WHOLE
     parts.append(_BYTES[len(entries)])
     parts += entries
-    return seal_digest(_HEAD.pack(_VERSION, first, second, shape, size) + b"".join(parts))
+    return seal_digest(_HEAD.pack(_VERSION, first, second, shape, size, number) + b"".join(parts))
 
 
 def _find_place(history: History, keeps: int) -> ChainPlace | None:
@@ -275,21 +292,21 @@ def _find_place(history: History, keeps: int) -> ChainPlace | None:
     return find_place(history.reading.conversation, prefilled=keeps > 0)
 
 
-def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[bytes, list[bytes]]:
-    """The id of the list that was recorded, empty for none, and the entries behind it; what is written is marked."""
+def _list_entries(history: History, reading: Reading, hider: Hider, number: int) -> tuple[_Mark | None, list[bytes]]:
+    """The newest mark to continue, None for none, and the entries behind it, which are marked with the digest's number."""
     newest = history.at(0)
     if newest is None:
-        return b"", []
+        return None, []
     newest.reduce()  # which looks for hints
     known = reading.conversation.known
     if known is None or reading.in_text or history.elsewhere:
         context = _Context(hider, reading)
-        return b"", [_pack(turn, context) for turn in history.newest(MAX_TURNS)[::-1]]
+        return None, [_pack(turn, context) for turn in history.newest(MAX_TURNS)[::-1]]
     context, mark = _recall(known, hider, reading)
     added: list[_Mark] = []  # the newest first
     end = len(known.ends)
-    for number in range(MAX_TURNS):
-        turn = history.at(number)
+    for at in range(MAX_TURNS):
+        turn = history.at(at)
         if not isinstance(turn, Turn):
             mark = None
             break
@@ -309,13 +326,14 @@ def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[byt
             added.append(_Mark(mark.place, mark.end, mark.entry))
             mark = mark.before
         mark = None
-    start = mark.find_id() if mark is not None else b""
+    last = mark
     added.reverse()
     for new in added:
-        new.before, new.start, new.since = mark, start, since
+        new.before, new.digest, new.since = mark, number, since
+        new.count = mark.count + 1 if mark is not None and mark is not last else 1
         mark = new
     known.digests.append((context, mark))
-    return start, [new.entry for new in added]
+    return last, [new.entry for new in added]
 
 
 def _recall(known: KnownMessages, hider: Hider, reading: Reading) -> tuple[_Context, _Mark | None]:
@@ -470,8 +488,8 @@ class DigestReader:
     """Reads digests in the order of their requests, and puts the lists of turns together."""
 
     def __init__(self, most: int) -> None:
-        """Start without any; keeps the newest `most` lists."""
-        self._lists: LRU[bytes, tuple[RecordedTurn, ...]] = LRU(most)
+        """Start without any; keeps what the newest `most` digests have."""
+        self._known: LRU[int, tuple[tuple[RecordedTurn, ...], int]] = LRU(most)  # turns, and how many of them are earlier ones
 
     def read(self, text: str) -> Digest:
         """A digest.
@@ -489,7 +507,7 @@ class DigestReader:
         version, first, second = parts.take(3)
         if version != _VERSION:
             raise DamagedDigestError
-        shaped, size = parts.take(_SHAPE), parts.take_number(4)
+        shaped, size, number = parts.take(_SHAPE), parts.take_number(4), parts.take_number(_SIZE)
         most = parts.take_number(4) if first & _SHORTENED else 0
         identity = parts.take(_SIZE) if second & _IDENTIFIED else b""
         nested = (parts.take_number(1), parts.take(_SIZE)) if second & _NESTED else (0, b"")
@@ -498,31 +516,22 @@ class DigestReader:
             depth, node = parts.take_number(2), parts.take(_SIZE)
             own, parent, before = [parts.take(_SIZE) if second & flag else b"" for flag in (_OWN, _PARENT, _BEFORE)]
             place = ChainPlace.restore(node, parent, own, before, depth)
-        start = b"" if first & _WHOLE else parts.take(_SIZE)
-        entries = [_take_entry(parts) for _ in range(parts.take_number(1))]
+        earlier = () if first & _WHOLE else self._find_turns(parts.take_number(_SIZE), parts.take_number(1))
+        turns = (*earlier, *[_unpack(DigestParts(parts.take(parts.take_number(1)))) for _ in range(parts.take_number(1))])
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        turns = self._extend(start, entries)
-        return Digest(shaped, size, most, (first, second), identity, nested, place, turns)
+        self._known.put(number, (turns, len(earlier)))
+        return Digest(shaped, size, most, (first, second), identity, nested, place, turns[-MAX_TURNS:])
 
-    def _extend(self, start: bytes, entries: Sequence[bytes]) -> tuple[RecordedTurn, ...]:
-        """The whole list. It is kept under its id, and so is each that ends with one of the entries."""
-        listed = self._lists.use(start) if start else ()
-        if listed is None:
+    def _find_turns(self, number: int, count: int) -> tuple[RecordedTurn, ...]:
+        """The turns up to this many of the digest with a number."""
+        known = self._known.use(number)
+        if known is None:
             raise UnknownTurnsError
-        hashed = start
-        for entry, turn in zip(entries, [_unpack(DigestParts(entry[1:])) for entry in entries], strict=True):
-            hashed += entry
-            listed = (*listed, turn)[-MAX_TURNS:]
-            self._lists.put(digest(hashed), listed)
-        return listed
-
-
-def _take_entry(parts: DigestParts) -> bytes:
-    """The next entry, with its length."""
-    begins = parts.tell()
-    parts.take(parts.take_number(1))
-    return parts.cut(begins)
+        turns, earlier = known
+        if not 0 < count <= len(turns) - earlier:
+            raise DamagedDigestError
+        return turns[: earlier + count][-MAX_TURNS:]
 
 
 def _unpack(parts: DigestParts) -> RecordedTurn:
