@@ -21,7 +21,7 @@ from binascii import Error as Base64Error
 from binascii import b2a_base64
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from hashlib import blake2b
+from hashlib import blake2b, blake2s
 from itertools import count
 from struct import Struct
 from typing import Final, NamedTuple
@@ -100,14 +100,8 @@ _PARENT: Final = 16
 _OWN: Final = 32
 _BEFORE: Final = 64
 
-_ENTRY_HEAD: Final = Struct("3B")
-"""Length and flags of an entry."""
-
 _HEAD: Final = Struct(f">3B{_SHAPE}sIQ")
 """Version, flags, shape, size of the document, and number of the digest."""
-
-_START: Final = Struct(">QB")
-"""Number of an earlier digest, and of turns in it."""
 
 _NUMBERS: Final = count(int.from_bytes(os.urandom(_SIZE - 1), "big"))
 """Numbers of digests, unlike those of other processes."""
@@ -125,19 +119,21 @@ class Hider:
     """Hashes hashes with the key, so that texts cannot be guessed from them.
 
     What is hashed is a key for this purpose and a value, which together fit in one block; BLAKE2's own keys take a block more.
+    A block of BLAKE2s takes less time than one of BLAKE2b.
     """
 
     __slots__ = ("_places", "_start")
 
     def __init__(self, secret: bytes) -> None:
-        self._start = blake2b(HashKey(secret).start(_PURPOSE, 32).digest(), digest_size=_SIZE)
+        self._start = blake2s(HashKey(secret).start(_PURPOSE, 32).digest(), digest_size=_SIZE).copy
         self._places: Memo[bytes, bytes] = Memo(_MOST_PLACES)
 
     def hide(self, value: bytes) -> bytes:
         """The keyed hash of a hash."""
-        hashed = self._start.copy()  # a copy takes less time than a new one
+        hashed = self._start()  # a copy takes less time than a new one
         hashed.update(value)
-        return hashed.digest()
+        made: bytes = hashed.digest()
+        return made
 
     def hide_place(self, node: bytes, own: bytes) -> bytes:
         """The keyed hashes of two parts of a `ChainPlace`; `parent` and `before` of the next are the same."""
@@ -214,6 +210,12 @@ def is_plain_tool(name: str) -> bool:
     return _TOOL.fullmatch(name) is not None
 
 
+@lru_cache(512)
+def _is_plain(name: str, calls: bool) -> bool:  # noqa: FBT001  # as `_write_entry`
+    """Whether a short name is recorded as it is."""
+    return (_TOOL if calls else _COMMAND).fullmatch(name) is not None
+
+
 def write_missing(reason: str) -> str:
     """What stands for the digest of a request that `turns` did not count."""
     return _MISSING + reason
@@ -277,7 +279,8 @@ def _write(  # noqa: PLR0913  # as `write_digest`
     number = next(_NUMBERS)
     last, entries = _list_entries(history, reading, hider, number)
     if last is not None:
-        parts.append(_START.pack(last.digest, last.count))
+        parts.append(last.digest.to_bytes(_SIZE, "big"))
+        parts.append(_BYTES[last.count])
     else:
         first |= _WHOLE
     parts.append(_BYTES[len(entries)])
@@ -371,7 +374,9 @@ def _pack(turn: AnyTurn, context: _Context) -> bytes:
 
 def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
     """An entry; `calls`: the names are of tools that were called."""
-    parts = [hider.hide(kept.action_hash)] if kept.known else []
+    parts = [_BYTES[write_flags(kept)], b""]
+    if kept.known:
+        parts.append(hider.hide(kept.action_hash))
     parts.append(hider.hide(kept.raw))
     flags = 0
     if kept.normalized != kept.raw:
@@ -387,7 +392,7 @@ def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
         flags |= _LONG
     left = _LONGEST_NAMES
     for name in kept.names:
-        safe = (_TOOL if calls else _COMMAND).fullmatch(name) is not None
+        safe = len(name) <= _LONGEST_NAME and _is_plain(name, calls)
         shown = name if safe else _THINKS if is_for_thinking(name) else f"#{hider.hide(name.encode()).hex()}"
         left -= len(shown) + 1
         if not safe or left < 0:
@@ -396,8 +401,9 @@ def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
             break
         parts.append(_BYTES[len(shown)])
         parts.append(shown.encode())
+    parts[1] = _BYTES[flags]
     entry = b"".join(parts)
-    return _ENTRY_HEAD.pack(len(entry) + 2, write_flags(kept), flags) + entry
+    return _BYTES[len(entry)] + entry
 
 
 class RecordedTurn(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from extproc.bounded import Memo
 from extproc.engine.recording import RequestRecord
-from extproc.request.fingerprint import write_crc32
 
 NAMESPACE: Final = "loopguard"
 """The namespace of Loopguard's dynamic metadata."""
@@ -34,6 +33,7 @@ _BOOLS: Final = (b"\x20\x00", b"\x20\x01")
 _NUMBER: Final = Struct("<Bd")
 _NUMBER_TAG: Final = 0x11
 
+_SUMS: Final = Struct(">II")
 _SUM: Final = 8
 """Length of a checksum, in hex digits."""
 
@@ -134,8 +134,9 @@ def _write_record(record: RequestRecord) -> bytes:
         head.callers, head.written_callers = record.callers.copy(), _write_fields(record.callers)
     parts = [head.written, head.written_callers, _TIME, _NUMBER.pack(_NUMBER_TAG, record.time)]
     if body is not None:
+        sums = _SUMS.pack(body.crc32, body.adler32).hex().encode()
         parts += [_BODY_BYTES, _NUMBER.pack(_NUMBER_TAG, body.length)]
-        parts += [_BODY_CRC32, write_crc32(body.crc32).encode(), _BODY_ADLER32, write_crc32(body.adler32).encode()]
+        parts += [_BODY_CRC32, sums[:_SUM], _BODY_ADLER32, sums[_SUM:]]
     if record.unknown:
         parts.append(write_text("unknown", record.unknown))
     if record.turns:
@@ -190,5 +191,7 @@ def write_field(number: int, content: bytes) -> bytes:
 
 
 # What stands before values of a record that have always the same length.
-_TIME, _BODY_BYTES = [_find_head(key, _TAGGED, _NUMBER.size) for key in ("time", "body_bytes")]
-_BODY_CRC32, _BODY_ADLER32 = [write_text_head(key, _SUM) for key in ("body_crc32", "body_adler32")]
+_TIME: Final = _find_head("time", _TAGGED, _NUMBER.size)
+_BODY_BYTES: Final = _find_head("body_bytes", _TAGGED, _NUMBER.size)
+_BODY_CRC32: Final = write_text_head("body_crc32", _SUM)
+_BODY_ADLER32: Final = write_text_head("body_adler32", _SUM)
