@@ -90,6 +90,7 @@ _PREFILLED: Final = 8
 _SHORTENED: Final = 16
 _PLACED: Final = 32
 _WHOLE: Final = 64
+_FOLLOWS: Final = 128
 
 # Those in its third byte, above `History.find_newest`.
 _KEEPS: Final = 3
@@ -157,9 +158,10 @@ class _Mark:
         digest: number of the digest that has it.
         count: number of entries there up to this one.
         since: number of entries since a list was written whole.
+        request: where the digest's request is in the chain; None if unknown.
     """
 
-    __slots__ = ("before", "count", "digest", "end", "entry", "place", "since")
+    __slots__ = ("before", "count", "digest", "end", "entry", "place", "request", "since")
 
     def __init__(self, place: int, end: int, entry: bytes) -> None:
         self.place = place
@@ -167,6 +169,7 @@ class _Mark:
         self.entry = entry
         self.before: _Mark | None = None
         self.digest = self.count = self.since = 0
+        self.request: ChainPlace | None = None
 
 
 class _Context:
@@ -270,19 +273,22 @@ def _write(  # noqa: PLR0913  # as `write_digest`
         second |= _NESTED
         parts.append(bytes((times,)) + hider.hide(words))
     place = memory.place if memory is not None else _find_place(history, keeps)
-    if place is not None:
-        first |= _PLACED
-        second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
-        parts.append(place.depth.to_bytes(2, "big"))
-        parts.append(hider.hide_place(place.node, place.own))
-        parts.append(hider.hide_place(place.parent, place.before))
     number = next(_NUMBERS)
-    last, entries = _list_entries(history, reading, hider, number)
+    last, entries = _list_entries(history, reading, hider, number, place)
     if last is not None:
         parts.append(last.digest.to_bytes(_SIZE, "big"))
         parts.append(_BYTES[last.count])
     else:
         first |= _WHOLE
+    if place is not None:
+        first |= _PLACED
+        second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
+        parts.append(place.depth.to_bytes(2, "big"))
+        parts.append(hider.hide_place(place.node, place.own))
+        if last is not None and place.follows(last.request):
+            first |= _FOLLOWS
+        else:
+            parts.append(hider.hide_place(place.parent, place.before))
     parts.append(_BYTES[len(entries)])
     parts += entries
     return seal_digest(_HEAD.pack(_VERSION, first, second, shape, size, number) + b"".join(parts))
@@ -295,8 +301,10 @@ def _find_place(history: History, keeps: int) -> ChainPlace | None:
     return find_place(history.reading.conversation, prefilled=keeps > 0)
 
 
-def _list_entries(history: History, reading: Reading, hider: Hider, number: int) -> tuple[_Mark | None, list[bytes]]:
-    """The newest mark to continue, None for none, and the entries behind it, which are marked with the digest's number."""
+def _list_entries(
+    history: History, reading: Reading, hider: Hider, number: int, request: ChainPlace | None
+) -> tuple[_Mark | None, list[bytes]]:
+    """The newest mark to continue, None for none, and the entries behind it, which get marks of the digest with a number."""
     newest = history.at(0)
     if newest is None:
         return None, []
@@ -332,7 +340,7 @@ def _list_entries(history: History, reading: Reading, hider: Hider, number: int)
     last = mark
     added.reverse()
     for new in added:
-        new.before, new.digest, new.since = mark, number, since
+        new.before, new.digest, new.since, new.request = mark, number, since, request
         new.count = mark.count + 1 if mark is not None and mark is not last else 1
         mark = new
     known.digests.append((context, mark))
@@ -490,12 +498,26 @@ def open_digest(text: str) -> DigestParts:
     return DigestParts(data[:-_CHECK])
 
 
+class _Known(NamedTuple):
+    """What is known of a digest that others may continue.
+
+    Attributes:
+        place: of its request in the chain; None if unknown.
+        turns: those that it continues, and its own.
+        earlier: number of the former.
+    """
+
+    place: ChainPlace | None
+    turns: tuple[RecordedTurn, ...]
+    earlier: int
+
+
 class DigestReader:
     """Reads digests in the order of their requests, and puts the lists of turns together."""
 
     def __init__(self, most: int) -> None:
         """Start without any; keeps what the newest `most` digests have."""
-        self._known: LRU[int, tuple[tuple[RecordedTurn, ...], int]] = LRU(most)  # turns, and how many of them are earlier ones
+        self._known: LRU[int, _Known] = LRU(most)
 
     def read(self, text: str) -> Digest:
         """A digest.
@@ -517,27 +539,32 @@ class DigestReader:
         most = parts.take_number(4) if first & _SHORTENED else 0
         identity = parts.take(_SIZE) if second & _IDENTIFIED else b""
         nested = (parts.take_number(1), parts.take(_SIZE)) if second & _NESTED else (0, b"")
-        place = None
-        if first & _PLACED:
-            depth, node = parts.take_number(2), parts.take(_SIZE)
-            own, parent, before = [parts.take(_SIZE) if second & flag else b"" for flag in (_OWN, _PARENT, _BEFORE)]
-            place = ChainPlace.restore(node, parent, own, before, depth)
-        earlier = () if first & _WHOLE else self._find_turns(parts.take_number(_SIZE), parts.take_number(1))
+        last, earlier = (None, ()) if first & _WHOLE else self._find_earlier(parts.take_number(_SIZE), parts.take_number(1))
+        place = _read_place(parts, second, last if first & _FOLLOWS else None) if first & _PLACED else None
         turns = (*earlier, *[_unpack(DigestParts(parts.take(parts.take_number(1)))) for _ in range(parts.take_number(1))])
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        self._known.put(number, (turns, len(earlier)))
+        self._known.put(number, _Known(place, turns, len(earlier)))
         return Digest(shaped, size, most, (first, second), identity, nested, place, turns[-MAX_TURNS:])
 
-    def _find_turns(self, number: int, count: int) -> tuple[RecordedTurn, ...]:
-        """The turns up to this many of the digest with a number."""
+    def _find_earlier(self, number: int, count: int) -> tuple[ChainPlace | None, tuple[RecordedTurn, ...]]:
+        """The place of the digest with a number, and the turns up to this many of its own."""
         known = self._known.use(number)
         if known is None:
             raise UnknownTurnsError
-        turns, earlier = known
-        if not 0 < count <= len(turns) - earlier:
+        if not 0 < count <= len(known.turns) - known.earlier:
             raise DamagedDigestError
-        return turns[: earlier + count][-MAX_TURNS:]
+        return known.place, known.turns[: known.earlier + count][-MAX_TURNS:]
+
+
+def _read_place(parts: DigestParts, flags: int, last: ChainPlace | None) -> ChainPlace:
+    """A place in the chain; `last`: of the request before, if it follows that."""
+    depth, node = parts.take_number(2), parts.take(_SIZE)
+    own = parts.take(_SIZE) if flags & _OWN else b""
+    if last is not None:
+        return ChainPlace.restore(node, last.node, own, last.own, depth)
+    parent, before = [parts.take(_SIZE) if flags & flag else b"" for flag in (_PARENT, _BEFORE)]
+    return ChainPlace.restore(node, parent, own, before, depth)
 
 
 def _unpack(parts: DigestParts) -> RecordedTurn:

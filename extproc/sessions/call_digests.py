@@ -186,8 +186,7 @@ def _write_shown(shown: ShownCalls, known: Any, secret: bytes) -> tuple[int, lis
     parts = [bytes((history.newest,)) + (last.id if last is not None else b"")]
     place = shown.place
     if place is not None:
-        before = last.place if last is not None else None
-        follows = before is not None and before.node == place.parent and before.own == place.before
+        follows = last is not None and place.follows(last.place)
         first |= _PLACED | _FOLLOWS * follows | _PARENT * bool(place.parent) | _OWN * bool(place.own)
         first |= _BEFORE * bool(place.before)
         before_it = b"" if follows else hider.hide_place(place.parent, place.before)
