@@ -129,10 +129,10 @@ def test_a_new_turn_takes_few_bytes(write: Any) -> None:  # noqa: ANN401  # a wr
         sizes.append(len(record["turns"]))
         added.append(len(json.dumps({key: record[key] for key in ("turns", "tenants", "sessions")}, separators=(",", ":"))))
 
-    assert sorted(sizes)[len(sizes) * 9 // 10] <= 130
-    assert sorted(added)[len(added) // 2] <= 220
+    assert sorted(sizes)[len(sizes) * 9 // 10] <= 110
+    assert sorted(added)[len(added) // 2] <= 190
     assert max(sizes) < 2_000
-    assert sum(sizes) / len(sizes) <= 160
+    assert sum(sizes) / len(sizes) <= 140
 
 
 def test_a_hostile_body_cannot_make_a_record_large() -> None:
