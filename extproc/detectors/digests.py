@@ -1,9 +1,9 @@
 """Digests of turns: what `serve --record` keeps of a conversation, so that `turns` can decide again without its texts.
 
 A digest has an entry for each turn: keyed hashes of action, result and words, flags, and the names of tools. A client sends its
-history again with each request, so a digest only has the turns that are new, the number of an earlier digest, and the number
-of turns in that one that they continue. Numbers of digests are unique. A list that this process has not recorded yet is written
-whole, and so is every list from time to time, because logs are rotated.
+history again with each request, so a digest only has the turns that are new, and says behind which turn of which earlier digest
+they belong. No two digests have the same number. A list of turns that this process has not recorded yet is written whole, and so
+is every list from time to time, because logs are rotated.
 
 What a process has recorded is kept with the messages; see `KnownMessages`. A turn is recorded again if any byte of its messages
 has changed, or if anything else has come behind them.
@@ -140,10 +140,11 @@ class Hider:
         """The keyed hashes of two parts of a `ChainPlace`; `parent` and `before` of the next are the same."""
         if not node:
             return b""
-        hidden = self._places.get(node)
+        parts = node + own
+        hidden = self._places.get(parts)
         if hidden is None:
             hidden = self.hide(node) + self.hide(own) if own else self.hide(node)
-            self._places.put(node, hidden)
+            self._places.put(parts, hidden)
         return hidden
 
 
