@@ -2,8 +2,8 @@
 
 A digest has an entry for each turn: keyed hashes of action, result and words, flags, and the names of tools. A client sends its
 history again with each request, so a digest only has the turns that are new, and says behind which turn of which earlier digest
-they belong. No two digests have the same number. A list of turns that this process has not recorded yet is written whole, and so
-is every list from time to time, because logs are rotated.
+they belong. No two digests have the same number. A list of turns that this process has not recorded yet is written whole, and
+so is every list from time to time, because logs are rotated.
 
 What a process has recorded is kept with the messages; see `KnownMessages`. A turn is recorded again if any byte of its messages
 has changed, or if anything else has come behind them.
