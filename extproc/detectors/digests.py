@@ -34,7 +34,7 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, write_flags
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -79,6 +79,8 @@ _FAILED: Final = 4
 _LONG: Final = 8
 _UNREADABLE: Final = 16
 _HIDES: Final = 32
+_KNOWN: Final = 64
+_RETURNED: Final = 128
 
 _UNREADABLE_ENTRY: Final = bytes((2, 0, _UNREADABLE))
 
@@ -383,11 +385,11 @@ def _pack(turn: AnyTurn, context: _Context) -> bytes:
 
 def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
     """An entry; `calls`: the names are of tools that were called."""
-    parts = [_BYTES[write_flags(kept)], b""]
+    parts = [_BYTES[kept.evidence], b""]
     if kept.known:
         parts.append(hider.hide(kept.action_hash))
     parts.append(hider.hide(kept.raw))
-    flags = 0
+    flags = _KNOWN * kept.known | _RETURNED * kept.returned
     if kept.normalized != kept.raw:
         flags |= _CHANGED
         parts.append(hider.hide(kept.normalized))
@@ -570,25 +572,23 @@ def _read_place(parts: DigestParts, flags: int, last: ChainPlace | None) -> Chai
 
 def _unpack(parts: DigestParts) -> RecordedTurn:
     """The turn of an entry."""
-    flags, more = parts.take(2)
-    if more & _UNREADABLE:
+    evidence, flags = parts.take(2)
+    if flags & _UNREADABLE:
         return RecordedTurn(None, hides=True)
-    kept = decode_turn(bytes((flags,)) + bytes(3 * _SIZE))  # as rings have them
-    action, raw = parts.take(_SIZE) if kept.known else _NONE, parts.take(_SIZE)
-    normalized = parts.take(_SIZE) if more & _CHANGED else raw
-    words = parts.take(_SIZE) if more & _SPOKE else b""
-    failure = parts.take(_FAILURE) if more & _FAILED else b""
+    known, returned, failed, changed, spoke = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _FAILED, _CHANGED, _SPOKE)]
+    action, raw = parts.take(_SIZE) if known else _NONE, parts.take(_SIZE)
+    normalized = parts.take(_SIZE) if changed else raw
+    words = parts.take(_SIZE) if spoke else b""
+    failure = parts.take(_FAILURE) if failed else b""
     names: list[str] = []
     while not parts.is_over:
         try:
             names.append(parts.take(parts.take_number(1)).decode("ascii"))
         except UnicodeDecodeError:
             raise DamagedDigestError from None
-    size = _LONG_ACTION if more & _LONG else 0
-    turn = Reduced(
-        kept.known, kept.returned, kept.failed, action, raw, normalized, tuple(names), kept.evidence, words, failure, size
-    )
-    return RecordedTurn(turn, hides=more & _HIDES != 0)
+    size = _LONG_ACTION if flags & _LONG else 0
+    turn = Reduced(known, returned, failed, action, raw, normalized, tuple(names), evidence, words, failure, size)
+    return RecordedTurn(turn, hides=flags & _HIDES != 0)
 
 
 class RecordedHistory(History):

@@ -189,18 +189,16 @@ class KnownAction:
         ignored: names of the arguments that were treated as thoughts; see `share_names`.
         names: as in `Turn`.
         id: digest of the action, 16 bytes.
-        size: length of the action, in bytes.
         calls: as in `Turn`.
         mark: see `find_mark`; None if not known yet.
     """
 
-    __slots__ = ("calls", "id", "ignored", "mark", "names", "size")
+    __slots__ = ("calls", "id", "ignored", "mark", "names")
 
     def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
         self.ignored = ignored
         self.names = action.names
         self.id = digest(action.spelled, _ID)
-        self.size = action.size
         self.calls = bool(action.places)
         self.mark: str | None = None
 
@@ -692,7 +690,7 @@ class Turn:
     @property
     def action_size(self) -> int:
         """The length of the action, in bytes."""
-        return self.known_action.size if self.known_action is not None else self.action.size
+        return self.action.size
 
     @property
     def evidence(self) -> int:
@@ -759,10 +757,10 @@ class Turn:
         """This turn as hashes."""
         if self._reduced is not None:
             return self._reduced
-        raw, normalized = self.result_id[:_DIGEST], self.normal_id[:_DIGEST]
+        raw, normalized, kept = self.result_id[:_DIGEST], self.normal_id[:_DIGEST], self._recall()
         made = Reduced(
             self.known,
-            self.returned,
+            kept.returned if kept is not None else self._returned,
             self.failed,
             self.action_hash,
             raw,
@@ -771,7 +769,7 @@ class Turn:
             self.evidence,
             b"" if self.names else self.words,
             self.failure_id if self.failed else b"",
-            self.action_size,
+            self.action.size,
         )
         self._reduced = made
         return made
@@ -867,12 +865,8 @@ def encode_turn(turn: AnyTurn) -> bytes:
     kept = turn if isinstance(turn, Reduced) else turn.reduce()
     failure = _write_bits(kept.failure_id) if kept.failure_id else b""
     rest = kept.names[0].encode()[: _ENTRY_NAME - len(failure)] if kept.names else _write_bits(kept.words)
-    return bytes((write_flags(kept),)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
-
-
-def write_flags(kept: Reduced) -> int:
-    """The first byte of an entry."""
-    return _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
+    flags = _KNOWN * kept.known | _RETURNED * kept.returned | _ERROR * kept.failed | kept.evidence
+    return bytes((flags,)) + kept.action_hash + kept.raw + kept.normalized + rest + failure
 
 
 def decode_turn(entry: bytes) -> Reduced:
