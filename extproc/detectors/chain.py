@@ -135,6 +135,10 @@ class ChainPlace:
         place.node, place.parent, place.own, place.before, place.depth = node, parent, own, before, depth
         return place
 
+    def follows(self, other: ChainPlace | None) -> bool:
+        """Whether this is the place of a request with one more assistant message."""
+        return other is not None and other.node == self.parent and other.own == self.before
+
     def identify(self, kind: int) -> bytes:
         """8 bytes that distinguish the request from others of its conversation; `kind` is below 256."""
         return bytes((kind,)) + self.node[9:]

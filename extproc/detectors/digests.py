@@ -1,9 +1,9 @@
 """Digests of turns: what `serve --record` keeps of a conversation, so that `turns` can decide again without its texts.
 
 A digest has an entry for each turn: keyed hashes of action, result and words, flags, and the names of tools. A client sends its
-history again with each request, so a digest only has the turns that are new, and the id of the list of turns that they
-continue. An id is a hash of what a digest adds to a list and of that list's id, so equal ids mean equal lists. A list that this
-process has not recorded yet is written whole, and so is every list from time to time, because logs are rotated.
+history again with each request, so a digest only has the turns that are new, and says behind which turn of which earlier digest
+they belong. No two digests have the same number. A list of turns that this process has not recorded yet is written whole, and
+so is every list from time to time, because logs are rotated.
 
 What a process has recorded is kept with the messages; see `KnownMessages`. A turn is recorded again if any byte of its messages
 has changed, or if anything else has come behind them.
@@ -14,13 +14,15 @@ hyphen stands for a missing digest: it is the reason for which `turns` did not c
 
 from __future__ import annotations
 
+import os
 import re
 from base64 import b64decode
 from binascii import Error as Base64Error
 from binascii import b2a_base64
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from hashlib import blake2b
+from hashlib import blake2b, blake2s
+from itertools import count
 from struct import Struct
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -32,7 +34,7 @@ from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, find_place
 from extproc.detectors.loops import MAX_TURNS, History, KeptTurn
 from extproc.detectors.results import MAX_NORMALIZED
-from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn, decode_turn, digest, encode_turn
+from extproc.detectors.turn import AnyTurn, Reading, Reduced, Turn
 from extproc.request.document import Document, NotCounted, start_looking
 from extproc.request.hash_key import HashKey
 
@@ -71,17 +73,41 @@ _COMMAND: Final = re.compile(r"[a-z][a-z_.+-]{0,31}")
 _THINKS: Final = "think"
 
 # Flags of an entry, in its second byte.
-_CHANGED, _SPOKE, _FAILED, _LONG, _UNREADABLE, _HIDES = 1, 2, 4, 8, 16, 32
+_CHANGED: Final = 1
+_SPOKE: Final = 2
+_FAILED: Final = 4
+_LONG: Final = 8
+_UNREADABLE: Final = 16
+_HIDES: Final = 32
+_KNOWN: Final = 64
+_RETURNED: Final = 128
 
 _UNREADABLE_ENTRY: Final = bytes((2, 0, _UNREADABLE))
 
-# Flags of a digest.
-_ELSEWHERE, _AFTER, _IN_TEXT, _PREFILLED, _SHORTENED, _PLACED, _WHOLE = 1, 2, 4, 8, 16, 32, 64
-_KEEPS, _IDENTIFIED, _NESTED, _PARENT, _OWN, _BEFORE = 3, 4, 8, 16, 32, 64
-_KEEPS_NONE: Final = 2
+# Flags of a digest, in its second byte.
+_ELSEWHERE: Final = 1
+_AFTER: Final = 2
+_IN_TEXT: Final = 4
+_PREFILLED: Final = 8
+_SHORTENED: Final = 16
+_PLACED: Final = 32
+_WHOLE: Final = 64
+_FOLLOWS: Final = 128
 
-_HEAD: Final = Struct(f">3B{_SHAPE}sI")
-"""Version, flags, shape, and size of the document."""
+# Those in its third byte, above `History.find_newest`.
+_KEEPS: Final = 3
+_KEEPS_NONE: Final = 2
+_IDENTIFIED: Final = 4
+_NESTED: Final = 8
+_PARENT: Final = 16
+_OWN: Final = 32
+_BEFORE: Final = 64
+
+_HEAD: Final = Struct(f">3B{_SHAPE}sIQ")
+"""Version, flags, shape, size of the document, and number of the digest."""
+
+_NUMBERS: Final = count(int.from_bytes(os.urandom(_SIZE - 1), "big"))
+"""Numbers of digests, unlike those of other processes."""
 
 
 class DamagedDigestError(Exception):
@@ -96,26 +122,31 @@ class Hider:
     """Hashes hashes with the key, so that texts cannot be guessed from them.
 
     What is hashed is a key for this purpose and a value, which together fit in one block; BLAKE2's own keys take a block more.
+    A block of BLAKE2s takes less time than one of BLAKE2b.
     """
 
     __slots__ = ("_places", "_start")
 
     def __init__(self, secret: bytes) -> None:
-        self._start = blake2b(HashKey(secret).start(_PURPOSE, 32).digest(), digest_size=_SIZE)
+        self._start = blake2s(HashKey(secret).start(_PURPOSE, 32).digest(), digest_size=_SIZE).copy
         self._places: Memo[bytes, bytes] = Memo(_MOST_PLACES)
 
     def hide(self, value: bytes) -> bytes:
         """The keyed hash of a hash."""
-        hashed = self._start.copy()  # a copy takes less time than a new one
+        hashed = self._start()  # a copy takes less time than a new one
         hashed.update(value)
-        return hashed.digest()
+        made: bytes = hashed.digest()
+        return made
 
-    def hide_place(self, part: bytes) -> bytes:
-        """The same of a part of a place in the chain; the next request of the conversation has most parts again."""
-        hidden = self._places.get(part)
+    def hide_place(self, node: bytes, own: bytes) -> bytes:
+        """The keyed hashes of two parts of a `ChainPlace`; `parent` and `before` of the next are the same."""
+        if not node:
+            return b""
+        parts = node + own
+        hidden = self._places.get(parts)
         if hidden is None:
-            hidden = self.hide(part)
-            self._places.put(part, hidden)
+            hidden = self.hide(node) + self.hide(own) if own else self.hide(node)
+            self._places.put(parts, hidden)
         return hidden
 
 
@@ -127,29 +158,21 @@ class _Mark:
         end: index of the message behind the turn's last one.
         entry: its entry.
         before: the mark of the turn before; None if a list begins with this one.
-        start: the id of the list that its digest continues; empty for none.
+        digest: number of the digest that has it.
+        count: number of entries there up to this one.
         since: number of entries since a list was written whole.
+        request: where the digest's request is in the chain; None if unknown.
     """
 
-    __slots__ = ("before", "end", "entry", "place", "since", "start")
+    __slots__ = ("before", "count", "digest", "end", "entry", "place", "request", "since")
 
     def __init__(self, place: int, end: int, entry: bytes) -> None:
         self.place = place
         self.end = end
         self.entry = entry
         self.before: _Mark | None = None
-        self.start = b""
-        self.since = 0
-
-    def find_id(self) -> bytes:
-        """The id of the list that ends with it."""
-        entries: list[bytes] = []
-        mark: _Mark | None = self
-        while mark is not None and mark.start == self.start:
-            entries.append(mark.entry)
-            mark = mark.before
-        entries.append(self.start)
-        return digest(b"".join(entries[::-1]))
+        self.digest = self.count = self.since = 0
+        self.request: ChainPlace | None = None
 
 
 class _Context:
@@ -170,6 +193,11 @@ class _Context:
         self.hints = reading.hints or {}
         self.offer = reading.conversation.find_offer()
 
+    def is_of(self, hider: Hider, reading: Reading) -> bool:
+        """Whether one made of these, with the same arguments ignored, is equal."""
+        hints = reading.hints or {}
+        return self.hider is hider and self.hints == hints and self.offer == reading.conversation.find_offer()
+
 
 @lru_cache(64)
 def find_shape(ignored: frozenset[str]) -> bytes:
@@ -186,6 +214,12 @@ def find_hider(secret: bytes) -> Hider:
 def is_plain_tool(name: str) -> bool:
     """Whether the name of a tool is recorded as it is."""
     return _TOOL.fullmatch(name) is not None
+
+
+@lru_cache(512)
+def _is_plain(name: str, calls: bool) -> bool:  # noqa: FBT001  # as `_write_entry`
+    """Whether a short name is recorded as it is."""
+    return (_TOOL if calls else _COMMAND).fullmatch(name) is not None
 
 
 def write_missing(reason: str) -> str:
@@ -242,19 +276,25 @@ def _write(  # noqa: PLR0913  # as `write_digest`
         second |= _NESTED
         parts.append(bytes((times,)) + hider.hide(words))
     place = memory.place if memory is not None else _find_place(history, keeps)
+    number = next(_NUMBERS)
+    last, entries = _list_entries(history, reading, hider, number, place)
+    if last is not None:
+        parts.append(last.digest.to_bytes(_SIZE, "big"))
+        parts.append(_BYTES[last.count])
+    else:
+        first |= _WHOLE
     if place is not None:
         first |= _PLACED
         second |= _PARENT * bool(place.parent) | _OWN * bool(place.own) | _BEFORE * bool(place.before)
         parts.append(place.depth.to_bytes(2, "big"))
-        parts += [hider.hide_place(part) for part in (place.node, place.parent, place.own, place.before) if part]
-    start, entries = _list_entries(history, reading, hider)
-    if start:
-        parts.append(start)
-    else:
-        first |= _WHOLE
+        parts.append(hider.hide_place(place.node, place.own))
+        if last is not None and place.follows(last.request):
+            first |= _FOLLOWS
+        else:
+            parts.append(hider.hide_place(place.parent, place.before))
     parts.append(_BYTES[len(entries)])
     parts += entries
-    return seal_digest(_HEAD.pack(_VERSION, first, second, shape, size) + b"".join(parts))
+    return seal_digest(_HEAD.pack(_VERSION, first, second, shape, size, number) + b"".join(parts))
 
 
 def _find_place(history: History, keeps: int) -> ChainPlace | None:
@@ -264,21 +304,23 @@ def _find_place(history: History, keeps: int) -> ChainPlace | None:
     return find_place(history.reading.conversation, prefilled=keeps > 0)
 
 
-def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[bytes, list[bytes]]:
-    """The id of the list that was recorded, empty for none, and the entries behind it; what is written is marked."""
+def _list_entries(
+    history: History, reading: Reading, hider: Hider, number: int, request: ChainPlace | None
+) -> tuple[_Mark | None, list[bytes]]:
+    """The newest mark to continue, None for none, and the entries behind it, which get marks of the digest with a number."""
     newest = history.at(0)
     if newest is None:
-        return b"", []
+        return None, []
     newest.reduce()  # which looks for hints
     known = reading.conversation.known
-    context = _Context(hider, reading)
     if known is None or reading.in_text or history.elsewhere:
-        return b"", [_pack(turn, context) for turn in history.newest(MAX_TURNS)[::-1]]
-    context, mark = _recall(known, context)
+        context = _Context(hider, reading)
+        return None, [_pack(turn, context) for turn in history.newest(MAX_TURNS)[::-1]]
+    context, mark = _recall(known, hider, reading)
     added: list[_Mark] = []  # the newest first
     end = len(known.ends)
-    for number in range(MAX_TURNS):
-        turn = history.at(number)
+    for at in range(MAX_TURNS):
+        turn = history.at(at)
         if not isinstance(turn, Turn):
             mark = None
             break
@@ -298,31 +340,32 @@ def _list_entries(history: History, reading: Reading, hider: Hider) -> tuple[byt
             added.append(_Mark(mark.place, mark.end, mark.entry))
             mark = mark.before
         mark = None
-    start = mark.find_id() if mark is not None else b""
+    last = mark
     added.reverse()
     for new in added:
-        new.before, new.start, new.since = mark, start, since
+        new.before, new.digest, new.since, new.request = mark, number, since, request
+        new.count = mark.count + 1 if mark is not None and mark is not last else 1
         mark = new
     known.digests.append((context, mark))
-    return start, [new.entry for new in added]
+    return last, [new.entry for new in added]
 
 
-def _recall(known: KnownMessages, context: _Context) -> tuple[_Context, _Mark | None]:
-    """An equal context as it was kept, and the newest mark of messages that are the same here. Takes both from what is kept."""
+def _recall(known: KnownMessages, hider: Hider, reading: Reading) -> tuple[_Context, _Mark | None]:
+    """The context as it was kept, and the newest mark of messages that are the same here. Takes both from what is kept."""
     others: list[tuple[_Context, _Mark | None]] = []
-    found: tuple[_Context, _Mark | None] = context, None
+    found: tuple[_Context, _Mark | None] | None = None
     earlier: list[tuple[_Context, _Mark | None]] = known.digests or []  # of a body with which others may go on, too
     for last, newest in earlier:
         mark = newest
         while mark is not None and mark.end > known.same:
             mark = mark.before
-        if last.ignored is not context.ignored:
+        if last.ignored is not reading.ignored:
             others.append((last, mark))
-        elif last.hider is context.hider and last.offer == context.offer and last.hints == context.hints:
+        elif last.is_of(hider, reading):
             found = last, mark
     known.digests = others
     known.same = len(known.ends)
-    return found
+    return found or (_Context(hider, reading), None)
 
 
 def _pack(turn: AnyTurn, context: _Context) -> bytes:
@@ -342,9 +385,11 @@ def _pack(turn: AnyTurn, context: _Context) -> bytes:
 
 def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
     """An entry; `calls`: the names are of tools that were called."""
-    parts = [hider.hide(kept.action_hash)] if kept.known else []
+    parts = [_BYTES[kept.evidence], b""]
+    if kept.known:
+        parts.append(hider.hide(kept.action_hash))
     parts.append(hider.hide(kept.raw))
-    flags = 0
+    flags = _KNOWN * kept.known | _RETURNED * kept.returned
     if kept.normalized != kept.raw:
         flags |= _CHANGED
         parts.append(hider.hide(kept.normalized))
@@ -358,7 +403,7 @@ def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
         flags |= _LONG
     left = _LONGEST_NAMES
     for name in kept.names:
-        safe = (_TOOL if calls else _COMMAND).fullmatch(name) is not None
+        safe = len(name) <= _LONGEST_NAME and _is_plain(name, calls)
         shown = name if safe else _THINKS if is_for_thinking(name) else f"#{hider.hide(name.encode()).hex()}"
         left -= len(shown) + 1
         if not safe or left < 0:
@@ -367,7 +412,8 @@ def _write_entry(kept: Reduced, hider: Hider, *, calls: bool) -> bytes:
             break
         parts.append(_BYTES[len(shown)])
         parts.append(shown.encode())
-    entry = b"".join([encode_turn(kept)[:1], _BYTES[flags], *parts])
+    parts[1] = _BYTES[flags]
+    entry = b"".join(parts)
     return _BYTES[len(entry)] + entry
 
 
@@ -441,13 +487,13 @@ class DigestParts:
 
 def seal_digest(written: bytes) -> str:
     """A digest as text, with a checksum; see `open_digest`."""
-    return b2a_base64(written + crc32(written).to_bytes(_CHECK, "big"), newline=False).rstrip(b"=").decode()
+    return b2a_base64(written + crc32(written).to_bytes(_CHECK, "big"), newline=False).decode()
 
 
 def open_digest(text: str) -> DigestParts:
     """The parts of a digest; raises DamagedDigestError if it is not as it was written."""
     try:
-        data = b64decode(text + "=" * (-len(text) % 4), validate=True)
+        data = b64decode(text, validate=True)
     except (Base64Error, ValueError):
         raise DamagedDigestError from None
     if len(text) > LONGEST or len(data) < _CHECK or crc32(data[:-_CHECK]).to_bytes(_CHECK, "big") != data[-_CHECK:]:
@@ -455,12 +501,26 @@ def open_digest(text: str) -> DigestParts:
     return DigestParts(data[:-_CHECK])
 
 
+class _Known(NamedTuple):
+    """What is known of a digest that others may continue.
+
+    Attributes:
+        place: of its request in the chain; None if unknown.
+        turns: those that it continues, and its own.
+        earlier: number of the former.
+    """
+
+    place: ChainPlace | None
+    turns: tuple[RecordedTurn, ...]
+    earlier: int
+
+
 class DigestReader:
     """Reads digests in the order of their requests, and puts the lists of turns together."""
 
     def __init__(self, most: int) -> None:
-        """Start without any; keeps the newest `most` lists."""
-        self._lists: LRU[bytes, tuple[RecordedTurn, ...]] = LRU(most)
+        """Start without any; keeps what the newest `most` digests have."""
+        self._known: LRU[int, _Known] = LRU(most)
 
     def read(self, text: str) -> Digest:
         """A digest.
@@ -478,63 +538,57 @@ class DigestReader:
         version, first, second = parts.take(3)
         if version != _VERSION:
             raise DamagedDigestError
-        shaped, size = parts.take(_SHAPE), parts.take_number(4)
+        shaped, size, number = parts.take(_SHAPE), parts.take_number(4), parts.take_number(_SIZE)
         most = parts.take_number(4) if first & _SHORTENED else 0
         identity = parts.take(_SIZE) if second & _IDENTIFIED else b""
         nested = (parts.take_number(1), parts.take(_SIZE)) if second & _NESTED else (0, b"")
-        place = None
-        if first & _PLACED:
-            depth, node = parts.take_number(2), parts.take(_SIZE)
-            parent, own, before = [parts.take(_SIZE) if second & flag else b"" for flag in (_PARENT, _OWN, _BEFORE)]
-            place = ChainPlace.restore(node, parent, own, before, depth)
-        start = b"" if first & _WHOLE else parts.take(_SIZE)
-        entries = [_take_entry(parts) for _ in range(parts.take_number(1))]
+        last, earlier = (None, ()) if first & _WHOLE else self._find_earlier(parts.take_number(_SIZE), parts.take_number(1))
+        place = _read_place(parts, second, last if first & _FOLLOWS else None) if first & _PLACED else None
+        turns = (*earlier, *[_unpack(DigestParts(parts.take(parts.take_number(1)))) for _ in range(parts.take_number(1))])
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:
             raise DamagedDigestError
-        turns = self._extend(start, entries)
-        return Digest(shaped, size, most, (first, second), identity, nested, place, turns)
+        self._known.put(number, _Known(place, turns, len(earlier)))
+        return Digest(shaped, size, most, (first, second), identity, nested, place, turns[-MAX_TURNS:])
 
-    def _extend(self, start: bytes, entries: Sequence[bytes]) -> tuple[RecordedTurn, ...]:
-        """The whole list. It is kept under its id, and so is each that ends with one of the entries."""
-        listed = self._lists.use(start) if start else ()
-        if listed is None:
+    def _find_earlier(self, number: int, count: int) -> tuple[ChainPlace | None, tuple[RecordedTurn, ...]]:
+        """The place of the digest with a number, and the turns up to this many of its own."""
+        known = self._known.use(number)
+        if known is None:
             raise UnknownTurnsError
-        hashed = start
-        for entry, turn in zip(entries, [_unpack(DigestParts(entry[1:])) for entry in entries], strict=True):
-            hashed += entry
-            listed = (*listed, turn)[-MAX_TURNS:]
-            self._lists.put(digest(hashed), listed)
-        return listed
+        if not 0 < count <= len(known.turns) - known.earlier:
+            raise DamagedDigestError
+        return known.place, known.turns[: known.earlier + count][-MAX_TURNS:]
 
 
-def _take_entry(parts: DigestParts) -> bytes:
-    """The next entry, with its length."""
-    begins = parts.tell()
-    parts.take(parts.take_number(1))
-    return parts.cut(begins)
+def _read_place(parts: DigestParts, flags: int, last: ChainPlace | None) -> ChainPlace:
+    """A place in the chain; `last`: of the request before, if it follows that."""
+    depth, node = parts.take_number(2), parts.take(_SIZE)
+    own = parts.take(_SIZE) if flags & _OWN else b""
+    if last is not None:
+        return ChainPlace.restore(node, last.node, own, last.own, depth)
+    parent, before = [parts.take(_SIZE) if flags & flag else b"" for flag in (_PARENT, _BEFORE)]
+    return ChainPlace.restore(node, parent, own, before, depth)
 
 
 def _unpack(parts: DigestParts) -> RecordedTurn:
     """The turn of an entry."""
-    flags, more = parts.take(2)
-    if more & _UNREADABLE:
+    evidence, flags = parts.take(2)
+    if flags & _UNREADABLE:
         return RecordedTurn(None, hides=True)
-    kept = decode_turn(bytes((flags,)) + bytes(3 * _SIZE))  # as rings have them
-    action, raw = parts.take(_SIZE) if kept.known else _NONE, parts.take(_SIZE)
-    normalized = parts.take(_SIZE) if more & _CHANGED else raw
-    words = parts.take(_SIZE) if more & _SPOKE else b""
-    failure = parts.take(_FAILURE) if more & _FAILED else b""
+    known, returned, failed, changed, spoke = [flags & flag != 0 for flag in (_KNOWN, _RETURNED, _FAILED, _CHANGED, _SPOKE)]
+    action, raw = parts.take(_SIZE) if known else _NONE, parts.take(_SIZE)
+    normalized = parts.take(_SIZE) if changed else raw
+    words = parts.take(_SIZE) if spoke else b""
+    failure = parts.take(_FAILURE) if failed else b""
     names: list[str] = []
     while not parts.is_over:
         try:
             names.append(parts.take(parts.take_number(1)).decode("ascii"))
         except UnicodeDecodeError:
             raise DamagedDigestError from None
-    size = _LONG_ACTION if more & _LONG else 0
-    turn = Reduced(
-        kept.known, kept.returned, kept.failed, action, raw, normalized, tuple(names), kept.evidence, words, failure, size
-    )
-    return RecordedTurn(turn, hides=more & _HIDES != 0)
+    size = _LONG_ACTION if flags & _LONG else 0
+    turn = Reduced(known, returned, failed, action, raw, normalized, tuple(names), evidence, words, failure, size)
+    return RecordedTurn(turn, hides=flags & _HIDES != 0)
 
 
 class RecordedHistory(History):

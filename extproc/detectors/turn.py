@@ -189,18 +189,16 @@ class KnownAction:
         ignored: names of the arguments that were treated as thoughts; see `share_names`.
         names: as in `Turn`.
         id: digest of the action, 16 bytes.
-        hash: digest of the action, 8 bytes, as in `Turn`.
         calls: as in `Turn`.
         mark: see `find_mark`; None if not known yet.
     """
 
-    __slots__ = ("calls", "hash", "id", "ignored", "mark", "names")
+    __slots__ = ("calls", "id", "ignored", "mark", "names")
 
     def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
         self.ignored = ignored
         self.names = action.names
         self.id = digest(action.spelled, _ID)
-        self.hash = digest(action.spelled)
         self.calls = bool(action.places)
         self.mark: str | None = None
 
@@ -225,8 +223,7 @@ class KnownResult:
         failure: as in `Turn`.
         failure_id: as in `Turn`, of a normalized result.
         normal_id: as in `Turn`, of a normalized result.
-        raw: as in `Reduced`.
-        normalized: as in `Reduced`, of a normalized result.
+        result_id: as in `Turn`.
         context: on what the entry depends besides the messages; None if there is no entry.
         entry: of the turn, as `digests.py` has recorded it.
     """
@@ -243,10 +240,9 @@ class KnownResult:
         "ignored",
         "lines",
         "normal_id",
-        "normalized",
         "opening",
         "overwrites",
-        "raw",
+        "result_id",
         "returned",
         "serials",
         "size",
@@ -274,8 +270,7 @@ class KnownResult:
         self.failure: Failure | None = None
         self.failure_id: bytes | None = None
         self.normal_id: bytes | None = None
-        self.raw: bytes | None = None
-        self.normalized: bytes | None = None
+        self.result_id: bytes | None = None
         self.context: object = None
         self.entry = b""
 
@@ -603,7 +598,13 @@ class Turn:
     def result_id(self) -> bytes:
         """A digest of `result`, 16 bytes."""
         if self._result_id is None:
-            self._result_id = digest(self.result.encode(), _ID)
+            kept = self._recall()
+            found = kept.result_id if kept is not None else None
+            if found is None:
+                found = digest(self.result.encode(), _ID)
+                if kept is not None:
+                    kept.result_id = found
+            self._result_id = found
         return self._result_id
 
     @property
@@ -622,7 +623,8 @@ class Turn:
             if found is None:
                 found = _NORMAL.get(self.result_id)
             if found is None:
-                found = digest(self.normal.encode(), _ID)
+                normal = self.normal
+                found = self.result_id if normal == self.result else digest(normal.encode(), _ID)
                 _NORMAL.put(self.result_id, found)
             if kept is not None and not bounded:
                 kept.normal_id = found
@@ -748,17 +750,17 @@ class Turn:
     def action_hash(self) -> bytes:
         """What was done, in 8 bytes; zeros where that is not known."""
         if self.known_action is not None:
-            return self.known_action.hash
-        return digest(self.action.spelled) if self.known else bytes(_DIGEST)
+            return self.known_action.id[:_DIGEST]
+        return digest(self.action.spelled, _ID)[:_DIGEST] if self.known else bytes(_DIGEST)
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
         if self._reduced is not None:
             return self._reduced
-        raw, normalized = self._hash_result()
+        raw, normalized, kept = self.result_id[:_DIGEST], self.normal_id[:_DIGEST], self._recall()
         made = Reduced(
             self.known,
-            self.returned,
+            kept.returned if kept is not None else self._returned,
             self.failed,
             self.action_hash,
             raw,
@@ -771,17 +773,6 @@ class Turn:
         )
         self._reduced = made
         return made
-
-    def _hash_result(self) -> tuple[bytes, bytes]:
-        """Hashes of the result, and of the result without volatile parts."""
-        kept = self._recall()
-        if kept is not None and kept.raw is not None and kept.normalized is not None and self.may_normalize():
-            return kept.raw, kept.normalized
-        raw = digest(self.result.encode())
-        normalized = raw if self.normal == self.result else digest(self.normal.encode())
-        if kept is not None and self.may_normalize():
-            kept.raw, kept.normalized = raw, normalized
-        return raw, normalized
 
     def _list_heard(self) -> list[Message]:
         """The messages behind the assistant's that are read, oldest first: the harness's only if there are no others."""

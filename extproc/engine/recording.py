@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 from extproc.bounded import Memo
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.plan import Plan
-from extproc.request.fingerprint import Body, is_too_long, write_crc32
+from extproc.request.fingerprint import Body, is_too_long
 from extproc.request.hash_key import HashKey
 from extproc.request.http import MAX_DESCRIPTOR, Facts, HttpRequest
 from extproc.request.limit_keys import VENDOR_SESSION
@@ -35,6 +35,7 @@ VERSION = 1
 TOO_LONG = False
 """Recorded in place of a value, or a query, that is too long to be hashed."""
 
+_SESSIONS: Final = "sessions"
 _PER_SECOND: Final = 1_000
 """The precision of the time, in milliseconds."""
 
@@ -52,13 +53,17 @@ class RecordedHead:
     Attributes:
         values: its fields; never changed.
         written: the same in the form of metadata; empty until it is written.
+        callers: `RequestRecord.callers` of the newest request.
+        written_callers: the same in the form of metadata.
     """
 
-    __slots__ = ("values", "written")
+    __slots__ = ("callers", "values", "written", "written_callers")
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
         self.written = b""
+        self.callers: dict[str, dict[str, str]] = {}
+        self.written_callers = b""
 
 
 class RequestRecord:
@@ -66,18 +71,30 @@ class RequestRecord:
 
     Attributes:
         head: the part that is known before the body.
-        more: all other fields.
+        time: when the request is counted, in seconds since 1970.
+        body: the body; None if it is unknown or not needed.
+        unknown: why it is unknown.
+        callers: hashes of callers and sessions, by the field's name.
+        turns: digests of turns.
+        limits: the digest of what session limits have counted.
     """
 
-    __slots__ = ("head", "more")
+    __slots__ = ("body", "callers", "head", "limits", "time", "turns", "unknown")
 
     def __init__(self, head: RecordedHead) -> None:
         self.head = head
-        self.more: dict[str, Any] = {}
+        self.time = 0.0
+        self.body: Body | None = None
+        self.unknown = ""
+        self.callers: dict[str, dict[str, str]] = {}
+        self.turns = ""
+        self.limits = ""
 
-    def join(self) -> dict[str, Any]:
-        """All fields."""
-        return {**self.head.values, **self.more}
+    def add_callers(self, field: str, found: dict[str, str]) -> None:
+        """Add hashes to those of a field, of a part that was decided without the body."""
+        if found:
+            known = self.callers.get(field)
+            self.callers[field] = found if known is None else known | found
 
 
 _HEADS: Final[Memo[tuple[object, ...], RecordedHead]] = Memo(_MOST_HEADS // 2)
@@ -111,22 +128,24 @@ def _identify_head(
     known = facts.identify()
     if known is None or len(request.target) > _LONGEST_KNOWN or _SECRET_PAIR in request.query or "%" in request.query:
         return None
+    headers = request.headers
     parts: list[object] = [known, plain, request.method, request.authority, request.target]
     for plan in plans:
         reads = plan.list_reads()
         parts.append(reads)
-        names = [*reads.headers, *find_vendor_headers(request)] if reads.vendors else reads.headers
-        for name in names:
-            value = request.headers.get(name)
-            if value is not None:
+        for name in [*reads.headers, *find_vendor_headers(request)] if reads.vendors else reads.headers:
+            if name in headers:
+                value = headers[name]
                 if len(value) > _LONGEST_KNOWN:
                     return None
                 parts.append(name)
                 parts.append(value)
-        secrets = [*reads.secrets, *_list_credential_headers(request)] if reads.credential else reads.secrets
-        for name in secrets:
-            parts.append(name)
-            parts.append(request.read_secret(f"header:{name}"))
+        parts += [request.read_secret(f"header:{name}") for name in reads.secrets]
+        for place in list_places(request.path) if reads.credential else ():
+            secret = request.read_secret(place)
+            parts.append(secret)
+            if secret:
+                break
     return tuple(parts)
 
 
@@ -176,21 +195,18 @@ def record_body(record: RequestRecord, body: Body | None, reason: str, now: floa
         reason: why it is unknown.
         now: when the request is counted, in seconds since 1970.
     """
-    more = record.more
-    more["time"] = int(now * _PER_SECOND + 0.5) / _PER_SECOND  # as `round` does, in a tenth of the time
-    if body is not None:
-        more["body_bytes"] = body.length
-        more["body_crc32"] = write_crc32(body.crc32)
-        more["body_adler32"] = write_crc32(body.adler32)
-    elif reason:
-        more["unknown"] = reason
+    record.time = int(now * _PER_SECOND + 0.5) / _PER_SECOND  # as `round` does, in a tenth of the time
+    record.body = body
+    if body is None:
+        record.unknown = reason
 
 
 def record_callers(record: RequestRecord, evaluation: Evaluation) -> None:
     """Add the callers' hashes to a record with hashed values, by the limit keys that name them; call it after the body."""
-    found = {each.plan.callers: each.tenant for group in evaluation.groups for each in group.candidates if each.tenant}
-    if found:
-        record.more["tenants"] = record.more.get("tenants", {}) | found  # of a part that was decided without the body
+    record.add_callers(
+        "tenants",
+        {each.plan.callers: each.tenant for group in evaluation.groups for each in group.candidates if each.tenant},
+    )
 
 
 def record_turns(record: RequestRecord, evaluation: Evaluation) -> None:
@@ -198,14 +214,15 @@ def record_turns(record: RequestRecord, evaluation: Evaluation) -> None:
     digests = evaluation.write_digests(_MOST_DIGESTS)
     if not digests:
         return
-    record.more["turns"] = digests
-    found = {
-        each.plan.rings.id: each.session
-        for each, _ in evaluation.list_readers()
-        if each.plan.rings is not None and each.looks_for_session
-    }
-    if found:
-        record.more["sessions"] = found
+    record.turns = ",".join(digests)
+    record.add_callers(
+        _SESSIONS,
+        {
+            each.plan.rings.id: each.session
+            for each, _ in evaluation.list_readers()
+            if each.plan.rings is not None and each.looks_for_session
+        },
+    )
 
 
 def record_calls(record: RequestRecord, evaluation: Evaluation, key: HashKey, *, rejected: bool, refused: bool) -> None:
@@ -230,9 +247,8 @@ def record_calls(record: RequestRecord, evaluation: Evaluation, key: HashKey, *,
         ledger = each.describe_ledger()
         first_of_shape = ledgers.setdefault(ledger.shape, ledger)
         first_of_shape.ended = max(first_of_shape.ended, ledger.ended)  # only some policies kill sessions
-    more = record.more
-    more["limits"] = write_calls(shown, list(ledgers.values()), first.known_messages, key.secret)
-    more["sessions"] = more.get("sessions", {}) | {each.limiter.names.id: each.named for _, each in asked}
+    record.limits = write_calls(shown, list(ledgers.values()), first.known_messages, key.secret)
+    record.add_callers(_SESSIONS, {each.limiter.names.id: each.named for _, each in asked})
 
 
 def _list_reads(plan: Plan, request: HttpRequest) -> list[tuple[str, str]]:

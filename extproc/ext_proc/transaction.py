@@ -516,7 +516,8 @@ class Transaction:
             first.name_request()
             names = {"fingerprint": first.fingerprint, "tenant": first.tenant, "body_crc32": write_crc32(first.body_crc32)}
             metadata = {**names, **metadata}
-        return {**metadata, "record": self._record}
+        metadata["record"] = self._record
+        return metadata
 
     def _describe_circumstances(self, evaluation: Evaluation, lead: Outcome) -> dict[str, Any]:
         """For traces: the kind of a loop's cause where the request shows it, and the hash of its session where it has one."""

@@ -101,6 +101,7 @@ class HttpRequest:
         facts: what else is known.
         opens_responses: it opens a WebSocket for model calls; set by the reader of Envoy's message.
         hash_key: for hashes of its secrets; assign it before a secret is read.
+        vendor_sessions: see `find_vendor_headers`; None until they are read.
     """
 
     __slots__ = (
@@ -115,6 +116,7 @@ class HttpRequest:
         "path",
         "query",
         "target",
+        "vendor_sessions",
     )
 
     def __init__(
@@ -138,6 +140,7 @@ class HttpRequest:
         self.facts = facts
         self.opens_responses = False
         self.hash_key: HashKey = PROCESS_KEY
+        self.vendor_sessions: list[str] | None = None
         self._pairs: list[tuple[str, str]] | None = None
         self._hidden: dict[str, str] | None = None
 

@@ -186,12 +186,11 @@ def _write_shown(shown: ShownCalls, known: Any, secret: bytes) -> tuple[int, lis
     parts = [bytes((history.newest,)) + (last.id if last is not None else b"")]
     place = shown.place
     if place is not None:
-        before = last.place if last is not None else None
-        follows = before is not None and before.node == place.parent and before.own == place.before
+        follows = last is not None and place.follows(last.place)
         first |= _PLACED | _FOLLOWS * follows | _PARENT * bool(place.parent) | _OWN * bool(place.own)
         first |= _BEFORE * bool(place.before)
-        named = (place.node, place.own) if follows else (place.node, place.parent, place.own, place.before)
-        parts.append(place.depth.to_bytes(2, "big") + b"".join([hider.hide_place(part) for part in named if part]))
+        before_it = b"" if follows else hider.hide_place(place.parent, place.before)
+        parts.append(place.depth.to_bytes(2, "big") + hider.hide_place(place.node, place.own) + before_it)
     tools = last.tools if last is not None else list[bytes]()
     calls = b""
     if added:
@@ -331,12 +330,13 @@ class CallReader:
 
 def _read_place(parts: DigestParts, first: int, before: _List | None) -> ChainPlace:
     depth, node = parts.take_number(2), parts.take(_SIZE) * 2  # as long as live ones
+    own = parts.take(_SIZE) * 2 if first & _OWN else b""
     if first & _FOLLOWS:
         last = before.place if before is not None else None
         if last is None:
             raise DamagedDigestError
-        return ChainPlace.restore(node, last.node, parts.take(_SIZE) * 2 if first & _OWN else b"", last.own, depth)
-    parent, own, earlier = [parts.take(_SIZE) * 2 if first & flag else b"" for flag in (_PARENT, _OWN, _BEFORE)]
+        return ChainPlace.restore(node, last.node, own, last.own, depth)
+    parent, earlier = [parts.take(_SIZE) * 2 if first & flag else b"" for flag in (_PARENT, _BEFORE)]
     return ChainPlace.restore(node, parent, own, earlier, depth)
 
 

@@ -246,8 +246,11 @@ def _read_vendor(request: HttpRequest, _: str) -> str:
 
 def find_vendor_headers(request: HttpRequest) -> list[str]:
     """The names of a request's headers that match `VENDOR_SESSION`, sorted, because proxies may change their order."""
-    end: str = _VENDOR_END
-    return sorted([name for name in request.headers if name.endswith(end) and is_vendor_session(name)])
+    if request.vendor_sessions is None:
+        end: str = _VENDOR_END
+        found = [name for name in request.headers if name.endswith(end) and is_vendor_session(name)]
+        request.vendor_sessions = sorted(found) if len(found) > 1 else found
+    return request.vendor_sessions
 
 
 def is_vendor_session(header: str) -> bool:

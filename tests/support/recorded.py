@@ -30,7 +30,7 @@ def make_cache() -> Memo[int, conversation.KnownMessages]:
 
 def unpack(text: str) -> bytes:
     """The bytes of a digest."""
-    return b64decode(text + "=" * (-len(text) % 4))
+    return b64decode(text)
 
 
 class Verdict(NamedTuple):

@@ -95,7 +95,7 @@ class Replayed:
             return None
         found: dict[bytes, Digest | NotCounted] = {}
         ends = recorded.end is not None
-        for text in record.turns:
+        for text in record.turns.split(",") if record.turns else ():
             try:
                 digest = self._digests.read(text)
             except NotCounted as why:

@@ -73,7 +73,7 @@ class Record(msgspec.Struct, gc=False):
     unknown: str = ""
     tenants: dict[str, str] = {}
     sessions: dict[str, str] = {}
-    turns: list[str] = []
+    turns: str = ""
     limits: str = ""
 
 

@@ -20,13 +20,22 @@ SESSIONS: Final = "sessions"
 _DYNAMIC_METADATA: Final = 8
 """The number of its field in envoy.service.ext_proc.v3.ProcessingResponse."""
 
-# Field numbers of google.protobuf.Struct, Value and ListValue.
-_FIELDS, _KEY, _VALUE = 1, 1, 2
-_STRING, _STRUCT, _LIST, _VALUES = 3, 5, 6, 1
+# Field numbers of google.protobuf.Struct and Value.
+_FIELDS: Final = 1
+_KEY: Final = 1
+_VALUE: Final = 2
+_STRING: Final = 3
+_STRUCT: Final = 5
+_TAGGED: Final = 0
+
 _NULL: Final = b"\x08\x00"
 _BOOLS: Final = (b"\x20\x00", b"\x20\x01")
 _NUMBER: Final = Struct("<Bd")
 _NUMBER_TAG: Final = 0x11
+
+_SUMS: Final = Struct(">II")
+_SUM: Final = 8
+"""Length of a checksum, in hex digits."""
 
 _DELIMITED: Final = 2
 """The wire type of strings and messages."""
@@ -41,12 +50,14 @@ _CONTINUED: Final = [bytes([length | _MORE]) for length in range(_MORE)]
 
 _LONGEST_KEY: Final = 64
 _MOST_HEADS: Final = 1_024
-_HEADS: Final[Memo[tuple[str, int], bytes]] = Memo(_MOST_HEADS)
-_TEXT_HEADS: Final[Memo[tuple[str, int], bytes]] = Memo(_MOST_HEADS)
-"""What stands before a value, or before a text, by the entry's key and the length of what follows, in bytes. Long keys are not
-cached, because the names of some headers are a client's choice. 1 MB in all."""
+_HEADS: Final[Memo[tuple[str, int, int], bytes]] = Memo(_MOST_HEADS)
+"""What stands before a value, by the entry's key, and kind and length of the value. Long keys are not cached, because the names
+of some headers are a client's choice. 1 MB at most."""
 
-_BEFORE: Final[Memo[int, bytes]] = Memo(512)
+_BEFORE_ENTRIES: Final[Memo[int, bytes]] = Memo(_MOST_HEADS)
+"""What stands before all entries, by their length in bytes."""
+
+_BEFORE_SESSIONS: Final[Memo[int, bytes]] = Memo(512)
 """The bytes before a SESSIONS text that is the only metadata, by its length."""
 
 
@@ -54,18 +65,18 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
     """The ProcessingResponse field with this metadata in our namespace.
 
     Args:
-        metadata: texts, numbers, booleans, None, records, and dicts and lists of these.
+        metadata: texts, numbers, booleans, None, records, and dicts of these.
     """
-    return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, _write_value(metadata)))
+    return write_entries([_write_entry(key, value) for key, value in metadata.items()])
 
 
 def write_sessions(calls: str) -> bytes:
     """The same field with SESSIONS only; `calls` must not be empty."""
     text = calls.encode()
-    before = _BEFORE.get(len(text))
+    before = _BEFORE_SESSIONS.get(len(text))
     if before is None:
         before = write_metadata({SESSIONS: calls})[: -len(text)]
-        _BEFORE.put(len(text), before)
+        _BEFORE_SESSIONS.put(len(text), before)
     return before + text
 
 
@@ -77,67 +88,85 @@ def write_text(key: str, text: str) -> bytes:
 
 def write_text_head(key: str, size: int) -> bytes:
     """What stands before a text of this many bytes in the entry of a key."""
-    head = _TEXT_HEADS.get((key, size))
-    if head is None:
-        before = write_head(_STRING, size)
-        head = _find_head(key, len(before) + size) + before
-        if len(key) <= _LONGEST_KEY:
-            _TEXT_HEADS.put((key, size), head)
-    return head
+    return _find_head(key, _STRING, size)
 
 
 def write_entries(entries: list[bytes]) -> bytes:
     """The field that `write_metadata` writes, with entries that are written already."""
-    return write_field(_DYNAMIC_METADATA, _write_entry(NAMESPACE, write_field(_STRUCT, b"".join(entries))))
+    joined = b"".join(entries)
+    return write_entries_head(len(joined)) + joined
 
 
 def write_entries_head(size: int) -> bytes:
-    """What stands before entries of this many bytes, at least one, in that field."""
-    return write_entries([bytes(size)])[:-size]
+    """What stands before entries of this many bytes in that field."""
+    head = _BEFORE_ENTRIES.get(size)
+    if head is None:
+        head = _find_head(NAMESPACE, _STRUCT, size)
+        head = write_head(_DYNAMIC_METADATA, len(head) + size) + head
+        _BEFORE_ENTRIES.put(size, head)
+    return head
 
 
-def _write_value(value: Any) -> bytes:  # noqa: ANN401, PLR0911  # what a Value can hold, each its own way
+def _write_entry(key: str, value: Any) -> bytes:  # noqa: ANN401  # what a Value can hold, each its own way
+    """An entry of a Struct's fields."""
+    kind = _TAGGED
     if isinstance(value, str):
-        return write_field(_STRING, _write_text(value))
-    if isinstance(value, bool):
-        return _BOOLS[value]
-    if isinstance(value, (int, float)):  # a union would be made for each call
-        return _NUMBER.pack(_NUMBER_TAG, value)
-    if isinstance(value, dict):
-        return write_field(_STRUCT, _write_fields(value))
-    if isinstance(value, list):
-        return write_field(_LIST, b"".join([write_field(_VALUES, _write_value(item)) for item in value]))
-    if isinstance(value, RequestRecord):
-        head = value.head
-        if not head.written:
-            head.written = _write_fields(head.values)
-        return write_field(_STRUCT, head.written + _write_fields(value.more))
-    return _NULL
+        kind, content = _STRING, value.encode() if value.isascii() else _write_text(value)
+    elif isinstance(value, bool):
+        content = _BOOLS[value]
+    elif isinstance(value, (int, float)):  # a union would be made for each call
+        content = _NUMBER.pack(_NUMBER_TAG, value)
+    elif isinstance(value, dict):
+        kind, content = _STRUCT, _write_fields(value)
+    elif isinstance(value, RequestRecord):
+        kind, content = _STRUCT, _write_record(value)
+    else:
+        content = _NULL
+    return _find_head(key, kind, len(content)) + content
+
+
+def _write_record(record: RequestRecord) -> bytes:
+    """The fields of a record. Requests of one agent have most of them in common."""
+    head, body = record.head, record.body
+    if not head.written:
+        head.written = _write_fields(head.values)
+    if head.callers != record.callers:
+        head.callers, head.written_callers = record.callers.copy(), _write_fields(record.callers)
+    parts = [head.written, head.written_callers, _TIME, _NUMBER.pack(_NUMBER_TAG, record.time)]
+    if body is not None:
+        sums = _SUMS.pack(body.crc32, body.adler32).hex().encode()
+        parts += [_BODY_BYTES, _NUMBER.pack(_NUMBER_TAG, body.length)]
+        parts += [_BODY_CRC32, sums[:_SUM], _BODY_ADLER32, sums[_SUM:]]
+    if record.unknown:
+        parts.append(write_text("unknown", record.unknown))
+    if record.turns:
+        parts.append(write_text("turns", record.turns))
+    if record.limits:
+        parts.append(write_text("limits", record.limits))
+    return b"".join(parts)
 
 
 def _write_fields(values: dict[str, Any]) -> bytes:
     """The fields of a Struct."""
-    return b"".join(
-        [
-            write_text(key, item) if isinstance(item, str) and item.isascii() else _write_entry(key, _write_value(item))
-            for key, item in values.items()
-        ]
-    )
+    return b"".join([_write_entry(key, value) for key, value in values.items()])
 
 
-def _write_entry(key: str, value: bytes) -> bytes:
-    """An entry of a Struct's fields."""
-    return _find_head(key, len(value)) + value
+def _find_head(key: str, kind: int, size: int) -> bytes:
+    """What stands before a value in the entry of a key.
 
-
-def _find_head(key: str, size: int) -> bytes:
-    """What stands before a value of this many bytes in the entry of a key."""
-    head = _HEADS.get((key, size))
+    Args:
+        key: the key.
+        kind: the number of the value's field in a Value; _TAGGED if the value has its tag already.
+        size: the value's length, in bytes.
+    """
+    head = _HEADS.get((key, kind, size))
     if head is None:
-        before = write_field(_KEY, _write_text(key)) + write_head(_VALUE, size)
+        before = b"" if kind == _TAGGED else write_head(kind, size)
+        size_of_value = len(before) + size
+        before = write_field(_KEY, _write_text(key)) + write_head(_VALUE, size_of_value) + before
         head = write_head(_FIELDS, len(before) + size) + before
         if len(key) <= _LONGEST_KEY:
-            _HEADS.put((key, size), head)
+            _HEADS.put((key, kind, size), head)
     return head
 
 
@@ -159,3 +188,10 @@ def write_head(number: int, length: int) -> bytes:
 def write_field(number: int, content: bytes) -> bytes:
     """A string or a message with its tag and length."""
     return write_head(number, len(content)) + content
+
+
+# What stands before values of a record that have always the same length.
+_TIME: Final = _find_head("time", _TAGGED, _NUMBER.size)
+_BODY_BYTES: Final = _find_head("body_bytes", _TAGGED, _NUMBER.size)
+_BODY_CRC32: Final = write_text_head("body_crc32", _SUM)
+_BODY_ADLER32: Final = write_text_head("body_adler32", _SUM)

@@ -247,7 +247,7 @@ def test_damaged_digests_of_calls_are_named() -> None:
         forged.append(text[:place] + random.choice("ABCDwxyz0189+/") + text[place + 1 :])
         data = bytearray(unpack(text)[:-4])
         data[random.randrange(len(data))] = random.randrange(256)
-        forged.append(b64encode(bytes(data) + crc32(data).to_bytes(4, "big")).decode().rstrip("="))
+        forged.append(b64encode(bytes(data) + crc32(data).to_bytes(4, "big")).decode())
     replay = Replay(ONE)
     replay.add(recorder.lines[:-1])
 

@@ -13,6 +13,8 @@ import extproc.apis  # noqa: F401  # which say where each API's secret stands
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.records import parse_line
 from extproc.engine.recording import record_body, record_head
+from extproc.ext_proc.answers.metadata import write_metadata
+from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.hash_key import HashKey
 from extproc.request.http import HttpRequest, StatedFacts, compile_descriptors
@@ -21,6 +23,7 @@ from extproc.request.secrets import extract_secret
 from tests.support.bundles import check, plain, refused, spec
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
+from tests.support.service import metadata_of
 
 KEY = HashKey(bytes(range(32)))
 CALLER = FirstOf(first_of=["jwt:sub", "credential", "header:x-user-id"], name="caller")
@@ -226,7 +229,7 @@ def test_a_record_has_the_hash_and_replays_as_the_same_caller(
     live.read_body(NO_BODY)
     made = record_head(request, request.facts, live.plans, plain=plain)
     record_body(made, NO_BODY, "", 1.0)
-    record = made.join()
+    record = metadata_of(ProcessingResponse.FromString(write_metadata({"record": made})))["record"]
 
     replayed = Judge(engine, 100, HashKey()).judge(parse_line(json.dumps({"loop_record": record}).encode()))
 
