@@ -1,7 +1,8 @@
-"""A budget of requests per caller beside envoyproxy/ratelimit: the same decision, with the same Valkey, behind one Envoy.
+"""What budgets cost behind Envoy, with one Valkey: one rule of a policy, and a budget of requests beside envoyproxy/ratelimit.
 
-Both count a caller's requests of the day in a fixed window, by one descriptor, tell clients what is left, and let every request
-pass. The service of Envoy's project is written in Go. It joins writes to the store if it is told to, so it is measured twice.
+For the latter, both count a caller's requests of the day in a fixed window, by one descriptor, tell clients what is left, and
+let every request pass. The service of Envoy's project is written in Go. It joins writes to the store if it is told to, so it is
+measured twice.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from tests.bench.report import Row, progress
 from tests.bench.timing import interleaved, process_cpu, ratio, spread
 from tests.support.servers import Server, server
 
-TITLE = "budgets: requests per caller and day on Valkey, 64 in flight, vs. envoyproxy/ratelimit (POST 1 KB)"
+TITLE = "budgets: on Valkey, 64 in flight (POST 1 KB)"
 
 _CONNECTIONS = 64
 _LIMIT = 0.5
+_LIMIT_RULE = 1.25
 _MOST = 1_000_000
 
 _RULE = {
@@ -44,6 +46,13 @@ _POLICY: dict[str, Any] = {
     "spec": {"selector": {"pathExact": samples.PATH, "methods": ["POST"]}, "rules": [_RULE]},
 }
 
+_BUCKET = {"tokens_per_second": 1_000, "burst": _MOST}
+_DETECTOR, _DETECTOR_AND_RULE = samples.policy(), samples.policy()
+_DETECTOR_AND_RULE["spec"]["rules"] = [
+    {"name": "r", "limit_keys": ["header:x-user-id"], "algorithm": "token_bucket", "algorithm_config": _BUCKET}
+]
+_GUARDS = {"guard": _POLICY, "detector": _DETECTOR, "detector and rule": _DETECTOR_AND_RULE}
+
 _DESCRIPTORS = f"""
 domain: all
 descriptors:
@@ -54,15 +63,18 @@ descriptors:
 _JOINED = {"REDIS_PIPELINE_WINDOW": "150us"}
 """As its README recommends."""
 
+_MISSING = "CPU per decision, Loopguard vs. ratelimit"
+
 _RATELIMITS: dict[str, Mapping[str, str]] = {"ratelimit": {}, "ratelimit, joined": _JOINED}
 
 
 def run(*, quick: bool) -> list[Row]:
     """Each server takes its turn."""
+    missing, program = "", None
     try:
         program = go_build.install_ratelimit()
     except go_build.NoGoError as error:
-        return [Row("CPU per decision, Loopguard vs. ratelimit", None, "x", _LIMIT, str(error))]
+        missing = str(error)
     rounds, requests = (3, 2_000) if quick else (9, 5_000)
     with tempfile.TemporaryDirectory() as directory, _lab(Path(directory), program) as (ports, pids):
         sent = iter(range(0, 1 << 40, 1 << 20))
@@ -77,7 +89,13 @@ def run(*, quick: bool) -> list[Row]:
             cpu(name)
         progress("budgets: CPU behind Envoy", len(ports) + 1, len(ports) + 1)
         cost = interleaved(rounds, {name: lambda name=name: cpu(name) for name in ports})  # type: ignore[misc]
-    return [_row(cost, name) for name in _RATELIMITS]
+    figures = f"{median(cost['detector and rule']):.0f} vs. {median(cost['detector']):.0f} us"
+    price = ratio(cost, "detector and rule", "detector")
+    note = f"{figures}; {spread(cost, 'detector and rule', 'detector')}"
+    return [
+        Row("CPU per request, a detector and a rule vs. the detector", price, "x", _LIMIT_RULE, note),
+        *([_row(cost, name) for name in _RATELIMITS] if program else [Row(_MISSING, None, "x", _LIMIT, missing)]),
+    ]
 
 
 def _row(cost: Mapping[str, list[float]], name: str) -> Row:
@@ -91,31 +109,27 @@ def _row(cost: Mapping[str, list[float]], name: str) -> Row:
 
 
 @contextmanager
-def _lab(directory: Path, program: Path) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+def _lab(directory: Path, program: Path | None) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
     """The ports of Envoy and the process ids of the servers behind it, by name."""
-    policy, config = directory / "policy.json", directory / "limits" / "config"
-    policy.write_bytes(samples.bundle([_POLICY]))
+    config = directory / "limits" / "config"
     config.mkdir(parents=True)
     (config / "limits.yaml").write_text(_DESCRIPTORS)
-    names = ["guard", *_RATELIMITS]
+    limiters = _RATELIMITS if program else {}
     with ExitStack() as stack:
         valkey = stack.enter_context(server())
-        ports, servers = ({name: free_port() for name in names} for _ in range(2))
-        command = serve(
-            find_compiled() or SOURCES,
-            policy,
-            servers["guard"],
-            "--admin",
-            "127.0.0.1:0",
-            "--store",
-            f"redis://{valkey.address}",
-        )
-        pids = {"guard": stack.enter_context(running(command, servers["guard"], directory / "guard.log"))}
-        for name, more in _RATELIMITS.items():
-            known = ["env", *[f"{key}={value}" for key, value in _configure(servers[name], valkey, config, more).items()]]
-            pids[name] = stack.enter_context(running([*known, program], servers[name], directory / f"{name}.log"))
-        listeners = {name: Listener(port, limiter=name, upstream="answers") for name, port in ports.items()}
-        listeners["guard"] = Listener(ports["guard"], "guard", upstream="answers")
+        ports, servers = ({name: free_port() for name in (*_GUARDS, *limiters)} for _ in range(2))
+        pids = {}
+        for name, made in _GUARDS.items():
+            policy = directory / f"{name}.json"
+            policy.write_bytes(samples.bundle([made]))
+            more = ("--admin", "127.0.0.1:0", "--store", f"redis://{valkey.address}")
+            command = serve(find_compiled() or SOURCES, policy, servers[name], *more)
+            pids[name] = stack.enter_context(running(command, servers[name], directory / f"{name}.log"))
+        for name, settings in limiters.items():
+            known = ["env", *[f"{key}={value}" for key, value in _configure(servers[name], valkey, config, settings).items()]]
+            pids[name] = stack.enter_context(running([*known, str(program)], servers[name], directory / f"{name}.log"))
+        listeners = {name: Listener(ports[name], limiter=name, upstream="answers") for name in limiters}
+        listeners |= {name: Listener(ports[name], name, upstream="answers") for name in _GUARDS}
         servers["answers"] = free_port()
         listeners["answers"] = Listener(servers["answers"])
         proxy = stack.enter_context(running_envoy(directory, listeners, servers))
