@@ -189,16 +189,18 @@ class KnownAction:
         ignored: names of the arguments that were treated as thoughts; see `share_names`.
         names: as in `Turn`.
         id: digest of the action, 16 bytes.
+        size: length of the action, in bytes.
         calls: as in `Turn`.
         mark: see `find_mark`; None if not known yet.
     """
 
-    __slots__ = ("calls", "id", "ignored", "mark", "names")
+    __slots__ = ("calls", "id", "ignored", "mark", "names", "size")
 
     def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
         self.ignored = ignored
         self.names = action.names
         self.id = digest(action.spelled, _ID)
+        self.size = action.size
         self.calls = bool(action.places)
         self.mark: str | None = None
 
@@ -690,7 +692,7 @@ class Turn:
     @property
     def action_size(self) -> int:
         """The length of the action, in bytes."""
-        return self.action.size
+        return (self.known_action or self.action).size
 
     @property
     def evidence(self) -> int:
@@ -769,7 +771,7 @@ class Turn:
             self.evidence,
             b"" if self.names else self.words,
             self.failure_id if self.failed else b"",
-            self.action.size,
+            (self.known_action or self.action).size,
         )
         self._reduced = made
         return made
