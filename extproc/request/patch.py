@@ -481,7 +481,7 @@ class Patch:
             start = place + len(key)
             if not found and text[start : start + len(_SPACED)] == _SPACED:
                 comma, colon = b', "', _SPACED
-            key += colon
+            key = key + colon  # compiled, `+=` of bytes takes twice as long
             at, start = place + len(before) - 1, place + len(key)
             if not (text[place:start] == key and text.startswith(item, start) and "\\" not in name):
                 match = _KEY.match(text, place, end)  # it is written in an unusual way
