@@ -189,17 +189,19 @@ class KnownAction:
         ignored: names of the arguments that were treated as thoughts; see `share_names`.
         names: as in `Turn`.
         id: digest of the action, 16 bytes.
+        hash: digest of the action, 8 bytes, as in `Turn`.
         size: length of the action, in bytes.
         calls: as in `Turn`.
         mark: see `find_mark`; None if not known yet.
     """
 
-    __slots__ = ("calls", "id", "ignored", "mark", "names", "size")
+    __slots__ = ("calls", "hash", "id", "ignored", "mark", "names", "size")
 
     def __init__(self, ignored: frozenset[str], action: AssistantAction) -> None:
         self.ignored = ignored
         self.names = action.names
         self.id = digest(action.spelled, _ID)
+        self.hash = digest(action.spelled)
         self.size = action.size
         self.calls = bool(action.places)
         self.mark: str | None = None
@@ -226,6 +228,8 @@ class KnownResult:
         failure_id: as in `Turn`, of a normalized result.
         normal_id: as in `Turn`, of a normalized result.
         result_id: as in `Turn`.
+        raw: as in `Reduced`.
+        normalized: as in `Reduced`, of a normalized result.
         context: on what the entry depends besides the messages; None if there is no entry.
         entry: of the turn, as `digests.py` has recorded it.
     """
@@ -242,8 +246,10 @@ class KnownResult:
         "ignored",
         "lines",
         "normal_id",
+        "normalized",
         "opening",
         "overwrites",
+        "raw",
         "result_id",
         "returned",
         "serials",
@@ -273,6 +279,8 @@ class KnownResult:
         self.failure_id: bytes | None = None
         self.normal_id: bytes | None = None
         self.result_id: bytes | None = None
+        self.raw: bytes | None = None
+        self.normalized: bytes | None = None
         self.context: object = None
         self.entry = b""
 
@@ -752,14 +760,15 @@ class Turn:
     def action_hash(self) -> bytes:
         """What was done, in 8 bytes; zeros where that is not known."""
         if self.known_action is not None:
-            return self.known_action.id[:_DIGEST]
-        return digest(self.action.spelled, _ID)[:_DIGEST] if self.known else bytes(_DIGEST)
+            return self.known_action.hash
+        return digest(self.action.spelled) if self.known else bytes(_DIGEST)
 
     def reduce(self) -> Reduced:
         """This turn as hashes."""
         if self._reduced is not None:
             return self._reduced
-        raw, normalized, kept = self.result_id[:_DIGEST], self.normal_id[:_DIGEST], self._recall()
+        kept = self._recall()
+        raw, normalized = self._hash_result(kept)
         made = Reduced(
             self.known,
             kept.returned if kept is not None else self._returned,
@@ -775,6 +784,16 @@ class Turn:
         )
         self._reduced = made
         return made
+
+    def _hash_result(self, kept: KnownResult | None) -> tuple[bytes, bytes]:
+        """Hashes of the result, and of the result without volatile parts; replicas of other versions compare them, too."""
+        if kept is not None and kept.raw is not None and kept.normalized is not None and self.may_normalize():
+            return kept.raw, kept.normalized
+        raw = digest(self.result.encode())
+        normalized = raw if self.normal == self.result else digest(self.normal.encode())
+        if kept is not None and self.may_normalize():
+            kept.raw, kept.normalized = raw, normalized
+        return raw, normalized
 
     def _list_heard(self) -> list[Message]:
         """The messages behind the assistant's that are read, oldest first: the harness's only if there are no others."""
