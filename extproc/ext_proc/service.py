@@ -59,7 +59,6 @@ class Service:
         key: the key of keyed hashes.
         counting: asks the store.
         metrics: metrics of all events.
-        decision_seconds: one of them, which every request needs.
         reporter: writes metrics, tables and the log.
         settings: settings of the process.
         holds: throttled requests.
@@ -89,7 +88,6 @@ class Service:
         self.key = key
         self.counting = Counting(store, local, metrics, reject=settings.on_store_error == "reject")
         self.metrics = metrics
-        self.decision_seconds = metrics.decision_seconds
         self.reporter = Reporter(metrics, show_callers=settings.show_callers)
         self.settings = settings
         self.holds = Holds(settings.max_throttled)

@@ -238,7 +238,7 @@ class Transaction:
     def _end(self, refusal: bytes) -> Reply:
         """Refuse the request before any policy has counted it."""
         self.ended = True
-        self._service.decision_seconds.observe(_now() - self.started)
+        self._service.metrics.decision_seconds.observe(_now() - self.started)
         return Reply(refusal, done=True)
 
     def judge(  # noqa: PLR0913  # everything known about a body
@@ -391,7 +391,7 @@ class Transaction:
             self._follow_up(evaluation)
         if evaluation.paired:
             self._compare(evaluation, decision)
-        service.decision_seconds.observe(_now() - self.started)
+        service.metrics.decision_seconds.observe(_now() - self.started)
         return reply
 
     def _follow_up(self, evaluation: Evaluation) -> None:
