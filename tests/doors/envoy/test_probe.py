@@ -82,7 +82,9 @@ def switch_protocols(client: socket.socket) -> None:
     """An upstream that accepts each handshake, and answers all else with 200; Envoy must not use a connection again."""
     head = client.recv(65_536)
     upgrade = b"101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket"
-    client.sendall(b"HTTP/1.1 %b\r\n\r\n" % (upgrade if b"sec-websocket" in head else b"200 OK\r\nconnection: close\r\ncontent-length: 0"))
+    client.sendall(
+        b"HTTP/1.1 %b\r\n\r\n" % (upgrade if b"sec-websocket" in head else b"200 OK\r\nconnection: close\r\ncontent-length: 0")
+    )
 
 
 def test_a_probe_opens_websockets(capsys: pytest.CaptureFixture[str]) -> None:
