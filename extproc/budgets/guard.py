@@ -425,10 +425,7 @@ class BudgetGuard:
                 if stage is not None and (SEVERITY[stage.action], stage.delay_ms) > (SEVERITY[action], delay):
                     action, found, delay = stage.action, each, stage.delay_ms
         if found is None:
-            why, name = NOTHING.reason, self.name
-            return Outcome(
-                self.policy, self.mode, Action.ALLOW, fingerprint, tenant, 0, 0, 0, 0, None, _FORM, name, NOTHING, None, why
-            )
+            return self._make_outcome(Action.ALLOW, fingerprint, tenant, NOTHING, _FORM)
         return self._make_outcome(action, fingerprint, tenant, make_subject(found), found.rule.refusal, delay_ms=delay)
 
     def _find_rule(self, name: str) -> BudgetRule:

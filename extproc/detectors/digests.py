@@ -543,6 +543,8 @@ class DigestReader:
         identity = parts.take(_SIZE) if second & _IDENTIFIED else b""
         nested = (parts.take_number(1), parts.take(_SIZE)) if second & _NESTED else (0, b"")
         last, earlier = (None, ()) if first & _WHOLE else self._find_earlier(parts.take_number(_SIZE), parts.take_number(1))
+        if first & _FOLLOWS and last is None:
+            raise DamagedDigestError
         place = _read_place(parts, second, last if first & _FOLLOWS else None) if first & _PLACED else None
         turns = (*earlier, *[_unpack(DigestParts(parts.take(parts.take_number(1)))) for _ in range(parts.take_number(1))])
         if not parts.is_over or second & _KEEPS > _KEEPS_NONE:

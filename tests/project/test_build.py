@@ -19,7 +19,7 @@ from hatch_build import select_modules
 from tests.conftest import find_builds
 from tests.support import ROOT
 from tests.support.harness import Process
-from tests.support.image import compile_only
+from tests.support.image import compile_only, send_context
 
 pytestmark = pytest.mark.deep
 
@@ -123,6 +123,30 @@ def test_pure_without_a_compiler(tmp_path: Path, compiler: str) -> None:
     (line,) = [line.strip() for line in said.splitlines() if "compiler" in line]
     assert re.fullmatch(r"loopguard stays plain Python, at twice the CPU time, for want of a C compiler: .+", line)
     assert compiler in line
+
+
+@pytest.mark.parametrize("compiler", ["clang", "knows few flags"])
+def test_compiled_by_a_compiler_that_knows_few_flags(tmp_path: Path, compiler: str) -> None:
+    """Flags that only gcc has are left out where they are refused; they must not keep the wheel from being compiled."""
+    program = shutil.which("clang" if compiler == "clang" else "cc")
+    if program is None:
+        pytest.skip(f"there is no {'clang' if compiler == 'clang' else 'C compiler'} here: NOT tested")
+    if compiler != "clang":
+        strict = tmp_path / "strict-cc"
+        strict.write_text(
+            '#!/bin/sh\ncase " $* " in *" -fpeephole2 "*) echo "error: unknown argument" >&2; exit 1;; esac\n'
+            f'exec {program} "$@"\n'
+        )
+        strict.chmod(0o755)
+        program = str(strict)
+    project = tmp_path / "project"
+    send_context(project)
+    compile_only(project, "extproc/store/rules/windows.py")
+
+    wheels, said = build_wheel(tmp_path, project, CC=program)
+
+    assert "for want of a C compiler" not in said
+    assert [wheel for wheel in wheels if "-none-any" not in wheel] == wheels != []
 
 
 def test_a_module_that_cannot_be_compiled_fails_the_build(tmp_path: Path) -> None:
