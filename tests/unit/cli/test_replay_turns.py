@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from base64 import b64encode
 from random import Random
 from typing import Any
-from zlib import crc32
 
 import pytest
 
 from extproc.apis import conversation
 from extproc.cli.main import main
 from extproc.detectors import digests
-from extproc.detectors.digests import DigestReader
+from extproc.detectors.digests import DigestReader, seal_digest
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from tests.support.documents import bundle, policy
@@ -193,21 +191,27 @@ def test_logs_of_two_replicas_may_be_read_in_any_order(monkeypatch: pytest.Monke
     assert compare(one.judged, found[1::2]) == []
 
 
+def follow_nothing(text: str) -> str:
+    """A digest of a whole list, of which the flags say that its place follows that of an earlier one."""
+    data = bytearray(unpack(text)[:-4])
+    data[1] |= 128
+    return seal_digest(bytes(data))
+
+
 def test_damaged_digests_are_named() -> None:
     """Cut, changed, made up: each is a problem of its line and counts nothing; no error is raised."""
     recorder = Recorder(ONE)
-    for times in range(3):
-        text = recorder.send(as_chat(loop(times)), x_user_id="ann")["turns"]
+    texts = [recorder.send(as_chat(loop(times)), x_user_id="ann")["turns"] for times in range(3)]
+    text = texts[-1]
     record = json.loads(recorder.lines[-1])["loop_record"]
     random = Random(3)
-    forged = ["", "!", "A", text[:-4], text + "AAAA", "AWAA", "é", "A" * 9_000]
+    forged = ["!", "A", text[:-4], text + "AAAA", "AWAA", "é", "A" * 9_000, follow_nothing(texts[0])]
     for _ in range(300):
         place = random.randrange(len(text))
         forged.append(text[:place] + random.choice("ABCDwxyz0189+/") + text[place + 1 :])
         data = bytearray(unpack(text)[:-4])
         data[random.randrange(len(data))] = random.randrange(256)
-        checked = bytes(data) + crc32(data).to_bytes(4, "big")
-        forged.append(b64encode(checked).decode())
+        forged.append(seal_digest(bytes(data)))
     replay = Replay(ONE)
     replay.add(recorder.lines[:-1])
 
