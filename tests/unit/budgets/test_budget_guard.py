@@ -10,6 +10,8 @@ import pytest
 from extproc.budgets.guard import BudgetRule
 from extproc.budgets.rule_keys import Rule
 from extproc.ext_proc.stream import Stream
+from extproc.metrics import Metrics
+from extproc.store.memory import MemoryStore
 from extproc.store.rules.budget import Take
 from extproc.store.scripts import take_call
 from tests.support.budget_policies import CHAT, NOON, REJECT, ask, bucket, chat, limited, refused, rule, serve, warning_of
@@ -65,17 +67,34 @@ def test_what_is_told_is_true_for_every_caller_and_second() -> None:
     """Answers with the same numbers are kept, and more of them are told here than are kept."""
     service, clock = serve(limited(rule("cost_based", budget=400, period="1h", staged_actions=REJECT)))
 
+    seconds = 3_600
     for spent in range(1, 400):
-        clock.now += 1_000
         for caller in ("a", "b"):
+            clock.now += 1_000
+            seconds -= 1
             told = metadata_of(ask(service, caller))
             assert told == {
                 "ratelimit_limit": "400",
                 "ratelimit_remaining": f"{400 - spent}",
-                "ratelimit_reset": f"{3_600 - spent}",
-                "ratelimit": f'"p";r={400 - spent};t={3_600 - spent}',
+                "ratelimit_reset": f"{seconds}",
+                "ratelimit": f'"p";r={400 - spent};t={seconds}',
                 "budget_rule": told["budget_rule"],
             }
+
+
+def test_what_a_share_allowed_is_not_told_of_the_whole() -> None:
+    """The store is back, and as much is left, for as long, as of the replica's share before."""
+    service, clock = serve(limited(rule("cost_based", budget=15, period="1d", staged_actions=REJECT)))
+    shared, service.counting._local = service.counting.store, MemoryStore(Metrics(), clock=clock)
+    service.counting.store, service.counting.replicas = FailingStore(), 3
+
+    alone = metadata_of(ask(service))
+    service.counting.store = shared
+    together = [metadata_of(ask(service)) for _ in range(11)][-1]
+
+    numbers = [(told["ratelimit_limit"], told["ratelimit_remaining"]) for told in (alone, together)]
+    assert numbers == [("5", "4"), ("15", "4")]
+    assert alone["ratelimit_reset"] == together["ratelimit_reset"]
 
 
 def test_what_the_script_of_a_fixed_cost_takes_is_prepared() -> None:

@@ -11,7 +11,7 @@ import pytest
 from extproc.apis import conversation
 from extproc.cli.main import main
 from extproc.detectors import digests
-from extproc.detectors.digests import DigestReader, seal_digest
+from extproc.detectors.digests import DamagedDigestError, DigestReader, seal_digest
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
 from tests.support.documents import bundle, policy
@@ -117,6 +117,16 @@ def test_no_text_of_a_request_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["tenants"] == record["tenants"]
 
 
+def test_callers_of_one_head_are_recorded_each() -> None:
+    """They differ in the body only, so the rest of their records is written once."""
+    recorder = Recorder(policy("p", ANY, limit_keys=["body:/user"]))
+
+    records = [recorder.send({"user": user, "messages": []}) for user in ("ann", "bob", "ann")]
+
+    callers = [record["tenants"] for record in records]
+    assert callers[0] == callers[2] != callers[1]
+
+
 def list_hashes(record: dict[str, Any]) -> list[bytes]:
     """The hashes in a record's digest of turns."""
     turns = DigestReader(1).read(record["turns"]).turns
@@ -205,7 +215,7 @@ def test_damaged_digests_are_named() -> None:
     text = texts[-1]
     record = json.loads(recorder.lines[-1])["loop_record"]
     random = Random(3)
-    forged = ["!", "A", text[:-4], text + "AAAA", "AWAA", "é", "A" * 9_000, follow_nothing(texts[0])]
+    forged = ["!", "A", text[:-4], text + "AAAA", "AWAA", "é", "A" * 9_000, "A" * 40]
     for _ in range(300):
         place = random.randrange(len(text))
         forged.append(text[:place] + random.choice("ABCDwxyz0189+/") + text[place + 1 :])
@@ -221,6 +231,8 @@ def test_damaged_digests_are_named() -> None:
     kinds = {kind for kind, _ in replay.problems}
     assert kinds <= {"damaged_turns", "earlier_turns", "unrecorded_turns", "other_settings"}
     assert [kind for kind, _ in replay.problems[:8]] == ["damaged_turns"] * 8
+    with pytest.raises(DamagedDigestError):
+        DigestReader(1).read(follow_nothing(texts[0]))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -72,6 +74,19 @@ def test_notes_say_what_comes_next() -> None:
     assert "An earlier note said so" not in first
     assert "An earlier note said so, and nothing has changed." in second
     assert "At the next repetition, all tools are taken away." in second
+
+
+@pytest.mark.sources  # compiled classes keep their methods
+def test_an_edit_costs_its_tenant_little_however_long_other_processes_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an edit waits for the processor, the clock goes on."""
+    service, spent = make_service(policy("p", ANY, **LADDER)), list[float]()
+    monkeypatch.setattr("extproc.ext_proc.changes.changes.perf_counter", partial(next, count(0, 10)))
+    monkeypatch.setattr(service.budget, "allows", lambda *_, **__: True)
+    monkeypatch.setattr(service.budget, "spend", lambda _, seconds, **__: spent.append(seconds))
+
+    steered(ask(service, looping(3)))
+
+    assert max(spent) == 0.05
 
 
 @pytest.mark.parametrize("api", sorted(DECLARED))

@@ -105,6 +105,21 @@ def test_callers_are_listed_tightest_first() -> None:
     assert len(made.report(limit=1)["budgets"]) == 1
 
 
+def test_a_caller_whose_row_was_dropped_has_one_again() -> None:
+    """Rows are dropped when there are too many; what is remembered of their keys brings none back."""
+    made = Operated(limited(daily()))
+    ask(made.service, "ann")
+    for number in range(MAX_ROWS):
+        ask(made.service, f"{number}")
+
+    ask(made.service, "ann")
+
+    rows = made.service.reporter.budgets.copy()
+    assert len(rows) == MAX_ROWS
+    assert [row.requests for row in rows[-2:]] == [1, 1]
+    assert made.report()["budgets"][0]["used"] == 2
+
+
 def test_an_empty_report_says_why() -> None:
     """No budget, no caller yet, or none that is asked for."""
     made = Operated(limited(daily()))

@@ -64,11 +64,11 @@ def test_no_body_no_query_no_descriptors() -> None:
 
 def test_query_is_decoded_sorted_and_encoded() -> None:
     """`+` and %20 are the same space, blanks stay, reserved characters are encoded, pairs are sorted."""
-    request = HttpRequest("GET", "/p%20q|r?b=2&a=x+y&c&a=%7C%3d%26%25&&b=1")
+    request = HttpRequest("GET", "/p%20q|r?b=2&a=x+y&c&a=%7C%3d%26%25&&b=1&d=e=f")
 
     made = compose(write_head("GET", request.path, write_query(request.read_query())), NO_BODY, "")
 
-    assert made == "GET|/p%2520q%7Cr|a=x y&a=%7C%3D%26%25&b=1&b=2&c=|00000000"
+    assert made == "GET|/p%2520q%7Cr|a=x y&a=%7C%3D%26%25&b=1&b=2&c=&d=e%3Df|00000000"
 
 
 def test_the_digest_names_crc_and_check() -> None:
