@@ -261,14 +261,11 @@ class KnownMessages:
         pieces: the bytes from the assistant's first message to the end of the newest message.
         transcript: what `chain.py` reads in all of them; None if unknown.
         beside: what the body has beside them; None only while they are read.
-        digests: what `digests.py` has recorded of an earlier body, or of this one; None for nothing.
-        same: number of messages that are the same there, from the first one on.
-        counted: what `call_digests.py` has recorded of an earlier body, or of this one; None for nothing.
     """
 
     __slots__ = (
-        "actions", "beside", "counted", "digests", "ends", "head", "pieces", "results", "said", "same", "serials", "shown",
-        "speakers", "starts", "transcript",
+        "actions", "beside", "ends", "head", "pieces", "results", "said", "serials", "shown", "speakers", "starts",
+        "transcript",
     )  # fmt: skip
 
     def __init__(self, earlier: KnownMessages | None, count: int) -> None:
@@ -285,9 +282,6 @@ class KnownMessages:
         self.serials: list[int] = earlier.serials[:count] if earlier is not None else []
         self.pieces: list[_Piece] = []
         self.transcript: Any = None
-        self.digests: Any = None if earlier is None else earlier.digests
-        self.counted: Any = None if earlier is None else earlier.counted
-        self.same: int = 0 if earlier is None else min(count, earlier.same)
 
     def add(self, raws: list[Raw], shape: Shape, earlier: KnownMessages | None, first: int) -> list[Any]:
         """Add new messages. Those that are equal to an earlier body's, with the same index, show what they showed there.

@@ -10,7 +10,6 @@ from extproc.detectors.chain import ChainPlace
 from extproc.detectors.keys import LoopKeys, SimilarityKeys
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document
-from extproc.request.hash_key import HashKey
 from extproc.request.quoting import quote
 
 _SEPARATORS: Final = bytes.maketrans(b"\xfe\xff", b"\n|")
@@ -135,22 +134,6 @@ class Similarity:
     def find_failure(self, document: Document) -> ToolFailure | None:  # noqa: ARG002  # subclasses read it
         """The failure that a loop repeats, to recognize the same incident in other sessions; None if no tool is to blame."""
         return None
-
-    @property
-    def shape(self) -> bytes:
-        """The settings on which digests of what it compares depend, see `digests.py`; empty if it has no digests."""
-        return b""
-
-    def write_digest(self, document: Document, key: HashKey, memory: Memory | None, most: int) -> str:
-        """The digest of a document that was compared.
-
-        Args:
-            document: the body, or an excerpt of it.
-            key: for its hashes.
-            memory: the result of `compare_in_session`.
-            most: maximum length of a body to inspect, in bytes.
-        """
-        raise NotImplementedError
 
     def show(self, document: Document) -> list[str]:  # noqa: ARG002  # subclasses read it
         """What is compared, as lines for people.

@@ -128,17 +128,6 @@ class ChainPlace:
         self.parent = digest(way[:-_ID], _ID) if count else b""
         self.before = digest(_SUFFIX + way[-3 * _ID : -_ID], _ID) if count > 2 else b""  # noqa: PLR2004  # two and the newest
 
-    @classmethod
-    def restore(cls, node: bytes, parent: bytes, own: bytes, before: bytes, depth: int) -> ChainPlace:
-        """A place with these attributes."""
-        place = cls(b"", ())
-        place.node, place.parent, place.own, place.before, place.depth = node, parent, own, before, depth
-        return place
-
-    def follows(self, other: ChainPlace | None) -> bool:
-        """Whether this is the place of a request with one more assistant message."""
-        return other is not None and other.node == self.parent and other.own == self.before
-
     def identify(self, kind: int) -> bytes:
         """8 bytes that distinguish the request from others of its conversation; `kind` is below 256."""
         return bytes((kind,)) + self.node[9:]

@@ -33,7 +33,6 @@ from typing import Final, Generic, TypeVar
 from extproc.apis import open_conversation
 from extproc.decision import WEAK, Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
-from extproc.detectors.chain import ChainPlace
 from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find_extra, find_similar_error
 from extproc.detectors.nesting import count_nested
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
@@ -115,7 +114,6 @@ class History(Newest[AnyTurn]):
         again: places of turns that equal the newest one, among the first `compared` turns.
         compared: number of turns that were compared with the newest one, including itself.
         reading: reads the turns of a request; None for other turns.
-        place: its place in the chain, if there is no reading; None if unknown.
     """
 
     def __init__(
@@ -127,15 +125,9 @@ class History(Newest[AnyTurn]):
         self.again: list[int] = []
         self.compared = 1
         self.reading = reading
-        self.place: ChainPlace | None = None
         self._since: int | None = None
         self.elsewhere = elsewhere
         self.after = after
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        """The names of arguments that are thoughts to its reading."""
-        return self.reading.ignored if self.reading is not None else THOUGHTS
 
     def count_nested(self) -> tuple[int, bytes]:
         """How often the user's newest message begins with the same words, and their digest; see `nesting.py`."""
@@ -299,9 +291,6 @@ class TurnRule:
         Raises:
             NotCounted: there is no conversation, or it cannot be read.
         """
-        if document.recorded is not None:
-            recorded: History = document.recorded.open_history(self._ignored, named=self._limits.names_any)
-            return recorded
         conversation = open_conversation(document)
         reading = Reading(conversation, document, self._ignored)
         turns = reading.read_turns()
@@ -311,8 +300,6 @@ class TurnRule:
         if conversation.before.in_words:
             newest = history.at(0)
             history.elsewhere = newest is None or not newest.known
-        if document.histories is not None:
-            document.histories.append(history)
         return history
 
     def find_loop(self, history: History) -> Repeat | None:

@@ -56,7 +56,6 @@ class ToolLimits:
 
     Attributes:
         default: the limit of tools without an entry.
-        names_any: some tool has an entry.
         lowest: the lowest threshold.
         widest: the widest window, in calls.
     """
@@ -64,7 +63,6 @@ class ToolLimits:
     def __init__(self, threshold: int, tools: dict[str, Limit] | None = None, window_calls: int = 0) -> None:
         """Names in `tools` may contain `*` for anything; an exact name comes first, then the first pattern that matches."""
         self._tools = tools or {}
-        self.names_any = bool(self._tools)
         self.default = Limit(threshold, window_calls=window_calls)
         self.lowest = min([threshold, *[limit.threshold for limit in self._tools.values()]])
         self.widest = max([window_calls, *[limit.window_calls for limit in self._tools.values()]])

@@ -230,13 +230,9 @@ class KnownResult:
         result_id: as in `Turn`.
         raw: as in `Reduced`.
         normalized: as in `Reduced`, of a normalized result.
-        context: on what the entry depends besides the messages; None if there is no entry.
-        entry: of the turn, as `digests.py` has recorded it.
     """
 
     __slots__ = (
-        "context",
-        "entry",
         "escapes",
         "failure",
         "failure_id",
@@ -281,8 +277,6 @@ class KnownResult:
         self.result_id: bytes | None = None
         self.raw: bytes | None = None
         self.normalized: bytes | None = None
-        self.context: object = None
-        self.entry = b""
 
     def is_of(self, known: KnownMessages, place: int, end: int, ignored: frozenset[str]) -> bool:
         """Whether it is of the turn with these messages. The assistant's is known to be the same."""
@@ -395,11 +389,6 @@ class Turn:
         self._failure_id: bytes | None = None
         self._returned = False
         self._ids: set[str] = set()
-
-    @property
-    def known_result(self) -> KnownResult | None:
-        """What is kept of the result for later requests, or was; None if nothing is, or if it was not read yet."""
-        return self._kept
 
     @property
     def answered(self) -> bool:

@@ -18,7 +18,6 @@ from extproc.decision import WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFa
 from extproc.detectors.arguments import share_names
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
-from extproc.detectors.digests import find_shape, write_digest
 from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, follow
@@ -27,7 +26,6 @@ from extproc.detectors.turn import MISSING, Turn
 from extproc.logs import escape_controls
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted
-from extproc.request.hash_key import HashKey
 from extproc.request.quoting import quote_all
 
 MAX_THRESHOLD = 8
@@ -85,7 +83,6 @@ class Turns(HistorySimilarity):
 
     def __init__(self, keys: SimilarityKeys) -> None:
         self.ignored = share_names(frozenset(keys.ignore_arguments))
-        self._shape = find_shape(self.ignored)
         rules = [self._make_rule(step, notes=place == 0) for place, step in enumerate(keys.list_steps(self.default_threshold))]
         self.rule = rules[0]
         self._rules = list(enumerate(rules))[::-1]
@@ -144,7 +141,7 @@ class Turns(HistorySimilarity):
             if history.elsewhere or (kept is not None and kept.in_text)
             else find_place(history.reading.conversation, prefilled=kept is not None and kept.place > 0)
             if history.reading is not None
-            else history.place
+            else None
         )
         if kept is None:
             begins = place is not None and not place.parent
@@ -268,17 +265,6 @@ class Turns(HistorySimilarity):
             return super().advise(outcome, method, path)
         what, _ = _explain(repeat)
         return Advice(f"{what}. {_WIDESPREAD}", repeat.reason.strip(), _WAIT, _FAILING)
-
-    @property
-    def shape(self) -> bytes:
-        """See `Similarity`."""
-        return self._shape
-
-    def write_digest(self, document: Document, key: HashKey, memory: Memory | None, most: int) -> str:
-        """See `Similarity`."""
-        found = [history for history in document.histories or () if history.ignored is self.ignored]
-        limit = most if document.shortened else 0
-        return write_digest(found, self._shape, key, memory, len(document), limit)
 
     @staticmethod
     def find_errors(loop: dict[str, Any], place: Place) -> Iterator[tuple[Place, str]]:

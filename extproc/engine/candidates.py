@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from extproc.apis import LIST_PATHS, may_declare
-from extproc.apis.conversation import Conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.apis.usage import LONGEST_MODEL, find_model
 from extproc.budgets.guard import BudgetGuard
 from extproc.decision import Outcome, Repeat, Subject
 from extproc.detectors.base import Memory
 from extproc.detectors.chain import ChainPlace, read_place
-from extproc.detectors.digests import NOT_RECORDED, Digest, RecordedDocument
 from extproc.engine.orders import (
     ALLOW,
     BLOCK,
@@ -49,9 +47,7 @@ from extproc.request.fingerprint import (
     write_head,
     write_query,
 )
-from extproc.request.hash_key import HashKey
 from extproc.request.http import HttpRequest, cut_text
-from extproc.sessions.call_digests import INSPECT_LIMIT, UNKNOWN, KnownLedger, ShownCalls
 from extproc.sessions.history import read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
@@ -62,7 +58,6 @@ from extproc.store.rules.budget import Taken
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import (
-    KILLED_BY_ERRORS,
     LIMITS,
     OFFERS_NONE,
     Settlement,
@@ -126,73 +121,6 @@ CALLS: Final = _Calls()
 """Makes names for calls."""
 
 
-class RecordedBody:
-    """What was recorded of a request's body.
-
-    Attributes:
-        tenants: hashes of callers, as they were live, by the caller's descriptors.
-        sessions: names of sessions, by `SessionNames.id`.
-        digests: digests of turns by `Digest.shape`, or under an empty key the reason why there are none.
-        shown: what it shows to session limits, or why that is not known; None if it was not recorded.
-        ends: the log says how requests ended, so money and failures of sessions can be added up.
-    """
-
-    __slots__ = ("digests", "ends", "sessions", "shown", "tenants")
-
-    def __init__(
-        self,
-        sessions: dict[str, str],
-        digests: dict[bytes, Digest | NotCounted],
-        shown: ShownCalls | NotCounted | None,
-        *,
-        ends: bool,
-    ) -> None:
-        self.ends = ends
-        self.tenants: dict[str, str] = {}
-        self.sessions = sessions
-        self.digests = digests
-        self.shown = shown
-
-    def find_other_key(self, limiter: SessionGuard) -> str:
-        """The keys of a session guard whose values differ from the recorded ones; empty for none."""
-        shown = self.shown
-        if not isinstance(shown, ShownCalls):
-            return ""
-        if limiter.names.id not in self.sessions:
-            return "session.keys"
-        if limiter.needs_answers and limiter.shape not in shown.ledgers and not self.ends:
-            return "session, prices and unknown_model"
-        return "max_inspect_bytes" if shown.is_too_long and shown.size <= limiter.max_inspect_bytes else ""
-
-    def show_calls(self, limiter: SessionGuard) -> ShownCalls | None:
-        """What it shows to a session guard; None if that was not recorded.
-
-        Raises:
-            NotCounted: what this guard counts is not known.
-        """
-        shown = self.shown
-        if shown is None:
-            return None
-        if isinstance(shown, NotCounted):
-            raise shown.renew()
-        if self.find_other_key(limiter) or (shown.hides and not limiter.has_plain_tools):
-            raise NotCounted(NOT_RECORDED)
-        if not shown.unreadable and shown.size > limiter.max_inspect_bytes:
-            return ShownCalls(NO_CALLS, None, shown.size, INSPECT_LIMIT)
-        return shown
-
-    def find_session(self, names: SessionNames) -> str:
-        """See `SessionNames.find`.
-
-        Raises:
-            NotCounted: the session was not looked for in these places.
-        """
-        found = self.sessions.get(names.id)
-        if found is None and b"" not in self.digests:
-            raise NotCounted(NOT_RECORDED)
-        return found or ""
-
-
 class RequestBody:
     """A request's body and what is derived from it, for all candidates that read it.
 
@@ -206,7 +134,6 @@ class RequestBody:
         unreadable: why not.
         excerpt: of a body that is too long to inspect, else None.
         scope: attachment name.
-        recorded: what was recorded of it, if the request is replayed without its body.
         changing: (policy, limit key) of values just found to change with every request, so that they name no session.
     """
 
@@ -225,7 +152,6 @@ class RequestBody:
         "changing",
         "document",
         "excerpt",
-        "recorded",
         "request",
         "scope",
         "sums",
@@ -238,7 +164,7 @@ class RequestBody:
         self._names = ("", "", "", "")
         self._values: Sequence[str] | None = None
         self._looked: Document | None = None
-        self._looked_in: tuple[str, tuple[str, ...]] = ("", ())
+        self._looked_in: tuple[bool, tuple[str, ...], tuple[str, ...]] = (False, (), ())
         self._placed: Document | None = None
         self._place: ChainPlace | None = None
         self._session = ""
@@ -250,7 +176,6 @@ class RequestBody:
         self.document = document
         self.unreadable = unreadable
         self.excerpt: Document | None = None
-        self.recorded: RecordedBody | None = None
         self.scope = scope
 
     @property
@@ -268,24 +193,18 @@ class RequestBody:
             composite = compose(self.head, sums, caller)
             fingerprint, check = digest(composite, sums)
             self._sums, self._caller = sums, caller
-            recorded = self.recorded.tenants.get(caller) if self.recorded is not None else None
-            self._names = composite, fingerprint, check, hash_tenant(caller) if recorded is None else recorded
+            self._names = composite, fingerprint, check, hash_tenant(caller)
         return self._names
 
     def find_tenant(self, caller: str) -> str:
         """Hash of the caller's descriptors."""
         tenant = self._names[3]
-        if tenant and caller == self._caller:
-            return tenant
-        recorded = self.recorded.tenants.get(caller) if self.recorded is not None else None
-        return hash_tenant(caller) if recorded is None else recorded
+        return tenant if tenant and caller == self._caller else hash_tenant(caller)
 
     def find_session(
         self, names: SessionNames, values: Sequence[str], document: Document | None, plan: Plan, caller: str
     ) -> str:
         """See `SessionNames.find`."""
-        if self.recorded is not None and self.recorded.digests and names is plan.rings:
-            return self.recorded.find_session(names)
         if values is not self._values or document is not self._looked:
             looked = document is self._looked and names.looks_in == self._looked_in and values == self._values
             name = self._session if looked else names.find(values, document)
@@ -316,18 +235,9 @@ class RequestBody:
             return document
         if ends and document is not None and most != self._most:
             self.excerpt, self._most = make_excerpt(Excerpt(LIST_PATHS, most), bytes(document)), most
-            if self.excerpt is not None and document.histories is not None:
-                self.excerpt.histories = []
         if ends and self.excerpt is not None and len(self.excerpt) <= most:
             return self.excerpt
         raise NotCounted(self.unreadable if document is None else "inspect_limit")
-
-    def open_for(self, detector: Detector) -> Document:
-        """The document for a detector, also a recorded one; see `open`."""
-        similarity, most = detector.similarity, detector.max_inspect_bytes
-        if self.recorded is not None and self.recorded.digests and similarity.shape:
-            return RecordedDocument(self.recorded.digests, most)
-        return self.open(most, ends=similarity.reads_ends)
 
 
 def make_excerpt(excerpt: Excerpt, data: bytes | memoryview) -> Document | None:
@@ -607,10 +517,7 @@ class LoopCandidate(Candidate):
         if not detector.needs_body:
             sums = NO_BODY
         elif detector.looks:
-            if body.recorded is None:
-                document = body.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends)
-            else:
-                document = body.open_for(detector)
+            document = body.open(detector.max_inspect_bytes, ends=detector.similarity.reads_ends)
             sums = self._compare(body, document) if not document.shortened else self._compare_excerpt(body, document)
         self.body_crc32 = sums.crc32
         self.composite, self.fingerprint, check, self.tenant = body.name(sums, self.caller)
@@ -661,16 +568,6 @@ class LoopCandidate(Candidate):
             counted.append((LOG if hit.window_type == "sliding_log" else TALLY, hit.key))
         return counted
 
-    @property
-    def looks_for_session(self) -> bool:
-        """Whether the request's session is looked for."""
-        return self.detector.similarity.remembers and not self.is_anonymous
-
-    def write_digest(self, document: Document, key: HashKey) -> str:
-        """See `Similarity`, for a document that was compared."""
-        detector = self.detector
-        return detector.similarity.write_digest(document, key, self.memory, detector.max_inspect_bytes)
-
     def _compare(self, body: RequestBody, document: Document) -> Body:
         """Look into the body; returns the sums of what is compared in its place."""
         similarity, rings = self.detector.similarity, self.plan.rings
@@ -717,8 +614,6 @@ class SessionCandidate(Candidate):
         narrowing: what the request must no longer offer, None for nothing.
         unreadable: why the body could not be searched for calls, empty if it could.
         agent: of the session, as the head names it.
-        named: what names the session; empty if only the store knows its name.
-        place: of the request in the chain, if nothing else names its session; else None.
         agent_name: hash of the agent's name, 16 hex digits; empty for the session itself.
         parent_name: the same for the agent that started it.
     """
@@ -742,10 +637,8 @@ class SessionCandidate(Candidate):
         "calls",
         "limiter",
         "model",
-        "named",
         "narrowing",
         "parent_name",
-        "place",
         "reserve",
         "standing",
         "unreadable",
@@ -764,8 +657,7 @@ class SessionCandidate(Candidate):
         self.narrowing: Narrowing | None = None
         self.unreadable = ""
         self.agent = NO_AGENT
-        self.agent_name = self.parent_name = self.named = ""
-        self.place: ChainPlace | None = None
+        self.agent_name = self.parent_name = ""
         self._grants = NO_GRANTS
         self._limits = limiter.limits
         self._agent_limits = NO_LIMITS
@@ -800,15 +692,15 @@ class SessionCandidate(Candidate):
         self._body = body
         if self._standing is not None:
             self.name_request()
-        recorded = body.recorded.show_calls(self.limiter) if body.recorded is not None else None
-        document = self._open(body) if recorded is None else None
+        document = self._open(body)
         name = "" if self.is_anonymous else self._find_name(body, document)
         place = None
-        if not name and not self.is_anonymous and not self.waits:
-            place = self.place = _find_place(body, document, recorded)
+        if not name and not self.is_anonymous and not self.waits and document is not None:
+            place = body.find_place(document)
         if place is None and not self.waits:
             self._name_session(name)
-        self._read_calls(document, recorded)
+        if document is not None:
+            self._read_calls(document)
         self.call = CALLS.name()
         self.model = cut_text(find_model(body.request.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or _ANSWER)
@@ -861,14 +753,7 @@ class SessionCandidate(Candidate):
 
     def _find_name(self, body: RequestBody, document: Document | None) -> str:
         """The name of the request's session, empty for none, or if only the store knows it."""
-        names, recorded = self.limiter.names, body.recorded
-        if recorded is None or recorded.shown is None:
-            name = body.find_session(names, self._in_head, document, self.plan, self.caller)
-        elif self.agent is NO_AGENT:
-            name = recorded.sessions[names.id]
-        else:  # as its agents are named: by what was recorded of headers
-            name = names.find(self._in_head, None)
-        self.named = name
+        name = body.find_session(self.limiter.names, self._in_head, document, self.plan, self.caller)
         return name if not name or self.agent is NO_AGENT else self._find_root(name, body.scope)
 
     def _find_root(self, name: str, scope: str) -> str:
@@ -1053,34 +938,6 @@ class SessionCandidate(Candidate):
         body = self._body
         return body.document if self._nameless and body is not None else None
 
-    def describe_shown(self) -> ShownCalls | None:
-        """What the request shows to the guard, to be recorded; None if it was not asked about the body."""
-        body = self._body
-        if body is None:
-            return None
-        size = body.sums.length
-        if not self.unreadable and body.document is not None:
-            size = len(body.document)
-        elif self.unreadable and body.document is not None and len(body.document) <= self.limiter.max_inspect_bytes:
-            size = 0  # it was not the length
-        return ShownCalls(self.calls, self.place, size, self.unreadable)
-
-    def describe_ledger(self) -> KnownLedger:
-        """What the session's ledger said before it counted the request."""
-        standing, limiter = self.standing, self.limiter
-        if standing is None or self._stopped:
-            return KnownLedger(limiter.shape, UNKNOWN)
-        reserved = standing.reserved if standing.limit else standing.reserved - standing.used
-        ended = max(limiter.limits.errors, 0) if standing.killed == KILLED_BY_ERRORS else 0
-        errors = standing.consecutive_errors
-        return KnownLedger(limiter.shape, standing.cost, reserved, errors, ended, shared=standing.shared)
-
-    @property
-    def known_messages(self) -> Any:  # noqa: ANN401  # KnownMessages
-        """The cache entry of the body's messages; None if they are not cached."""
-        document = self._body.document if self._body is not None else None
-        return document.conversation.known if document is not None and isinstance(document.conversation, Conversation) else None
-
     def _open(self, body: RequestBody) -> Document | None:
         """The document, None where it cannot be read."""
         try:
@@ -1089,21 +946,10 @@ class SessionCandidate(Candidate):
             self.unreadable = why.reason
             return None
 
-    def _read_calls(self, document: Document | None, recorded: ShownCalls | None) -> None:
+    def _read_calls(self, document: Document) -> None:
         """Look for calls."""
-        if recorded is not None:
-            self.calls, self.unreadable = recorded.history, recorded.unreadable
-        if document is None:
-            return
         try:
             self.calls = read_tool_calls(document)
         except NotCounted as why:
             hides = document.may_be_json() if isinstance(why, NotJson) else why.reason not in _NO_HISTORY
             self.unreadable = why.reason if hides else ""
-
-
-def _find_place(body: RequestBody, document: Document | None, recorded: ShownCalls | None) -> ChainPlace | None:
-    """The place in the chain of a request that names no session."""
-    if document is not None:
-        return body.find_place(document)
-    return recorded.place if recorded is not None else None

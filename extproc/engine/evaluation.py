@@ -20,7 +20,6 @@ from extproc.apis.excerpt import Excerpt
 from extproc.budgets.guard import BUDGET
 from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, ToolFailure, decide
 from extproc.detectors.causes import Cause, find_cause
-from extproc.detectors.digests import write_missing
 from extproc.detectors.own_answers import leave_out_answers
 from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.engine.budget_plan import BudgetPlan
@@ -31,7 +30,6 @@ from extproc.engine.candidates import (
     Candidate,
     Kept,
     LoopCandidate,
-    RecordedBody,
     RequestBody,
     SessionCandidate,
     make_excerpt,
@@ -57,10 +55,6 @@ from extproc.store.rules.windows import UNCOUNTED
 
 _NO_SESSIONS: Final[list[SessionCandidate]] = []
 _NO_BUDGETS: Final[list[BudgetCandidate]] = []
-_NONE_UNREAD: Final[list[tuple[LoopCandidate, str]]] = []
-
-_WITH_HISTORY: Final = frozenset({"", "no_history"})
-"""Reasons, or none, with which the turns that a body shows have been read."""
 
 _MANY_OBJECTS: Final = 32_768
 """A body of this many bytes may contain so many objects that garbage collection takes long."""
@@ -87,7 +81,6 @@ class CandidateGroup:
         budgets: the candidates that limit what callers use, including those left out.
         contradicted: policies with a detector for which headers contradict the body.
         changing: (policy, limit key) of values just found to change with every request, so that they name no session.
-        unread: detectors that could not count the request because of its body, each with the reason.
         spared: outcomes that an operator's order to allow the request has prevented.
     """
 
@@ -105,7 +98,6 @@ class CandidateGroup:
         "sessions",
         "shadow",
         "spared",
-        "unread",
     )
 
     def __init__(self, *, shadow: bool) -> None:
@@ -121,7 +113,6 @@ class CandidateGroup:
         self.sessions = _NO_SESSIONS
         self.budgets = _NO_BUDGETS
         self.spared: list[Outcome] = []
-        self.unread = _NONE_UNREAD
         self.contradicted: list[str] = []
 
     @property
@@ -240,8 +231,6 @@ class CandidateGroup:
                 candidate.read_body(body, self.missing)
             except NotCounted as why:
                 self._drop(candidate, why.reason)
-                if isinstance(candidate, LoopCandidate):
-                    self.unread = [*self.unread, (candidate, why.reason)]
             except Exception as error:  # noqa: BLE001  # an error affects only this candidate
                 self.failures.append((candidate.plan.id, error))
             else:
@@ -402,8 +391,6 @@ class Evaluation:
         counts_failed: it stays counted if its upstream fails.
         failure: how its conversation's tool fails, once that has been looked for; None if it does not.
         fails_for_many: that tool fails in this way for many sessions.
-        records: digests of what its body shows are to be recorded.
-        recorded: what was recorded of its body, if it is replayed without it; else None.
         conversation_key: where it has been reported as part of a looping conversation; empty if it has not.
     """
 
@@ -431,8 +418,6 @@ class Evaluation:
         "plain",
         "plans",
         "reads_ends",
-        "recorded",
-        "records",
         "request",
         "sessions",
         "settles",
@@ -466,8 +451,6 @@ class Evaluation:
         self.fails_for_many = False
         self.conversation_key: tuple[str, ...] = ()
         self.plans: Sequence[Plan] = ()
-        self.records = False
-        self.recorded: RecordedBody | None = None
         self._key = key
         self._earlier: Evaluation | None = None
         self._last: Candidate | None = None
@@ -559,7 +542,7 @@ class Evaluation:
         watching.inspects, watching.reads_ends = self.inspects, self.reads_ends
         watching.settles = self.settles
         watching.paired, watching.counts_failed = self.paired, self.counts_failed
-        watching.plans, watching.records = self.plans, self.records
+        watching.plans = self.plans
         watching._earlier = self
         return watching
 
@@ -600,7 +583,7 @@ class Evaluation:
         if not (self.enforcing.candidates or self.shadow.candidates):
             return  # no candidate counts it, perhaps because its query would take too long to read
         self._body = RequestBody(self.request, sums, document, unreadable, self._scope)
-        self._body.excerpt, self._body.recorded = shortened, self.recorded
+        self._body.excerpt = shortened
         self._read_with(self.enforcing)
         if shadow:
             self._read_with(self.shadow)
@@ -627,7 +610,6 @@ class Evaluation:
         shortened = make_excerpt(excerpt, content)
         if shortened is not None:
             self.content, self.plain = bytes(shortened), shortened
-            shortened.histories = [] if self.records else None
         return shortened
 
     def _open_document(self, content: bytes | memoryview) -> tuple[Document | None, str]:
@@ -647,7 +629,6 @@ class Evaluation:
         elif text is content:
             self.document = document
         self.plain = document
-        document.histories = [] if self.records else None
         return document, ""
 
     def find_cause(self, repeat: Repeat | None, newer: int = 0) -> Cause | None:
@@ -716,35 +697,6 @@ class Evaluation:
         if withheld and self._body is not None:
             self._body.document, self._body.unreadable, self._body.excerpt = None, withheld, None
         self._read_with(self.shadow)
-
-    def write_digests(self, most: int) -> list[str]:
-        """What the body shows to detectors that have digests, once for each `shape`, at most this often; see `digests.py`."""
-        chosen: dict[bytes, tuple[LoopCandidate, str]] = {}
-        for candidate, reason in self.list_readers():
-            shape, memory = candidate.detector.similarity.shape, candidate.memory
-            if shape and (shape not in chosen or (memory is not None and memory.identity)):  # which not every policy needs
-                chosen[shape] = candidate, reason
-        written: list[str] = []
-        read: list[Document] = []
-        for candidate, reason in list(chosen.values())[:most]:
-            if self._body is None or reason not in _WITH_HISTORY:
-                written.append(write_missing(reason))
-                continue
-            read.append(self._body.open_for(candidate.detector))
-            written.append(candidate.write_digest(read[-1], self._key))
-        for document in read:
-            document.histories = None  # these refer to it
-        return written
-
-    def list_readers(self) -> list[tuple[LoopCandidate, str]]:
-        """The detectors that have read the body, or tried to, each with the reason why it does not count the request."""
-        readers: list[tuple[LoopCandidate, str]] = []
-        for group in self.groups:
-            for candidate in group.candidates:
-                if isinstance(candidate, LoopCandidate):
-                    readers.append((candidate, ""))  # noqa: PERF401  # compiled, as fast
-            readers += group.unread
-        return readers
 
     def _read_with(self, group: CandidateGroup) -> None:
         """Complete the fingerprints of a group when the body is open."""

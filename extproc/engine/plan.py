@@ -17,14 +17,13 @@ from extproc.detectors import Similarity, make_similarity
 from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.loops import REPEAT, RESULT
 from extproc.engine.budget_plan import BudgetPlan, PlannedRule
-from extproc.engine.head_reads import HeadReads
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors, read_plainly
-from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf, identify_keys
+from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
 from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
@@ -393,7 +392,6 @@ class Plan:
         counts_failed: requests stay counted if their upstream fails.
         reads_ends: a detector reads an excerpt of a body that is too long to inspect.
         secrets: see `_list_secrets`.
-        callers: names the limit keys; see `identify_keys`.
         root_names: finds the session at the root of a request's agents.
     """
 
@@ -402,10 +400,8 @@ class Plan:
         "_bypass",
         "_descriptors",
         "_missing",
-        "_reads",
         "aliases",
         "budget",
-        "callers",
         "counts_failed",
         "detectors",
         "guards_strangers",
@@ -450,8 +446,6 @@ class Plan:
         self._missing = spec.missing_descriptor
         self.refuses_uncountable = spec.uncountable == "reject"
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
-        keys = [*self._descriptors, *[item for item, _ in self._body_descriptors]]
-        self.callers = identify_keys([part for key in keys for part in (key.name, *[each.key for each in key.list_sources()])])
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         missing = self._missing if self.tells_callers_apart else ""
         self.merges_strangers = missing == "share"
@@ -483,7 +477,6 @@ class Plan:
         self.inspects = max(looking, default=0)
         self.reads_ends = any(detector.similarity.reads_ends for detector in self.detectors)
         self.steers = max(steering, default=0)
-        self._reads: HeadReads | None = None
         self.ramp: Ramp | None = None
         self.watching: Plan | None = None
         if not shadow and spec.enforce_percent is not None and spec.enforce_percent < EVERYBODY:
@@ -657,18 +650,15 @@ class Plan:
             keys = [*keys, *self.rings.list_keys()]
         return [key.key for key in keys]
 
-    def list_reads(self) -> HeadReads:
-        """What the policy reads of a request's head."""
-        if self._reads is not None:  # with `--record`, each request asks
-            return self._reads
+    def list_reads(self) -> list[tuple[str, str]]:
+        """What the policy reads of a request's head beside its selector, as (source, argument) of limit keys, each once."""
         keys = [*self._descriptors, *(self.rings.list_keys() if self.rings is not None else ())]
         keys += [*self.limiter.names.list_keys(), *self.limiter.agent_names.list_keys()] if self.limiter is not None else []
         keys += self.ramp.descriptors if self.ramp is not None else ()
         keys += self.budget.list_reads() if self.budget is not None else []
         bypassing = [("header", entry.header) for entry in self._bypass if entry.header is not None]
         read = [part.key.partition(":") for key in keys for part in key.list_sources()]
-        self._reads = HeadReads(tuple(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing])))
-        return self._reads
+        return list(dict.fromkeys([*[(source, argument) for source, _, argument in read], *bypassing]))
 
     def read_body_descriptors(
         self, document: Document, values: list[tuple[str, str]], missing: list[tuple[str, str]]

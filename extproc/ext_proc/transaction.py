@@ -21,14 +21,7 @@ from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
 from extproc.engine.kill_switch import Switch
 from extproc.engine.orders import KILL
-from extproc.engine.recording import (
-    RequestRecord,
-    record_body,
-    record_callers,
-    record_calls,
-    record_head,
-    record_turns,
-)
+from extproc.engine.recording import record_body, record_head
 from extproc.ext_proc.answers.budgets import describe_budgets, write_budgets
 from extproc.ext_proc.answers.go_on import (
     LAST_HEADERS,
@@ -189,7 +182,7 @@ class Transaction:
         self._service = service
         self._content: bytes | memoryview | None = None  # of a request that may be edited
         self._unknown = ""  # why there is no content
-        self._record: RequestRecord | None = None  # the record of the request, as far as it is known
+        self._record: dict[str, Any] | None = None  # the record of the request, as far as it is known
         self._holding: str | None = None  # the tenant whose place this request takes
         self._held: Sequence[SessionCandidate] = ()  # sessions of a held request, until its answer is sent
         self._held_budgets: Sequence[BudgetCandidate] = ()  # likewise
@@ -211,7 +204,6 @@ class Transaction:
             service.reporter.coverage.unmatched += 1
         elif service.settings.record:
             self._record = record_head(request, facts, evaluation.plans, plain=service.reporter.show_callers)
-            evaluation.records = True
         return evaluation
 
     def kill(self, request: HttpRequest, switch: Switch) -> Reply | None:
@@ -270,8 +262,6 @@ class Transaction:
             evaluation.read_body(sums, reason, content)
         if evaluation.is_overridden and (blocked := self.block(evaluation)) is not None:
             return blocked
-        if self._record is not None:
-            self._record_read(self._record, evaluation)
         counting = self._service.counting
         counts = counting.count(evaluation.enforcing)
         shadow_counts = counting.count(evaluation.shadow) if evaluation.shadow.candidates else ()
@@ -291,27 +281,6 @@ class Transaction:
         sums = evaluation.sum_up(body)
         budget.spend(tenant, thread_time() - began, shadow=watches)
         return sums
-
-    def _record_read(self, record: RequestRecord, evaluation: Evaluation) -> None:
-        """Add what the body shows to the record. For large bodies, this counts as inspection."""
-        large = evaluation.size > _SMALL
-        began = thread_time() if large else 0.0
-        try:
-            if not self._service.reporter.show_callers:
-                record_callers(record, evaluation)
-            record_turns(record, evaluation)
-        except Exception as error:  # noqa: BLE001  # a record must not affect the request
-            self._service.reporter.report_failure("internal error, request not recorded completely", error)
-        if large:
-            watches = not evaluation.enforcing.inspects
-            self._service.budget.spend(evaluation.find_tenant(), thread_time() - began, shadow=watches)
-
-    def _record_calls(self, record: RequestRecord, evaluation: Evaluation, *, rejected: bool, refused: bool) -> None:
-        """Add what session limits have counted to the record."""
-        try:
-            record_calls(record, evaluation, self._service.key, rejected=rejected, refused=refused)
-        except Exception as error:  # noqa: BLE001  # a record must not affect the request
-            self._service.reporter.report_failure("internal error, request not recorded completely", error)
 
     def _inspect(
         self,
@@ -367,7 +336,6 @@ class Transaction:
     def _decide(self, kind: str, evaluation: Evaluation, counts: Counts, shadow_counts: Counts) -> Reply:
         service, sessions = self._service, evaluation.sessions
         decision = evaluation.decide(counts, shadow_counts)
-        rejected = self._record is not None and decision.action is Action.REJECT
         if decision.lead is not None or decision.shadow is not None:
             decision = service.reporter.weigh(evaluation, decision)
             if self.late:
@@ -377,9 +345,6 @@ class Transaction:
         changed = UNCHANGED
         if decision.steer is not None or (sessions and not self.late and (evaluation.is_narrowed or evaluation.asks_usage)):
             decision, changed = self._change(kind, evaluation, decision)
-        if self._record is not None and sessions:
-            refused = counts is None or evaluation.enforcing.forbidden is not None or decision.action is Action.REJECT
-            self._record_calls(self._record, evaluation, rejected=rejected, refused=refused)
         service.reporter.report(evaluation, decision)
         if evaluation.budgets:
             self._give_back_refused(evaluation, decision)

@@ -189,19 +189,15 @@ class Document:
     Attributes:
         conversation: the result of `open_conversation`, or its exception.
         shortened: older messages were left out.
-        histories: collects the turns that detectors read of it, to be recorded; None if nothing is recorded.
-        recorded: the turns of a recorded request, which has no other content; None for a body.
     """
 
-    __slots__ = ("_data", "_value", "conversation", "histories", "recorded", "shortened")
+    __slots__ = ("_data", "_value", "conversation", "shortened")
 
     def __init__(self, data: bytes | memoryview, *, shortened: bool = False) -> None:
         self._data = data if isinstance(data, bytes) else data.tobytes()
         self._value: Json = _MISSING  # or the exception in place of it
         self.conversation: Any = None
         self.shortened = shortened
-        self.histories: list[Any] | None = None
-        self.recorded: Any = None
 
     def __len__(self) -> int:
         """The body's length in bytes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from hashlib import blake2b
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
@@ -133,11 +132,6 @@ KEY_TAG, OBJECT_TAG = "(key)", "(first_of)"
 _is_object = Discriminator(lambda value: OBJECT_TAG if isinstance(value, dict | FirstOf) else KEY_TAG)
 CallerKey = Annotated[Annotated[LimitKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object]
 HeadCallerKey = Annotated[Annotated[HeadKey, Tag(KEY_TAG)] | Annotated[FirstOf, Tag(OBJECT_TAG)], _is_object]
-
-
-def identify_keys(keys: Iterable[object]) -> str:
-    """A hash of limit keys, 8 hex digits, by which records name them."""
-    return blake2b("\0".join(map(str, keys)).encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
 
 
 def list_sources(limit_keys: Iterable[str | FirstOf]) -> list[str]:

@@ -12,8 +12,6 @@ from msgspec import json
 from extproc.bounded import Memo
 from extproc.decision import Action, Advice, Framed, Outcome, Reason, RefusalForm
 from extproc.detectors.chain import ChainPlace, digest_tool
-from extproc.detectors.digests import is_plain_tool
-from extproc.detectors.turn import digest
 from extproc.request.fingerprint import sum_up
 from extproc.request.quoting import quote
 from extproc.sessions.history import RECORD, CallHistory
@@ -43,7 +41,6 @@ UNNAMED: Final = "unnamed"
 
 _MOST_SESSIONS: Final = 2**31
 _MOST_SHOWN: Final = 8
-_SHAPE: Final = 4
 _SHARED: Final = "shared"
 _NONE: Final = -1
 # Offsets in a record.
@@ -286,8 +283,6 @@ class SessionGuard:
         agent_names: finds the names of agents.
         agent_limits: limits of agents; None if there are none.
         roots: the roots of agents that name only their parents.
-        shape: digest of the settings on which a session's money depends, 4 bytes.
-        has_plain_tools: the names of all tools with limits of their own are recorded as they are.
     """
 
     __slots__ = (
@@ -308,7 +303,6 @@ class SessionGuard:
         "agent_names",
         "asks_usage",
         "gives_notice",
-        "has_plain_tools",
         "limits",
         "looks",
         "max_inspect_bytes",
@@ -323,7 +317,6 @@ class SessionGuard:
         "refuses_later",
         "roots",
         "shadow",
-        "shape",
         "similarity_name",
         "steer_note",
         "steers",
@@ -363,8 +356,6 @@ class SessionGuard:
         self.needs_answers = limits.needs_answers() or (unnamed is not None and unnamed.needs_answers())
         self.rates = make_rates(limits.prices, limits.unknown_model)
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
-        self.has_plain_tools = all(is_plain_tool(name) for name in limits.max_calls_per_tool)
-        self.shape = _find_shape(limits, session, names.id)
         self._listed = [*self._list_limits(self.limits), *_list_agent_limits(self.agent_limits or NO_LIMITS)]
         self._listed_unnamed = [] if self.unnamed is None else self._list_limits(self.unnamed)
         self._begun = self._narrow_tools(Standing(), self.limits, every=False)
@@ -652,13 +643,6 @@ class SessionGuard:
             None,
             Reason.SESSION_LIMIT_EXCEEDED,
         )
-
-
-def _find_shape(limits: SessionLimits, session: Session, names: str) -> bytes:
-    prices = [(name, price.model_dump_json()) for name, price in sorted(limits.prices.items())]
-    unknown = limits.unknown_model.model_dump_json() if limits.unknown_model is not None else ""
-    shaping = [prices, unknown, names, session.idle_seconds, session.max_sessions_per_tenant]
-    return digest(json.encode(shaping), _SHAPE)
 
 
 def compile_limits(limits: SessionLimits, session: Session) -> Limits:

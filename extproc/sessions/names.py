@@ -23,7 +23,7 @@ from extproc.request.clients import AGENTS, PARENT_SESSION, SESSION_HEADERS, USE
 from extproc.request.document import ABSENT, Document, NotCounted, check_members, decode_json, find, split_pointer
 from extproc.request.fingerprint import join_descriptors
 from extproc.request.http import Descriptor, HttpRequest, compile_descriptors
-from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION, identify_keys
+from extproc.request.limit_keys import BODY, HEADER, UNSUPPORTED_KEYS, VENDOR_SESSION
 from extproc.sessions.changing import ChangingNames
 from extproc.sessions.session_limits import Session
 from extproc.store.rules.chain import ChainLink
@@ -62,7 +62,6 @@ class SessionNames:
     """The limit keys in which a policy looks for the name of a session.
 
     Attributes:
-        id: the same for all that look in the same places.
         looks_in: the same for all that find the same names.
     """
 
@@ -77,12 +76,11 @@ class SessionNames:
         known = same if same is not None else _SAME if usual else {}
         keys = [_open_vendors(key) for key in compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])]
         self._keys = keys
-        self.id = identify_keys([usual, *[key.key for key in keys]])
         self._usual = usual
         self._places = [
             (known.get(key.key, key.key), split_pointer(key.argument) if key.source == BODY else []) for key in keys
         ]
-        self.looks_in = (self.id, tuple([key for key, _ in self._places]))
+        self.looks_in = (usual, tuple([key.key for key in keys]), tuple([key for key, _ in self._places]))
         self._headers = [key.argument if key.read is HttpRequest.read_header and key.argument != "host" else "" for key in keys]
         self._all_headers = frozenset(self._headers) - {""}
         self._every = list(range(len(keys)))

@@ -49,7 +49,6 @@ def run(options: argparse.Namespace) -> int:
     with open_logs(options) as (logs, entries):
         for entry in entries:
             report.add(entry, judge.judge(entry.recorded))
-            logs.add_problems(entry.place, judge.take_problems())
     document = report.make_document(logs, judge, options.top)
     if options.html is not None:
         write_file(options.html, render_page(document))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
@@ -43,20 +43,12 @@ PROBLEMS = {
     "too_long": f"longer than {MAX_LINE // 2**20} MiB",
     "version": "a record of another version",
     "invalid": "a record that cannot be used",
-    "estimated_tokens": "tokens are estimated from sizes: the response did not tell them, or the log has no loop_usage",
-    "earlier_turns": "its earlier turns are not in this log, so turns cannot be compared",
-    "damaged_turns": "its digest of turns is damaged",
-    "earlier_calls": "its earlier tool calls are not in this log, so session limits cannot be applied",
-    "damaged_calls": "its digest of tool calls is damaged",
-    "unrecorded_calls": "its tool calls were too many to be recorded",
-    "other_settings": "its turns or sessions were recorded with other settings",
-    "unrecorded_turns": "its turns were too long or too odd to be recorded exactly",
     "out_of_order": "more than --reorder-seconds earlier than a previous line, or the clock was set back",
     "clock_forward": "more than an hour later than the line before",
 }
 """What may be wrong with a line, as text after `N lines: `."""
 
-HARMLESS = frozenset({"no_record", "clock_forward", "estimated_tokens"})
+HARMLESS = frozenset({"no_record", "clock_forward"})
 """Problems that are normal in a log."""
 
 
@@ -219,11 +211,6 @@ class Logs:
         """The lines of all logs, one log after the other, whatever they contain."""
         for source in self._sources:
             yield from source.read_lines()
-
-    def add_problems(self, place: LogPlace, found: Iterable[tuple[str, str]]) -> None:
-        """Note problems with one line that showed when its request was judged: kinds and examples."""
-        for kind, example in found:
-            self.problems.add(kind, place, example)
 
     def _merge(self) -> Iterator[tuple[int, LogEntry]]:
         """The next request of the log that is furthest behind, with a time before which no further requests are expected."""

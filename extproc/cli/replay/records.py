@@ -14,13 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from extproc.apis.usage import LONGEST_MODEL, MODEL
 from extproc.engine.recording import TOO_LONG, VERSION
-from extproc.ext_proc.access_log import read_usage
 from extproc.request.document import NotCounted
 from extproc.request.fingerprint import MAX_MARKS, Body
 from extproc.request.http import MAX_DESCRIPTOR, HttpRequest, StatedFacts, write_claim
-from extproc.sessions.rates import Usage
 
 FIELD = "loop_record"
 """Field of the access log, as in generated configuration."""
@@ -30,14 +27,8 @@ _LAST = 253_402_300_800
 """The year 10,000, in seconds since 1970: later times are not in seconds."""
 
 _MAX_BYTES = 2**53
-_FAILURE = 500
-_LONGEST = 86_400_000
-_UPSTREAM_FLAGS = frozenset({"UH", "UT", "LR", "UR", "UF", "UC", "UO", "URX", "UMSDR", "UPE", "NC", "DF"})
-"""As Envoy's text access log spells those that `access_log` reads."""
-
 _REASON = re.compile(r"[a-z][a-z_]{0,39}\Z")
 _SUM = re.compile(r"[0-9a-f]{8}\Z")
-_HASH = re.compile(r"(?:[0-9a-f]{16})?\Z")
 _LONG_VALUE = "x" * (MAX_DESCRIPTOR + 1)
 _LONG_QUERY = "&" * (MAX_MARKS + 1)
 
@@ -71,10 +62,6 @@ class Record(msgspec.Struct, gc=False):
     body_crc32: str = ""
     body_adler32: str = ""
     unknown: str = ""
-    tenants: dict[str, str] = {}
-    sessions: dict[str, str] = {}
-    turns: str = ""
-    limits: str = ""
 
 
 class _Version(msgspec.Struct):
@@ -83,35 +70,17 @@ class _Version(msgspec.Struct):
 
 class _Entry(msgspec.Struct):
     loop_record: Record | None = None
-    loop_usage: Any = None
-    status: Any = None
-    flags: Any = ""
-    duration_ms: Any = 0
-    bytes_received: Any = 0
-    bytes_sent: Any = 0
 
 
 class _EntryVersion(msgspec.Struct):
     loop_record: _Version | None = None
 
 
-_NO_ENTRY = _Entry()
 _RECORD = msgspec.json.Decoder(Record)
 _ENTRY = msgspec.json.Decoder(_Entry)
 _VERSION = msgspec.json.Decoder(_Version)
 _ENTRY_VERSION = msgspec.json.Decoder(_EntryVersion)
 _TEXT = msgspec.json.Decoder(str)
-
-
-class RecordedEnd(msgspec.Struct, gc=False):
-    """How a request ended, as in `settlements.Entry`, and how long it took from its beginning."""
-
-    status: int
-    failed: bool
-    model: str
-    usage: Usage
-    estimated: bool
-    duration_ms: int
 
 
 class Recorded(msgspec.Struct, gc=False):
@@ -123,7 +92,6 @@ class Recorded(msgspec.Struct, gc=False):
         partial: values that are missing were not recorded.
         content: the body; None if it was not recorded.
         sums: length and checksums of the body; None if they were not recorded.
-        end: how the request ended; None if the log does not say that.
     """
 
     time: int
@@ -131,7 +99,6 @@ class Recorded(msgspec.Struct, gc=False):
     partial: bool
     content: bytes | None
     sums: Body | None
-    end: RecordedEnd | None = None
 
     @property
     def unknown(self) -> str:
@@ -196,11 +163,8 @@ class _RecordedValues(Mapping[str, Value]):
 def parse_line(line: bytes) -> Recorded:
     """The request that a line records; raises UnusableError if there is none."""
     in_field = _IN_FIELD in line
-    entry = _NO_ENTRY
     try:
-        if in_field:
-            entry = _ENTRY.decode(line)
-        record = entry.loop_record if in_field else _RECORD.decode(line)
+        record = _ENTRY.decode(line).loop_record if in_field else _RECORD.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _explain(line, error, in_field=in_field) from None
     if record is None:
@@ -209,10 +173,8 @@ def parse_line(line: bytes) -> Recorded:
         raise UnusableError("version", f"it is {record.record:g}")
     if record.unknown and not _REASON.match(record.unknown):
         raise UnusableError("invalid", "its body is unknown for a reason that is not known")
-    if not all(_HASH.match(name) for name in [*record.tenants.values(), *record.sessions.values()]):
-        raise UnusableError("invalid", "a caller or a session is not a hash of 16 hex digits")
     try:
-        return Recorded(_read_time(record.time), record, in_field, _read_body(record), _read_sums(record), _read_end(entry))
+        return Recorded(_read_time(record.time), record, in_field, _read_body(record), _read_sums(record))
     except ValueError as error:
         raise UnusableError("invalid", str(error)) from None
 
@@ -267,27 +229,6 @@ def _read_sum(text: str) -> int:
     if not _SUM.match(text):
         raise ValueError(f"{text[:16]!r} is not a checksum of 8 hex digits")
     return int(text, 16)
-
-
-def _read_end(entry: _Entry) -> RecordedEnd | None:
-    """How the request of an entry ended; None if it does not say that. Envoy leaves out what is empty."""
-    if entry.status is None:
-        return None
-    told = entry.loop_usage if isinstance(entry.loop_usage, dict) else {}
-    status, received, sent, duration = [
-        int(number) if isinstance(number, int | float) and 0 <= number < _MAX_BYTES else 0
-        for number in (entry.status, entry.bytes_received, entry.bytes_sent, entry.duration_ms)
-    ]
-    flagged = not _UPSTREAM_FLAGS.isdisjoint(entry.flags.split(",")) if isinstance(entry.flags, str) else False
-    counts: dict[bytes, object] = {
-        name.encode(): float(value) if isinstance(value, int | float) else value
-        for name, value in told.items()
-        if isinstance(value, int | float | str)
-    }
-    usage, estimated = read_usage(counts, status, received, sent, flagged=flagged)
-    model = told.get(MODEL)
-    named = model[:LONGEST_MODEL] if isinstance(model, str) else ""
-    return RecordedEnd(status, status >= _FAILURE or flagged, named, usage, estimated, min(duration, _LONGEST))
 
 
 def _join_target(record: Record) -> str:

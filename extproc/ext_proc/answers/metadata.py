@@ -9,7 +9,6 @@ from struct import Struct
 from typing import Any, Final
 
 from extproc.bounded import Memo
-from extproc.engine.recording import RequestRecord
 
 NAMESPACE: Final = "loopguard"
 """The namespace of Loopguard's dynamic metadata."""
@@ -32,10 +31,6 @@ _NULL: Final = b"\x08\x00"
 _BOOLS: Final = (b"\x20\x00", b"\x20\x01")
 _NUMBER: Final = Struct("<Bd")
 _NUMBER_TAG: Final = 0x11
-
-_SUMS: Final = Struct(">II")
-_SUM: Final = 8
-"""Length of a checksum, in hex digits."""
 
 _DELIMITED: Final = 2
 """The wire type of strings and messages."""
@@ -65,7 +60,7 @@ def write_metadata(metadata: dict[str, Any]) -> bytes:
     """The ProcessingResponse field with this metadata in our namespace.
 
     Args:
-        metadata: texts, numbers, booleans, None, records, and dicts of these.
+        metadata: texts, numbers, booleans, None, and dicts of these.
     """
     return write_entries([_write_entry(key, value) for key, value in metadata.items()])
 
@@ -118,32 +113,9 @@ def _write_entry(key: str, value: Any) -> bytes:  # noqa: ANN401  # what a Value
         content = _NUMBER.pack(_NUMBER_TAG, value)
     elif isinstance(value, dict):
         kind, content = _STRUCT, _write_fields(value)
-    elif isinstance(value, RequestRecord):
-        kind, content = _STRUCT, _write_record(value)
     else:
         content = _NULL
     return _find_head(key, kind, len(content)) + content
-
-
-def _write_record(record: RequestRecord) -> bytes:
-    """The fields of a record. Requests of one agent have most of them in common."""
-    head, body = record.head, record.body
-    if not head.written:
-        head.written = _write_fields(head.values)
-    if head.callers != record.callers:
-        head.callers, head.written_callers = record.callers.copy(), _write_fields(record.callers)
-    parts = [head.written, head.written_callers, _TIME, _NUMBER.pack(_NUMBER_TAG, record.time)]
-    if body is not None:
-        sums = _SUMS.pack(body.crc32, body.adler32).hex().encode()
-        parts += [_BODY_BYTES, _NUMBER.pack(_NUMBER_TAG, body.length)]
-        parts += [_BODY_CRC32, sums[:_SUM], _BODY_ADLER32, sums[_SUM:]]
-    if record.unknown:
-        parts.append(write_text("unknown", record.unknown))
-    if record.turns:
-        parts.append(write_text("turns", record.turns))
-    if record.limits:
-        parts.append(write_text("limits", record.limits))
-    return b"".join(parts)
 
 
 def _write_fields(values: dict[str, Any]) -> bytes:
@@ -188,10 +160,3 @@ def write_head(number: int, length: int) -> bytes:
 def write_field(number: int, content: bytes) -> bytes:
     """A string or a message with its tag and length."""
     return write_head(number, len(content)) + content
-
-
-# What stands before values of a record that have always the same length.
-_TIME: Final = _find_head("time", _TAGGED, _NUMBER.size)
-_BODY_BYTES: Final = _find_head("body_bytes", _TAGGED, _NUMBER.size)
-_BODY_CRC32: Final = write_text_head("body_crc32", _SUM)
-_BODY_ADLER32: Final = write_text_head("body_adler32", _SUM)
