@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from extproc.cli.commands import add_key_flag, add_policy_flag
-from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
 from extproc.engine.engine import Engine
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
@@ -69,14 +69,6 @@ def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogE
         yield logs, _watch(logs.read(), stack.enter_context(_show_bar(logs)), _STEP)
     if logs.first is None:
         raise LoopguardError(f"no request can be replayed: {_describe_nothing(logs)}")
-
-
-@contextmanager
-def open_lines(names: Sequence[str]) -> Iterator[tuple[Logs, Iterator[tuple[LogPlace, bytes]]]]:
-    """Files with content other than requests, and their lines, with a progress bar."""
-    with ExitStack() as stack:
-        logs = Logs(names, 0, stack)
-        yield logs, _watch(logs.read_lines(), stack.enter_context(_show_bar(logs)), 1)
 
 
 def _watch(entries: Iterator[Watched], advance: Callable[[], object], step: int) -> Iterator[Watched]:

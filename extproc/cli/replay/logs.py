@@ -124,20 +124,16 @@ class _Source:
 
     def read(self) -> Iterator[tuple[LogPlace, Recorded, int]]:
         """The log's requests, each with its place and its size in bytes."""
-        for place, line in self.read_lines():
-            try:
-                recorded = parse_line(line)
-            except UnusableError as error:
-                cut_off = error.kind == "not_json" and not line.endswith(b"\n")
-                self._problems.add("truncated" if cut_off else error.kind, place, str(error))
-            else:
-                yield place, recorded, len(line)
-
-    def read_lines(self) -> Iterator[tuple[LogPlace, bytes]]:
-        """The log's lines, each with its place."""
         try:
             for line in self._read_lines():
-                yield LogPlace(self.name, self.lines), line
+                place = LogPlace(self.name, self.lines)
+                try:
+                    recorded = parse_line(line)
+                except UnusableError as error:
+                    cut_off = error.kind == "not_json" and not line.endswith(b"\n")
+                    self._problems.add("truncated" if cut_off else error.kind, place, str(error))
+                else:
+                    yield place, recorded, len(line)
         except EOFError:
             self._problems.add("truncated", LogPlace(self.name, self.lines))
         except (OSError, zlib.error) as error:
@@ -206,11 +202,6 @@ class Logs:
             self.first = entry.time if self.first is None else min(self.first, entry.time)
             self.last = entry.time
             yield entry
-
-    def read_lines(self) -> Iterator[tuple[LogPlace, bytes]]:
-        """The lines of all logs, one log after the other, whatever they contain."""
-        for source in self._sources:
-            yield from source.read_lines()
 
     def _merge(self) -> Iterator[tuple[int, LogEntry]]:
         """The next request of the log that is furthest behind, with a time before which no further requests are expected."""

@@ -1,49 +1,61 @@
-"""`loopguard precision`: how accurate policies are on conversations that people have labelled."""
+"""`make precision`: how accurate policies are on conversations that people have labelled.
+
+Each line of a set is a JSON object: a conversation as its last request shows it, and a `label`. In a label, `loop` is true,
+false, or null if unclear; `begins` is the number of the model's first answer in the loop, starting at 1; `success` is whether
+the agent reached its goal; `kind` groups conversations for `--kinds`. The conversation is `messages`, `input` (Responses),
+`contents` (Gemini), `steps` (ATIF), `requests` (a list of bodies as sent), or `file`, a path to one of these. Other keys of the
+body, such as `tools`, can stand beside it.
+
+Each conversation is replayed as a caller of its own, one request for each answer. The policies judge all of them, whatever
+their selectors. The table has two rows for each detector, for conversations acted on and for refused ones:
+
+- loops found: requests must show some of the loop; earlier ones are `too early`
+- others: conversations without a loop
+- successes: agents that reached their goal, loop or not
+- turns: of the loop before the first action, the median and the most
+- spared: share of the bytes of loops, from the first refusal on
+
+`--json` also lists what is wrong or missed.
+
+exit code: 0 all lines were judged, 1 some cannot be used, or none can, 2 usage
+"""
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from extproc.cli.commands import add_policy_flag, count, load_policies
-from extproc.cli.replay.command import compile_policies, open_lines, print_lines
-from extproc.cli.replay.logs import STDIN, LogPlace
+from extproc.cli.replay.command import compile_policies
+from extproc.cli.replay.judge import Judge
+from extproc.cli.replay.logs import LogPlace
+from extproc.cli.replay.records import UnusableError
+from extproc.cli.replay.table import add_row, make_console, make_table, print_table
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
-from extproc.options import make_type, parse_seconds
 from extproc.policy.loader import PolicySet
 from extproc.policy.presets import DEFAULT_PRESET, find_preset
+from extproc.request.document import limit_integers
+from tests.bench.precision.conversations import read_conversation
+from tests.bench.precision.measure import LEVELS, Precision, count_conversations, list_kinds, read_values, summarize, vary
 
-if TYPE_CHECKING:
-    from extproc.cli.replay.precision import Precision
-
-HELP = "measure how accurate policies are on labelled conversations"
-EXAMPLES = """examples:
-  loopguard precision labelled.ndjson
-  loopguard precision --policy policies/ --policy candidate.json labelled.ndjson --kinds
-  loopguard precision --vary threshold_identical_requests=2,3,4,5 --detector turns labelled.ndjson
-  loopguard precision labelled.ndjson --json | jq '.settings[0].refused.wrong'
-
-Each line of a set is a conversation, as agents' APIs or ATIF have it, with a label; see docs/replay.md. The policies judge all
-of them, whatever their selectors.
-
-exit code: 0 all lines were judged, 1 some cannot be used, or none can"""
-
-_SECONDS = 10.0
 _MAX_ENTRIES = 1_000_000
 _MOST_ERRORS = 20
 _MOST_SETTINGS = 64
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_policy_flag(parser, required=False)
-    parser.add_argument(
-        "set", nargs="+", metavar="SET", help="labelled conversations, one per line, plain or gzip; - for stdin"
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="tests.bench.precision", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_policy_flag(parser, required=False)
+    parser.add_argument("set", nargs="+", type=Path, metavar="SET", help="labelled conversations, one per line, plain or .gz")
     parser.add_argument(
         "--vary",
         action="append",
@@ -52,21 +64,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="try these values of a key of loop_detection, or a JSON list of values; repeatable",
     )
     parser.add_argument("--detector", metavar="NAME", help="only this detector: change and show no other")
-    parser.add_argument(
-        "--seconds",
-        type=make_type(parse_seconds(0, 86_400)),
-        default=_SECONDS,
-        metavar="SECONDS",
-        help="time between two requests of a conversation (default 10)",
-    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="time between two requests of a conversation (default 10)")
     parser.add_argument("--kinds", action="store_true", help="also show each kind of conversation")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Judge the sets and print the figures; returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    try:
+        return run(options)
+    except LoopguardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
 
 
 def run(options: argparse.Namespace) -> int:
-    from extproc.cli.replay.judge import Judge  # noqa: PLC0415  # as in `replay`
-    from extproc.cli.replay.precision import Precision, count_conversations, summarize  # noqa: PLC0415  # same
-
+    """As `main`; raises LoopguardError."""
+    limit_integers()
     policies = _load_settings(options)
     engine = compile_policies(policies)
     judge = Judge(engine, _MAX_ENTRIES, pinned=[plan.id for plan in engine.plans])
@@ -76,13 +92,11 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--detector must be one of {', '.join(dict.fromkeys(name for _, name in precision.settings))}")
     if len(settings) > _MOST_SETTINGS:
         raise UsageError(f"{len(settings)} settings are too many to compare: at most {_MOST_SETTINGS}")
-    with open_lines(options.set) as (logs, lines):
-        errors = _judge_lines(precision, lines)
+    errors = [problem for path in options.set for problem in _judge_file(precision, path)]
     for problem in errors[:_MOST_ERRORS]:
         print(escape_controls(f"error: {problem}"), file=sys.stderr)
     if len(errors) > _MOST_ERRORS:
         print(f"error: {len(errors) - _MOST_ERRORS:,} more lines cannot be used", file=sys.stderr)
-    print_lines(logs, judge.evictions)
     counts = count_conversations(settings[0].judged)
     if not counts["conversations"]:
         raise LoopguardError("no conversation can be judged")
@@ -91,13 +105,11 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document))
     else:
         _print_tables(document, settings if options.kinds else ())
-    return 1 if errors or logs.problems.harmful else 0
+    return 1 if errors else 0
 
 
 def _load_settings(options: argparse.Namespace) -> PolicySet:
     """The policies to compare; raises UsageError or BundleErrors."""
-    from extproc.cli.replay.precision import read_values, vary  # noqa: PLC0415  # as in `replay`
-
     policies = load_policies(options.policy or [find_preset(DEFAULT_PRESET)])
     pairs = [wish.partition("=") for wish in options.vary]
     if not all(equals for _, equals, _ in pairs):
@@ -106,26 +118,24 @@ def _load_settings(options: argparse.Namespace) -> PolicySet:
     return vary(policies, wishes, options.detector) if wishes else policies
 
 
-def _judge_lines(precision: Precision, lines: Iterable[tuple[LogPlace, bytes]]) -> list[str]:
+def _judge_file(precision: Precision, path: Path) -> list[str]:
     """What is wrong with lines that are no labelled conversations; all others are judged."""
-    from extproc.cli.replay.conversations import read_conversation  # noqa: PLC0415  # as in `replay`
-    from extproc.cli.replay.records import UnusableError  # noqa: PLC0415  # same
-
     errors = []
-    for place, line in lines:
-        folder = Path() if place.log == STDIN else Path(place.log).parent
-        try:
-            conversation = read_conversation(line, folder)
-        except UnusableError as error:
-            errors.append(f"{place}: {error}")
-        else:
-            precision.add(place, conversation)
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            place = LogPlace(str(path), number)
+            try:
+                conversation = read_conversation(line, path.parent)
+            except UnusableError as error:
+                errors.append(f"{place}: {error}")
+            else:
+                precision.add(place, conversation)
     return errors
 
 
 def _print_tables(document: dict[str, Any], by_kind: Sequence[Any]) -> None:
-    from extproc.cli.replay.precision import LEVELS, list_kinds  # noqa: PLC0415  # as in `replay`
-    from extproc.cli.replay.table import add_row, make_console, make_table, print_table  # noqa: PLC0415  # same
 
     console = make_console()
     columns = ("#loops found", "#others", "#too early", "#successes", "#turns", "#spared")
@@ -159,3 +169,7 @@ def _write_share(share: dict[str, Any]) -> str:
         return "-"
     interval = f"{100 * share['low']:.0f}-{100 * share['high']:.0f}"
     return f"{share['found'] / share['of']:.0%} ({interval})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,6 @@
 Each conversation is replayed in full, whatever is done about its requests, with its own caller. A loop is found if a request
 that shows some of it is acted on; acting on an earlier request is too early. Shares have Wilson's intervals of 95 %.
 """
-# interpreted: works on files
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from extproc.cli.replay.conversations import Label, Labelled
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.logs import LogPlace
 from extproc.cli.replay.records import Record, Recorded
@@ -29,6 +27,7 @@ from extproc.detectors.keys import SimilarityKeys
 from extproc.engine.recording import VERSION
 from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet, parse
+from tests.bench.precision.conversations import Label, Labelled
 
 LEVELS = ("acted on", "refused")
 """What may be done about a conversation: any action, and the strictest."""

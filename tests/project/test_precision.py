@@ -1,4 +1,4 @@
-"""`loopguard precision`: labelled conversations in, figures out, and nothing wrong in silence."""
+"""`make precision`: labelled conversations in, figures out; lines that cannot be used are named."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from extproc.cli.main import main
-from extproc.cli.replay.conversations import read_conversation
-from extproc.cli.replay.precision import make_share
 from extproc.request.document import Document
+from tests.bench.precision.__main__ import main
+from tests.bench.precision.conversations import read_conversation
+from tests.bench.precision.measure import make_share
 from tests.support.conversations import ORACLE
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
 from tests.support.labelled import FORMATS, make_set
 from tests.support.turn_writers import Did
-
-pytestmark = pytest.mark.compiled  # they are judged by what is compiled
 
 LOOP = {"loop": True, "begins": 3, "success": False, "kind": "stuck"}
 HONEST = {"loop": False, "success": True, "kind": "work"}
@@ -42,8 +40,9 @@ class Measured:
     ) -> None:
         """Write the set, and a policy if none is among the flags."""
         data = b"".join([line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines])
-        (folder / "set").write_bytes(gzip.compress(data) if packed else data)
-        self.code = main(["precision", "--json", *flags, str(folder / "set")])
+        name = "set.gz" if packed else "set"
+        (folder / name).write_bytes(gzip.compress(data) if packed else data)
+        self.code = main(["--json", *flags, str(folder / name)])
         printed = capsys.readouterr()
         self.error = printed.err.replace(f"{folder}/", "")
         self.document: dict[str, Any] = json.loads(printed.out) if printed.out else {}
@@ -111,7 +110,7 @@ def test_labels_tell_what_is_wrong_and_what_is_early(tmp_path: Path, capsys: pyt
     assert {each["id"]: each.get("request") for each in refused["wrong"]} == {"honest": 10, "late": 8}
     assert [each["id"] for each in refused["missed"]] == ["late", "missed"]
     assert (refused["early"], refused["unclear"], refused["successes"]["found"]) == (1, 1, 1)
-    assert refused["wrong"][0]["place"] == f"{tmp_path}/set:1"
+    assert refused["wrong"][0]["place"] == f"{tmp_path}/set.gz:1"
 
 
 def test_settings_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +261,7 @@ def test_the_tables_have_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """The made-up set: the preset refuses none of the honest families but the three that look like loops."""
     (tmp_path / "set").write_text("\n".join(json.dumps(line) for line in make_set(each=2)))
 
-    code = main(["precision", "--kinds", str(tmp_path / "set")])
+    code = main(["--kinds", str(tmp_path / "set")])
 
     printed = capsys.readouterr()
     assert (code, printed.err) == (0, "")

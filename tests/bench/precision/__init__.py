@@ -1,0 +1,1 @@
+"""`make precision`: how accurate policies are on conversations that people have labelled."""
