@@ -23,8 +23,7 @@ from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
 from extproc.operator.admin.budget_report import BudgetPages
-from extproc.operator.admin.canary_endpoints import CanaryEndpoints
-from extproc.operator.admin.canary_page import route_canary
+from extproc.operator.admin.canary_page import CanaryPages
 from extproc.operator.admin.coverage_report import WATCHING, CoveragePages, ServerState
 from extproc.operator.admin.credentials import Credentials
 from extproc.operator.admin.loop_page import route_page as route_loop_page
@@ -36,7 +35,6 @@ from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board, View
 from extproc.operator.budget_events import BudgetEvents
 from extproc.operator.budget_rows import BudgetDocument, BudgetRow
-from extproc.operator.canary.answers import AnswerBook
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.coverage_rows import CoverageDocument
@@ -141,7 +139,7 @@ class Server:
         coverage_pages = CoveragePages(coverage, self._read_coverage_state, self._reloader.locate_policies)
         loop_pages.summarize = session_pages.summarize = coverage_pages.summarize
         credentials = Credentials(settings.admin_token_file)
-        canaries = CanaryEndpoints(self.service.pairs, self._sharing, AnswerBook(store), credentials, lambda: self._loop)
+        canary_pages = CanaryPages(self._sharing, lambda: self._loop)
         routes = [
             route_page("/healthz", self._healthz),
             route_page("/readyz", self._readyz),
@@ -152,8 +150,7 @@ class Server:
             *session_pages.list_routes(),
             *budget_pages.list_routes(),
             *coverage_pages.list_routes(),
-            route_canary(canaries.describe, self._list_files),
-            *canaries.list_routes(),
+            *canary_pages.list_routes(),
             *route_overrides(self._overrides, credentials, lambda: self._loop),
         ]
         self._admin = AdminServer(make_app(metrics, routes))

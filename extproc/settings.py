@@ -20,8 +20,6 @@ ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
 """Variables that Kubernetes sets for a Service called `loopguard`, and those that only tests read."""
 
-MAX_SAMPLES = 100
-"""Maximum number of loops to keep for one canary: more than a person reads."""
 
 _HOST_PORT = re.compile(r"(?P<host>[^\s:\[\]/]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(?P<port>[0-9]{1,5})")
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -157,7 +155,7 @@ class Settings:
     admin: Address = option(
         "127.0.0.1:9900", parse_address, "the admin port: the page of loops, /metrics and others", "HOST:PORT"
     )
-    admin_token_file: str = option("", str, "file of tokens, one per line, for overrides and reviews on the admin port", "PATH")
+    admin_token_file: str = option("", str, "file of tokens, one per line, for overrides on the admin port", "PATH")
     admin_socket: str = option("", str, "also serve the admin port on a Unix socket, for this server's user only", "PATH")
     store: str = option("memory://", str, "where counts are kept", "URL")
     store_timeout: float = option(0.05, _parse_timeout, "how long a request waits for the store", "SECONDS")
@@ -175,13 +173,6 @@ class Settings:
     )
     shadow: bool = switch("force every policy into shadow mode: count and report, never act")
     record: bool = switch("add a record of each matched request, with hashed callers, to the access log")
-    shadow_samples: int = option(
-        "0",
-        parse_integer(0, MAX_SAMPLES),
-        "number of new loops to keep for each canary, for `loopguard canary review`",
-        "N",
-    )
-    shadow_sample_bodies: bool = switch("also keep what was compared, such as tool arguments and results")
     skip_mirrors: bool = switch(
         "do not count requests whose host ends in -shadow, as that of Envoy's mirrored copies does; only if clients cannot "
         "choose such a host"

@@ -40,7 +40,7 @@ class Column(NamedTuple):
 
 
 class LoopScreen:
-    """A report of `/loops`, by conversation if it is grouped, for a rich console of any width."""
+    """A report of `/loops`, for a rich console of any width."""
 
     def __init__(self, report: Mapping[str, Any], commands: Sequence[str] = ()) -> None:
         """Take the report; `commands` are printed below it, unchanged and unwrapped."""
@@ -53,11 +53,11 @@ class LoopScreen:
         from rich.text import Text  # noqa: PLC0415  # as above
 
         report, width = self._report, options.max_width
-        now, grouped = read_time(report["at"]), "conversations" in report
-        for line in [*write_coverage(report), *(_sum_up(report) if grouped else _count_loops(report, now))]:
+        now = read_time(report["at"])
+        for line in [*write_coverage(report), *_sum_up(report)]:
             yield Text(escape_controls(line))
-        columns = [column for column in (CONVERSATION if grouped else LOOP) if width >= column.least]
-        rows = [*_list_incidents(report), *report["conversations"]] if grouped else report["loops"]
+        columns = [column for column in COLUMNS if width >= column.least]
+        rows = [*_list_incidents(report), *report["conversations"]]
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         spare = (width + 1 - sum([column.width + 1 for column in columns])) // sum([column.grows for column in columns])
         for column in columns:
@@ -72,7 +72,7 @@ class LoopScreen:
             yield table
         for line in write_budgets(report.get("budgets"), width):
             yield Text(escape_controls(line), no_wrap=True, overflow="ellipsis")
-        hint = "commands that stop or free each: loopguard top --commands" if grouped and rows and not self._commands else ""
+        hint = "commands that stop or free each: loopguard top --commands" if rows and not self._commands else ""
         for line in filter(None, [report["problem"], report["estimate"], hint]):
             yield Text(escape_controls(line), "dim")
         for line in self._commands:
@@ -103,7 +103,7 @@ def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
     """The commands that stop or free each row, each below what it is about and its orders; `more` flags are added to each."""
     lines = []
     tight = (report.get("budgets") or {"budgets": []})["budgets"]
-    for row in [*_list_incidents(report), *report["conversations"]] if "conversations" in report else ():
+    for row in [*_list_incidents(report), *report["conversations"]]:
         whom = f"for {_count_sessions(row)}" if "sessions" in row else f" {write_caller(row)}"
         said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row.get("orders", ())]]
         lines += ["", *[f"# {' '.join(text.splitlines())}" for text in said]]
@@ -171,24 +171,6 @@ def _sum_up(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _count_loops(report: Mapping[str, Any], now: float) -> list[str]:
-    lines = [_write_incident(row, now) for row in report.get("incidents", ()) if row["active"]]
-    total, known = report["total"], report["known"]
-    if not known:
-        return [*lines, f"no loop in the last hour; {count(len(report['replicas']), 'replica')}"]
-    if known and not total["loops"]:
-        return [*lines, f"none of {count(known, 'loop')} matches"]
-    callers, requests = count(total["callers"], "caller"), count(total["requests"], "request")
-    told = f"{total['looping']} of {total['loops']} loops active, {callers}, {requests}"
-    return [*lines, f"{told}, {total['requests_not_sent_on']} not forwarded; {count(len(report['replicas']), 'replica')}"]
-
-
-def _write_incident(row: Mapping[str, Any], now: float) -> str:
-    """A tool that fails for many, in a line."""
-    since = write_age(now - read_time(row["first_seen"]))
-    return f"{row['tool']} fails for {_count_sessions(row)} since {since} ({row['policy']})"
-
-
 def _count_sessions(row: Mapping[str, Any]) -> str:
     return f"{count(row['sessions'], 'session')} of {count(row['callers'], 'caller')}"
 
@@ -229,13 +211,6 @@ def _write_orders(row: Mapping[str, Any], _: float) -> str:
     )
 
 
-def _write_requests(loop: Mapping[str, Any], _: float) -> str:
-    if loop["shadow"] is not None:
-        return " ".join(f"{number} would {action}" for action, number in loop["shadow"].items())
-    words = ("refused", "landed", "throttled", "steered", "warned")
-    return " ".join(f"{loop[word]} {word}" for word in words if loop[word])
-
-
 def _write_cause(row: Mapping[str, Any], _: float) -> str:
     return (row.get("cause") or "").replace("_", " ")
 
@@ -248,7 +223,7 @@ def _write_last(row: Mapping[str, Any], now: float) -> str:
     return write_age(now - read_time(row["last_seen"]))
 
 
-CONVERSATION = (
+COLUMNS = (
     Column("what repeats", lambda row, _: _write_what(row), 25, grows=True),
     Column(
         "per min", lambda row, _: write_cost(row, "cost_per_minute_usd", "input_tokens_per_minute"), 10, right=True
@@ -265,18 +240,3 @@ CONVERSATION = (
     Column("orders", _write_orders, 60, 250),
 )  # fmt: skip
 """One row for each conversation or failing tool."""
-
-LOOP = (
-    Column("tool, path", lambda loop, _: " ".join([*loop["tools"], loop["path"]]), 24, grows=True),
-    Column("requests", _write_requests, 19),
-    Column("since", _write_since, 6, right=True),
-    Column("policy", lambda loop, _: loop["policy"] + ("" if loop["detector"] == "default" else f"/{loop['detector']}"), 11),
-    Column("caller", _write_whom, 16, grows=True),
-    Column("count", lambda loop, _: write_number(loop["count"]), 5, 90, right=True),
-    Column("cost", lambda loop, _: "" if loop["cost_usd"] is None else f"${loop['cost_usd']:.2f}", 9, 100, right=True),
-    Column("tokens", lambda loop, _: f"~{write_number(loop['input_tokens'])}", 6, 110, right=True),
-    Column("not forwarded", lambda loop, _: str(loop["requests_not_sent_on"]), 13, 125, right=True),
-    Column("last", _write_last, 6, 135, right=True),
-    Column("session", lambda loop, _: loop["session"] or "", 16, 155),
-)
-"""One row for each policy, detector, caller and fingerprint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Protocol
 
 from extproc.decision import Advice, Framed, Outcome, Repeat, Subject, ToolFailure
 from extproc.detectors.chain import ChainPlace
@@ -11,9 +11,6 @@ from extproc.detectors.keys import LoopKeys, SimilarityKeys
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document
 from extproc.request.quoting import quote
-
-_SEPARATORS: Final = bytes.maketrans(b"\xfe\xff", b"\n|")
-"""Bytes that separate compared parts, which UTF-8 never contains, and what people see in their place."""
 
 _SHOWN = 200
 """Maximum length of a path in a message, in characters."""
@@ -142,16 +139,6 @@ class Similarity:
             NotCounted: as `compare`.
         """
         return []
-
-    def quote(self, compared: bytes, document: Document, most: int) -> str:  # noqa: ARG002  # needed if hashes are compared
-        """What was compared, as lines for people who review a refusal.
-
-        Args:
-            compared: what `compare` returned.
-            document: the body.
-            most: maximum length, in characters.
-        """
-        return compared[:most].translate(_SEPARATORS).decode("utf-8", "replace")
 
     def describe(self, repeat: Repeat | None) -> str:  # noqa: ARG002  # subclasses describe it
         """What the request itself shows of a loop, in a few words for people."""

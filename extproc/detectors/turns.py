@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import count
 from typing import Any, ClassVar, Final
 
@@ -23,7 +22,6 @@ from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, follow
 from extproc.detectors.tools import find_window_errors
 from extproc.detectors.turn import MISSING, Turn
-from extproc.logs import escape_controls
 from extproc.objects import JsonObject, Place
 from extproc.request.document import Document, NotCounted
 from extproc.request.quoting import quote_all
@@ -54,8 +52,6 @@ _SHOWN = 400
 _NOW_STRICTEST = 2
 """A weak loop gets the strictest action this many repetitions after it has reached `weak_threshold`."""
 
-_QUOTED = 150
-"""The same in a quotation of a few turns."""
 
 _LOOPED: Final[Memo[tuple[int, bytes], bool]] = Memo(8_192)
 """Whether a request was in a loop, by the detector's number and the request's place in the chain. At most 4 MB."""
@@ -216,26 +212,6 @@ class Turns(HistorySimilarity):
         """The turns that are looked at, oldest first; see `Similarity`."""
         turns = self.rule.read(document).newest(MAX_TURNS)
         return [turn.show(_SHOWN) for turn in reversed(turns)] or [NO_TURNS]
-
-    def quote(self, compared: bytes, document: Document, most: int) -> str:  # noqa: ARG002  # that is a hash
-        """The newest turns, one per line, oldest first; see `Similarity`."""
-        lines: list[str] = []
-        with suppress(NotCounted):  # older turns, in which no loop was searched for, may be unreadable
-            for line in self._write_newest(document):
-                if lines and len(line) > most:
-                    break
-                lines.append(line[:most])
-                most -= len(line) + 1
-        return "\n".join(lines[::-1])
-
-    def _write_newest(self, document: Document) -> Iterator[str]:
-        """Lines like those of `show`, but shorter, newest first."""
-        history = self.rule.read(document)
-        for place in range(MAX_TURNS):
-            turn = history.at(place)
-            if turn is None:
-                return
-            yield escape_controls(turn.show(_QUOTED))
 
     def describe(self, repeat: Repeat | None) -> str:
         """See `Similarity`."""

@@ -95,7 +95,7 @@ class Service:
         self.kept = UploadMemory()
         self.budget = InspectionBudget(perf_counter(), settings.inspect_share)
         self.changes = Changes(self.reporter, self.budget)
-        self.pairs = Pairs(settings.shadow_samples, sample_bodies=settings.shadow_sample_bodies)
+        self.pairs = Pairs()
         self.pairs.follow(engine.pairings, time())
         self.pairs.show(metrics)
         self.overrides: Overrides | None = None

@@ -447,7 +447,7 @@ def test_every_flag_of_serve_is_documented_with_its_default() -> None:
 def test_no_flag_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     """Each flag that a page names is one of the command's, or of a tool of ours."""
     told = (ROOT / "tests" / "bench" / "__main__.py").read_text()
-    for command in (*COMMANDS, "canary status", "canary review"):
+    for command in (*COMMANDS, "canary status"):
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
         told += capsys.readouterr().out

@@ -26,7 +26,6 @@ COMMANDS = (
     "scan",
     "replay",
     "canary",
-    "promote",
     "schema",
     "envoy-config",
     "check-envoy",

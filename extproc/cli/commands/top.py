@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from extproc.cli.commands.sessions import write_report
 from extproc.cli.loop_screen import LoopScreen, list_commands
-from extproc.errors import LoopguardError, UsageError
+from extproc.errors import UsageError
 from extproc.logs import escape_controls
 from extproc.operator.admin.client import AdminClient, add_admin_flag, ask_all, open_clients
 
@@ -23,7 +23,7 @@ HELP = "show active loops, how long they have run, and what they cost"
 EXAMPLES = """examples:
   loopguard top
   loopguard top --admin http://10.0.0.7:9900 --policy chat --sort requests
-  loopguard top --once --json | jq '.loops[0]'
+  loopguard top --once --json | jq '.conversations[0]'
   loopguard top --commands --once
   loopguard top --price 2.50
   loopguard top --tree
@@ -33,25 +33,15 @@ output is not a terminal, it is printed once."""
 
 _SORTS = ("now", "cost", "spared", "requests", "count", "last", "first")
 _BUDGETS = 5
-_CONVERSATION, _NONE = "conversation", "none"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_admin_flag(parser)
     parser.add_argument("--tree", action="store_true", help="show sessions and their agents instead of loops")
-    parser.add_argument(
-        "--group",
-        choices=(_CONVERSATION, _NONE),
-        default="",
-        help="one row per caller and conversation, or with none per policy, detector, caller and fingerprint"
-        " (default conversation; none with --json)",
-    )
     parser.add_argument("--commands", action="store_true", help="also print the commands that stop or free each conversation")
     parser.add_argument("--once", action="store_true", help="print once and exit")
     parser.add_argument("--json", action="store_true", help="print the JSON of /loops, or with --tree of /sessions, once")
-    parser.add_argument(
-        "--sort", choices=_SORTS, default="", help="sort by this (default: now, money per minute; cost with --group none)"
-    )
+    parser.add_argument("--sort", choices=_SORTS, default="", help="sort by this (default: now, money per minute)")
     parser.add_argument("--policy", default="", metavar="ID", help="only loops under this policy")
     parser.add_argument("--caller", default="", metavar="HASH|[NAME=]VALUE", help="only loops of this caller")
     parser.add_argument("--tool", default="", metavar="NAME", help="only loops with this tool")
@@ -86,21 +76,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask_budgets(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any] | None:
-    """The tightest budgets; None from servers of an older version."""
+    """The tightest budgets; None beside sessions."""
     if options.tree:
         return None
     params = {name: value for name in ("policy", "caller") if (value := str(getattr(options, name)))}
-    try:
-        return ask_all(clients, "/budgets", {**params, "limit": str(_BUDGETS)})
-    except LoopguardError:
-        return None
+    return ask_all(clients, "/budgets", {**params, "limit": str(_BUDGETS)})
 
 
 def _ask(clients: Sequence[AdminClient], options: argparse.Namespace) -> dict[str, Any]:
     names = ("policy", "caller", "limit") if options.tree else ("sort", "policy", "caller", "tool", "limit", "price")
     params = {name: value for name in names if (value := str(getattr(options, name)))}
-    if not options.tree and (options.group or (_NONE if options.json else _CONVERSATION)) == _CONVERSATION:
-        params["group"] = _CONVERSATION
     return ask_all(clients, "/sessions" if options.tree else "/loops", params)
 
 

@@ -1,44 +1,48 @@
-"""`/canary`: the report about canaries, as JSON for programs, and as a page for browsers."""
+"""The reports about canaries: counts for programs, and a page for browsers."""
 
 from __future__ import annotations
 
+import asyncio
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from http import HTTPStatus
 from time import time
-from typing import Any
 
+import msgspec
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from extproc.operator.admin.html import prefers_html, send_html
-from extproc.operator.admin.pages import Page, send_page
+from extproc.operator.admin.pages import Page, ask, send_page
 from extproc.operator.admin.reports import write_time
-from extproc.operator.canary.verdict import SAFE
+from extproc.operator.canary.report import describe_canaries
+from extproc.operator.canary.sharing import Sharing
+from extproc.operator.canary.verdict import Rules
 
-Files = Mapping[str, str]
-"""The file of each policy that has one, by the policy's id."""
 
+class CanaryPages:
+    """`/canary`, the report by the default rules, and `/canary/states`, the counts of each replica."""
 
-def route_canary(describe: Callable[[], list[dict[str, Any]]], list_files: Callable[[], Files]) -> Route:
-    """The route; `describe` makes the report about each canary."""
+    def __init__(self, sharing: Sharing, find_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+        """Report what `sharing` collects; `find_loop` returns the event loop on which the store is asked."""
+        self._sharing = sharing
+        self._find_loop = find_loop
 
-    def send(request: Request) -> Response:
-        canaries = describe()
+    def list_routes(self) -> list[Route]:
+        """The routes of both."""
+        return [Route("/canary", self._show), Route("/canary/states", self._list_states)]
+
+    async def _show(self, request: Request) -> Response:
+        replicas = await ask(self._sharing.collect(), self._find_loop())
+        canaries = describe_canaries([state for replica in replicas.values() for state in replica], Rules())
         if not prefers_html(request):
             return send_page(Page(HTTPStatus.OK, {"canaries": canaries}))
-        files = list_files()
-        rows = [{**canary, "commands": suggest_for_canary(canary, files.get(canary["policy"], ""))} for canary in canaries]
-        return send_html("canary.html", write_time(time()), canaries=rows)
+        for canary in canaries:
+            canary["commands"] = {"judge": f"loopguard canary status --policy {shlex.quote(canary['policy'])}"}
+        return send_html("canary.html", write_time(time()), canaries=canaries)
 
-    return Route("/canary", send)
-
-
-def suggest_for_canary(canary: Mapping[str, Any], file: str) -> dict[str, str]:
-    """The next steps with a canary, by purpose: a policy is promoted by editing its file, where it is safe."""
-    policy = shlex.quote(canary["policy"])
-    found = {"judge": f"loopguard canary status --policy {policy}", "review": f"loopguard canary review --policy {policy}"}
-    if canary["verdict"] == SAFE and file:
-        found["promote"] = f"loopguard promote {shlex.quote(file)} --policy {policy} --percent 25 --write"
-    return found
+    async def _list_states(self, _: Request) -> Response:
+        found = {"replicas": await ask(self._sharing.collect(), self._find_loop())}
+        return send_page(Page(HTTPStatus.OK, await run_in_threadpool(msgspec.to_builtins, found)))

@@ -1,4 +1,4 @@
-"""`/loops?group=conversation`: one row for each caller and conversation, and for each failing tool, with sums that fit.
+"""The rows of `/loops`: one row for each caller and conversation, and for each failing tool, with sums that fit.
 
 Each request is counted once, so sums are right however many policies see it. Costs are those of requests that reached the
 model; what was not forwarded is counted apart.
@@ -133,6 +133,7 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
         "looping": known.now - row.last < LOOPING_SECONDS,
         "action": row.action,
         "shadow": row.shadow or None,
+        "would_be_refused_by": _list_stricter(loops) if row.forwarded else [],
         **_describe_costs(row, known),
         "orders": [describe_override(order) for order in known.orders.find(_make_shown_row(row, loops))],
         "loops": loops,
@@ -140,6 +141,11 @@ def _describe(row: ConversationRow, known: Known) -> dict[str, Any]:
     callers = {row.tenant, *(name[3] for name in row.loops)}
     limited = bool(row.session) and any((caller, row.session) in known.limited for caller in callers)
     return {**group, "commands": suggest_for_loop(group, limited=limited) if row.tenant else {}}
+
+
+def _list_stricter(loops: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The shadow policies that would refuse requests of a conversation that passes, at least in part."""
+    return sorted({loop["policy"] for loop in loops if (loop["shadow"] or {}).get(Action.REJECT.value)})
 
 
 def _describe_costs(row: ConversationRow, known: Known) -> dict[str, Any]:

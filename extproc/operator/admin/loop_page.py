@@ -85,7 +85,7 @@ def _draw(policy: str, mode: str, curves: list[dict[str, Any]]) -> PolicyChart:
 
 
 def _send(request: Request, pages: LoopPages, sessions: SessionPages, budgets: BudgetPages) -> Response:
-    report = pages.report_conversations(request)
+    report = pages.report(request)
     selection = read_selection(request.query_params, GROUP_SORTS)
     runs = sessions.report(request, Selection(selection.policy, selection.caller))
     used = budgets.report(request, Selection(selection.policy, selection.caller, limit=_MAX_BUDGETS))

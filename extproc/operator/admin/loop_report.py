@@ -1,4 +1,4 @@
-"""`/loops`: the replicas' tables of loops, as JSON for people and programs, by row or by conversation."""
+"""`/loops`: the looping conversations that the replicas know, as JSON for people and programs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route
 
-from extproc.operator.admin.conversation_report import GROUP_SORTS, LOOPING_SECONDS, Known, group_loops, sum_known
+from extproc.operator.admin.conversation_report import GROUP_SORTS, LOOPING_SECONDS, Known, group_loops
 from extproc.operator.admin.pages import Page, send_page
 from extproc.operator.admin.reports import (
-    OLDEST_FIRST,
     Selection,
     TablePages,
     describe_known,
     describe_view,
     read_selection,
-    select,
     write_time,
 )
 from extproc.operator.after_notes import ARMS, count_open, describe_after
-from extproc.operator.board import Board, View
+from extproc.operator.board import Board
 from extproc.operator.conversation_rows import ConversationDocument
-from extproc.operator.incident_rows import WINDOW_SECONDS as INCIDENT_SECONDS
-from extproc.operator.incident_rows import IncidentDocument, IncidentRow
+from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import Loop, LoopDocument
 from extproc.operator.session_rows import SessionDocument, SessionRow
 from extproc.operator.standing_orders import OrderIndex
@@ -42,22 +39,9 @@ ENDED_SECONDS = 300
 
 ACTIONS = {"warn": "warned", "steer": "steered", "throttle": "throttled", "land": "landed", "reject": "refused"}
 
-SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "cost": lambda loop: (loop["cost_usd"] or 0, loop["input_tokens"], loop["requests"]),
-    "requests": lambda loop: loop["requests"],
-    "count": lambda loop: loop["count"],
-    "last": lambda loop: loop["last_seen"],
-    "first": lambda loop: loop["first_seen"],
-}
-"""Sort keys. The largest or latest comes first; with `first`, the oldest."""
-
 _ESTIMATE = f"input tokens are estimated: one per {BYTES_PER_TOKEN} bytes of a request's body"
 
 _RATE = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
-
-
-CONVERSATION = "conversation"
-"""The value of `group` for one row per conversation."""
 
 
 class LoopPages(TablePages[LoopDocument]):
@@ -84,25 +68,11 @@ class LoopPages(TablePages[LoopDocument]):
 
     def report(self, request: Request) -> dict[str, Any]:
         """The JSON of `/loops`; raises HTTPException (400), saying what would be right, if the query is invalid."""
-        query = request.query_params
-        group = query.get("group", "")
-        if group:
-            if group != CONVERSATION:
-                raise HTTPException(HTTPStatus.BAD_REQUEST, f"group must be {CONVERSATION}")
-            return self.report_conversations(request)
-        selection, prices = read_selection(query, SORTS), self._choose_prices(query)
-        shown = self._sees_callers(request)
-        runs = self._sessions.view().document.rows if self._sessions is not None else []
-        report = make_report(self._board.view(), selection, prices, shows_callers=shown, now=time(), runs=runs)
-        return {**report, "incidents": self._list_incidents(selection), "coverage": self.summarize()}
-
-    def report_conversations(self, request: Request) -> dict[str, Any]:
-        """The JSON of `/loops?group=conversation`; raises HTTPException as `report` does."""
         query, now = request.query_params, time()
         selection, prices = read_selection(query, GROUP_SORTS), self._choose_prices(query)
         view, shown = self._board.view(), self._sees_callers(request)
         runs = self._sessions.view().document.rows if self._sessions is not None else []
-        loops = _describe_all(view.document, prices, runs, shows_callers=shown, now=now)
+        loops = describe_loops(view.document, prices, runs, shows_callers=shown, now=now)
         known = Known(
             {row.name: described for row, described in zip(view.document.rows, loops, strict=True)},
             self._incidents.view().document.rows,
@@ -117,15 +87,9 @@ class LoopPages(TablePages[LoopDocument]):
             "left_out": found.left_out,
             "estimate": _ESTIMATE,
             **group_loops(found.rows, selection, known),
-            **_describe_history(view.document, selection, now),
+            **describe_history(view.document, selection, now),
             "coverage": self.summarize(),
         }
-
-    def _list_incidents(self, selection: Selection) -> list[dict[str, Any]]:
-        """Tools that fail for many, the newest incident first; they belong to no caller."""
-        rows = self._incidents.view().document.rows if not selection.caller else []
-        found = [row for row in rows if selection.policy in ("", row.policy) and selection.tool in ("", row.tool)]
-        return [describe_incident(row, time()) for row in found]
 
     def _choose_prices(self, query: Mapping[str, str]) -> Prices:
         price = query.get("price", "")
@@ -136,30 +100,7 @@ class LoopPages(TablePages[LoopDocument]):
         return Prices(float(price))
 
 
-def make_report(  # noqa: PLR0913  # what is known, and what is asked
-    view: View[LoopDocument],
-    selection: Selection,
-    prices: Prices,
-    *,
-    shows_callers: bool,
-    now: float,
-    runs: Sequence[SessionRow] = (),
-) -> dict[str, Any]:
-    """The JSON of `/loops`."""
-    every = _describe_all(view.document, prices, runs, shows_callers=shows_callers, now=now)
-    # Among equals, the later one in the table comes first.
-    found = select(every if selection.sort == OLDEST_FIRST else reversed(every), selection, SORTS)
-    return {
-        **describe_view(view, now),
-        "estimate": _ESTIMATE,
-        "known": len(every),
-        "total": _add_up(found),
-        "loops": found[: selection.limit],
-        **_describe_history(view.document, selection, now),
-    }
-
-
-def _describe_all(
+def describe_loops(
     document: LoopDocument, prices: Prices, runs: Sequence[SessionRow], *, shows_callers: bool, now: float
 ) -> list[dict[str, Any]]:
     """All rows, in order."""
@@ -173,7 +114,7 @@ def _describe_all(
     ]
 
 
-def _describe_history(document: LoopDocument, selection: Selection, now: float) -> dict[str, Any]:
+def describe_history(document: LoopDocument, selection: Selection, now: float) -> dict[str, Any]:
     """What came after notes, and the last hour, by policy."""
     return {
         "after_notes": [each for each in _sum_after_notes(document, now) if selection.policy in ("", each["policy"])],
@@ -231,21 +172,6 @@ def _sum_after_notes(document: LoopDocument, now: float) -> list[dict[str, Any]]
     return [{**dict(zip(names, key, strict=True)), **describe_after(counts, active[key])} for key, counts in groups.items()]
 
 
-def describe_incident(row: IncidentRow, now: float) -> dict[str, Any]:
-    """An incident as JSON."""
-    return {
-        "tool": row.tool,
-        "policy": row.policy,
-        "first_seen": write_time(row.began),
-        "last_seen": write_time(row.last),
-        "active": now - row.last < INCIDENT_SECONDS,
-        "callers": row.count_callers(),
-        "sessions": row.count_sessions(),
-        "requests": row.requests,
-        "not_refused": row.spared,
-    }
-
-
 def _describe(loop: Loop, prices: Prices, *, shows_callers: bool, now: float) -> dict[str, Any]:
     shadow = loop.mode == "shadow"
     tokens, not_sent = estimate_tokens(loop.size), estimate_tokens(loop.stopped_size)
@@ -276,18 +202,6 @@ def _describe(loop: Loop, prices: Prices, *, shows_callers: bool, now: float) ->
         "requests_not_sent_on": loop.stopped,
         "input_tokens_not_sent_on": not_sent,
         "cost_not_sent_on_usd": _round(prices.estimate(loop.model, not_sent)),
-    }
-
-
-def _add_up(loops: list[dict[str, Any]]) -> dict[str, Any]:
-    counted = ("requests", *ACTIONS.values(), "requests_not_sent_on", "input_tokens", "input_tokens_not_sent_on")
-    money = ("cost_usd", "cost_not_sent_on_usd")
-    return {
-        "loops": len(loops),
-        "looping": sum(loop["looping"] for loop in loops),
-        "callers": len({loop["caller"] for loop in loops}),
-        **{name: sum(loop[name] for loop in loops) for name in counted},
-        **{name: sum_known(loop[name] for loop in loops) for name in money},
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from time import time
 from typing import Final, TypeAlias
 
 from extproc.decision import Action, Decision, Outcome
@@ -16,7 +15,7 @@ from extproc.engine.candidates import Candidate, SessionCandidate
 from extproc.engine.evaluation import Evaluation, group_by_policy
 from extproc.metrics import Counts, Metrics
 from extproc.operator.after_notes import AfterNote
-from extproc.operator.canary.loops import SampledLoops, name_loop
+from extproc.operator.conversation_table import name_conversation
 from extproc.operator.sketch import Sketch
 from extproc.policy.pairings import Pairing
 from extproc.request.http import cut_text
@@ -93,13 +92,11 @@ class Pair:
         tenants: of compared requests.
         refused_tenants: of new refusals.
         refused_sessions: of new refusals, where the request names one.
-        refused_loops: of new refusals; see `name_loop`.
-        samples: of these loops; None where none are wanted.
+        refused_loops: of new refusals: a caller's conversations, or its repeated requests where none is known.
         after_notes: what came after notes, by `name_after`.
     """
 
-    def __init__(self, pairing: Pairing, now: float, samples: SampledLoops | None = None) -> None:
-        self.samples = samples
+    def __init__(self, pairing: Pairing, now: float) -> None:
         self.pairing = pairing
         self.since = now
         self.both = self.only_live = self.only_candidate = self.neither = 0
@@ -167,30 +164,21 @@ class Pair:
 
 
 class Pairs:
-    """All pairs of the policies in force.
+    """All pairs of the policies in force."""
 
-    Attributes:
-        samples: number of loops to keep of each pair.
-    """
-
-    def __init__(self, samples: int = 0, *, sample_bodies: bool = False) -> None:
-        """Start without policies; see `SampledLoops` for what is kept of each pair."""
-        self.samples = samples
-        self._sample_bodies = sample_bodies
+    def __init__(self) -> None:
+        """Start without policies."""
         self._by_candidate: dict[str, Pair] = {}
         self._by_live: dict[str, list[Pair]] = {}
 
     def follow(self, pairings: Sequence[Pairing], now: float) -> None:
         """Use other policies; unchanged ones keep their counts. `now` is in seconds since 1970."""
         known = {pair.pairing: pair for pair in self._by_candidate.values()}
-        pairs = [known.get(pairing) or Pair(pairing, now, self._make_samples()) for pairing in pairings]
+        pairs = [known.get(pairing) or Pair(pairing, now) for pairing in pairings]
         self._by_candidate = {pair.pairing.candidate: pair for pair in pairs}
         self._by_live = {}
         for pair in pairs:
             self._by_live.setdefault(pair.pairing.live, []).append(pair)
-
-    def _make_samples(self) -> SampledLoops | None:
-        return SampledLoops(self.samples, bodies=self._sample_bodies) if self.samples else None
 
     def list_pairs(self) -> list[Pair]:
         """All pairs, in the order of the candidates."""
@@ -265,16 +253,13 @@ def _keep_disagreement(pair: Pair, about: str, evaluation: Evaluation, outcome: 
     if about == "extra":
         session = _find_session(pair, evaluation, outcome)
         if session:
-            pair.refused_sessions.add(_hash_session(outcome.tenant, session))
-        loop, conversation = name_loop(evaluation, outcome)
-        pair.refused_loops.add(loop)
-        if pair.samples is not None:
-            pair.samples.note(evaluation, outcome, loop, conversation, session, time())
+            pair.refused_sessions.add(_hash_names(outcome.tenant, session))
+        pair.refused_loops.add(_hash_names(*name_conversation(evaluation, [outcome])))
 
 
-def _hash_session(tenant: str, session: str) -> str:
-    """16 hex digits for a tenant's session; other tenants may use the same name."""
-    return blake2b(f"{tenant}{session}".encode(), digest_size=_DIGEST).hexdigest()
+def _hash_names(tenant: str, name: str) -> str:
+    """16 hex digits for a tenant's session or conversation; other tenants may use the same name."""
+    return blake2b(f"{tenant}\n{name}".encode("utf-8", "surrogatepass"), digest_size=_DIGEST).hexdigest()
 
 
 def _find_session(pair: Pair, evaluation: Evaluation, outcome: Outcome) -> str:

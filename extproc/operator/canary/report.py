@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from extproc.operator.after_notes import AFTER, ARMS, describe_after
 from extproc.operator.canary.pairs import POLICIES, REFUSALS, VERDICTS, name_after
-from extproc.operator.canary.review import Answers, Tally, count_answers
 from extproc.operator.canary.states import State, merge_states
-from extproc.operator.canary.verdict import Evidence, Rules, find_bounds, find_right, judge
+from extproc.operator.canary.verdict import Evidence, Rules, find_bounds, judge
 from extproc.operator.table import write_time
 from extproc.policy.pairings import Pairing
 
@@ -20,29 +19,20 @@ _SHOWN_AS = {"extra": "new"}
 """Words for people, in place of the names in metrics and on boards."""
 
 
-def describe_canaries(states: Iterable[State], rules: Rules, answers: Mapping[str, Answers] | None) -> list[dict[str, Any]]:
-    """The report about each pair, in the order in which pairs first appear.
-
-    Args:
-        states: what the replicas have counted.
-        rules: of the verdict.
-        answers: of people, by the identity of the pair; None if they cannot be read.
-    """
+def describe_canaries(states: Iterable[State], rules: Rules) -> list[dict[str, Any]]:
+    """The report about each pair, in the order in which pairs first appear, from the counts of the replicas."""
     groups: dict[Pairing, list[State]] = {}
     for state in states:
         groups.setdefault(state.pairing, []).append(state)
-    tallies = {pairing: None if answers is None else count_answers(answers.get(pairing.identity, {})) for pairing in groups}
-    return [_describe_canary(group, rules, tallies[pairing]) for pairing, group in groups.items()]
+    return [_describe_canary(group, rules) for group in groups.values()]
 
 
-def _describe_canary(states: list[State], rules: Rules, tally: Tally | None) -> dict[str, Any]:
+def _describe_canary(states: list[State], rules: Rules) -> dict[str, Any]:
     state = merge_states(states)
     counts, compared = state.counts, state.compared
     went_on = compared - counts["refused"]
     loops, tenants, sessions = (state.read_sketch(f"refused_{what}") for what in ("loops", "tenants", "sessions"))
-    evidence = Evidence(
-        counts["extra"], went_on, loops.count(), tenants.count(), sessions.count(), exact=loops.exact, tally=tally
-    )
+    evidence = Evidence(counts["extra"], went_on, loops.count(), tenants.count(), sessions.count(), exact=loops.exact)
     verdict, of_tenants = judge(evidence, rules), state.read_sketch("tenants")
 
     def rate(part: int, whole: int) -> dict[str, float | None]:
@@ -77,20 +67,11 @@ def _describe_canary(states: list[State], rules: Rules, tally: Tally | None) -> 
             "of_tenants": of_tenants.count(),
             "exact": all(sketch.exact for sketch in (loops, tenants, sessions, of_tenants)),
         },
-        "review": _describe_review(tally, rules),
         "after_notes": {who: _describe_after(counts, who) for who in POLICIES},
         "disagreements": [
             msgspec.structs.asdict(entry) | {"about": _SHOWN_AS.get(entry.about, entry.about)} for entry in state.disagreements
         ],
     }
-
-
-def _describe_review(tally: Tally | None, rules: Rules) -> dict[str, Any] | None:
-    """People's answers, in loops, and bounds of the share that is right; None if they cannot be read."""
-    if tally is None:
-        return None
-    least, most = find_right(tally, rules.confidence)
-    return {**tally._asdict(), "people": list(tally.people), "right_share": {"low": least, "high": most}}
 
 
 def _describe_after(counts: dict[str, int], who: str) -> dict[str, Any]:

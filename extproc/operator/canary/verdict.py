@@ -1,8 +1,4 @@
-"""The verdict about a candidate: keep watching, safe or too strict, by rules that flags change.
-
-People's answers decide once they are certain, however much the candidate refuses: what is right to refuse is no harm. Until
-then, the share of the requests that it newly refuses does, unless the answers so far contradict it.
-"""
+"""The verdict about a candidate: keep watching, safe or too strict, by what it would newly refuse; flags set the limits."""
 # interpreted: tells operators, not requests
 
 from __future__ import annotations
@@ -12,8 +8,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
-from extproc.operator.canary.certainty import find_least, find_most
-from extproc.operator.canary.review import Tally
 from extproc.options import option, parse_integer, parse_number
 
 KEEP_WATCHING = "keep_watching"
@@ -23,7 +17,6 @@ TOO_STRICT = "too_strict"
 
 _parse_count = parse_integer(0)
 _parse_share = parse_number(lambda share: 0 <= share < 1, "a number from 0 to below 1")
-_parse_right = parse_number(lambda share: 0 < share < 1, "a number above 0 and below 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +25,7 @@ class Rules:
 
     min_requests: int = option("1000", _parse_count, "requests that pass today to compare before a verdict", "N")
     max_new_refusals: float = option("0.001", _parse_share, "maximum share of these that a safe canary refuses", "SHARE")
-    min_right: float = option("0.8", _parse_right, "minimum share of new loops that people must find right", "SHARE")
+    max_new_loops: int | None = option(None, _parse_count, "maximum new loops (default: any)", "N")
     max_new_tenants: int | None = option(None, _parse_count, "maximum tenants with new refusals (default: any)", "N")
     max_new_sessions: int | None = option(None, _parse_count, "maximum sessions with new refusals (default: any)", "N")
     confidence: float = option("0.95", _parse_share, "confidence level of all bounds", "SHARE")
@@ -71,7 +64,6 @@ class Evidence(NamedTuple):
         went_on: compared requests that passed.
         loops, tenants, sessions: of the new refusals.
         exact: whether these are counted, not estimated.
-        tally: people's answers about the loops; None if they cannot be read.
     """
 
     refusals: int
@@ -80,18 +72,12 @@ class Evidence(NamedTuple):
     tenants: int = 0
     sessions: int = 0
     exact: bool = True
-    tally: Tally | None = Tally()
 
     def write(self) -> str:
-        """The loops, and what people say of them."""
-        tally = self.tally or Tally()
-        loops = max(self.loops, tally.loops)  # a replica that was restarted has forgotten some
-        if not loops:
+        """The loops, in words."""
+        if not self.loops:
             return "no new loops"
-        number = f"{loops:,} new loop{'' if loops == 1 else 's'}"
-        found = f"{tally.right:,} of {tally.loops:,} right" if tally.loops else "none reviewed"
-        unsure = f", {tally.unsure:,} unsure" if tally.unsure else ""
-        return f"{'' if self.exact else 'about '}{number}, {found}{unsure}"
+        return f"{'' if self.exact else 'about '}{self.loops:,} new loop{'' if self.loops == 1 else 's'}"
 
 
 class CanaryVerdict(NamedTuple):
@@ -110,8 +96,9 @@ def judge(evidence: Evidence, rules: Rules) -> CanaryVerdict:
 
 def _decide(evidence: Evidence, rules: Rules) -> tuple[str, list[str]]:
     broken = [
-        f"it refuses {number} new {what}; the limit is {limit}"
+        f"it refuses {number} {what} that pass today; the limit is {limit}"
         for number, what, limit in (
+            (evidence.loops, "loops", rules.max_new_loops),
             (evidence.tenants, "tenants", rules.max_new_tenants),
             (evidence.sessions, "sessions", rules.max_new_sessions),
         )
@@ -120,34 +107,7 @@ def _decide(evidence: Evidence, rules: Rules) -> tuple[str, list[str]]:
     if broken:
         return TOO_STRICT, broken
     share, by_share = _judge_share(evidence, rules)
-    tally = evidence.tally
-    if tally is None:
-        unknown = "the answers about its loops cannot be read"
-        return share if share == TOO_STRICT else KEEP_WATCHING, [by_share, unknown]
-    if not tally.loops:
-        return share, [by_share]
-    answers, by_answers = _judge_answers(tally, rules)
-    if answers != KEEP_WATCHING:
-        return answers, [by_answers]
-    agreed = SAFE if tally.right >= rules.min_right * tally.loops else TOO_STRICT
-    return share if share == agreed else KEEP_WATCHING, [by_share, by_answers]
-
-
-def find_right(tally: Tally, confidence: float) -> tuple[float, float]:
-    """Bounds of the share of loops that are right to refuse. Unsure ones might be either."""
-    least = find_least(tally.right, tally.loops, confidence) if tally.loops else 0.0
-    return least, find_most(tally.right + tally.unsure, tally.loops, confidence) if tally.loops else 1.0
-
-
-def _judge_answers(tally: Tally, rules: Rules) -> tuple[str, str]:
-    """The verdict by people's answers alone, and why."""
-    least, most = find_right(tally, rules.confidence)
-    wanted = f"of the new loops are right to refuse; a safe canary has at least {rules.min_right:.1%}"
-    if least >= rules.min_right:
-        return SAFE, f"at least {least:.1%} {wanted}"
-    if most < rules.min_right:
-        return TOO_STRICT, f"at most {most:.1%} {wanted}"
-    return KEEP_WATCHING, f"between {least:.1%} and {most:.1%} {wanted}"
+    return share, [by_share]
 
 
 def _judge_share(evidence: Evidence, rules: Rules) -> tuple[str, str]:
@@ -158,7 +118,7 @@ def _judge_share(evidence: Evidence, rules: Rules) -> tuple[str, str]:
     went_on, limit = evidence.went_on, rules.max_new_refusals
     allowed = f"of the requests that pass today; the limit is {limit:.3%}"
     if went_on < rules.min_requests:
-        least = find_least(min(evidence.loops, went_on), went_on, rules.confidence)
+        least = find_bounds(min(evidence.loops, went_on), went_on, rules.confidence).low
         if least > limit:
             return TOO_STRICT, f"it begins a new loop in at least {least:.3%} {allowed}"
         return KEEP_WATCHING, f"compared {went_on} of the {rules.min_requests} requests that a verdict needs"

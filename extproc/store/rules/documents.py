@@ -1,8 +1,8 @@
 """Documents by name, each with an end: the rule of `documents.lua`. No request waits for them.
 
-There are three kinds. On a board, each replica publishes one document for the others, which expires soon. Orders are operators'
+There are two kinds. On a board, each replica publishes one document for the others, which expires soon. Orders are operators'
 orders for every replica; they outlive the replica that accepted them. A reader names the version of all orders that it knows,
-and gets nothing if that is still current, so polling is cheap. Reviews are people's answers about the loops of a canary.
+and gets nothing if that is still current, so polling is cheap.
 """
 # interpreted: requests do not use it
 
@@ -26,12 +26,6 @@ MAX_ORDER: Final = 4_096
 """Maximum length of an order, in bytes."""
 
 MAX_ORDERS: Final = 10_000
-
-MAX_ANSWER: Final = 256
-"""Maximum length of an answer, in bytes."""
-
-MAX_ANSWERS: Final = 10_000
-"""Maximum number of answers about one canary: more than people give."""
 
 _MAX_NAME: Final = 255
 
@@ -58,14 +52,11 @@ class DocumentKind(NamedTuple):
 
 BOARDS: Final = "boards"
 ORDERS: Final = "orders"
-REVIEWS: Final = "reviews"
 KINDS: Final = {
     BOARDS: DocumentKind("reports", MAX_DOCUMENT, MAX_REPLICAS, makes_room=True, portion=16, version=b"\x01"),
     ORDERS: DocumentKind("overrides", MAX_ORDER, MAX_ORDERS, makes_room=False, portion=1_000, version=b""),
-    REVIEWS: DocumentKind("answers", MAX_ANSWER, MAX_ANSWERS, makes_room=True, portion=1_000, version=b""),
 }
-"""Kinds by name. The keys in a remote store start with this name. Orders and answers are JSON, whose fields have
-names."""
+"""Kinds by name. The keys in a remote store start with this name. Orders are JSON, whose fields have names."""
 
 
 class Documents(NamedTuple):

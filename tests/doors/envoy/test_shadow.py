@@ -128,7 +128,7 @@ def without_shadow() -> list[tuple[bytes, ...]]:
 )
 def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preamble: str) -> None:
     """What client and upstream see is the same to the byte with shadow policies of every action, healthy or broken."""
-    with stack(bundle(*SHADOW, *ENFORCING), "--shadow-samples", "5", preamble=preamble) as made:
+    with stack(bundle(*SHADOW, *ENFORCING), preamble=preamble) as made:
         traffic = _traffic(made)
 
         assert traffic == without_shadow

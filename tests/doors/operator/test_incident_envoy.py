@@ -50,7 +50,7 @@ def test_agents_wait_while_their_tool_is_down(capsys: pytest.CaptureFixture[str]
             assert "4711" not in shown
         assert main(["top", "--once", "--admin", f"http://127.0.0.1:{made.loopguard._admin}"]) == 0
         assert re.search("^crm.find fails .* wait +6 in 3 callers", capsys.readouterr().out, re.MULTILINE)
-        grouped = json.loads(made.loopguard.get("/loops?group=conversation")[1])
+        grouped = json.loads(made.loopguard.get("/loops")[1])
         (incident,) = grouped["incidents"]
         assert (incident["sessions"], incident["requests"], len(incident["conversations"])) == (6, 6, 3)
         (left,) = grouped["conversations"]  # its tool has failed in two ways, the last time for it alone

@@ -139,7 +139,7 @@ def test_no_secret_is_anywhere(transport: str, capsys: pytest.CaptureFixture[str
     """Whatever shows callers is on; the secrets reach the upstream."""
     secret, body = f"sk-{secrets.token_hex(20)}", make_body()
     requests = list(make_requests(secret))
-    flags = ["--record", "--show-callers", "--shadow-samples", "10", "--log-level", "debug", "--transport", transport]
+    flags = ["--record", "--show-callers", "--log-level", "debug", "--transport", transport]
     with server() as valkey, tempfile.TemporaryDirectory(prefix="lg") as name:
         events, tokens = Path(name) / "events.jsonl", Path(name) / "tokens"
         tokens.write_text("correct-horse-battery-staple\n")

@@ -90,7 +90,7 @@ def test_a_looper_that_two_policies_see_is_one_row(night: Stack) -> None:
     """On every replica, with the requests of both, each counted once; page and `top` have it, with the command to act."""
 
     def probe(replica: Loopguard) -> dict[str, Any] | None:
-        report = read_loops(replica, "?group=conversation")
+        report = read_loops(replica, "")
         return report if report["total"]["requests"] == 38 + 6 else None
 
     for replica in night.replicas:
@@ -127,7 +127,7 @@ def test_what_reached_the_model_is_apart_from_what_did_not() -> None:
     ]
     with stack(watched, "--price", "2.5") as made:
         statuses = [made.send(path, method="POST", body=body, headers={"x-user-id": "ann"}).status for body in bodies]
-        (row,) = read_loops(made.loopguard, "?group=conversation")["conversations"]
+        (row,) = read_loops(made.loopguard, "")["conversations"]
 
     assert statuses == [200] * 4 + [429] * 3
     size = sum(len(body) for body in bodies[2:4])

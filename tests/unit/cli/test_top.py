@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from extproc.cli.loop_screen import CONVERSATION, LOOP, LoopScreen, list_commands, write_age, write_number
+from extproc.cli.loop_screen import COLUMNS, LoopScreen, list_commands, write_age, write_number
 
 AT = "2026-11-02T03:14:00Z"
 CALLER, SESSION = "9f2c51a07be3d418", "5a0c93e1bb7f2d64"
@@ -44,7 +44,7 @@ ROWS = [
 
 
 def make_report(*rows: dict[str, Any], incidents: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
-    """The JSON of `/loops?group=conversation` about these rows."""
+    """The JSON of `/loops` about these rows."""
     total = {**make_row(), "conversations": len(rows), "looping": 1, "callers": 2}
     return {
         "at": AT, "replicas": ["a", "b"], "problem": None, "known": len(rows), "total": total, "conversations": list(rows),
@@ -122,7 +122,7 @@ def test_wider_terminals_say_more() -> None:
     """Columns are added, none goes, and cells get the room that is left."""
     heads = [next(line for line in show(make_report(*ROWS), width) if "what repeats" in line) for width in (80, 120, 160, 250)]
 
-    names = [[column.name for column in CONVERSATION if column.name in head] for head in heads]
+    names = [[column.name for column in COLUMNS if column.name in head] for head in heads]
     assert [len(each) for each in names] == [5, 8, 10, 12]
     assert all(more[: len(less)] == less for less, more in pairwise(names))
     wide = "\n".join(show(make_report(*ROWS), 160))
@@ -131,29 +131,11 @@ def test_wider_terminals_say_more() -> None:
     assert "allow by eve@laptop until 03:14" in "\n".join(show(make_report(*ROWS), 250))
 
 
-@pytest.mark.parametrize("columns", [CONVERSATION, LOOP])
-def test_columns_fit_the_narrowest_terminal_that_has_them(columns: tuple[Any, ...]) -> None:
+def test_columns_fit_the_narrowest_terminal_that_has_them() -> None:
     """Otherwise they would be narrowed, whatever is in them."""
-    for width in sorted({max(80, column.least) for column in columns}):
-        shown = [column for column in columns if width >= column.least]
+    for width in sorted({max(80, column.least) for column in COLUMNS}):
+        shown = [column for column in COLUMNS if width >= column.least]
         assert sum(column.width + 1 for column in shown) - 1 <= width, width
-
-
-def test_the_rows_of_loops_fit_as_well() -> None:
-    """Those behind the conversations."""
-    loop = {
-        **make_row(), "policy": "agents-canary", "detector": "second", "mode": "shadow", "shadow": {"reject": 12, "land": 1},
-        "cost_usd": 1.5, "input_tokens": 1_000, "refused": 0, "landed": 0, "throttled": 0, "steered": 0, "warned": 0,
-    }  # fmt: skip
-    report = {**make_report(), "loops": [loop] * 3, "known": 3}
-    del report["conversations"]
-    report["total"] = {"loops": 3, "looping": 3, "callers": 1, "requests": 39, "requests_not_sent_on": 0}
-
-    for width in (80, 160):
-        lines = show(report, width)
-        assert len(lines) == 6
-        assert all(len(line) <= width for line in lines)
-    assert "3 of 3 loops active, 1 caller, 39 requests, 0 not forwarded; 2 replicas" in lines
 
 
 def test_commands_are_whole_lines_below_what_they_are_about() -> None:

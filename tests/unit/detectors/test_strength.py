@@ -14,9 +14,7 @@ from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, find_role
 from extproc.detectors.turn import LONG, MISSING, PASSING, Reduced, decode_turn, encode_turn
 from extproc.detectors.turns import Turns
 from extproc.engine.plan import Detector
-from extproc.operator.admin.loop_report import make_report
-from extproc.operator.admin.reports import Selection
-from extproc.operator.board import View
+from extproc.operator.admin.loop_report import describe_loops
 from extproc.operator.loop_rows import LoopDocument
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
@@ -187,8 +185,7 @@ def test_strength_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert sorted(loop.strength for loop in loops) == ["strong", "weak"]
     assert [sample(service, "detections_total", **labels, strength=each) for each in ("weak", "strong")] == [1, 1]
     assert [vars(record)["fields"]["strength"] for record in caplog.records] == ["weak", "strong"]
-    view = View(LoopDocument(loops, []), "a", ["a"], "")
-    shown = make_report(view, Selection(), Prices(None), shows_callers=False, now=time.time())["loops"]
+    shown = describe_loops(LoopDocument(loops, []), Prices(None), [], shows_callers=False, now=time.time())
     assert sorted(loop["strength"] for loop in shown) == ["strong", "weak"]
 
 

@@ -107,7 +107,7 @@ def watched(shapes: Sequence[dict[str, Any]], health: str) -> Service:
     failing = "shadow:" if health.startswith("store fails") else "never"
     store = Still(failing=failing, later=health in ("slow", "store fails later"))
     shadows = [make_shadow(number, shape) for number, shape in enumerate(shapes)]
-    service = make_service(*shadows, *ENFORCING, store=store, shadow_samples=5, shadow_sample_bodies=True)
+    service = make_service(*shadows, *ENFORCING, store=store)
     if health == "raises":
         for plan in service.engine.plans:
             if plan.shadow:

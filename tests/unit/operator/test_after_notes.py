@@ -10,10 +10,9 @@ import pytest
 
 from extproc.decision import Action
 from extproc.ext_proc.service import Service
-from extproc.operator.admin.loop_report import ENDED_SECONDS, make_report
+from extproc.operator.admin.loop_report import ENDED_SECONDS, describe_history, describe_loops
 from extproc.operator.admin.reports import Selection
 from extproc.operator.after_notes import BEGUN, LANDED, REFUSED, TURNED, WENT_ON, find_change, write_after
-from extproc.operator.board import View
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.states import read_state
 from extproc.operator.canary.verdict import Rules
@@ -199,10 +198,10 @@ def test_replicas_add_up_what_each_has_seen() -> None:
     (row,) = merged.rows
     assert (row.tools, row.count, row.total) == (["read"], 3, 2)
     for later, left in ((0, {"open": 1, "ended": 0}), (ENDED_SECONDS, {"open": 0, "ended": 1})):
-        view = View(merged, "a", ["a", "b"], "")
-        report = make_report(view, Selection(), Prices(None), shows_callers=False, now=row.last + later)
+        now = row.last + later
+        (loop,) = describe_loops(merged, Prices(None), [], shows_callers=False, now=now)
         expected = {"begun": 2, "went_on": 0, "turned_round": 1, "landed": 0, "refused": 0, **left}
-        (total,) = report["after_notes"]
+        (total,) = describe_history(merged, Selection(), now)["after_notes"]
         assert total == {
             "policy": "p",
             "detector": "default",
@@ -211,8 +210,8 @@ def test_replicas_add_up_what_each_has_seen() -> None:
             "arm": "noted",
             **expected,
         }
-        assert report["loops"][0]["after_notes"] == {"noted": expected}
-        assert report["loops"][0]["tokens_after_note"] is None
+        assert loop["after_notes"] == {"noted": expected}
+        assert loop["tokens_after_note"] is None
 
 
 @pytest.mark.parametrize(("settled", "told"), [(4, (240, 360)), (3, (240, None))])
@@ -230,10 +229,8 @@ def test_tokens_before_and_after_a_note_are_told(settled: int, told: tuple[int, 
             table.settle(name=name, model="m", status=200, usage=Usage(tokens, 20, 0, 0), **known)
 
     runs = table.make_document(shows_callers=False).rows
-    view = View(document, "a", ["a"], "")
-    report = make_report(view, Selection(), Prices(None), shows_callers=False, now=row.last, runs=runs)
+    (loop,) = describe_loops(document, Prices(None), runs, shows_callers=False, now=row.last)
 
-    (loop,) = report["loops"]
     assert (loop["tokens_before_note"], loop["tokens_after_note"]) == told
 
 
@@ -246,7 +243,7 @@ def test_a_canary_says_what_came_after_without_acting() -> None:
 
     converse(service, "one", [*[STUCK] * 3, OTHER])
 
-    (canary,) = describe_canaries([read_state(pair, 1) for pair in service.pairs.list_pairs()], Rules(), {})
+    (canary,) = describe_canaries([read_state(pair, 1) for pair in service.pairs.list_pairs()], Rules())
     counts = canary["after_notes"]["candidate"]["not_noted"]
     assert canary["after_notes"]["live"] == {}
     assert write_after(counts, noted=False) == "not steered 1: 1 turned round"

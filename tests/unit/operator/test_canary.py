@@ -20,21 +20,19 @@ from extproc.operator.canary.pairs import _MAX_DISAGREEMENTS, SHOWN, Disagreemen
 from extproc.operator.canary.report import describe_canaries
 from extproc.operator.canary.sharing import Sharing
 from extproc.operator.canary.states import State, decode_state, encode_state, merge_states, read_state
-from extproc.operator.canary.verdict import KEEP_WATCHING, TOO_STRICT, Rules, find_bounds
+from extproc.operator.canary.verdict import KEEP_WATCHING, SAFE, TOO_STRICT, Evidence, Rules, find_bounds, judge
 from extproc.operator.sketch import SIZE, Sketch
 from extproc.options import read_options
 from extproc.policy.loader import parse
 from extproc.policy.pairings import MAX_PAIRINGS, Pairing
 from extproc.request.fingerprint import hash_tenant
 from extproc.request.http import HttpRequest, compile_descriptors
-from extproc.sessions.names import hash_session
 from extproc.store.memory import MemoryStore
 from extproc.store.rules.documents import BOARDS, MAX_DOCUMENT
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY, NOW, make_engine
 from tests.support.messages import body, headers
 from tests.support.service import FailingStore, decoded, exchange, make_service
-from tests.support.turn_writers import Did, as_chat
 
 USER: dict[str, Any] = {"limit_keys": ["header:x-user-id"]}
 LIVE = policy("live", ANY, threshold_identical_requests=4, **USER)
@@ -368,244 +366,6 @@ def test_frequent_disagreements_are_never_missed(paths: list[str]) -> None:
 # --- Samples
 
 
-def _sampling(*, bodies: bool = False, size: int = 5, **candidate: Any) -> Service:  # noqa: ANN401  # as `shadow`
-    """A service that keeps samples of its only pair."""
-    return make_service(LIVE, shadow(**candidate), shadow_samples=size, shadow_sample_bodies=bodies)
-
-
-def limits(**more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a policy
-    """A shadow policy for the same requests, which has these limits of sessions alone."""
-    return {"id": "strict", "spec": {"selector": ANY, "mode": "shadow", **USER, "session_limits": more}}
-
-
-def samples_of(service: Service) -> list[dict[str, Any]]:
-    """The samples of the only pair."""
-    samples = pair_of(service).samples
-    assert samples is not None
-    return samples.list_kept()
-
-
-def test_no_samples_unless_asked_for() -> None:
-    """By default nothing of any request is kept."""
-    service = make_service(LIVE, shadow())
-    send(service, 3)
-
-    assert pair_of(service).samples is None
-
-
-def test_a_sample_says_what_would_be_refused() -> None:
-    """A sample has policy, detector, method, path, count, span and hashes of who it was; nothing else of headers or query."""
-    service = _sampling()
-    send(service, 2, path="/v1?token=SECRET", x_session_id="SECRET", authorization="SECRET")
-
-    (sample,) = samples_of(service)
-    shown = {
-        name: sample[name] for name in ("policy", "detector", "similarity", "method", "path", "count", "tools", "compared")
-    }
-    assert shown == {
-        "policy": "strict", "detector": "default", "similarity": "exact", "method": "POST", "path": "/v1", "count": 2,
-        "tools": [], "compared": "",
-    }  # fmt: skip
-    assert sample["strength"] == ""  # of what is counted
-    assert sample["tenant"] == hash_tenant("x-user-id=ann")
-    assert len(sample["session"]) == 16
-    assert "SECRET" not in json.dumps(sample)
-
-
-LIMITS: dict[str, tuple[dict[str, Any], str, float]] = {
-    "steps": ({"max_steps": 1}, "max_steps", 1),
-    "a tool": ({"max_calls_per_tool": {"run": 2}}, "max_calls_per_tool", 2),
-    "money": ({"max_cost_per_session": 0.5, "unknown_model": {"input": 1e6, "output": 1}}, "max_cost_per_session", 0.5),
-    "loop": ({"loop_detection": {"window": 9, "threshold": 3}}, "loop_detection", 3),
-}
-"""Limits of a session, the one that is met, and what it allows."""
-
-
-@pytest.mark.parametrize("case", LIMITS)
-def test_a_sample_says_which_limit_is_met(case: str) -> None:
-    """It has the limit's name, and what is used of it in its own unit; nothing that looks like a count of equal requests."""
-    given, limit, allowed = LIMITS[case]
-    service = make_service(LIVE, limits(**given), shadow_samples=5)
-    loop = as_chat([Did((("run", {}),), ("failed",))] * 3)
-    for model in ("m", "n"):
-        exchange(service, headers(x_user_id="ann", x_session_id="s"), body(json.dumps({**loop, "model": model}).encode()))
-
-    newest = samples_of(service)[-1]
-    assert (newest["limit"], newest["allowed"]) == (limit, allowed)
-    assert allowed <= newest["used"] < 1_000
-    assert (newest["detector"], newest["count"], newest["span_seconds"]) == ("session", None, None)
-
-
-def _add_turns(document: dict[str, Any]) -> dict[str, Any]:
-    """A policy with a detector that looks at turns before its own."""
-    loop = document["spec"]["loop_detection"]
-    turns = {**loop, "similarity": "turns", "threshold_identical_requests": 8}
-    return {**document, "spec": {**document["spec"], "loop_detection": [turns, loop]}}
-
-
-_RUN = {"keys": ["header:x-run"]}
-_MANY = {"max_steps": 99}
-NAMING: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "turns": (
-        LIVE,
-        shadow(similarity="turns", session={}, session_limits=_MANY, threshold_identical_requests=3),
-        "header:x-claude-code-agent-id",
-        "agent",
-    ),
-    "limits": (LIVE, limits(max_steps=1), "header:x-session-id", "session"),
-    "exact, with limits": (LIVE, shadow(session=_RUN, session_limits=_MANY), "header:x-run", "run"),
-    "exact, with turns and limits": (
-        LIVE,
-        _add_turns(shadow(session={}, session_limits=_MANY)),
-        "header:x-session-id",
-        "session",
-    ),
-    "exact, with limits, beside turns": (
-        policy("live", ANY, similarity="turns", threshold_identical_requests=8, session={}, **USER),
-        shadow(session=_RUN, session_limits=_MANY),
-        "header:x-run",
-        "run",
-    ),
-    "exact, beside limits": (
-        policy("live", ANY, threshold_identical_requests=9, session=_RUN, session_limits=_MANY, **USER),
-        shadow(),
-        "header:x-run",
-        "run",
-    ),
-    "exact": (LIVE, shadow(), "header:x-claude-code-agent-id", "agent"),
-}
-"""The two policies, and the limit key that names the session of what is refused, with its value."""
-
-
-def _refuse(live: dict[str, Any], candidate: dict[str, Any]) -> Service:
-    """A service that has a sample of a loop whose session has several names."""
-    service = make_service(live, candidate, shadow_samples=5)
-    named: dict[str, Any] = {"x_claude_code_agent_id": "agent", "x_session_id": "session", "x_run": "run"}
-    loop = as_chat([Did((("run", {}),), ("failed",))] * 3)
-    for document in (loop, loop, {**loop, "model": "other"}):  # a retry is no step
-        exchange(service, headers(x_user_id="ann", **named), body(json.dumps(document).encode()))
-    return service
-
-
-@pytest.mark.parametrize("case", NAMING)
-def test_who_names_a_session(case: str) -> None:
-    """The detector that refuses does, else its policy's limits, else the enforcing policy, else what agents send anyway."""
-    live, candidate, key, value = NAMING[case]
-
-    assert {sample["session"] for sample in samples_of(_refuse(live, candidate))} == {hash_session(key, value)}
-
-
-def test_a_session_has_one_name() -> None:
-    """A sample names a session as lists of sessions and of loops do, so that it is found there."""
-    candidate = shadow(similarity="turns", session=_RUN, session_limits=_MANY, threshold_identical_requests=3)
-    service = _refuse(LIVE, candidate)
-
-    names = {sample["session"] for sample in samples_of(service)}
-    assert names == {run.name.session for run in service.reporter.sessions.copy()} == {hash_session("header:x-run", "run")}
-    assert names == {loop.session for loop in service.reporter.loops.copy()}
-
-
-_CALLS = [
-    {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "grep", "arguments": '{"for": "SECRET"}'}}]},
-    {"role": "tool", "tool_call_id": "c", "content": "nothing"},
-]
-
-
-@pytest.mark.parametrize("bodies", [False, True])
-def test_what_was_compared_is_kept_only_where_that_is_asked_for(*, bodies: bool) -> None:
-    """Arguments and results of tools stand in a sample with bodies, and in no other."""
-    service = _sampling(bodies=bodies, similarity="tool_calls", threshold_identical_requests=3)
-    document = json.dumps({"messages": [{"role": "user", "content": "go"}, *_CALLS * 3]}).encode()
-    exchange(service, headers(x_user_id="ann"), body(document))
-
-    (sample,) = samples_of(service)
-    assert sample["tools"] == ["grep"]
-    assert ("SECRET" in sample["compared"]) if bodies else (sample["compared"] is None)
-    assert ("SECRET" in json.dumps(sample)) == bodies
-
-
-def test_turns_are_shown_as_explain_shows_them() -> None:
-    """A sample of turns has a line for each of the newest, its action and its result: the oldest first, and no hash."""
-    service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
-    again = Did((("run", {"cmd": "pytest"}),), ("3 failed\n2 passed",))
-    turns = [Did((("read", {"path": "x" * 9_000}),), ("y" * 9_000,)) for _ in range(9)]
-    exchange(service, headers(x_user_id="ann"), body(json.dumps(as_chat([*turns, again, again, again])).encode()))
-
-    (sample,) = samples_of(service)
-    lines = sample["compared"].splitlines()
-    assert lines[-3:] == ['run | {"cmd":"pytest"} | 3 failed\\n2 passed'] * 3
-    assert sample["strength"] == "strong"  # the last result is an error
-    assert len(lines) > 6
-    assert all(line.startswith('read | {"path":"xxx') and line.endswith("yyy\u2026") for line in lines[:-3])
-    assert len(sample["compared"]) <= 2_000
-
-
-def test_a_further_rule_is_compared_with_what_is_there_without_it() -> None:
-    """The candidate newly refuses what only its rule sees, and the sample names that rule."""
-    turns = {"similarity": "turns", "threshold_identical_requests": 3, **USER}
-    live, candidate = policy("live", ANY, **turns), policy("more", ANY, mode="shadow", **turns, extra_rules=["long_action"])
-    service = make_service(live, candidate, shadow_samples=5)
-    change = {"path": "app.py", "old": "def main():", "new": "def main():\n    check()  # before anything else"}
-    done = [Did((("insert", change),), (f"{number} lines now",)) for number in range(5)]
-
-    for end in range(1, 6):
-        exchange(service, headers(x_user_id="ann"), body(json.dumps(as_chat(done[:end])).encode()))
-
-    (sample,) = samples_of(service)
-    assert (sample["rule"], sample["count"], sample["tools"]) == ("long_action", 5, ["insert"])
-    assert counts_of(service)["extra"] == 1
-
-
-def test_turns_that_cannot_be_read_are_left_out() -> None:
-    """Beyond the turns that a loop needs there may be more than can be inspected; the turns up to there are shown."""
-    service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
-    huge = {"role": "assistant", "content": [{"type": "text", "text": "x"}] * 6_000}
-    document = as_chat([Did((("run", {}),), ("failed",))] * 20)
-    data = json.dumps({**document, "messages": [huge, *document["messages"]]}).encode()
-    exchange(service, headers(x_user_id="ann"), body(data))
-
-    (sample,) = samples_of(service)
-    assert set(sample["compared"].splitlines()) == {"run | {} | failed"}
-
-
-@pytest.mark.parametrize("candidate", [shadow(), limits(max_steps=1)], ids=["exact", "session_limits"])
-def test_what_compares_no_body_keeps_none(candidate: dict[str, Any]) -> None:
-    """Even if another detector has read the body, samples of checksums and session limits hold nothing of it."""
-    live = policy("live", ANY, similarity="canonical", threshold_identical_requests=9, **USER)
-    service = make_service(live, candidate, shadow_samples=5, shadow_sample_bodies=True)
-    for document in (b'"SECRET 1"', b'"SECRET 1"', b'"SECRET 2"'):  # a retry is no step
-        exchange(service, headers(x_user_id="ann", x_session_id="s"), body(document))
-
-    (sample,) = samples_of(service)
-    assert sample["compared"] == ""
-    assert "SECRET" not in json.dumps(sample)
-
-
-@given(st.integers(1, 20), st.integers(0, 60))
-def test_samples_are_bounded_and_taken_from_all_loops(size: int, refusals: int) -> None:
-    """This many are kept as were asked for, or all while there are fewer, each of another loop."""
-    service = _sampling(size=size)
-    send(service, 1)
-    pair = pair_of(service)
-    assert pair.samples is not None
-    for number in range(refusals):
-        send(service, 2, user=f"user-{number}")
-
-    tenants = [sample["tenant"] for sample in samples_of(service)]
-    assert len(set(tenants)) == len(tenants) == min(size, refusals)
-
-
-def test_long_bodies_make_short_samples() -> None:
-    """What was compared is cut, and bytes that are no text are shown as such."""
-    service = _sampling(bodies=True, similarity="canonical")
-    for _ in range(2):
-        exchange(service, headers("/" + "p" * 9_000, x_user_id="ann"), body(json.dumps({"a": "x" * 100_000}).encode()))
-        exchange(service, headers(x_user_id="bob"), body(b"\xc3\x28" * 50_000))
-
-    assert [len(sample["compared"]) for sample in samples_of(service)] == [2_000, 2_000]
-    assert len(json.dumps(samples_of(service))) < 20_000
-
-
 # --- Sketches
 
 
@@ -772,8 +532,6 @@ def test_bounds_are_never_nonsense(one: int, other: int, confidence: float) -> N
         ("min_requests", "-1"),
         ("max_new_refusals", "1"),
         ("max_new_refusals", "nan"),
-        ("min_right", "0"),
-        ("min_right", "1"),
         ("confidence", "1"),
         ("confidence", "x"),
     ],
@@ -784,8 +542,31 @@ def test_rules_that_make_no_sense_are_usage_errors(flag: str, value: str) -> Non
         read_options(Rules, {flag: value})
 
 
+@pytest.mark.parametrize(
+    ("seen", "rules", "verdict", "reason"),
+    [
+        ((0, 100, 0), {}, KEEP_WATCHING, "compared 100 of the 1000 requests that a verdict needs"),
+        ((40, 100, 20), {}, TOO_STRICT, "it begins a new loop in at least 13.337% of the requests that pass today"),
+        ((40, 100, 1), {"max_new_refusals": 0.01}, KEEP_WATCHING, "compared 100 of the 1000"),
+        ((0, 3_838, 0), {}, SAFE, "it refuses at most 0.100% of the requests that pass today; the limit is 0.100%"),
+        ((0, 3_837, 0), {}, KEEP_WATCHING, "it refuses between 0.000% and 0.100%"),
+        ((40, 10_000, 1), {}, TOO_STRICT, "it refuses at least 0.294%"),
+        ((3, 10_000, 3), {"max_new_loops": 2}, TOO_STRICT, "it refuses 3 loops that pass today; the limit is 2"),
+        ((3, 10_000, 2, 2), {"max_new_tenants": 1}, TOO_STRICT, "it refuses 2 tenants that pass today; the limit is 1"),
+        ((3, 10_000, 2, 2, 2), {"max_new_sessions": 0}, TOO_STRICT, "it refuses 2 sessions that pass today; the limit is 0"),
+        ((3, 10_000, 2, 2, 2), {"max_new_sessions": 2, "max_new_tenants": 2, "max_new_loops": 2}, SAFE, "it refuses at most"),
+    ],
+)
+def test_verdict_follows_from_counts(seen: tuple[int, ...], rules: dict[str, Any], verdict: str, reason: str) -> None:
+    """Safe and too strict are certain; before `min_requests`, a loop counts once."""
+    found = judge(Evidence(*seen), Rules(**rules))
+
+    assert found.word == verdict
+    assert found.reasons[0].startswith(reason)
+
+
 def _describe(*services: Service, **rules: Any) -> Mapping[str, Any]:  # noqa: ANN401  # of several types
-    (canary,) = describe_canaries([state_of(service) for service in services], Rules(**rules), {})
+    (canary,) = describe_canaries([state_of(service) for service in services], Rules(**rules))
     return canary
 
 
@@ -804,8 +585,7 @@ def test_the_report_says_all_of_it() -> None:
     assert canary["refusals"] == {"new": 2, "already": 2, "missed": 0}
     assert canary["rates"]["new_refusals"]["share"] == pytest.approx(2 / 3)
     assert canary["new"] == {"loops": 1, "tenants": 1, "sessions": 0, "of_tenants": 1, "exact": True}
-    assert canary["summary"] == "1 new loop, none reviewed: too strict"
-    assert canary["review"] == {"right": 0, "wrong": 0, "unsure": 0, "people": [], "right_share": {"low": 0.0, "high": 1.0}}
+    assert canary["summary"] == "1 new loop: too strict"
     assert canary["until"] == "2023-11-14T22:13:20+00:00"
     assert json.loads(json.dumps(canary, allow_nan=False)) == canary
 
@@ -822,5 +602,5 @@ def test_pairs_of_one_name_and_other_contents_stand_apart() -> None:
     """States of two versions of a policy are two canaries, never one sum."""
     old, new = make_service(LIVE, shadow()), make_service(LIVE, shadow(threshold_identical_requests=3))
 
-    assert len(describe_canaries([state_of(old), state_of(new)], Rules(), {})) == 2
+    assert len(describe_canaries([state_of(old), state_of(new)], Rules())) == 2
     assert isinstance(pair_of(old).pairing, Pairing)

@@ -76,12 +76,7 @@ class Replicas:
 
     def ask(self, **query: str) -> dict[str, Any]:
         """The JSON by conversation."""
-        answer: dict[str, Any] = self._client.get("/loops", params={"group": "conversation", **query}).json()
-        return answer
-
-    def ask_for_loops(self) -> dict[str, Any]:
-        """The JSON by policy, detector, caller and fingerprint."""
-        answer: dict[str, Any] = self._client.get("/loops").json()
+        answer: dict[str, Any] = self._client.get("/loops", params=query).json()
         return answer
 
 
@@ -279,20 +274,21 @@ def test_a_query_selects_whole_conversations() -> None:
         assert len(replicas.ask(**query)["conversations"]) == callers, query
     (bob,) = replicas.ask(caller="x-user-id=bob")["conversations"]
     assert [loop["policy"] for loop in bob["loops"]] == ["canary", "agents"]
-    assert replicas.ask(group="caller")["error"] == "group must be conversation"
     assert replicas.ask(sort="age")["error"] == "sort must be one of now, cost, spared, requests, count, last, first"
 
 
-def test_the_rows_of_loops_stay_as_they_are() -> None:
-    """Without the parameter the report has what it had, and nothing of the grouping."""
-    service = make_watched()
-    send(service, write_agent(4))
+@pytest.mark.parametrize(("threshold", "would"), [(3, ["strict"]), (9, [])])
+def test_row_names_canaries_that_would_refuse_it(threshold: int, would: list[str]) -> None:
+    """Only where some of its requests pass today."""
+    strict = {**TURNS, "action": "reject", "escalate": {}, "threshold_identical_requests": threshold}
+    service = make_service(policy("live", ANY, **TURNS), policy("strict", ANY, mode="shadow", canary_of="live", **strict))
+    for times in range(1, 5):
+        send(service, write_agent(times))
 
-    report = Replicas(service).ask_for_loops()
+    (row,) = Replicas(service).ask()["conversations"]
 
-    assert {loop["policy"] for loop in report["loops"]} == {"agents", "canary"}
-    assert "conversations" not in report
-    assert report["total"]["loops"] == 2
+    assert row["would_be_refused_by"] == would
+    assert (row["tools"], row["count"]) == (["search"], 4)
 
 
 # ---- Orders

@@ -12,8 +12,9 @@ from extproc.cli.commands import write_caller
 from extproc.engine.orders import BLOCK, Target, hash_descriptor
 from extproc.errors import BadOrderError
 from extproc.ext_proc.service import Service
-from extproc.operator.admin.loop_report import SORTS, make_report
-from extproc.operator.admin.reports import Selection, read_selection
+from extproc.operator.admin.conversation_report import GROUP_SORTS
+from extproc.operator.admin.loop_report import describe_loops
+from extproc.operator.admin.reports import Selection, matches, read_selection
 from extproc.operator.admin.session_report import report_sessions
 from extproc.operator.board import View
 from extproc.operator.budget_rows import BudgetDocument
@@ -50,11 +51,10 @@ def send(service: Service, times: int = 1, content: bytes = b"{}", **given: str)
 
 
 def report(service: Service, **selected: str) -> list[dict[str, Any]]:
-    """The loops of `/loops`, as a stranger sees them."""
-    view = View(service.reporter.loops.make_document(shows_callers=False), "r", ["r"], "")
-    selection = read_selection(selected, SORTS)
-    rows: list[dict[str, Any]] = make_report(view, selection, Prices(None), shows_callers=False, now=time.time())["loops"]
-    return rows
+    """The loops behind the rows of `/loops`, as a stranger sees them."""
+    document, selection = service.reporter.loops.make_document(shows_callers=False), read_selection(selected, GROUP_SORTS)
+    loops = describe_loops(document, Prices(None), [], shows_callers=False, now=time.time())
+    return [loop for loop in loops if matches(loop, selection)]
 
 
 @pytest.mark.parametrize("known", [HIDDEN, TENANT], ids=["secret", "caller"])  # hashes of this process

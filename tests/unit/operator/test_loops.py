@@ -23,12 +23,13 @@ from extproc.decision import ToolFailure
 from extproc.errors import LoopguardError
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
+from extproc.operator.admin.budget_report import BudgetPages
 from extproc.operator.admin.client import AdminClient
-from extproc.operator.admin.loop_report import LoopPages, make_report
+from extproc.operator.admin.loop_report import LoopPages, describe_loops
 from extproc.operator.admin.pages import make_app
-from extproc.operator.admin.reports import Selection
 from extproc.operator.admin.server import AdminServer
-from extproc.operator.board import Board, View, unpack_all
+from extproc.operator.board import Board, unpack_all
+from extproc.operator.budget_rows import BudgetDocument
 from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
@@ -63,16 +64,6 @@ def make_row(**changes: Any) -> Loop:  # noqa: ANN401  # fields of Loop
         "first": now - 100, "last": now, "count": 5, "requests": {"reject": 3}, "size": 400, "stopped": 3, "stopped_size": 300,
     }  # fmt: skip
     return Loop(**{**fields, **changes})
-
-
-def make_view(*rows: Loop, lines: list[Line] | None = None) -> View[LoopDocument]:
-    """What one replica knows."""
-    return View(LoopDocument(list(rows), lines or []), "a", ["a"], "")
-
-
-def report(*rows: Loop, shown: bool = False, price: float | None = None, **selection: Any) -> dict[str, Any]:  # noqa: ANN401
-    """The JSON about these loops."""
-    return make_report(make_view(*rows), Selection(**selection), Prices(price), shows_callers=shown, now=time.time())
 
 
 def test_a_loop_is_one_entry_with_what_became_of_its_requests() -> None:
@@ -279,50 +270,18 @@ def test_curves_of_replicas_are_added_minute_by_minute() -> None:
     assert merged.counts[-3:] == [1, 6, 8]
 
 
-def test_the_report_is_sorted_by_what_costs_most() -> None:
-    """Money where a rate is known, else tokens; the other orders are there as well."""
-    rows = [
-        make_row(repeats="small", path="/small", size=400, requests={"warn": 9}),
-        make_row(repeats="big", path="/big", size=4_000),
-    ]
-
-    assert [loop["path"] for loop in report(*rows)["loops"]] == ["/big", "/small"]
-    assert [loop["path"] for loop in report(*rows, sort="requests")["loops"]] == ["/small", "/big"]
-    assert [loop["path"] for loop in report(*rows, limit=1)["loops"]] == ["/big"]
-
-
 def test_money_comes_with_a_rate() -> None:
     """A rate that is given counts for every model, the package's for those that it knows; without any there is no money."""
     rows = [make_row(model="gpt-4o", size=4_000_000, stopped_size=2_000_000), make_row(repeats="x", model="unknown")]
 
-    given, known = report(*rows, price=2.0), report(*rows)
+    given, known = (
+        describe_loops(LoopDocument(rows, []), Prices(price), [], shows_callers=False, now=time.time()) for price in (2.0, None)
+    )
 
-    assert [loop["cost_usd"] for loop in given["loops"]] == [2.0, 0.0002]
-    assert known["loops"][0]["cost_usd"] > 0
-    assert known["loops"][0]["cost_not_sent_on_usd"] == known["loops"][0]["cost_usd"] / 2
-    assert known["loops"][1]["cost_usd"] is None
-
-
-def test_callers_values_are_shown_only_where_they_may_be() -> None:
-    """By default a caller is a hash, and cannot be looked for by a guess at its value."""
-    row = make_row(caller=[("x-user-id", "ann")], tenant="f" * 16)
-
-    assert report(row)["loops"][0]["descriptors"] is None
-    assert report(row, shown=True)["loops"][0]["descriptors"] == {"x-user-id": "ann"}
-    assert report(row, caller="ann")["loops"] == []
-    for caller in ("ann", "x-user-id=ann"):
-        assert len(report(row, shown=True, caller=caller)["loops"]) == 1
-    assert report(row, shown=True, caller="x-user-id=eve")["loops"] == []
-    assert len(report(row, caller="fff")["loops"]) == 1
-
-
-def test_the_report_can_be_narrowed_down() -> None:
-    """By policy and by tool; the totals are those of what is shown."""
-    rows = [make_row(policy="a", tools=["search"]), make_row(policy="b", tools=["read", "write"])]
-
-    assert [loop["policy"] for loop in report(*rows, policy="a")["loops"]] == ["a"]
-    assert [loop["policy"] for loop in report(*rows, tool="write")["loops"]] == ["b"]
-    assert report(*rows, policy="a")["total"]["refused"] == 3
+    assert [loop["cost_usd"] for loop in given] == [2.0, 0.0002]
+    assert known[0]["cost_usd"] > 0
+    assert known[0]["cost_not_sent_on_usd"] == known[0]["cost_usd"] / 2
+    assert known[1]["cost_usd"] is None
 
 
 @pytest.mark.parametrize(
@@ -350,7 +309,8 @@ def admin_of(service: Service, price: float | None = None) -> Iterator[AdminClie
     incidents = Board("incidents", IncidentDocument, reporter.incidents, store, lambda: reporter.show_callers)
     conversations = Board("conversations", ConversationDocument, reporter.conversations, store, lambda: reporter.show_callers)
     pages = LoopPages(shared, Prices(price), lambda: reporter.show_callers, incidents, conversations=conversations)
-    server = AdminServer(make_app(Metrics(), pages.list_routes()))
+    budgets = BudgetPages(Board("budgets", BudgetDocument, reporter.budgets, store, lambda: False), lambda: False)
+    server = AdminServer(make_app(Metrics(), [*pages.list_routes(), *budgets.list_routes()]))
     client = AdminClient(server.start(parse_address("127.0.0.1:0")))
     try:
         yield client
@@ -369,7 +329,7 @@ def looping(user: str = "ann", **settings: Any) -> Service:  # noqa: ANN401  # o
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({"sort": "age"}, "sort must be one of cost, requests, count, last, first"),
+        ({"sort": "age"}, "sort must be one of now, cost, spared, requests, count, last, first"),
         ({"limit": "0"}, "limit must be 1 to 1000"),
         ({"limit": "many"}, "limit must be 1 to 1000"),
         ({"price": "-1"}, "price must be US dollars per million input tokens, such as 2.50"),
@@ -388,8 +348,8 @@ def test_callers_are_not_shown_to_a_page_of_another_site() -> None:
     with admin_of(looping(show_callers=True)) as client:
         near, far = (client.ask("/loops", headers=more) for more in ({}, {"host": "evil.example"}))
 
-    assert near["loops"][0]["descriptors"] == {"x-user-id": "ann"}
-    assert far["loops"][0]["descriptors"] is None
+    assert near["conversations"][0]["descriptors"] == {"x-user-id": "ann"}
+    assert far["conversations"][0]["descriptors"] is None
 
 
 def run_top(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -399,35 +359,29 @@ def run_top(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_top_prints_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each conversation, or each loop, is a row; what clients choose is text, neither markup nor a terminal's command."""
+    """Each conversation is a row; what clients choose is text, neither markup nor a terminal's command."""
     monkeypatch.setenv("COLUMNS", "200")
     with admin_of(looping("[red]\x1b[2J", show_callers=True), price=1_000.0) as client:
-        grouped, rows = (run_top(capsys, "--admin", client.url, *more) for more in ((), ("--group", "none")))
+        printed = run_top(capsys, "--admin", client.url)
 
-    assert "1 of 1 loop active, 1 caller; 1 replica" in grouped
-    assert "spent nothing on 0 requests; spared <$0.01, 1 not forwarded" in grouped
-    assert " reject " in grouped
-    assert "1 of 1 loops active, 1 caller, 1 request, 1 not forwarded; 1 replica" in rows
-    assert "1 refused" in rows
-    for printed in (grouped, rows):
-        assert "x-user-id=[red]\\x1b[2J" in printed
-        assert "\x1b" not in printed
+    assert "1 of 1 loop active, 1 caller; 1 replica" in printed
+    assert "spent nothing on 0 requests; spared <$0.01, 1 not forwarded" in printed
+    assert " reject " in printed
+    assert "x-user-id=[red]\\x1b[2J" in printed
+    assert "\x1b" not in printed
 
 
 def test_top_names_tools_that_fail_for_many(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row for each of them, and a line above those of loops."""
+    """A row for each of them."""
     monkeypatch.setenv("COLUMNS", "200")
     service = looping()
     failing = service.reporter.incidents.find("p", ToolFailure("[red]\x1b[2J", "0" * 16), "a" * 16)
     for number in range(6):
         failing.note(f"{number % 2:016x}", f"{number:016x}", time.time() - 130, refused=True)
     with admin_of(service) as client:
-        grouped, printed = (run_top(capsys, "--admin", client.url, *more) for more in ((), ("--group", "none")))
+        printed = run_top(capsys, "--admin", client.url)
 
-    assert re.search(r"^\[red\]\\x1b\[2J fails +2m +shadow: wait +6 in 2 callers", grouped, re.MULTILINE)
-    first, second = [line.strip() for line in printed.splitlines()[:2]]
-    assert first == "[red]\\x1b[2J fails for 6 sessions of 2 callers since 2m (p)"
-    assert second.startswith("1 of 1 loops active")
+    assert re.search(r"^\[red\]\\x1b\[2J fails +2m +shadow: wait +6 in 2 callers", printed, re.MULTILINE)
 
 
 def test_top_prints_json_of_several_servers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -436,8 +390,8 @@ def test_top_prints_json_of_several_servers(capsys: pytest.CaptureFixture[str]) 
         printed = run_top(capsys, "--json", *(part for url in (one.url, other.url, one.url) for part in ("--admin", url)))
 
     report = json.loads(printed)
-    assert [loop["requests"] for loop in report["loops"]] == [1, 1]
-    assert (report["total"]["loops"], len(report["replicas"])) == (2, 2)
+    assert [row["requests"] for row in report["conversations"]] == [1, 1]
+    assert (report["total"]["conversations"], len(report["replicas"])) == (2, 2)
 
 
 def test_top_is_live_on_a_terminal() -> None:
@@ -491,8 +445,8 @@ def test_top_passes_the_selection_on(capsys: pytest.CaptureFixture[str]) -> None
         none = json.loads(run_top(capsys, "--json", "--admin", client.url, "--policy", "other"))
         priced = json.loads(run_top(capsys, "--json", "--admin", client.url, "--price", "500000", "--limit", "1"))
 
-    assert none["loops"] == []
-    assert priced["loops"][0]["cost_usd"] == 1.0
+    assert none["conversations"] == []
+    assert priced["conversations"][0]["cost_not_sent_on_usd"] == 1.0
 
 
 def test_top_says_that_no_loop_matches(capsys: pytest.CaptureFixture[str]) -> None:

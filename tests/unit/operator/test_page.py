@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import http.client
 import json
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from extproc.engine.orders import ALLOW, BLOCK, GRANT, ActiveOverride, Target
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
 from extproc.operator.admin.budget_report import BudgetPages
-from extproc.operator.admin.canary_page import route_canary, suggest_for_canary
+from extproc.operator.admin.canary_page import CanaryPages
 from extproc.operator.admin.coverage_report import CoveragePages, ServerState
 from extproc.operator.admin.loop_page import draw_charts, route_page
 from extproc.operator.admin.loop_report import LoopPages
@@ -30,9 +32,7 @@ from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages
 from extproc.operator.board import Board
 from extproc.operator.budget_rows import BudgetDocument
-from extproc.operator.canary.report import describe_canaries
-from extproc.operator.canary.states import read_state
-from extproc.operator.canary.verdict import Rules
+from extproc.operator.canary.sharing import Sharing
 from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.coverage_rows import CoverageDocument
 from extproc.operator.incident_rows import IncidentDocument
@@ -109,9 +109,6 @@ def serving(service: Service, orders: Sequence[ActiveOverride] = ()) -> Iterator
     def open_board(name: str, document: Any, table: Any) -> Any:  # noqa: ANN401  # of any table
         return Board(name, document, table, store, shows)
 
-    def describe() -> list[dict[str, Any]]:
-        return describe_canaries([read_state(pair, time.time()) for pair in service.pairs.list_pairs()], Rules(), {})
-
     store, reporter = MemoryStore(Metrics()), service.reporter
     loops, incidents = open_board("loops", LoopDocument, reporter.loops), open_board("i", IncidentDocument, reporter.incidents)
     conversations = open_board("conversations", ConversationDocument, reporter.conversations)
@@ -124,11 +121,18 @@ def serving(service: Service, orders: Sequence[ActiveOverride] = ()) -> Iterator
     budgets = BudgetPages(open_board("budgets", BudgetDocument, reporter.budgets), shows)
     budgets.has_budgets = lambda: any(plan.budget is not None for plan in service.engine.plans)
     routes = [route_page(pages, sessions, budgets), *pages.list_routes(), *sessions.list_routes(), *coverage.list_routes()]
-    server = AdminServer(make_app(Metrics(), [*routes, route_canary(describe, dict)]))
+    loop = asyncio.new_event_loop()
+    thread = Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    canaries = CanaryPages(Sharing(service.pairs, store, "a"), lambda: loop)
+    server = AdminServer(make_app(Metrics(), [*routes, *canaries.list_routes()]))
     try:
         yield f"http://{server.start(parse_address('127.0.0.1:0'))}/"
     finally:
         server.stop()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def fetch(url: str, **headers: str) -> tuple[dict[str, str], str]:
@@ -280,19 +284,9 @@ def test_browsers_get_pages_and_programs_json() -> None:
     assert canary["requests"]["compared"] == 7
     for shown in ("agents-canary, canary of agents:", "<b>7</b> requests compared", canary["reasons"][0]):
         assert shown in pages["canary"], shown
-    assert "<code>loopguard canary review --policy agents-canary</code>" in pages["canary"]
+    assert "<code>loopguard canary status --policy agents-canary</code>" in pages["canary"]
     assert coverage["line"] in pages["coverage"]
     assert "the policy files have errors" in pages["coverage"]
-
-
-@pytest.mark.parametrize(
-    ("verdict", "file", "promotes"), [("safe", "p.json", True), ("safe", "", False), ("keep_watching", "p.json", False)]
-)
-def test_only_a_safe_canary_is_promoted(verdict: str, file: str, promotes: bool) -> None:  # a case
-    """The command edits the policy's file, where it is in one."""
-    found = suggest_for_canary({"policy": "strict", "verdict": verdict}, file)
-
-    assert ("loopguard promote p.json --policy strict --percent 25 --write" in found.values()) is promotes
 
 
 def test_scripts_in_names_are_text() -> None:

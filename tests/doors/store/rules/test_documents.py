@@ -8,7 +8,7 @@ import pytest
 
 from extproc.errors import StoreError
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.documents import BOARDS, KINDS, MAX_DOCUMENT, MAX_ORDER, MAX_REPLICAS, ORDERS, REVIEWS
+from extproc.store.rules.documents import BOARDS, KINDS, MAX_DOCUMENT, MAX_ORDER, MAX_REPLICAS, ORDERS
 from tests.support.servers import Driver
 
 
@@ -147,23 +147,6 @@ def test_orders_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> N
 
     assert error.value.kind == "full"
     assert sorted(store.read(ORDERS, book, 61_000).items()) == [("1", b"x"), ("2", b"y"), ("more", b"x")]
-
-
-def test_answers_are_bounded(store: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A person's newer answer replaces the older one; beyond the bound, the oldest answer makes room for a new one."""
-    monkeypatch.setitem(KINDS, REVIEWS, KINDS[REVIEWS]._replace(max_documents=3))
-    book = store.name("canary")
-    for moment, name, document in (
-        (1, "a ann", b"x"),
-        (2, "a bob", b"x"),
-        (3, "b ann", b"x"),
-        (4, "a ann", b"y"),
-        (5, "c bob", b"z"),
-    ):
-        store.run(store.store.documents.put(REVIEWS, book, name, document, 60, 1_000 + moment))
-
-    assert store.read(REVIEWS, book, 2_000) == {"b ann": b"x", "a ann": b"y", "c bob": b"z"}
-    assert store.read(REVIEWS, book, 61_004) == {"c bob": b"z"}
 
 
 def test_thousands_of_orders_are_read_whole(store: Driver) -> None:
