@@ -310,10 +310,10 @@ def test_an_incident_is_one_row_and_its_later_sessions_are_no_loops() -> None:
     report = open_report(service)
 
     (row,) = report["incidents"]
-    assert {name: row[name] for name in ("tool", "policy", "active", "callers", "sessions", "requests", "not_refused")} == {
-        "tool": "search", "policy": "p", "active": True, "callers": 3, "sessions": 6, "requests": 6, "not_refused": 2,
+    assert {name: row[name] for name in ("tool", "policies", "active", "callers", "sessions", "not_refused")} == {
+        "tool": "search", "policies": ["p"], "active": True, "callers": 3, "sessions": 6, "not_refused": 2,
     }  # fmt: skip
-    assert len(report["loops"]) == 4
+    assert len(row["conversations"]) == 4
     assert "database" not in json.dumps(report)
     assert [sum(curve["minutes"]) for curve in report["curves"]] == [4, 2]
 
