@@ -56,7 +56,7 @@ _CHECK: Final = 4
 _SHAPE: Final = 4
 _FAILURE: Final = 3
 _LONG_ACTION: Final = 60
-"""Minimum size of an action that is recorded as long, as in `extra_rules.py`, which needs no other size."""
+"""Minimum size of an action that is recorded as long, as in `similar_turns.py`, which needs no other size."""
 
 _ENOUGH: Final = (MAX_TURNS + 1) * MAX_NORMALIZED
 

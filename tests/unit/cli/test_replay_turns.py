@@ -24,10 +24,9 @@ from tests.support.service import decoded, exchange, make_service, metadata_of
 from tests.support.turn_writers import Did, as_anthropic, as_chat
 
 BY_USER: dict[str, Any] = {"similarity": "turns", "limit_keys": ["header:x-user-id"]}
-EXTRA = ["long_action", "two_errors", "failing_turn", "action_cycle"]
 POLICIES = [
     policy("ladder", ANY, **BY_USER, action="steer", escalate={"land": 4, "reject": 5}, weak_threshold=6),
-    policy("extra", ANY, **BY_USER, threshold_identical_requests=2, extra_rules=EXTRA, action="warn", cooldown_seconds=60),
+    policy("warned", ANY, **BY_USER, threshold_identical_requests=2, action="warn", cooldown_seconds=60),
     policy("raw", ANY, **BY_USER, normalize_results=False, tools={"read_file": {"allow": True}, "ba*": {"threshold": 4}}),
     policy("canary", ANY, **BY_USER, mode="shadow", threshold_identical_requests=4, ignore_arguments=["why"], max_cycle=6),
     policy("named", ANY, **BY_USER, session={"keys": ["header:x-run"]}),

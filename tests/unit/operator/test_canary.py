@@ -540,22 +540,6 @@ def test_turns_are_shown_as_explain_shows_them() -> None:
     assert len(sample["compared"]) <= 2_000
 
 
-def test_a_further_rule_is_compared_with_what_is_there_without_it() -> None:
-    """The candidate newly refuses what only its rule sees, and the sample names that rule."""
-    turns = {"similarity": "turns", "threshold_identical_requests": 3, **USER}
-    live, candidate = policy("live", ANY, **turns), policy("more", ANY, mode="shadow", **turns, extra_rules=["long_action"])
-    service = make_service(live, candidate, shadow_samples=5)
-    change = {"path": "app.py", "old": "def main():", "new": "def main():\n    check()  # before anything else"}
-    done = [Did((("insert", change),), (f"{number} lines now",)) for number in range(5)]
-
-    for end in range(1, 6):
-        exchange(service, headers(x_user_id="ann"), body(json.dumps(as_chat(done[:end])).encode()))
-
-    (sample,) = samples_of(service)
-    assert (sample["rule"], sample["count"], sample["tools"]) == ("long_action", 5, ["insert"])
-    assert counts_of(service)["extra"] == 1
-
-
 def test_turns_that_cannot_be_read_are_left_out() -> None:
     """Beyond the turns that a loop needs there may be more than can be inspected; the turns up to there are shown."""
     service = _sampling(bodies=True, similarity="turns", threshold_identical_requests=3)
