@@ -229,7 +229,8 @@ def _read_marked(text: str, ignored: frozenset[str]) -> tuple[str, bytes] | None
     fence = _last_fence(text) if _FENCE in text else None
     tags = _tags(text) if "</" in text or "<" in text else []
     if fence is not None and not any(start < fence[0] and fence[1] < end for _, start, end in tags):
-        return _read_code(text[fence[0] : fence[1]], _language(text, fence[0]), ignored)
+        language = text[max(0, fence[0] - MAX_NAME) : fence[0]].rpartition(_FENCE)[2].strip().lower()
+        return _read_code(text[fence[0] : fence[1]], language, ignored)
     if fence is None and "{" in text and '"' in text:
         found = _read_objects(text, ignored)
         if found is not None:
@@ -273,7 +274,10 @@ def _last_fence(text: str) -> tuple[int, int] | None:
             opened = -1
     if opened >= 0 and text[opened:].strip():
         found = opened, len(text)
-    return None if found is None else (_behind_info(text, *found), found[1])
+    if found is None:
+        return None
+    line = text.find("\n", *found)
+    return (line if line >= 0 and len(text[found[0] : line].split()) <= 1 else found[0]), found[1]
 
 
 def _is_blank(text: str, place: int) -> bool:
@@ -288,17 +292,6 @@ def _starts_line(text: str, place: int) -> bool:
     while place > 0 and text[place - 1] in " \t":
         place -= 1
     return place == 0 or text[place - 1] == "\n"
-
-
-def _behind_info(text: str, start: int, end: int) -> int:
-    """Where a block's content starts: after the first line, if that is empty or names a language."""
-    line = text.find("\n", start, end)
-    return line if line >= 0 and len(text[start:line].split()) <= 1 else start
-
-
-def _language(text: str, start: int) -> str:
-    """The language that is named for the code block whose content starts here; empty for none."""
-    return text[max(0, start - MAX_NAME) : start].rpartition(_FENCE)[2].strip().lower()
 
 
 def _whole_json(text: str) -> dict[str, Json] | None:

@@ -133,15 +133,11 @@ def tidy_command(text: str) -> str:
     if "<<" in text or '"""' in text or "'''" in text or len(text) > _LONGEST_COMMENTED:
         return text
     if "#" in text:
-        tidy = _COMMENTS.sub(_keep_quoted, text)
+        tidy = _COMMENTS.sub(lambda found: found.group(1) or "", text)
         text = tidy.strip() or text
     if " \n" in text or "\t\n" in text or "\n\n" in text:
         text = "\n".join([line.rstrip() for line in text.split("\n") if line and not line.isspace()])
     return text
-
-
-def _keep_quoted(found: re.Match[str]) -> str:
-    return found.group(1) or ""
 
 
 def _without_thoughts(value: Mapping[str, Json], name: str, ignored: frozenset[str]) -> Mapping[str, Json]:

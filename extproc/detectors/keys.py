@@ -153,11 +153,6 @@ class TurnsKeys(HistoryKeys):
         normalize_results: with `turns`: `false` compares results byte for byte.
         ignore_arguments: with `turns`: arguments that hold thoughts, and are not compared.
         incidents: with `turns`: `false` also refuses loops of a tool that fails in the same way for many sessions.
-        extra_rules: with `turns`: further rules, for agents whose actions are text; t is the threshold. `long_action`: the last
-            t + 2 actions are the same, of 60 bytes or more, whatever came back, and do not only read. `two_errors`: the last
-            2t + 4 results are errors of at most two kinds, ignoring numbers. `failing_turn`: the newest turn failed, and occurs
-            t times among the last 4t + 4, of which at most t - 2 in between are new, apart from talk. `action_cycle`: the last
-            actions are a cycle of 2 to 4 that occurred t times, and at least half of the results are the same.
     """
 
     weak_threshold: Annotated[int, Field(ge=MIN_WEAK, le=MAX_WEAK)] | None = None
@@ -167,7 +162,6 @@ class TurnsKeys(HistoryKeys):
     ignore_arguments: list[str] = Field(
         default_factory=lambda: sorted(THOUGHTS), json_schema_extra={"default": [*sorted(THOUGHTS)]}
     )
-    extra_rules: list[Literal["long_action", "two_errors", "failing_turn", "action_cycle"]] = NO_ITEMS
 
 
 class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys):

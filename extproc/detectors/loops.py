@@ -31,10 +31,10 @@ from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from extproc.apis import open_conversation
-from extproc.decision import WEAK, Repeat
+from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
-from extproc.detectors.extra_rules import MIN_SIMILAR, NOTED_TURNS, Recent, find_extra, find_similar_error
 from extproc.detectors.nesting import count_nested
+from extproc.detectors.similar_turns import MIN_SIMILAR, NOTED_TURNS, find_similar_error
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, count_rounds
 from extproc.detectors.turn import (
     NORMALIZED,
@@ -261,7 +261,6 @@ class TurnRule:
         normalize_results: bool = True,
         ignored: frozenset[str] = THOUGHTS,
         filled: int = 0,
-        extra: frozenset[str] = frozenset(),
         notes: bool = False,
     ) -> None:
         """Take the settings.
@@ -272,10 +271,8 @@ class TurnRule:
             normalize_results: ignore volatile parts of results.
             ignored: names of arguments that are thoughts.
             filled: a cycle that needs more turns than this is a loop once it fills this many; 0 for no such bound.
-            extra: names of further rules.
             notes: also look for loops that get a note at most.
         """
-        self._extra = extra
         self._notes = notes
         self._filled = filled
         self._limits = limits
@@ -324,7 +321,7 @@ class TurnRule:
         newest = history.at(0)
         if newest is None or history.at(1) is None:
             return False
-        if self._extra or not newest.known or newest.failed:
+        if not newest.known or newest.failed:
             return True
         return any(same_action(newest, turn) for turn in history.newest(max(2 * self.threshold + 4, self._max_cycle + 1))[1:])
 
@@ -350,12 +347,8 @@ class TurnRule:
             found = self._repeat(history, newest, limit, again)
         if found is None:
             found = self._error(history, newest, limit)
-        if self._extra and (found is None or found.strength == WEAK):
-            recent = Recent(history.newest(MAX_TURNS), self._limits, limit, normalized=self._normalized)
-            found = find_extra(self._extra, recent, found)
         if found is None and self._notes and newest.failed:
-            recent = Recent(history.newest(NOTED_TURNS + limit.threshold), self._limits, limit, normalized=self._normalized)
-            found = find_similar_error(recent)
+            found = find_similar_error(history.newest(NOTED_TURNS + limit.threshold), self._limits, limit)
         return found
 
     def _repeat(self, history: History, newest: AnyTurn, limit: Limit, again: Sequence[int]) -> Repeat | None:

@@ -161,7 +161,7 @@ def _normalize(text: str) -> str:
     if _may_name_ids(text):
         text = _NAMED.sub(rf"\1{_GONE}", text)
         text = _PREFIXED.sub(f"_{_GONE}", text)
-        text = _SET.sub(_sort_set, text)
+        text = _SET.sub(lambda found: "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}", text)
     if "\\" in text:  # JSON in a string: the letter of an escape must not join the next word
         text = text.replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
     if not _may_be_volatile(text):
@@ -182,10 +182,6 @@ def _normalize(text: str) -> str:
             else:
                 lines.append(_GONE.join(take(line)) if take else line)
     return "\n".join(lines)
-
-
-def _sort_set(found: re.Match[str]) -> str:
-    return "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}"
 
 
 def normalize_head(text: str, size: int = -1, *, overwrites: bool | None = None) -> str:

@@ -79,7 +79,7 @@ HARNESS: Final = frozenset({"system", "developer"})
 NUMBERS: Final = re.compile(r"[0-9]+")
 _SIX_BITS: Final = 0x3F
 _NO_TEXT: Final = 0x80
-"""High bits of bytes that older versions, which expect a name in their place, read as none: no UTF-8 text begins with one."""
+"""High bits of bytes that can stand in place of a name in an entry: no UTF-8 text begins with one."""
 _FAILURE: Final = 3
 _FAILURE_BITS: Final = 4
 """Length of the id of a failure, in bytes, and its length in an entry, which has six bits of it in each byte."""
@@ -775,7 +775,7 @@ class Turn:
         return made
 
     def _hash_result(self, kept: KnownResult | None) -> tuple[bytes, bytes]:
-        """Hashes of the result, and of the result without volatile parts; replicas of other versions compare them, too."""
+        """Hashes of the result, and of the result without volatile parts; other replicas compare them, too."""
         if kept is not None and kept.raw is not None and kept.normalized is not None and self.may_normalize():
             return kept.raw, kept.normalized
         raw = digest(self.result.encode())
@@ -893,7 +893,7 @@ def decode_turn(entry: bytes) -> Reduced:
 
 
 def get_failure_id(entry: bytes) -> bytes:
-    """The failure id in an entry; empty if nothing failed, or an older version wrote it. No name ends like an id."""
+    """The failure id in an entry; empty if nothing failed. No name ends like an id."""
     if not entry or not entry[0] & _ERROR:
         return b""
     rest = entry[REST:]

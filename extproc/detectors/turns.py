@@ -17,9 +17,9 @@ from extproc.decision import WEAK, Advice, EarlierLoops, Outcome, Repeat, ToolFa
 from extproc.detectors.arguments import share_names
 from extproc.detectors.base import HistorySimilarity, Memory
 from extproc.detectors.chain import ChainPlace, find_place
-from extproc.detectors.extra_rules import ACTION_CYCLE, FAILING_TURN, LONG_ACTION, SIMILAR_ERROR, TWO_ERRORS
 from extproc.detectors.keys import MIN_WEAK, SimilarityKeys, TurnsKeys
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History, KeptTurn, TurnRule, follow
+from extproc.detectors.similar_turns import SIMILAR_ERROR
 from extproc.detectors.tools import find_window_errors
 from extproc.detectors.turn import MISSING, Turn
 from extproc.objects import JsonObject, Place
@@ -68,7 +68,6 @@ class Turns(HistorySimilarity):
         rule: the rule with the lowest threshold.
         last_step: the number of the strictest action.
         ignored: names of arguments that are thoughts.
-        needs_equal_results: turns whose results all differ, in more than numbers, are no loop.
         looks_back: a loop, or a history that has left one, comes with what the history showed before its newest turn.
     """
 
@@ -86,7 +85,6 @@ class Turns(HistorySimilarity):
         self._patient = None if keys.weak_threshold is None else self._make_patient_rules(keys, keys.weak_threshold)
         self._cooldown = keys.cooldown_seconds > 0  # a turn that does not loop may then be refused
         self._finds_failures = keys.incidents
-        self.needs_equal_results = not keys.extra_rules
         self.looks_back = keys.steers
         self._number = next(_NUMBERS)
 
@@ -104,7 +102,6 @@ class Turns(HistorySimilarity):
             normalize_results=keys.normalize_results,
             ignored=self.ignored,
             filled=filled,
-            extra=frozenset(keys.extra_rules),
             notes=notes,
         )
 
@@ -282,7 +279,7 @@ class TurnMemory:
         """See `Memory`."""
         found, kept = self._found, self._kept
         turns, place = self._turns, self.place
-        always = not turns.needs_equal_results or (turns.looks_back and (place is None or not turns.was_in_no_loop(place)))
+        always = turns.looks_back and (place is None or not turns.was_in_no_loop(place))
         history = kept.extend(entries, followed=followed, always=always) if kept is not None else None
         recalled = turns.look_back(history, turns.find_loop(history), place) if history is not None else None
         if recalled is None or (found is not None and found.rank > recalled.rank):
@@ -335,29 +332,6 @@ def _explain_similar_error(repeat: Repeat) -> tuple[str, str]:
     return f"{what}, whatever was tried{_list_tried(repeat)}", _WITHOUT_ERROR
 
 
-def _explain_long_action(repeat: Repeat) -> tuple[str, str]:
-    what = f"the last {repeat.count} turns were {_name(repeat)} with the same input"
-    return what, "another action or input; if what it changes has changed already, go on with the next step"
-
-
-def _explain_two_errors(repeat: Repeat) -> tuple[str, str]:
-    return (
-        f"the last {repeat.count} results were the same one or two errors, whatever was tried{_list_tried(repeat)}",
-        _WITHOUT_ERROR,
-    )
-
-
-def _explain_failing_turn(repeat: Repeat) -> tuple[str, str]:
-    what = f"{repeat.count} of the last {repeat.calls} turns were {_name(repeat)} with the same input, and failed the same way"
-    return what, "another action or input, or a result that is no error"
-
-
-def _explain_action_cycle(repeat: Repeat) -> tuple[str, str]:
-    steps = f"{repeat.calls // repeat.count} steps ({_name(repeat)})"
-    what = f"the last {repeat.calls} turns were {repeat.count} rounds of the same {steps}, and most results were the same"
-    return what, "a step outside this cycle"
-
-
 def _explain_nested_prompt(repeat: Repeat) -> tuple[str, str]:
     what = f"the prompt begins {repeat.count} times with the same words, because each attempt repeats the one before it"
     return what, "the original prompt, with one new instruction"
@@ -369,9 +343,5 @@ _EXPLAIN = {
     CYCLE: _explain_cycle,
     ERROR: _explain_error,
     SIMILAR_ERROR: _explain_similar_error,
-    LONG_ACTION: _explain_long_action,
-    TWO_ERRORS: _explain_two_errors,
-    FAILING_TURN: _explain_failing_turn,
-    ACTION_CYCLE: _explain_action_cycle,
     NESTED_PROMPT: _explain_nested_prompt,
 }

@@ -57,7 +57,7 @@ def list_budget_settlements(engine: Engine, entry: Entry) -> list[SettledBudget]
         asked = named.get("model")
         model = entry.model or (asked if isinstance(asked, str) else "")
         session, prompt = named.get("session"), _read_prompt(named, entry)
-        call = read_call(named.get("call")).hex()  # empty if an older version let the request through
+        call = read_call(named.get("call")).hex()
         for place, each in enumerate(reserved[:_MOST]):
             found = _settle(guard, each, entry, model, f"{call}.{place}" if call else "")
             if found is None:

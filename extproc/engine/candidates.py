@@ -274,7 +274,6 @@ class Candidate:
     """
 
     __slots__ = (
-        "_earlier",
         "_in_head",
         "_known",
         "_now",
@@ -331,18 +330,16 @@ class Candidate:
         self.needs_body = True
         self.overrides: Sequence[ActiveOverride] = ()
         self.labels = NO_LABELS
-        self._earlier: list[tuple[str, str]] = []
         self._in_head = session
         self._known: Caller | None = None
         self._of_caller: Sequence[ActiveOverride] = ()
         self._standing: Overrides | None = None
         self._now = 0.0
 
-    def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
+    def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:  # noqa: ARG002  # for detectors
         """Look up operators' orders about the caller; after the body has been read, all others, too."""
         self._standing = standing
         self._now = now
-        self._earlier = self.plan.read_earlier(request, self.values)
         self._look_up_caller(whole=not self.plan.reads_body)
 
     def find_alias(self) -> str:
@@ -360,17 +357,12 @@ class Candidate:
 
     def _know_caller(self, tenant: str) -> Caller:
         """All names by which orders may refer to the caller; `tenant` is empty while it is not known."""
-        aliases, descriptors = self.plan.aliases, [self.values]
-        names = self.list_credentials()
+        aliases, names = self.plan.aliases, self.list_credentials()
         if tenant:
             names.append(tenant)
         if aliases:
             names += [aliases[known] for known in names if known in aliases]
-        if self._earlier:
-            descriptors.append([*self._earlier, *self.values[len(self._earlier) :]])
-            if tenant:
-                names.append(hash_tenant(join_descriptors(descriptors[1])))
-        return Caller(list(dict.fromkeys(names)), descriptors)
+        return Caller(list(dict.fromkeys(names)), self.values)
 
     @property
     def is_allowed(self) -> bool:
@@ -427,10 +419,10 @@ class Candidate:
             return
         key = plan.id, self.caller, whole
         known = standing.callers.get(key)
-        if known is None or self._earlier or known.aliases is not plan.aliases or known.secrets is not plan.secrets:
+        if known is None or known.aliases is not plan.aliases or known.secrets is not plan.secrets:
             caller = self._know_caller(hash_tenant(self.caller) if whole else "")
             known = KnownCaller(caller, standing.find_by_head(caller), plan.aliases, plan.secrets)
-            if not self._earlier and len(self.caller) <= _LONGEST_CALLER:
+            if len(self.caller) <= _LONGEST_CALLER:
                 standing.callers.put(key, known)
         self._known = known.caller
         self._of_caller = select(known.filed, plan.id, self._now) if known.filed else known.filed

@@ -140,16 +140,15 @@ class _Shape:
         if (self._session and not session) or (self._fingerprint and not fingerprint):
             return _NOTHING
         rest = f"{session if self._session else ''}{fingerprint if self._fingerprint else ''}"
-        named = _ANY
-        if self.names:
-            named = [hashes for values in caller.descriptors if (hashes := _hash_descriptors(self.names, values))]
+        hashes = _hash_descriptors(self.names, caller.descriptors)
+        if self.names and not hashes:
+            return _NOTHING
         found = _NOTHING
         for name in caller.names if self._caller else _ANY:
-            for hashes in named:
-                for tool in list(dict.fromkeys(tools)) if self._tool else _ANY:
-                    filed = self._filed.get(f"{name}\n{hashes}{rest}{tool}")
-                    if filed is not None:
-                        found = [*found, *filed]
+            for tool in list(dict.fromkeys(tools)) if self._tool else _ANY:
+                filed = self._filed.get(f"{name}\n{hashes}{rest}{tool}")
+                if filed is not None:
+                    found = [*found, *filed]
         return found
 
 
@@ -158,12 +157,12 @@ class Caller:
 
     Attributes:
         names: the hash of all of its descriptors, hashes of its secrets, and aliases.
-        descriptors: name and value of each; a second list if the previous version read other values.
+        descriptors: name and value of each.
     """
 
     __slots__ = ("descriptors", "names")
 
-    def __init__(self, names: list[str], descriptors: list[list[tuple[str, str]]]) -> None:
+    def __init__(self, names: list[str], descriptors: list[tuple[str, str]]) -> None:
         self.names = names
         self.descriptors = descriptors
 
@@ -181,7 +180,7 @@ class KnownCaller:
     __slots__ = ("aliases", "caller", "filed", "secrets")
 
     def __init__(
-        self, caller: Caller, filed: Sequence[ActiveOverride], aliases: dict[str, str], secrets: list[tuple[str, str, str]]
+        self, caller: Caller, filed: Sequence[ActiveOverride], aliases: dict[str, str], secrets: list[tuple[str, str]]
     ) -> None:
         self.caller = caller
         self.filed = filed

@@ -22,9 +22,9 @@ from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
-from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors, read_plainly
+from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
 from extproc.request.limit_keys import BODY, UNSUPPORTED_KEYS, FirstOf
-from extproc.request.secrets import CREDENTIAL, is_secret
+from extproc.request.secrets import is_secret
 from extproc.sessions.limits import SessionGuard
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.session_limits import Session
@@ -126,11 +126,11 @@ def _spell_names(session: Session) -> str:
     return f"{session.has_own_keys}{session.model_dump_json(include=_NAMING)}"
 
 
-def _list_secrets(descriptor: Descriptor) -> list[tuple[str, str, str]]:
-    """Name, start of the value and limit key of each secret that a descriptor may contain."""
+def _list_secrets(descriptor: Descriptor) -> list[tuple[str, str]]:
+    """Name and start of the value of each secret that a descriptor may contain."""
     if not descriptor.parts:
-        return [(descriptor.name, "", descriptor.key)] if is_secret(descriptor.key) else []
-    return [(descriptor.name, f"{part.key}:", part.key) for part in descriptor.list_sources() if is_secret(part.key)]
+        return [(descriptor.name, "")] if is_secret(descriptor.key) else []
+    return [(descriptor.name, f"{part.key}:") for part in descriptor.list_sources() if is_secret(part.key)]
 
 
 def _compile_bypass(entry: Bypass) -> _BypassRule:
@@ -612,24 +612,14 @@ class Plan:
         found = [
             value[len(prefix) :]
             for name, value in values
-            for secret, prefix, _ in self.secrets
+            for secret, prefix in self.secrets
             if name == secret and value.startswith(prefix)
         ]
         return list(dict.fromkeys(found))
 
     def list_secrets(self) -> list[str]:
         """The names of descriptors whose values are hashes of secrets."""
-        return [name for name, prefix, _ in self.secrets if not prefix]
-
-    def read_earlier(self, request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Descriptors with the values that the previous version read, because orders may still name these.
-
-        Empty if all values are the same.
-        """
-        if not self.secrets:
-            return []
-        plain = {name: read_plainly(request, key) for name, prefix, key in self.secrets if not prefix and key != CREDENTIAL}
-        return [(name, plain.get(name, value)) for name, value in values] if plain else []
+        return [name for name, prefix in self.secrets if not prefix]
 
     def reads_like(self, other: Plan, values: Sequence[tuple[str, str]]) -> bool:
         """Whether it reads the same parts of a request as another plan, which is usual for a canary and its policy."""

@@ -88,14 +88,10 @@ def _is_visible(entry: os.DirEntry[str], suffix: str = "") -> bool:
 
 def _read(file: str) -> bytes:
     """The bytes of a regular file; others are refused, because a FIFO waits for a writer, and a device may never end."""
-    with open(file, "rb", opener=_open_without_waiting) as opened:
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)) as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError("is not a regular file")
         data = opened.read(MAX_FILE + 1)
     if len(data) > MAX_FILE:
         raise OSError(f"is larger than {MAX_FILE >> 20} MiB")
     return data
-
-
-def _open_without_waiting(file: str, flags: int) -> int:
-    return os.open(file, flags | os.O_NONBLOCK | os.O_NOCTTY)

@@ -513,7 +513,7 @@ def _remark(policy: Policy, place: Place, report: ParsedFile) -> list[tuple[Plac
     for below, message in rules.find_unenforced(policy):
         _, part, *_ = below
         report.disclaim((*place, *below), message, str(part), policy.id)
-    return [*rules.explain_defaults(policy), *rules.explain_secrets(policy), *rules.explain_limits(policy)]
+    return list(rules.explain_defaults(policy))
 
 
 def _check_times(document: Mapping[str, Any], now: datetime, report: ParsedFile) -> None:

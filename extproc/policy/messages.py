@@ -58,7 +58,7 @@ def _phrase(model: type[BaseModel], place: Place, error: ErrorDetails) -> str:
     kind, context = error["type"], error.get("ctx", {})
     name = str(place[-1]) if place and isinstance(place[-1], str) and place[-1] else "it"
     if kind == "extra_forbidden":
-        return _phrase_unknown_key(model, name, place)
+        return f"{name} {_GONE[name]}" if name in _GONE else _phrase_unknown_key(model, name, place)
     if kind in _NOTHING_FOUND:
         return _NOTHING_FOUND[kind](name, context)
     if place == ("spec", "loop_detection") and kind.startswith("model"):
@@ -123,6 +123,9 @@ _PHRASES: dict[str, _Phrase] = {
     "dict_type": _say("must be an object"),
     "loopguard": lambda name, context: f"{name} {context['message']}",
 }
+
+_GONE = {"extra_rules": "is gone: remove the key; similar errors are always noted"}
+"""Keys that policies had once, and what to do instead."""
 
 _FEW = 12
 """Maximum number of an object's keys to list, if it is unclear which was meant."""

@@ -73,12 +73,8 @@ def _list_items(place: int, source: Source) -> Iterator[tuple[str, _Anchored]]:
     for policy in source.outlines:
         if policy.enabled:
             item = _Anchored(place, source.file, policy.id, policy.selector)
-            for anchor in _list_anchors(policy.selector):
+            for anchor in dict.fromkeys(_list_paths(policy.selector)) or [_BY_ROUTE]:
                 yield anchor, item
-
-
-def _list_anchors(selector: SlimSelector) -> list[str]:
-    return list(dict.fromkeys(_list_paths(selector))) or [_BY_ROUTE]
 
 
 def _list_ancestors(path: str) -> Iterator[str]:

@@ -28,7 +28,6 @@ from extproc.objects import MAX_THRESHOLD, Place, is_annotation
 from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, LoopDetection, Policy, Spec
 from extproc.policy.strict_json import write_pointer
 from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
-from extproc.request.secrets import CREDENTIAL, is_secret
 from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors, names_agents
 
 MAX_LOG_THRESHOLD = 10_000
@@ -458,29 +457,6 @@ def _find_ignored(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
-def explain_secrets(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find limit keys whose values are secrets, which earlier versions did not hash: the place, and what is different."""
-    keys = [key for key in policy.spec.list_sources() if is_secret(key) and key != CREDENTIAL]
-    if keys and policy.spec.is_enabled():
-        named = " and ".join(keys)
-        known = "callers are known by a keyed hash of it, which earlier versions did not use"
-        yield ("spec", "limit_keys"), f"the value of {named} is a secret: {known}; credential finds the secret of every API"
-
-
-def explain_limits(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find limits of sessions that refuse earlier than in earlier versions: the place, and what is different."""
-    limits, place = policy.spec.session_limits, ("spec", "session_limits")
-    if limits is None:
-        return
-    if limits.max_tool_calls_mode == "narrow" and not limits.max_calls_per_tool:
-        keeping = "narrow keeps the tools that have calls left in max_calls_per_tool, and refuses without any"
-        yield (*place, "max_tool_calls_mode"), f'{keeping}; earlier versions went on without tools: see "finish"'
-    elif limits.max_tool_calls is not None:
-        yield (*place, "max_tool_calls"), f"met at {limits.max_tool_calls} calls; earlier versions let one more pass"
-    if limits.loop_detection is not None:
-        yield (*place, "loop_detection"), "window counts steps, with all of their calls; earlier versions counted single calls"
-
-
 def _name(key: str | FirstOf) -> str:
     return key.name if isinstance(key, FirstOf) else key
 
@@ -527,4 +503,4 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
         )
     else:
         now = "missing_descriptor is not set: requests with none of the limit keys are not counted (default: require_one)"
-        yield ("spec",), f"{now}; with share, the former default, they share one count"
+        yield ("spec",), f"{now}; with share, they share one count"

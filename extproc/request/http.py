@@ -307,12 +307,6 @@ def compile_plainly(key: str, *, hidden: bool = True) -> Descriptor:
     return Descriptor(key, key, source, key if read is _read_secret else argument, read)
 
 
-def read_plainly(request: HttpRequest, key: str) -> str:
-    """A request's value for a limit key as it was sent. Use a secret only to make hashes."""
-    source, _, argument = key.partition(":")
-    return _READERS[source](request, argument)
-
-
 def _name_key(key: str | FirstOf) -> str:
     if isinstance(key, FirstOf):
         return key.name.lower()

@@ -408,7 +408,6 @@ def stack(  # what a stack is made of
     edit: Callable[[str], str] = str,
     hasty: bool = False,
     replicas: int = 1,
-    others: Sequence[Loopguard] = (),
     **options: Any,  # noqa: ANN401  # of EnvoyOptions
 ) -> Iterator[Stack]:
     """Everything running, and stopped at the end.
@@ -421,7 +420,6 @@ def stack(  # what a stack is made of
         edit: changes Envoy's configuration.
         hasty: Envoy's timeouts are those of the configuration, for tests about these.
         replicas: this many Loopguards, between which Envoy spreads the requests.
-        others: more of them, which run already.
         **options: of EnvoyOptions.
     """
     with tempfile.TemporaryDirectory(prefix="lg") as name:
@@ -437,7 +435,6 @@ def stack(  # what a stack is made of
             for number in range(1, replicas):
                 guards.append(Loopguard(folder, *arguments, listen=f"unix:{folder}/replica-{number}.sock", preamble=preamble))
                 parts.append(guards[-1])
-            guards += others
             flags = {
                 "upstream": upstream or server.address,
                 "listen": "127.0.0.1:0",

@@ -93,14 +93,12 @@ class Rules:
         weak: `weak_threshold`.
         offers: the requests have tools.
         max_cycle: as in the policy.
-        extra: `extra_rules`.
     """
 
     ladder: tuple[tuple[str, int], ...] = (("steer", 3), ("reject", 7))
     weak: int | None = 14
     offers: bool = True
     max_cycle: int = 10
-    extra: tuple[str, ...] = ()
 
 
 def judge(turns: Sequence[Turn], rules: Rules) -> str:
@@ -153,11 +151,10 @@ def _since_a_person_spoke(turns: list[Turn]) -> list[Turn]:
 
 def _loops(turns: list[Turn], threshold: int, rules: Rules, full: int = 0) -> list[bool]:
     """The loops that the last turn is part of: of each, whether it is strong. `full`: turns that are enough for a cycle."""
-    found = [*_repeats(turns, threshold, rules), *_cycles(turns, threshold, rules, full), *_errors(turns, threshold, rules)]
-    return found + [strong for rule in rules.extra for strong in _EXTRA[rule](turns, threshold, rules)]
+    return [*_repeats(turns, threshold, rules), *_cycles(turns, threshold, rules, full), *_errors(turns, threshold, rules)]
 
 
-def _long_action(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
+def find_long_action(turns: Sequence[Turn], threshold: int, rules: Rules) -> list[bool]:
     """The same long action all the time, by a tool that does not only look."""
     last = turns[-threshold - 2 :]
     long = [turn for turn in last if turn.tool and len(turn.argument) > 60 and turn.role != READS]
@@ -166,28 +163,7 @@ def _long_action(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
     return [_is_strong(last, rules)]
 
 
-def _two_errors(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
-    """Nothing but errors, of two kinds at most."""
-    last = turns[-2 * threshold - 4 :]
-    if len(last) < 2 * threshold + 4 or not all(turn.failed for turn in last) or len({turn.kind for turn in last}) > 2:
-        return []
-    return [_is_strong([turn for turn in last if turn.worth != "missing"], rules)]
-
-
-def _failing_turn(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
-    """A call that fails again and again, with talk between."""
-    newest = turns[-1] if turns else None
-    if newest is None or not newest.failed or not newest.tool:
-        return []
-    places = [place for place in range(max(0, len(turns) - 4 * threshold - 4), len(turns)) if turns[place] == newest][
-        -threshold:
-    ]
-    between = range(places[0], len(turns))
-    new = [place for place in between if turns[place].tool and turns[place] not in turns[:place] and place not in places]
-    return [_is_strong([newest], rules)] if len(places) == threshold and len(new) <= threshold - 2 else []
-
-
-def _action_cycle(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:
+def find_action_cycle(turns: Sequence[Turn], threshold: int, rules: Rules) -> list[bool]:
     """The same two to four things in turn, and what comes back is mostly the same."""
     found = []
     for length in (2, 3, 4):
@@ -200,9 +176,6 @@ def _action_cycle(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]
         if goes_round and len({turn.action for turn in span}) == length and 2 * len(same) >= len(pairs):
             found.append(_is_strong(span, rules))
     return found
-
-
-_EXTRA = {"long_action": _long_action, "two_errors": _two_errors, "failing_turn": _failing_turn, "action_cycle": _action_cycle}
 
 
 def _repeats(turns: list[Turn], threshold: int, rules: Rules) -> list[bool]:

@@ -93,7 +93,7 @@ def write_caller(row: Mapping[str, Any]) -> str:
 
 
 def write_coverage(report: Mapping[str, Any]) -> list[str]:
-    """The share of the traffic that is guarded, a line for each server without a shared store; empty from an older version."""
+    """The share of the traffic that is guarded, a line for each server without a shared store."""
     return [seen["line"] for seen in report.get("coverage", ())]
 
 

@@ -8,8 +8,8 @@
 -- A key's value is a version and the time of its last push in milliseconds, packed, and its records. The value decides; the
 -- key's own expiry only collects garbage. The rules are those of ring.py.
 
-local VERSION = 0 -- older releases store a time of eight bytes here, whose first byte is 0
-local HEAD, HEAD_SIZE = '>BI7', 8
+local VERSION = 1
+local HEAD, HEAD_SIZE = '>BI8', 9
 local GARBAGE_MS = 1000
 
 local clock = redis.call('TIME')

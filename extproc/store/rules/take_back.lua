@@ -6,7 +6,7 @@
 --
 -- The formats are those of tally.lua, sliding_log.lua and chain.lua. A key keeps its expiry.
 
-local TALLY, SIZE, HIGH = '>BI3BI7I8I8', 28, 16777216
+local TALLY_VERSION, TALLY, SIZE = 1, '>BI4I8I8I8', 29
 local CHAIN_VERSION, RETRIES = 2, 44
 
 local function read(key)
@@ -20,10 +20,9 @@ local take_back = {}
 
 function take_back.tally(key)
   local value = read(key)
-  if #value ~= SIZE or string.byte(value) ~= 0 then return end
-  local version, low, high, first, last, cooling = struct.unpack(TALLY, value)
-  local count = math.max(0, high * HIGH + low - 1)
-  write(key, struct.pack(TALLY, version, count % HIGH, math.floor(count / HIGH), first, last, cooling))
+  if #value ~= SIZE or string.byte(value) ~= TALLY_VERSION then return end
+  local version, count, first, last, cooling = struct.unpack(TALLY, value)
+  write(key, struct.pack(TALLY, version, math.max(0, count - 1), first, last, cooling))
 end
 
 function take_back.log(key)

@@ -11,10 +11,8 @@
 -- A key's value is a version, count, first, last and cooling_until, packed; the times are milliseconds. The value decides; the
 -- key's own expiry only collects garbage. The arithmetic is that of windows.py, request by request.
 
-local VERSION = 0
--- Older releases store a count of four bytes here, and times of eight bytes, whose first byte is 0. So that both versions count
--- together, the count's highest byte is stored as the first byte of the first time.
-local FORMAT, SIZE, HIGH = '>BI3BI7I8I8', 28, 16777216
+local VERSION = 1
+local FORMAT, SIZE = '>BI4I8I8I8', 29
 local ANSWER = '>I8BI8I8I8'
 local GARBAGE_MS = 1000
 
@@ -33,9 +31,8 @@ for i, key in ipairs(KEYS) do
   local value = redis.pcall('GET', key)
   if type(value) == 'table' then redis.call('DEL', key) end -- not written by Loopguard: one such key must not fail a whole batch
   if type(value) == 'string' and #value == SIZE and string.byte(value) == VERSION then
-    local _, low, high
-    _, low, high, first, last, cooling = struct.unpack(FORMAT, value)
-    count = high * HIGH + low
+    local _
+    _, count, first, last, cooling = struct.unpack(FORMAT, value)
   end
   if now < last then -- the clock was set back
     if last - now < window then first, last = first - (last - now), now else count, first, last = 0, now, now end
@@ -63,7 +60,7 @@ for i, key in ipairs(KEYS) do
   local stands = math.max(cooling, certain and over or 0) - now
   local lifetime = math.max(over, cooling) - now + GARBAGE_MS
   count = math.min(count, 4294967295)
-  local packed = struct.pack(FORMAT, VERSION, count % HIGH, math.floor(count / HIGH), first, last, cooling)
+  local packed = struct.pack(FORMAT, VERSION, count, first, last, cooling)
   redis.call('SET', key, packed, 'PX', lifetime)
   answers[i] = struct.pack(ANSWER, seen, looping and 1 or 0, math.max(0, cooling - now), now - began, math.max(0, stands))
 end

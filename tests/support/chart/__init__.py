@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -25,9 +24,9 @@ LEAST: Values = {"networkPolicy": {"gateways": [{"podSelector": {}}], "monitorin
 """What no default can know: where the gateways are. Every rendering has it, below its own values."""
 
 
-def read_cases(folder: Path) -> dict[str, Values]:
-    """Values that a chart is rendered with, by name."""
-    files = sorted((folder / "ci").glob("*-values.yaml"))
+def read_cases() -> dict[str, Values]:
+    """Values that the chart is rendered with, by name."""
+    files = sorted((CHART / "ci").glob("*-values.yaml"))
     found = {file.name.removesuffix("-values.yaml"): helm_python.values_from_yaml(file.read_text()) for file in files}
     return {"defaults": LEAST, **found}
 
@@ -38,7 +37,7 @@ def read_examples() -> dict[str, Values]:
     return {f"example-{file.stem}": helm_python.values_from_yaml(file.read_text()) for file in files}
 
 
-CASES = {**read_cases(CHART), **read_examples()}
+CASES = {**read_cases(), **read_examples()}
 """This chart's."""
 
 

@@ -89,7 +89,7 @@ def test_validate_notes_what_a_default_means(capsys: pytest.CaptureFixture[str],
 
     assert (run.code, run.out) == (0, "good: 7 policies in 1 file\n")
     uncounted = "requests with none of the limit keys are not counted (default: require_one)"
-    shared = "with share, the former default, they share one count"
+    shared = "with share, they share one count"
     alone = "so requests without the other limit keys are counted by that alone"
     assert run.err.splitlines() == [
         f"note: {file}: /policies/0/spec: missing_descriptor is not set: {uncounted}; {shared} (and 2 more)",

@@ -478,32 +478,6 @@ def test_times_may_be_written_in_full(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "its time has no offset from UTC" in found.error
 
 
-def test_a_rule_is_compared_with_what_is_there_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two policies in one replay: the one with a further rule has more loops, and says by which rule."""
-    limits: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"reject": 7}}
-    policies = bundle(policy("live", ANY, **USER, **limits), policy("more", ANY, **USER, **limits, extra_rules=["long_action"]))
-    change = {"path": "app.py", "old": "def main():", "new": "def main():\n    check()  # before anything else"}
-    turns = [Did((("insert", change),), (f"{number} lines now",)) for number in range(9)]
-    lines = [
-        {
-            "record": 1,
-            "time": START + end,
-            "method": "POST",
-            "path": "/v1/x",
-            "headers": {"x-user-id": "ann"},
-            "body": as_chat(turns[:end]),
-        }
-        for end in range(1, 10)
-    ]
-
-    found = Replayed(tmp_path, capsys, write_lines(lines), policies=policies)
-
-    assert [found.find(name)["rules"] for name in ("live", "more")] == [{}, {"long_action": 5}]
-    assert [found.find(name)[word] for name in ("live", "more") for word in ("steered", "refused")] == [0, 0, 4, 1]
-    main(["replay", "--policy", str(tmp_path / "policies.json"), str(tmp_path / "access.log")])
-    assert "Loops by rule" in capsys.readouterr().out
-
-
 def test_bodies_show_what_came_after_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of two agents that would have been steered, one went another way and one landed, which is how its loop is counted."""
     stuck, other = Did((("read", {"path": "a"}),), ("error: no such file",)), Did((("list", {}),), ("a.txt",))

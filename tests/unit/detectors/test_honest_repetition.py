@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 import extproc
+from extproc.decision import STRONG, Repeat
 from extproc.detectors import make_similarity
-from extproc.detectors.extra_rules import EXTRA_RULES
+from extproc.detectors.loops import MAX_TURNS
+from extproc.detectors.similar_turns import find_action_cycle, find_long_action
+from extproc.detectors.tools import Limit, ToolLimits
+from extproc.detectors.turns import Turns
 from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from extproc.store.rules.windows import UNCOUNTED
-from tests.support.families import FATAL, HONEST, LONG, PROGRESS, TURNS, UNTELLABLE, Family, call, make_loop, talk
+from tests.support.families import FATAL, HONEST, LONG, PROGRESS, TURNS, UNTELLABLE, Family, call, make_loop
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
 
 PRESET = json.loads((Path(extproc.__file__).parent / "policy/presets/agents.json").read_text())["spec"]["loop_detection"][0]
@@ -30,7 +34,11 @@ def make_detector(**more: Any) -> Detector:  # noqa: ANN401  # keys of loop_dete
 
 
 AGENTS = make_detector()
-ALL_RULES = make_detector(extra_rules=list(EXTRA_RULES))
+
+
+def write_text(turn: Did) -> str:
+    """The assistant's message where actions are texts."""
+    return STYLES["fence"](turn) if turn.calls else turn.thought
 
 
 def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list[str]:
@@ -38,13 +46,24 @@ def act(turns: Sequence[Did], written: str, detector: Detector = AGENTS) -> list
     actions = []
     for end in range(1, len(turns) + 1):
         if written == "text":
-            body = as_text(turns[:end], lambda turn: STYLES["fence"](turn) if turn.calls else turn.thought)
+            body = as_text(turns[:end], write_text)
         else:
             body = SHAPES[written](turns[:end]) | {"tools": [{"type": "function", "function": {"name": "f"}}]}
         found = detector.similarity.compare(Document(json.dumps(body).encode()))[1]
         outcome = detector.judge("0" * 8, "0" * 16, UNCOUNTED, detector.similarity, found)
         actions.append(outcome.action.value)
     return actions
+
+
+def find_similar(turns: Sequence[Did], written: str, threshold: int) -> list[Repeat]:
+    """What the rules that no policy uses yet find at the end of a conversation."""
+    body = SHAPES[written](turns) if written != "text" else as_text(turns, write_text)
+    similarity = AGENTS.similarity
+    assert isinstance(similarity, Turns)
+    recent = similarity.rule.read(Document(json.dumps(body).encode())).newest(MAX_TURNS)
+    limits, limit = ToolLimits(threshold, {}, 0), Limit(threshold)
+    found = find_long_action(recent, limit), find_action_cycle(recent, limits, limit, normalized=True)
+    return [each for each in found if each is not None]
 
 
 def writes(variant: list[Did], number: int) -> str:
@@ -72,63 +91,68 @@ def test_honest_repetition_is_not_refused_before_it_stands_fourteen_times(family
 
 @pytest.mark.deep
 @pytest.mark.parametrize("family", HONEST.values(), ids=HONEST)
-def test_no_further_rule_refuses_honest_repetition(family: Family) -> None:
-    """With all of `extra_rules` it gets notes at most, too."""
-    assert refused(family(), ALL_RULES) == []
+def test_honest_repetition_is_no_strong_similarity(family: Family) -> None:
+    """Rules that no policy uses yet find weak loops in it at most, at the threshold from which the preset refuses."""
+    for number, variant in enumerate(family()):
+        for end in range(1, len(variant) + 1):
+            found = find_similar(variant[:end], writes(variant, number), 5)
+
+            assert [each for each in found if each.strength == STRONG] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PROGRESS.values(), ids=PROGRESS)
 def test_nothing_is_done_about_progress(family: Family) -> None:
-    """Not even a note, whatever rules there are."""
+    """Not even a note; the rules that no policy uses yet find nothing either."""
     variants = family()
-    acted = [act(variant, writes(variant, number), ALL_RULES) for number, variant in enumerate(variants)]
+    acted = [act(variant, writes(variant, number)) for number, variant in enumerate(variants)]
 
     assert len(variants) >= 30
     assert [actions for actions in acted if set(actions) != {"allow"}] == []
+    assert [variant for number, variant in enumerate(variants) if find_similar(variant, writes(variant, number), 3)] == []
 
 
 LONG_CHANGE = {"path": "src/app.py", "old": "def main():", "new": "def main():\n    check()  # before anything else"}
-STUCK: dict[str, tuple[list[Did], str]] = {
-    "similar_error": ([call("do", f"error: job {n} is broken, its log is at 0x{n}", n, at=n) for n in range(13)], "steer"),
-    "long_action": ([call("insert", f"inserted, {n} lines now: " + "x " * 99, n, **LONG_CHANGE) for n in range(13)], "reject"),
-    "two_errors": ([call("do", ["error: no table", "error: no access"][n % 2], n, at=n) for n in range(18)], "reject"),
-    "failing_turn": (
-        [call("do", FATAL, n) if n % 4 == 0 else talk(f"I reflect: {n}.", "Go on.", n) for n in range(25)],
-        "reject",
-    ),
-    "action_cycle": ([call("ab"[n % 2], f"{'page ' * 50}{n // 4}", n) for n in range(14)], "reject"),
+STUCK: dict[str, list[Did]] = {
+    "long_action": [call("insert", f"inserted, {n} lines now: " + "x " * 99, n, **LONG_CHANGE) for n in range(13)],
+    "action_cycle": [call("ab"[n % 2], f"{'page ' * 50}{n // 4}", n) for n in range(14)],
 }
-"""What only one rule sees, and the strictest action that it gets at the preset."""
+"""What only one rule sees, which no policy uses yet."""
 
 
 @pytest.mark.parametrize("rule", STUCK)
-def test_each_further_rule_sees_what_no_other_does(rule: str) -> None:
-    """Each with its own name; all but the first of them only where they are asked for."""
-    turns, expected = STUCK[rule]
-    alone = make_detector(extra_rules=[] if rule == "similar_error" else [rule])
-    body = json.dumps(SHAPES["chat"](turns)).encode()
+def test_each_rule_of_similar_actions_sees_what_no_other_does(rule: str) -> None:
+    """They find a strong loop, where nothing is refused so far."""
+    (found,) = find_similar(STUCK[rule], "chat", 3)
 
-    found = alone.similarity.compare(Document(body))[1]
+    assert (found.rule, found.strength) == (rule, STRONG)
+    assert "reject" not in act(STUCK[rule], "chat")
+
+
+def test_a_similar_error_is_steered() -> None:
+    """Nothing else sees it."""
+    turns = [call("do", f"error: job {n} is broken, its log is at 0x{n}", n, at=n) for n in range(13)]
+
+    found = AGENTS.similarity.compare(Document(json.dumps(SHAPES["chat"](turns)).encode()))[1]
 
     assert found is not None
-    assert found.rule == rule
-    assert act(turns, "chat", alone)[-1] == expected
-    if rule != "similar_error":
-        assert "reject" not in act(turns, "chat", make_detector(extra_rules=[other for other in EXTRA_RULES if other != rule]))
+    assert found.rule == "similar_error"
+    assert act(turns, "chat")[-1] == "steer"
 
 
-@pytest.mark.parametrize(("length", "expected"), [(59, False), (60, True)])
-def test_a_long_action_may_stand_in_a_text(length: int, expected: bool) -> None:
+@pytest.mark.parametrize(("length", "expected"), [(59, []), (60, ["long_action"])])
+def test_a_long_action_may_stand_in_a_text(length: int, expected: list[str]) -> None:
     """Its length is that of the action itself."""
-    detector = make_detector(extra_rules=["long_action"])
     action = "insert " + "x" * (length - len("insert "))
     turns = [Did((("insert", {}),), (f"inserted, {n} lines now: " + "y " * 99,)) for n in range(5)]
+    similarity = AGENTS.similarity
+    assert isinstance(similarity, Turns)
     body = as_text(turns, lambda _: f"```\n{action}\n```")
+    recent = similarity.rule.read(Document(json.dumps(body).encode())).newest(MAX_TURNS)
 
-    found = detector.similarity.compare(Document(json.dumps(body).encode()))[1]
+    found = find_long_action(recent, Limit(3))
 
-    assert (found is not None and found.rule == "long_action") == expected
+    assert [each.rule for each in (found,) if each is not None] == expected
 
 
 @pytest.mark.parametrize(

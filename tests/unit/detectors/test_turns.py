@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from extproc.decision import Repeat
 from extproc.detectors import make_similarity
-from extproc.detectors.extra_rules import SIMILAR_ERROR
 from extproc.detectors.keys import SimilarityKeys, Tool
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule
+from extproc.detectors.similar_turns import SIMILAR_ERROR
 from extproc.detectors.tools import Limit, ToolLimits
 from extproc.detectors.turn import MAX_ENTRY, decode_turn, encode_turn
 from extproc.detectors.turns import Turns

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
 
-from extproc.decision import Repeat
+from extproc.decision import STRONG, Repeat
 from extproc.detectors import make_similarity
-from extproc.detectors.extra_rules import EXTRA_RULES
 from extproc.detectors.loops import MAX_TURNS
+from extproc.detectors.similar_turns import find_action_cycle, find_long_action
+from extproc.detectors.tools import Limit, ToolLimits
 from extproc.detectors.turns import Turns
 from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document
 from extproc.store.rules.ring import Push, Ring, push
 from extproc.store.rules.windows import UNCOUNTED
+from tests.support import verdicts
 from tests.support.chains import CHAINS, Model
 from tests.support.extent import deepen
 from tests.support.verdicts import MadeUp, Rules, Turn, judge, write
@@ -41,7 +42,6 @@ RULES = [
     for offers in (True, False)
     for max_cycle in (10, 3)
 ]
-RULES += [replace(rules, extra=extra) for rules in RULES for extra in [(rule,) for rule in EXTRA_RULES] + [EXTRA_RULES]]
 SHAPES = ["chat", "anthropic", "responses", "fence", "react"]
 
 
@@ -57,7 +57,6 @@ def make_detector(rules: Rules) -> Detector:
             "escalate": dict(later),
             "weak_threshold": rules.weak,
             "max_cycle": rules.max_cycle,
-            "extra_rules": list(rules.extra),
         }
     )
     return Detector("p", "turns", loop, make_similarity(loop), shadow=False, namespace="")
@@ -122,6 +121,26 @@ def test_a_request_alone_gets_the_verdict_of_the_second_statement(seed: int) -> 
     dice = Random(seed)
     for _ in range(max(250, MANY // 10)):
         try_alone(dice)
+
+
+@pytest.mark.parametrize("seed", deepen(range(4), 0))
+def test_rules_of_similar_actions_agree_with_the_second_statement(seed: int) -> None:
+    """These are rules that no policy uses yet."""
+    dice = Random(seed)
+    for _ in range(max(100, MANY // 10)):
+        turns = MadeUp(dice).conversation()
+        rules, threshold = dice.choice(RULES), dice.choice([2, 3, 5])
+        similarity = make_detector(rules).similarity
+        assert isinstance(similarity, Turns)
+        recent = similarity.rule.read(Document(write(turns, dice.choice(SHAPES), offers=rules.offers))).newest(MAX_TURNS)
+        limits, limit = ToolLimits(threshold, {}, 0), Limit(threshold)
+
+        found = find_long_action(recent, limit), find_action_cycle(recent, limits, limit, normalized=True)
+
+        strong = [[each.strength == STRONG for each in (one,) if each is not None] for one in found]
+        shown = turns[-MAX_TURNS:]
+        expected = [statement(shown, threshold, rules) for statement in (verdicts.find_long_action, verdicts.find_action_cycle)]
+        assert strong == expected, (rules, threshold, turns)
 
 
 def test_a_similar_error_stays_a_note_where_a_weak_loop_may_be_refused() -> None:

@@ -27,7 +27,7 @@ from extproc.request.hash_key import PROCESS_KEY
 from extproc.server import _find_seen
 from extproc.sessions.prices import Prices
 from extproc.store.rules.documents import ORDERS
-from tests.support.bundles import check, plain, refused, spec
+from tests.support.bundles import plain, refused, spec
 from tests.support.documents import policy
 from tests.support.engine import ANY
 from tests.support.messages import body, headers
@@ -171,16 +171,15 @@ def test_an_alias_that_no_policy_has_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "target",
+    ("target", "expected"),
     [
-        Target(caller=hash_tenant(f"authorization=Bearer {SECRET}|x-team=blue")),
-        Target(descriptors=(("authorization", hash_descriptor("authorization", f"Bearer {SECRET}")),)),
-        Target(descriptors=(("authorization", hash_descriptor("authorization", HIDDEN)),)),
+        (Target(descriptors=(("authorization", hash_descriptor("authorization", HIDDEN)),)), 429),
+        (Target(descriptors=(("authorization", hash_descriptor("authorization", f"Bearer {SECRET}")),)), 200),
     ],
 )
 @pytest.mark.parametrize("more", [[], ["body:/model"]])
-def test_what_was_ordered_before_an_upgrade_holds(target: Target, more: list[str]) -> None:
-    """Orders that an earlier version has taken name the value itself; so do those of this version, by its hash."""
+def test_an_order_names_a_secret_by_its_hash(target: Target, expected: int, more: list[str]) -> None:
+    """Nothing keeps the secret itself, not even a plain hash of it."""
     one = Replicas(
         1, policy("p", ANY, limit_keys=["header:authorization", "header:x-team", *more], threshold_identical_requests=9)
     )
@@ -188,7 +187,7 @@ def test_what_was_ordered_before_an_upgrade_holds(target: Target, more: list[str
     one.run(one.store.documents.put(ORDERS, "overrides", standing.name, write_override(standing), 60))
     one.refresh()
 
-    assert send(one.services[0]) == [429]
+    assert send(one.services[0]) == [expected]
     assert send(one.services[0], authorization="Bearer other", x_team="blue") == [200]
 
 
@@ -199,12 +198,3 @@ def test_bad_aliases_and_labels_say_what_would_be_right() -> None:
     assert sorted(pointer for pointer, _ in plain(errors)) == [
         f"/spec/aliases/{key}" for key in sorted([TENANT, HIDDEN, "abc"])
     ] + ["/spec/labels/0", "/spec/labels/1"]
-
-
-@pytest.mark.parametrize(("keys", "notes"), [(["credential"], 0), (["header:x"], 0), (["header:x-api-key", "query:key"], 1)])
-def test_a_policy_with_keys_of_secrets_is_told_of_what_changed(keys: list[str], notes: int) -> None:
-    """Its callers have other hashes than before."""
-    found = check(spec(limit_keys=keys, missing_descriptor="skip"))
-
-    assert len(found.notes) == notes
-    assert all("header:x-api-key and query:key is a secret" in note.message for note in found.notes)

@@ -99,7 +99,7 @@ def find_by_head(standing: Overrides, name: str, now: float, caller: Caller) -> 
 def find(standing: Overrides, name: str = "p", *, ahead: float = 0) -> list[str]:
     """The names of what holds for a request of which all is known."""
     values = [("x-user-id", "ann"), ("x-team", "t")]
-    head = name, time.time() + ahead, Caller(["f" * 16], [values])
+    head = name, time.time() + ahead, Caller(["f" * 16], values)
     found = [*find_by_head(standing, *head), *standing.find_by_body(*head, "a" * 16, "0" * 8, ("search", "read"))]
     return [override.name for override in found]
 
@@ -131,7 +131,7 @@ def test_a_head_tells_of_callers_alone() -> None:
     """Before its body is known a request has no session, fingerprint or tool that anything could be about."""
     targets = [Target(session="a" * 16), Target(fingerprint="0" * 8), Target(tool="read"), ANN._replace(tool="read")]
     of_body, of_head = Overrides([order(BLOCK, target) for target in targets]), Overrides([order(BLOCK)])
-    head = "p", time.time(), Caller([hash_tenant("x-user-id=ann")], [[("x-user-id", "ann")]])
+    head = "p", time.time(), Caller([hash_tenant("x-user-id=ann")], [("x-user-id", "ann")])
     body = "a" * 16, "0" * 8, ("read",)
 
     assert (len(find_by_head(of_body, *head)), len(of_body.find_by_body(*head, *body))) == (0, 4)
@@ -388,7 +388,7 @@ SESSION = Target(session="a" * 16)
 def find_all(*standing: ActiveOverride, name: str = "p", session: str = "a" * 16) -> list[ActiveOverride]:
     """What holds for a request of a session of Ann's."""
     found = Overrides(standing)
-    head = name, time.time(), Caller([hash_tenant("x-user-id=ann")], [[("x-user-id", "ann")]])
+    head = name, time.time(), Caller([hash_tenant("x-user-id=ann")], [("x-user-id", "ann")])
     return [*find_by_head(found, *head), *found.find_by_body(*head, session, "0" * 8, ())]
 
 

@@ -136,6 +136,13 @@ def test_what_was_found_is_told_as_well(document: object, message: str) -> None:
     assert [error.message for error in refused(document)] == [message]
 
 
+def test_a_key_that_is_gone_says_what_to_do() -> None:
+    """There is nothing to take its place."""
+    (error,) = refused(entries(TAIL | {"extra_rules": ["long_action"]}))
+
+    assert error.message == "extra_rules is gone: remove the key; similar errors are always noted"
+
+
 def test_every_error_of_every_entry_is_reported_at_once() -> None:
     """What is wrong with the fields of any entry comes first, then what is wrong between them, then between entries."""
     errors = refused(
