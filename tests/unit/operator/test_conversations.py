@@ -277,7 +277,7 @@ def test_a_query_selects_whole_conversations() -> None:
     assert replicas.ask(sort="age")["error"] == "sort must be one of now, cost, spared, requests, count, last, first"
 
 
-@pytest.mark.parametrize(("threshold", "would"), [(3, ["strict"]), (9, [])])
+@pytest.mark.parametrize(("threshold", "would"), [(3, ["strict"]), (8, [])])
 def test_row_names_canaries_that_would_refuse_it(threshold: int, would: list[str]) -> None:
     """Only where some of its requests pass today."""
     strict = {**TURNS, "action": "reject", "escalate": {}, "threshold_identical_requests": threshold}
