@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from extproc.engine.engine import Engine
-from extproc.errors import StoreError, UsageError
+from extproc.errors import StoreError
 from extproc.ext_proc.service import Service
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
@@ -114,7 +114,8 @@ class Server:
         self._overrides = OverrideService(store, self.service, metrics)
         self._health = Health()
         # Only the one chosen is imported.
-        self._grpc = _find_transport(settings.transport)(self.service, self._health)
+        transport: Callable[[Service, Health], Transport] = resolve_name(_TRANSPORTS[settings.transport])
+        self._grpc = transport(self.service, self._health)
         replica = make_replica_name()
         self._sharing = Sharing(self.service.pairs, store, replica)
         self._events = open_events(settings, f"loopguard/{replica}", metrics)
@@ -382,17 +383,6 @@ class Server:
     def _list_files(self) -> dict[str, str]:
         """The file of each policy."""
         return {policy: file for policy, (file, _, _) in self._reloader.locate_policies().items()}
-
-
-def _find_transport(name: str) -> Callable[[Service, Health], Transport]:
-    """Raises UsageError if it is not installed."""
-    try:
-        found: Callable[[Service, Health], Transport] = resolve_name(_TRANSPORTS[name])
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "grpc":
-            raise
-        raise UsageError("--transport grpcio needs another package: pip install '.[grpcio]'") from None
-    return found
 
 
 def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:

@@ -82,11 +82,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     probe.add_argument(
         "--probe-size", type=_parse_size, default=2 * 2**20, metavar="BYTES", help="size of the large body (default 2097152)"
     )
-    probe.add_argument(
-        "--http3",
-        action="store_true",
-        help="also try HTTP/3 at the URL's port where the gateway does not advertise it (alt-svc)",
-    )
 
 
 def _parse_size(text: str) -> int:
@@ -103,15 +98,7 @@ def run(options: argparse.Namespace) -> int:
     from extproc.cli.envoy_check.inspect import inspect  # noqa: PLC0415
     from extproc.cli.envoy_check.needs import find_needs  # noqa: PLC0415
     from extproc.cli.envoy_check.show import make_json, print_report  # noqa: PLC0415
-    from extproc.cli.probe.spellings import list_names  # noqa: PLC0415
-    from extproc.cli.probe.verdicts import (  # noqa: PLC0415
-        ProbeSettings,
-        is_guarded,
-        list_paths,
-        print_results,
-        probe,
-        read_headers,
-    )
+    from extproc.cli.probe import is_guarded, list_names, list_paths, print_results, probe, read_headers  # noqa: PLC0415
 
     if options.file == "":
         raise UsageError("the file's name is empty")
@@ -129,8 +116,7 @@ def run(options: argparse.Namespace) -> int:
     if options.probe:
         paths = list_paths(policies, report)
         clients = open_clients(options.loopguard, "--loopguard")
-        given = ProbeSettings(read_headers(options.header), options.probe_size, options.http3)
-        results = probe(options.probe, paths, clients, given)
+        results = probe(options.probe, paths, clients, read_headers(options.header), options.probe_size)
     if options.json:
         found = make_json(report, source) if report is not None else {}
         print(json.dumps({**found, **({"probes": [result.describe() for result in results]} if results else {})}, indent=2))

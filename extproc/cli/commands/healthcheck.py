@@ -55,27 +55,26 @@ def run(options: argparse.Namespace) -> int:
         address = settings.parse_address(options.address)
     except ValueError as error:
         raise UsageError(f"--address {error}, not {options.address!r}") from None
-    status = ask_health(address, options.timeout, _make_context(tls), tls.tls_server_name)
+    status = ask_health(address, options.timeout, _make_credentials(tls), tls.tls_server_name)
     serving = status == "SERVING"
     print(status.lower() if serving else status, file=sys.stdout if serving else sys.stderr)
     return int(not serving)
 
 
-def _make_context(tls: HealthcheckTls) -> ssl.SSLContext | None:
+def _make_credentials(tls: HealthcheckTls) -> object:
     """For mutual TLS; None without it. Raises UsageError if a file cannot be used."""
+    import grpc  # noqa: PLC0415  # as above
+
     from extproc.transport.tls import read_file  # noqa: PLC0415  # as above
 
     if not tls.tls_ca:
         return None
-    for name in ("ca", "cert", "key"):
-        read_file(f"--tls-{name}", getattr(tls, f"tls_{name}"))
-    try:
-        context = ssl.create_default_context(cafile=tls.tls_ca)
-        context.load_cert_chain(tls.tls_cert, tls.tls_key)
+    ca, cert, key = [read_file(f"--tls-{name}", getattr(tls, f"tls_{name}")) for name in ("ca", "cert", "key")]
+    try:  # gRPC would only say that it cannot connect
+        ssl.create_default_context(cafile=tls.tls_ca).load_cert_chain(tls.tls_cert, tls.tls_key)
     except ssl.SSLError as error:
         raise UsageError(f"--tls-ca, --tls-cert and --tls-key must be PEM files that belong together: {error}") from None
-    context.set_alpn_protocols(["h2"])
-    return context
+    return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 def _find_listen_address() -> str:
