@@ -3,7 +3,7 @@
 #   docker build --tag loopguard .
 #   docker run --read-only --publish 50051:50051 --publish 9900:9900 --volume ./policies:/etc/loopguard/policies:ro loopguard
 #
-# Reproducible: every package is the file whose hash stands in requirements.txt, the build tools among them, and bytecode
+# Reproducible: every package is the file whose hash stands in image.lock.txt, the build tools among them, and bytecode
 # carries no time. For the same bases each time, too, give both by digest: --build-arg PYTHON_IMAGE=python@sha256:...
 
 # The same Python twice, once with a C compiler: the environment that is copied runs on the interpreter that made it.
@@ -14,8 +14,8 @@ FROM ${BUILD_IMAGE} AS build
 WORKDIR /src
 
 # The only step that uses the network. Before the sources, so that a change of theirs downloads nothing again.
-COPY requirements.txt ./
-RUN pip download --quiet --no-cache-dir --require-hashes --only-binary :all: --dest /wheels --requirement requirements.txt
+COPY image.lock.txt ./
+RUN pip download --quiet --no-cache-dir --require-hashes --only-binary :all: --dest /wheels --requirement image.lock.txt
 
 # From here on /wheels is all that pip knows: where pyproject.toml asks for what is not pinned, the build fails.
 COPY . ./
@@ -36,7 +36,7 @@ ARG VENDOR=unknown
 ARG LICENSE=unknown
 ARG SOURCE_URL=unknown
 LABEL org.opencontainers.image.title="Loopguard" \
-    org.opencontainers.image.description="Envoy external processor that stops runaway AI agents" \
+    org.opencontainers.image.description="Stops runaway AI agents at the gateway, as an Envoy external processor" \
     org.opencontainers.image.version="0.1.0" \
     org.opencontainers.image.revision="${REVISION}" \
     org.opencontainers.image.vendor="${VENDOR}" \

@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
 UV = UV_DEFAULT_INDEX="$(INDEX)" $(BIN)/uv --quiet pip install --python
 
-.PHONY: wheels dist docs help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients check bench precision chart reference screenshots clean
+.PHONY: wheels dist docs help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients lint check bench precision chart reference screenshots clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -82,10 +82,10 @@ dist: .venv/wheels.stamp ## dist/: the plain Python wheel, for every platform, a
 	@$(EPOCH) LOOPGUARD_PURE=1 $(BIN)/python -m build --no-isolation --outdir dist .
 
 # CycloneDX: the packages that run, of the versions that the image is made of.
-dist/sbom.json: .venv/wheels.stamp requirements.txt
+dist/sbom.json: .venv/wheels.stamp image.lock.txt
 	@mkdir -p dist
 	@test -x .venv/sbom/bin/python || $(PYTHON) -m venv --without-pip .venv/sbom
-	@sed -n 's/^\([a-z0-9-]*==[0-9.]*\).*/\1/p' requirements.txt > .venv/pins.txt
+	@sed -n 's/^\([a-z0-9-]*==[0-9.]*\).*/\1/p' image.lock.txt > .venv/pins.txt
 	@LOOPGUARD_PURE=1 $(PIP) --python .venv/sbom/bin/python install --constraint .venv/pins.txt .
 	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file $@ .venv/sbom/bin/python
 
@@ -172,8 +172,10 @@ precision: .venv/test.stamp ## how accurate the preset is on labelled conversati
 	@$(BIN)/python -m tests.support.labelled > .venv/labelled.ndjson
 	@$(BIN)/python -m tests.bench.precision $(ARGS) $(LABELLED)
 
-check: .venv/check.stamp ## ruff, mypy --strict and the tests; where Go is installed those of meshes as well
+lint: .venv/check.stamp ## ruff and mypy --strict
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+check: lint ## lint and the tests; where Go is installed those of meshes as well
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory test-mesh
 

@@ -36,7 +36,7 @@ from tests.support.image import (
 
 pytestmark = pytest.mark.deep
 
-PINS = ROOT / "requirements.txt"
+PINS = ROOT / "image.lock.txt"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -86,7 +86,7 @@ def test_the_build_is_sent_what_a_wheel_is_made_of() -> None:
         "hatch_build.py",
         "pyproject.toml",
         "README.md",
-        "requirements.txt",
+        "image.lock.txt",
     ]
     unwanted = [".env", ".git/config", ".venv/bin/python", "extproc/pb/old.py", "extproc/store/__pycache__/x.pyc", "tests/x.py"]
 
@@ -105,7 +105,7 @@ def test_the_pins_satisfy_the_project() -> None:
     pinned = pins()
     wrong = [str(need) for need in asked if not need.specifier.contains(pinned.get(canonicalize_name(need.name), "0"))]
 
-    assert wrong == [], "make requirements.txt anew, with the command at its top"
+    assert wrong == [], "make image.lock.txt anew, with the command at its top"
 
 
 def requirements(text: str = PINS.read_text()) -> dict[str, set[str]]:

@@ -545,21 +545,31 @@ def test_rules_that_make_no_sense_are_usage_errors(flag: str, value: str) -> Non
 @pytest.mark.parametrize(
     ("seen", "rules", "verdict", "reason"),
     [
-        ((0, 100, 0), {}, KEEP_WATCHING, "compared 100 of the 1000 requests that a verdict needs"),
-        ((40, 100, 20), {}, TOO_STRICT, "it begins a new loop in at least 13.337% of the requests that pass today"),
-        ((40, 100, 1), {"max_new_refusals": 0.01}, KEEP_WATCHING, "compared 100 of the 1000"),
-        ((0, 3_838, 0), {}, SAFE, "it refuses at most 0.100% of the requests that pass today; the limit is 0.100%"),
-        ((0, 3_837, 0), {}, KEEP_WATCHING, "it refuses between 0.000% and 0.100%"),
-        ((40, 10_000, 1), {}, TOO_STRICT, "it refuses at least 0.294%"),
-        ((3, 10_000, 3), {"max_new_loops": 2}, TOO_STRICT, "it refuses 3 loops that pass today; the limit is 2"),
-        ((3, 10_000, 2, 2), {"max_new_tenants": 1}, TOO_STRICT, "it refuses 2 tenants that pass today; the limit is 1"),
-        ((3, 10_000, 2, 2, 2), {"max_new_sessions": 0}, TOO_STRICT, "it refuses 2 sessions that pass today; the limit is 0"),
-        ((3, 10_000, 2, 2, 2), {"max_new_sessions": 2, "max_new_tenants": 2, "max_new_loops": 2}, SAFE, "it refuses at most"),
+        (Evidence(0, 100, 0), {}, KEEP_WATCHING, "compared 100 of the 1000 requests that a verdict needs"),
+        (Evidence(40, 100, 20), {}, TOO_STRICT, "it begins a new loop in at least 13.337% of the requests that pass today"),
+        (Evidence(40, 100, 1), {"max_new_refusals": 0.01}, KEEP_WATCHING, "compared 100 of the 1000"),
+        (Evidence(0, 3_838, 0), {}, SAFE, "it refuses at most 0.100% of the requests that pass today; the limit is 0.100%"),
+        (Evidence(0, 3_837, 0), {}, KEEP_WATCHING, "it refuses between 0.000% and 0.100%"),
+        (Evidence(40, 10_000, 1), {}, TOO_STRICT, "it refuses at least 0.294%"),
+        (Evidence(3, 10_000, 3), {"max_new_loops": 2}, TOO_STRICT, "it refuses 3 loops that pass today; the limit is 2"),
+        (Evidence(3, 10_000, 2, 2), {"max_new_tenants": 1}, TOO_STRICT, "it refuses 2 tenants that pass today; the limit is 1"),
+        (
+            Evidence(3, 10_000, 2, 2, 2),
+            {"max_new_sessions": 0},
+            TOO_STRICT,
+            "it refuses 2 sessions that pass today; the limit is 0",
+        ),
+        (
+            Evidence(3, 10_000, 2, 2, 2),
+            {"max_new_sessions": 2, "max_new_tenants": 2, "max_new_loops": 2},
+            SAFE,
+            "it refuses at most",
+        ),
     ],
 )
-def test_verdict_follows_from_counts(seen: tuple[int, ...], rules: dict[str, Any], verdict: str, reason: str) -> None:
+def test_verdict_follows_from_counts(seen: Evidence, rules: dict[str, Any], verdict: str, reason: str) -> None:
     """Safe and too strict are certain; before `min_requests`, a loop counts once."""
-    found = judge(Evidence(*seen), Rules(**rules))
+    found = judge(seen, Rules(**rules))
 
     assert found.word == verdict
     assert found.reasons[0].startswith(reason)
