@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from extproc.objects import AUTO, NO_ITEMS, JsonObject, Place, Status, make_error
 from extproc.request.http import write_claim
 from extproc.request.limit_keys import CallerKey, check_limit_key, is_in_body
-from extproc.sessions.session_limits import NEEDS_PRICES, OR_PACKAGE, Model, Price, knows_all_prices
+from extproc.sessions.session_limits import Model, Price
 
 MAX_AMOUNT: Final = 1_000_000_000
 """Maximum of a budget, a burst and a cost, so that all sums stay exact in the numbers of Lua."""
@@ -301,8 +301,6 @@ def _find_config_errors(algorithm: object, config: dict[str, Any]) -> Iterator[t
         yield from _find_burst_errors(config, "burst_tokens", "tokens_per_minute")
     elif algorithm == "cost_based":
         yield from _find_stage_errors(config.get("staged_actions"))
-        if config.get("cost_key") == DOLLARS and not knows_all_prices(config):
-            yield ("cost_key",), f"{NEEDS_PRICES}, {OR_PACKAGE}"
         for key in ("prices", "unknown_model"):
             if config.get(key) and config.get("cost_key") != DOLLARS:
                 yield (key,), f"{key} belongs to cost_key {DOLLARS}"

@@ -31,7 +31,7 @@ class Prices:
     """Rates for input tokens."""
 
     def __init__(self, per_million: float | None) -> None:
-        """Use this rate for every model, in US dollars. None uses the package genai-prices if it is installed."""
+        """Use this rate for every model, in US dollars. None uses the package genai-prices."""
         self._per_million = per_million
 
     def estimate(self, model: str, tokens: int) -> float | None:

@@ -170,16 +170,14 @@ def estimate_tokens(size: int) -> int:
 
 
 def look_up(model: str) -> list[tuple[int, TokenPrice]]:
-    """A model's prices in the package genai-prices; empty if it is unknown, or the package is not installed.
+    """A model's prices in the package genai-prices; empty if it is unknown.
 
     Returns:
         prices for prompts of more than this many tokens, longest prompts first. The last one, with -1, is for all prompts.
     """
-    try:
-        from genai_prices import Usage as Counted  # noqa: PLC0415  # optional, and takes 0.2 s to import
-        from genai_prices import calc_price  # noqa: PLC0415
-    except ImportError:
-        return []
+    from genai_prices import Usage as Counted  # noqa: PLC0415  # takes 0.2 s to import
+    from genai_prices import calc_price  # noqa: PLC0415  # same
+
     for provider in [provider for mark, provider in _PROVIDERS if model and mark in model]:
         try:
             found: Any = calc_price(Counted(input_tokens=1), model_ref=model, provider_id=provider).model_price

@@ -7,7 +7,6 @@ The names of the limits are those of in-process SDKs' session files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -57,9 +56,6 @@ BUDGET_KEYS = [
     *_CONVERSATIONS,
 ]
 """The defaults for `session_limits`. Agents count together with their parent, so the parent's session comes first."""
-
-NEEDS_PRICES = f'needs a price for every model: set unknown_model, or "{ANY_MODEL}" in prices'
-OR_PACKAGE = "or install the package genai-prices: pip install '.[prices]' in a checkout"
 
 _MAX_SESSIONS = 10_000
 
@@ -264,8 +260,6 @@ def find_unnamed_errors(unnamed: Any, limits: Any) -> Iterator[tuple[Place, str]
         yield (), "unnamed_limits needs session_limits: it is about requests that have no session of these"
     if all(unnamed.get(key) is None for key in _COUNTED):
         yield (), f"unnamed_limits needs at least one of {', '.join(_COUNTED)}"
-    if unnamed.get("max_cost_per_session") is not None and isinstance(limits, dict) and not knows_all_prices(limits):
-        yield ("max_cost_per_session",), f"{NEEDS_PRICES} of session_limits, {OR_PACKAGE}"
 
 
 def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN401  # raw JSON
@@ -278,8 +272,6 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
         return
     if all(limits.get(key) in (None, {}) for key in _LIMITS):
         yield (), f"session_limits needs at least one of {', '.join(_LIMITS)}"
-    if limits.get("max_cost_per_session") is not None and not knows_all_prices(limits):
-        yield ("max_cost_per_session",), f"{NEEDS_PRICES}, {OR_PACKAGE}"
     recent = limits.get("loop_detection")
     if isinstance(recent, dict):
         window, threshold = recent.get("window"), recent.get("threshold")
@@ -290,13 +282,6 @@ def find_limit_errors(limits: Any) -> Iterator[tuple[Place, str]]:  # noqa: ANN4
     if "agent_idle_seconds" in limits and limits.get("max_concurrent_agents") is None:
         yield ("agent_idle_seconds",), "agent_idle_seconds needs max_concurrent_agents"
     yield from _find_notice_errors(limits)
-
-
-def knows_all_prices(limits: dict[str, Any]) -> bool:
-    """Whether raw keys, or the installed package, have a price for every model."""
-    prices = limits.get("prices")
-    known = isinstance(prices, dict) and ANY_MODEL in prices
-    return known or limits.get("unknown_model") is not None or find_spec("genai_prices") is not None
 
 
 def _find_notice_errors(limits: dict[str, Any]) -> Iterator[tuple[Place, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,7 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
         lines.append("Some tokens are estimated from bytes, because a log does not have them.")
     unpriced = document["spent"]["unpriced_tokens"]
     if unpriced:
-        hint = "" if find_spec("genai_prices") else ": `pip install genai-prices` knows most"
-        lines.append(f"No price is known for {write_number(unpriced)} tokens{hint}.")
+        lines.append(f"No price is known for {write_number(unpriced)} tokens.")
     return lines
 
 

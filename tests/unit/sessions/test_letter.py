@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import time
@@ -451,19 +449,12 @@ def test_the_report_of_a_run_has_the_tools_and_errors_of_each_step() -> None:
 def test_recommended_values_load_as_they_stand(
     limits: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """11: with the package genai-prices, nothing has to be added; without it, one error says all that can be done."""
+    """11: nothing has to be added."""
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(limited(**limits)))
-    code = "import sys; sys.modules['genai_prices'] = None; from extproc.cli.main import main; sys.exit(main(sys.argv[1:]))"
-
-    without = subprocess.run([sys.executable, "-c", code, "validate", file], capture_output=True, text=True, check=False)
 
     assert main(["validate", str(file)]) == 0
-    (line,) = [line for line in without.stderr.splitlines() if "price" in line]
-    assert without.returncode == 1
-    assert "/spec/session_limits/max_cost_per_session: needs a price for every model: " in line
-    assert all(way in line for way in ("unknown_model", '"*" in prices', "pip install"))
-    assert "Traceback" not in without.stderr + capsys.readouterr().err
+    assert "price" not in capsys.readouterr().err
 
 
 def test_a_retry_is_no_step_three_times() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from decimal import ROUND_HALF_UP, Decimal
 from fractions import Fraction
 
@@ -131,19 +129,6 @@ def test_names_that_clients_make_up_are_not_kept_without_end() -> None:
         assert rates.find_cost(f"m{number}", _MILLION) == 10**9
 
     assert len(rates._known) <= 1_000
-
-
-def test_without_the_package_policies_alone_have_rates() -> None:
-    """The extra is optional: nothing of it is needed to start."""
-    code = (
-        "import sys; sys.modules['genai_prices'] = None\n"
-        "from extproc.sessions.rates import Rates, Usage, look_up, DEAREST\n"
-        "assert look_up('gpt-4o') == []\n"
-        "assert Rates({}, None).find_cost('gpt-4o', Usage(1_000_000, 0, 0, 0)) == DEAREST.input * 10**9"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_model_is_priced_by_the_name_that_has_a_price() -> None:

@@ -56,12 +56,6 @@ def test_agents_count_together_with_the_one_that_started_them() -> None:
     assert Session(keys=["header:x-run"]).list_budget_keys() == ["header:x-run"]
 
 
-NEEDED = (
-    'needs a price for every model: set unknown_model, or "*" in prices, '
-    "or install the package genai-prices: pip install '.[prices]' in a checkout"
-)
-
-
 def recent(**more: object) -> dict[str, Any]:
     """A loop_detection with more keys than there are."""
     return {"loop_detection": {"window": 5, "threshold": 3, **more}}
@@ -140,18 +134,3 @@ def test_agents_are_named_outside_of_the_body(place: str) -> None:
 
     assert pointer == f"/spec/session/{place}/0"
     assert "must not be in the body" in message
-
-
-def test_a_limit_of_money_needs_the_price_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the extra that knows prices, unknown_model or a price for `*` is required."""
-    monkeypatch.setattr("extproc.sessions.session_limits.find_spec", lambda _: None)
-    price = {"input": 1, "output": 2}
-
-    assert plain(refused(spec(session_limits={"max_cost_per_session": 1, "prices": {"gpt-*": price}}))) == [
-        (
-            "/spec/session_limits/max_cost_per_session",
-            NEEDED,
-        )
-    ]
-    assert check(spec(session_limits={"max_cost_per_session": 1, "unknown_model": price})).warnings == ()
-    assert check(spec(session_limits={"max_cost_per_session": 1, "prices": {"*": price}})).warnings == ()
