@@ -170,7 +170,7 @@ bench: .venv/test.stamp $(COMPILED)/test.stamp ## CPU, memory and stalls, as rat
 LABELLED := .venv/labelled.ndjson
 precision: .venv/test.stamp ## how accurate the preset is on labelled conversations: a made-up set, or LABELLED=FILE (flags: ARGS='--help')
 	@$(BIN)/python -m tests.support.labelled > .venv/labelled.ndjson
-	@$(BIN)/loopguard precision $(ARGS) $(LABELLED)
+	@$(BIN)/python -m tests.bench.precision $(ARGS) $(LABELLED)
 
 check: .venv/check.stamp ## ruff, mypy --strict and the tests; where Go is installed those of meshes as well
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

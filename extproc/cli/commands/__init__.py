@@ -25,8 +25,6 @@ COMMANDS = (
     "explain",
     "scan",
     "replay",
-    "tune",
-    "precision",
     "canary",
     "promote",
     "schema",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from extproc.cli.commands import add_key_flag, add_policy_flag
-from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
+from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, Logs
 from extproc.engine.engine import Engine
 from extproc.errors import LoopguardError, UsageError
 from extproc.logs import escape_controls
@@ -23,7 +23,6 @@ _MAX_ENTRIES = 1_000_000
 _STEP = 1_000
 """The progress bar moves after this many requests."""
 
-Watched = TypeVar("Watched")
 COUNT = make_type(parse_integer(1))
 
 
@@ -66,22 +65,14 @@ def open_logs(options: argparse.Namespace) -> Iterator[tuple[Logs, Iterator[LogE
     """The logs, and their requests in order of time, with a progress bar; raises LoopguardError if there is no request."""
     with ExitStack() as stack:
         logs = Logs(options.log, options.reorder_seconds, stack)
-        yield logs, _watch(logs.read(), stack.enter_context(_show_bar(logs)), _STEP)
+        yield logs, _watch(logs.read(), stack.enter_context(_show_bar(logs)))
     if logs.first is None:
         raise LoopguardError(f"no request can be replayed: {_describe_nothing(logs)}")
 
 
-@contextmanager
-def open_lines(names: Sequence[str]) -> Iterator[tuple[Logs, Iterator[tuple[LogPlace, bytes]]]]:
-    """Files with content other than requests, and their lines, with a progress bar."""
-    with ExitStack() as stack:
-        logs = Logs(names, 0, stack)
-        yield logs, _watch(logs.read_lines(), stack.enter_context(_show_bar(logs)), 1)
-
-
-def _watch(entries: Iterator[Watched], advance: Callable[[], object], step: int) -> Iterator[Watched]:
+def _watch(entries: Iterator[LogEntry], advance: Callable[[], object]) -> Iterator[LogEntry]:
     for number, entry in enumerate(entries):
-        if not number % step:
+        if not number % _STEP:
             advance()
         yield entry
 

@@ -215,11 +215,6 @@ class Logs:
             self.last = entry.time
             yield entry
 
-    def read_lines(self) -> Iterator[tuple[LogPlace, bytes]]:
-        """The lines of all logs, one log after the other, whatever they contain."""
-        for source in self._sources:
-            yield from source.read_lines()
-
     def add_problems(self, place: LogPlace, found: Iterable[tuple[str, str]]) -> None:
         """Note problems with one line that showed when its request was judged: kinds and examples."""
         for kind, example in found:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.cli.replay.trajectories import TrajectoryStep, write_step
+from extproc.cli.scan.trajectories import TrajectoryStep, write_step
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
     About,

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from extproc.cli.replay.trajectories import read_text
 from extproc.cli.scan.requests import FollowedRequests
+from extproc.cli.scan.trajectories import read_text
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
     About,

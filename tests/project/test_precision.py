@@ -1,4 +1,4 @@
-"""`loopguard precision`: labelled conversations in, figures out, and nothing wrong in silence."""
+"""`make precision`: labelled conversations in, figures out, and nothing wrong in silence."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from extproc.cli.main import main
-from extproc.cli.replay.conversations import read_conversation
-from extproc.cli.replay.precision import make_share
 from extproc.request.document import Document
+from tests.bench.conversations import read_conversation
+from tests.bench.precision import main, make_share
 from tests.support.conversations import ORACLE
 from tests.support.documents import bundle, policy
 from tests.support.engine import ANY
@@ -43,7 +42,7 @@ class Measured:
         """Write the set, and a policy if none is among the flags."""
         data = b"".join([line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines])
         (folder / "set").write_bytes(gzip.compress(data) if packed else data)
-        self.code = main(["precision", "--json", *flags, str(folder / "set")])
+        self.code = main(["--json", *flags, str(folder / "set")])
         printed = capsys.readouterr()
         self.error = printed.err.replace(f"{folder}/", "")
         self.document: dict[str, Any] = json.loads(printed.out) if printed.out else {}
@@ -211,34 +210,6 @@ def test_what_is_wrong_is_told_with_its_line(
     assert found.error.startswith(f"error: set:2: {told}")
 
 
-@pytest.mark.parametrize(
-    ("flags", "code", "told"),
-    [
-        (("--vary", "threshold"), 2, "--vary must be KEY=VALUE,..."),
-        (("--vary", "window_calls=2"), 2, "no detector has all of these keys: window_calls"),
-        (("--vary", "threshold_identical_requests=99"), 1, "threshold_identical_requests must be <= "),
-        (("--vary", "tools=[1"), 2, "'[1' is no JSON list"),
-        (("--detector", "none"), 2, "--detector must be one of turns, again, all"),
-    ],
-)
-def test_usage_errors_say_what_would_be_right(
-    flags: tuple[str, ...], code: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is judged then."""
-    found = Measured(tmp_path, capsys, [{"label": HONEST, **CHAT}], *flags)
-
-    assert found.code == code
-    assert told in found.error
-
-
-def test_a_set_without_any_conversation_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """There is nothing to show then."""
-    found = Measured(tmp_path, capsys, [b"x\n"])
-
-    assert (found.code, found.document) == (1, {})
-    assert "no conversation can be judged" in found.error
-
-
 def test_policies_judge_whatever_their_selectors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A set says what was asked, and not where."""
     found = Measured(tmp_path, capsys, [{"label": LOOP, "path": "/other", **FORMATS["chat"](work(2, again=3))}])
@@ -262,7 +233,7 @@ def test_the_tables_have_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """The made-up set: the preset refuses none of the honest families but the three that look like loops."""
     (tmp_path / "set").write_text("\n".join(json.dumps(line) for line in make_set(each=2)))
 
-    code = main(["precision", "--kinds", str(tmp_path / "set")])
+    code = main(["--kinds", str(tmp_path / "set")])
 
     printed = capsys.readouterr()
     assert (code, printed.err) == (0, "")

@@ -1,9 +1,8 @@
-"""Parses a line of a labelled set into the requests of a conversation and its label. docs/replay.md has the format.
+"""Parses a line of a labelled set into the requests of a conversation and its label. `precision.py` has the format.
 
 A conversation is written as its last request, which contains all others: each of the model's answers had a request with
 everything before the answer. If the client left something out, the set has the requests themselves.
 """
-# interpreted: reads files
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import msgspec
 from extproc.apis import open_conversation
 from extproc.apis.conversation import ASSISTANT
 from extproc.cli.replay.records import UnusableError
-from extproc.cli.replay.trajectories import TrajectoryStep, write_step
+from extproc.cli.scan.trajectories import TrajectoryStep, write_step
 from extproc.request.document import Document, NotCounted
 
 LABEL = '{"loop": true, "begins": 4, "success": false, "kind": "a broken tool"}'
