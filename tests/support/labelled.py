@@ -1,4 +1,4 @@
-"""A small labelled set, as `loopguard precision` reads it: honest repetition and loops, made here, so that the truth is known.
+"""A small labelled set, as `make precision` reads it: honest repetition and loops, made here, so that the truth is known.
 
 `python -m tests.support.labelled` prints it. It says what changes with a rule or a setting, and nothing about real traffic.
 """

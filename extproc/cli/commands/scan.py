@@ -18,6 +18,7 @@ EXAMPLES = """examples:
   loopguard scan
   loopguard scan ~/.claude/projects --since 7 --show
   loopguard scan logs/requests.jsonl traces/ --html scan.html
+  loopguard scan --limits
   loopguard scan --json | jq '.worst[0]'
 
 Reads transcripts of Claude Code and Codex, ATIF, OTLP exports of GenAI spans (JSON), and logs of requests (JSON lines) in the
@@ -41,6 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="number of worst loops to show (default 10)")
     parser.add_argument("--show", action="store_true", help="show the content of repeated turns, not only sizes and hashes")
+    parser.add_argument("--limits", action="store_true", help="also show what sessions took, and `session_limits` for them")
     parser.add_argument("--html", metavar="FILE", help="also write a page for a browser")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     parser.add_argument("--jobs", type=COUNT, metavar="N", help="number of processes (default: one for each processor)")
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     from extproc.cli.scan.lines import UnreadLines  # noqa: PLC0415  # same
     from extproc.cli.scan.page import render_scan  # noqa: PLC0415  # same
     from extproc.cli.scan.report import ScanReport  # noqa: PLC0415  # same
-    from extproc.cli.scan.show import list_problems, print_scan  # noqa: PLC0415  # same
+    from extproc.cli.scan.show import list_problems, print_limits, print_scan  # noqa: PLC0415  # same
     from extproc.cli.scan.work import MOST_PROCESSES, ScanTask, count_processors, scan_files  # noqa: PLC0415  # same
 
     if options.html is not None and not (Path(options.html).parent.is_dir() and not Path(options.html).is_dir()):
@@ -77,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document))
     elif document["conversations"]:
         print_scan(document)
+        if options.limits:
+            print_limits(document["limits"])
     for line in list_problems(document["problems"]):
         print(escape_controls(line), file=sys.stderr)
     if not document["conversations"]:

@@ -66,12 +66,12 @@ class Atif:
 
     def read(self, data: bytes, place: ScannedPlace) -> bool:
         """See `TranscriptReader`."""
-        return self._read(data, place, _MOST_NESTED)
+        return self._read(data, place, _MOST_NESTED, "")
 
     def close(self) -> None:
         """See `TranscriptReader`."""
 
-    def _read(self, data: bytes, place: ScannedPlace, deeper: int) -> bool:
+    def _read(self, data: bytes, place: ScannedPlace, deeper: int, root: str) -> bool:
         try:
             found = _decode(data)
             if not bytes(found.steps) or not (bytes(found.agent) or (found.schema_version or "").startswith(_NAME)):
@@ -83,13 +83,14 @@ class Atif:
             steps = _decode_steps(found.steps)
         except BAD_JSON as error:
             raise UnknownLineError(f"steps: {error}") from None
-        self._follow(steps, agent, cut_name(found.trajectory_id or found.session_id), place)
+        session = cut_name(found.trajectory_id or found.session_id)
+        root = root or session
+        self._follow(steps, About(self.kind, session, name_folder(place.file), cut_name(agent.name), root), agent, place)
         for inner in found.subagent_trajectories or () if deeper else ():
-            self._read(bytes(inner), place, deeper - 1)
+            self._read(bytes(inner), place, deeper - 1, root)
         return True
 
-    def _follow(self, steps: list[TrajectoryStep], agent: _AtifAgent, session: str, place: ScannedPlace) -> None:
-        about = About(self.kind, session, name_folder(place.file), cut_name(agent.name))
+    def _follow(self, steps: list[TrajectoryStep], about: About, agent: _AtifAgent, place: ScannedPlace) -> None:
         run = self._runs.open(about, "messages", tools=any(step.tool_calls for step in steps))
         behind: list[bytes] = []
         for step in steps:

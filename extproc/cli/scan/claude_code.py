@@ -163,7 +163,9 @@ class ClaudeCode:
                 self._end(self._open.pop(next(iter(self._open))))
             name = f"{session}/{agent}" if agent else session
             project = cut_name(line.cwd) or name_folder(place.file)
-            about = About(self.kind, cut_name(name), project, "claude-code sub-agent" if agent else "claude-code")
+            about = About(
+                self.kind, cut_name(name), project, "claude-code sub-agent" if agent else "claude-code", cut_name(session)
+            )
             found = self._open[session, agent] = _Open(about)
         return found
 

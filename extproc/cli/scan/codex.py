@@ -84,6 +84,7 @@ class Codex:
         self._run: WatchedRun | None = None
         self._session = self._project = self._model = ""
         self._agent = "codex"
+        self._root = ""
         self._answers = 0  # identifies the answers up to now
         self._begin()
 
@@ -124,7 +125,8 @@ class Codex:
         if line.type is None:
             head = bool(line.id and line.timestamp and bytes(line.instructions))
             if head:
-                self._session, self._project = cut_name(line.id), name_folder(place.file)
+                self._session = self._root = cut_name(line.id)
+                self._project = name_folder(place.file)
                 self._answers = identify(self._session)
             return head
         item = line.type.endswith(_OURS) or line.type == _REASONING or (line.type == "message" and line.role is not None)
@@ -145,6 +147,7 @@ class Codex:
             self._session = cut_name(payload.id) or "?"
             self._project = cut_name(payload.cwd) or name_folder(place.file)
             self._agent = "codex sub-agent" if payload.parent_thread_id else "codex"
+            self._root = cut_name(payload.parent_thread_id) or self._session
             self._answers = identify(cut_name(payload.forked_from_id) or self._session)
         elif kind == "session_meta" and self._run is None and not self._said:
             self._answers = identify(cut_name(payload.id))
@@ -184,7 +187,7 @@ class Codex:
         """The newest answer is complete, and so is what came after it."""
         if self._place is not None:
             if self._run is None:
-                self._run = self._runs.open(About(self.kind, self._session, self._project, self._agent), "input")
+                self._run = self._runs.open(About(self.kind, self._session, self._project, self._agent, self._root), "input")
             call = ModelCall(self._place, self._time, self._model, self._usage, identity=self._answers)
             self._run.ask(call)
             self._run.add([*self._said, *self._behind])

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from extproc.cli.scan.limits import Total, recommend_limits
 from extproc.cli.scan.lines import HARMLESS, LONGEST, PROBLEMS, UnreadLines
 from extproc.cli.scan.watch import IDENTIFIED, FoundLoop, RunReport, Spent
 from extproc.cli.scan.work import BatchReport
@@ -19,6 +20,7 @@ GROUPS: Final = ("day", "project", "agent", "tool")
 _MOST_GROUPS = 10_000
 _MOST_KEPT = 2_000
 _MOST_KNOWN = 1_000_000
+_MOST_SESSIONS = 50_000
 
 WORDS: Final = {
     "repeat": "the same input, the same result",
@@ -92,6 +94,7 @@ class ScanReport:
         self._worst: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = []  # as a heap
         self._kept: list[dict[str, Any]] = []
         self._known: set[int] = set()
+        self._totals: dict[tuple[str, str, int], Total] = {}
         self._copies = 0
         self._first = self._last = self._number = 0
         self._estimated = False
@@ -103,12 +106,13 @@ class ScanReport:
             self._add(run)
 
     def _add(self, run: RunReport) -> None:
-        calls, copied = run.spent.calls, self._find_copies(run)
+        whole, calls, copied = run, run.spent.calls, self._find_copies(run)
         if copied:
             run = _leave_out(run, copied)
             self._copies += len(copied)
             if not run.spent.calls:
                 return
+        self._add_total(whole)
         loops = run.loops
         about, day = run.about, _write_day(run.first)
         self._kinds[about.kind] = self._kinds.get(about.kind, 0) + 1
@@ -125,6 +129,21 @@ class ScanReport:
         if run.first:
             self._first, self._last = min(self._first or run.first, run.first), max(self._last, run.last)
         self._estimated = self._estimated or run.estimated
+
+    def _add_total(self, run: RunReport) -> None:
+        """Add a conversation to what its session took, with what it has of others: their history is shown to its limits."""
+        about, root = run.about, run.about.root
+        key = (about.kind, root, 0) if root else (about.kind, about.session, len(self._totals) + 1)
+        if key not in self._totals and len(self._totals) >= _MOST_SESSIONS:
+            return
+        total = self._totals.setdefault(key, Total(agents=0 if root else None))
+        total.looped = total.looped or any(is_loop(loop) for loop in run.loops)
+        total.steps += run.spent.calls
+        total.tokens += run.spent.tokens
+        total.nanos = None if total.nanos is None or run.spent.unpriced else total.nanos + run.spent.nanos
+        total.tools.update(run.tools)
+        if total.agents is not None and about.session != root:
+            total.agents += 1
 
     def _find_copies(self, run: RunReport) -> dict[int, Spent]:
         """The calls of a conversation that were in another one, by number: clients copy a history into what continues it.
@@ -174,6 +193,7 @@ class ScanReport:
             **self._all.write(),
             "by": {group: _write_groups(group, sums) for group, sums in self._groups.items()},
             "worst": [written for _, _, written in sorted(self._worst, key=lambda item: item[:2], reverse=True)],
+            "limits": recommend_limits(list(self._totals.values())),
             "found": sorted(self._kept, key=lambda loop: (loop["began"] or "", loop["place"])),
             "problems": {kind: _write_problem(kind, self.unread) for kind in self.unread.by_kind},
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from extproc.cli.commands import count
 from extproc.cli.replay.table import add_row, make_console, make_table, print_table
+from extproc.cli.scan.limits import PERCENTS
 from extproc.cli.scan.report import GROUPS
 from extproc.logs import escape_controls
 
@@ -25,6 +27,21 @@ _TITLES = {
     "tool": "By tool",
 }
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def print_limits(limits: Mapping[str, Any]) -> None:
+    """Print what sessions took, and limits for them."""
+    columns = ("of", *(f"{percent}%" for percent in PERCENTS))
+    table = make_table("", *(f"#{column}" for column in columns))
+    for name, row in limits["took"].items():
+        write = write_dollars if name == "dollars" else write_number
+        cells = [row["of"], *[write(row[column]) for column in columns[1:]]]
+        add_row(table, escape_controls(name.replace("_", " ")), *cells)
+    print_table(make_console(), "What this share of the sessions took at most, with their sub-agents", table)
+    if limits["session_limits"]:
+        told = f"{limits['stopped']:,} of {count_many(limits['without_loop'], 'session')} without a loop"
+        print(f"\nThese limits would have stopped {told}; each alone, at most 1%:\n")
+        print(json.dumps({"session_limits": limits["session_limits"]}, indent=2))
 
 
 def print_scan(document: Mapping[str, Any]) -> None:

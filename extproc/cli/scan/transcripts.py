@@ -64,12 +64,14 @@ class About(NamedTuple):
         session: the conversation's name in its file.
         project: the folder that the agent works in, or else that of the file.
         agent: the agent's name.
+        root: name of the session that counts it, which is another one's for sub-agents; empty if the format does not tell.
     """
 
     kind: str
     session: str
     project: str
     agent: str
+    root: str = ""
 
 
 class WatchedRun(Protocol):

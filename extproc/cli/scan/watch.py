@@ -8,7 +8,7 @@ the same code as for a request. `tests/unit/cli/scan` compares both.
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace
+from extproc.apis.messages import CALL
+from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace, cut_name
 from extproc.decision import STRONG, Action, Repeat
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History
 from extproc.detectors.turn import AnyTurn, Turn
@@ -42,6 +43,7 @@ IDENTIFIED = 4
 _STOPS = frozenset({Action.REJECT})
 _SHOWN = 400
 _MOST_SHOWN = 10
+_MOST_TOOLS = 1_000
 _ANY_TOOL = b',"tools":[{"name":"any"}]'
 
 
@@ -134,6 +136,7 @@ class RunReport(msgspec.Struct):
         unread: number of calls whose history could not be read.
         calls: four numbers for each call: its identity, and its tokens, nanos and unpriced tokens as in `Spent`. Empty if no
             call has an identity; of very long conversations only the first calls.
+        tools: number of calls by tool, of the first 1,000 tools.
     """
 
     about: About
@@ -145,6 +148,7 @@ class RunReport(msgspec.Struct):
     loops: list[FoundLoop] = []
     unread: int = 0
     calls: array[int] = msgspec.field(default_factory=lambda: array("q"))
+    tools: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Judging:
@@ -183,6 +187,8 @@ class Watch:
         self._ending = b"]%b}" % (_ANY_TOOL if tools else b"")
         self._turns: deque[AnyTurn] = deque(maxlen=MAX_TURNS)  # newest first
         self._origins: deque[_Origin | None] = deque(maxlen=MAX_TURNS)  # of these turns; None for copies of others
+        self._called: deque[list[str]] = deque(maxlen=MAX_TURNS)  # by these turns
+        self._tools: Counter[str] = Counter()
         self._newest: _Origin | None = None
         self._recent: list[bytes] = []  # the messages that were added last
         self._added = 0  # number of turns in them
@@ -196,6 +202,7 @@ class Watch:
         """See `WatchedRun`."""
         self._turns.clear()
         self._origins.clear()
+        self._called.clear()
         self._recent, self._added, self._unanswered = [], 0, False
 
     def replace(self, body: bytes) -> None:
@@ -232,10 +239,14 @@ class Watch:
         """Add these messages to those before them."""
         count = min(self._added, len(self._turns))
         before = [(self._turns.popleft(), self._origins.popleft()) for _ in range(count)]
+        called = [self._called.popleft() for _ in range(count)]
+        self._tools.subtract(name for names in called for name in names)
         self._unanswered = False
         if not self._add([*self._recent, *messages]):  # too large to be read
             self._turns.extendleft([turn for turn, _ in reversed(before)])
             self._origins.extendleft([origin for _, origin in reversed(before)])
+            self._called.extendleft(reversed(called))
+            self._tools.update(name for names in called for name in names)
 
     def _take(self, data: bytes) -> Turn | None:
         """Add the turns in a body; returns the newest."""
@@ -244,6 +255,9 @@ class Watch:
         except NotCounted:
             read = []
         for turn in reversed(read):
+            names = _list_calls(turn)
+            self._called.appendleft(names)
+            self._tools.update(name for name in names if name in self._tools or len(self._tools) < _MOST_TOOLS)
             kept: AnyTurn = turn
             if len(data) > _LARGE and isinstance(turn, Turn):
                 with suppress(NotCounted):
@@ -277,6 +291,7 @@ class Watch:
         if self._report is not None:
             if not self._identified:
                 del self._report.calls[:]
+            self._report.tools = dict(+self._tools)
             self._done(self._report)
             self._report = None
 
@@ -326,6 +341,14 @@ class Watch:
                 text = turn.show(_SHOWN) if self._judging.show else ""
             shown.append(ShownTurn(kept.action_hash.hex()[:8], sizes[0], kept.normalized.hex()[:8], sizes[1], text))
         return shown
+
+
+def _list_calls(turn: AnyTurn) -> list[str]:
+    """The tools that a turn calls, one for each call."""
+    try:
+        return [cut_name(part.name) for part in turn.parts if part.kind == CALL] if isinstance(turn, Turn) else []
+    except NotCounted:
+        return []
 
 
 def _count_back(found: Repeat, history: History) -> int:

@@ -275,7 +275,6 @@ def test_commands_take_the_key_as_well(tmp_path: Path, capsys: pytest.CaptureFix
         ["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"],
         ["explain", "h/"],
         ["replay", "access.log"],
-        ["tune", "access.log"],
     ],
 )
 def test_a_command_without_its_key_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:

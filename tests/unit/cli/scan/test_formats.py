@@ -121,10 +121,10 @@ def test_whose_conversation_it_was(tmp_path: Path) -> None:
         found[run.about.kind] = run.about[1:]
 
     assert found == {
-        "Claude Code": ("s7/a1", "/src/x", "claude-code general-purpose"),
-        "Codex": ("s7", "/src/x", "codex sub-agent"),
-        "ATIF": ("s7", str(tmp_path), "porter"),
-        "OTLP": ("s7", "/src/x", "porter"),
+        "Claude Code": ("s7/a1", "/src/x", "claude-code general-purpose", "s7"),
+        "Codex": ("s7", "/src/x", "codex sub-agent", "a1"),
+        "ATIF": ("s7", str(tmp_path), "porter", "s7"),
+        "OTLP": ("s7", "/src/x", "porter", ""),
     }
 
 
