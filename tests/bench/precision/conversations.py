@@ -1,8 +1,4 @@
-<<<<<<<< HEAD:tests/bench/precision/conversations.py
 """Parses a line of a labelled set into the requests of a conversation and its label. `__main__` has the format.
-========
-"""Parses a line of a labelled set into the requests of a conversation and its label. `precision.py` has the format.
->>>>>>>> scan:tests/bench/conversations.py
 
 A conversation is written as its last request, which contains all others: each of the model's answers had a request with
 everything before the answer. If the client left something out, the set has the requests themselves.

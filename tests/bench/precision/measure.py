@@ -1,61 +1,33 @@
-"""How accurate policies are on labelled conversations; `make precision` runs it.
-
-    make precision LABELLED=labelled.ndjson ARGS='--policy candidate.json --kinds'
-    make precision ARGS='--detector turns --vary threshold_identical_requests=2,3,4,5'
-
-Each line of a set is a conversation, as its last request shows it, and a `label`:
-
-    {"label": {"loop": true, "begins": 1}, "messages": [{"role": "user", "content": "Fix it."}, ...]}
-
-In a label, `loop` is true, false, or null if unclear; `begins` is the number of the model's first answer in the loop, starting
-at 1; `success` is whether the agent reached its goal; `kind` groups conversations for `--kinds`. The conversation is
-`messages`, `input` (Responses), `contents` (Gemini), `steps` (ATIF), `requests` (a list of bodies as sent), or a file:
-`"file": "run/trajectory.json"`. Other keys of the body, such as `tools`, can stand beside it.
+"""How accurate detectors are on labelled conversations.
 
 Each conversation is replayed in full, whatever is done about its requests, with its own caller. A loop is found if a request
-that shows some of it is acted on; acting on an earlier request is too early. `spared` is the share of the bytes of loops, from
-the first refusal on. Shares have Wilson's intervals of 95 %. `--json` also lists what is wrong or missed.
+that shows some of it is acted on; acting on an earlier request is too early. Shares have Wilson's intervals of 95 %.
 """
 
 from __future__ import annotations
 
-import argparse
-import gzip
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import product
 from math import sqrt
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
 
-<<<<<<<< HEAD:tests/bench/precision/measure.py
-========
-from extproc.cli.commands import add_policy_flag, count, load_policies
-from extproc.cli.replay.command import compile_policies
->>>>>>>> scan:tests/bench/precision.py
 from extproc.cli.replay.judge import Judge
-from extproc.cli.replay.records import Record, Recorded, UnusableError
-from extproc.cli.replay.table import add_row, make_console, make_table, print_table
+from extproc.cli.replay.logs import LogPlace
+from extproc.cli.replay.records import Record, Recorded
 from extproc.decision import Action
 from extproc.detectors import KINDS, Similarity
 from extproc.detectors.keys import SimilarityKeys
 from extproc.engine.recording import VERSION
-from extproc.errors import LoopguardError, UsageError
-from extproc.logs import escape_controls
+from extproc.errors import UsageError
 from extproc.policy.loader import PolicySet, parse
-<<<<<<<< HEAD:tests/bench/precision/measure.py
 from tests.bench.precision.conversations import Label, Labelled
-========
-from extproc.policy.presets import DEFAULT_PRESET, find_preset
-from tests.bench.conversations import Label, Labelled, read_conversation
->>>>>>>> scan:tests/bench/precision.py
 
 LEVELS = ("acted on", "refused")
 """What may be done about a conversation: any action, and the strictest."""
@@ -64,7 +36,6 @@ ALL_DETECTORS = "all"
 """Name for all detectors of a policy together."""
 
 _Z = 1.959964
-_MAX_ENTRIES = 1_000_000
 _BEGIN_MS = 1_700_000_000_000
 _ADDRESS = "192.0.2.1"
 _ID = re.compile(r"[^A-Za-z0-9_.-]+")
@@ -99,7 +70,7 @@ class Judged(NamedTuple):
         touched: for each level, the numbers of the requests acted on, starting at 1.
     """
 
-    place: str
+    place: LogPlace
     name: str
     label: Label
     sizes: Sequence[int]
@@ -140,12 +111,12 @@ class Precision:
         self._step_ms = round(seconds * 1000)
         self._now = _BEGIN_MS
 
-    def add(self, place: str, conversation: Labelled) -> None:
+    def add(self, place: LogPlace, conversation: Labelled) -> None:
         """Judge one conversation."""
         touched: dict[tuple[str, str], tuple[list[int], list[int]]] = {key: ([], []) for key in self.settings}
         for number, body in enumerate(conversation.bodies, 1):
             self._now += self._step_ms
-            found = self._judge.judge(self._record(place, conversation, body))
+            found = self._judge.judge(self._record(f"{place}", conversation, body))
             if found is None:
                 continue
             evaluation, decision = found
@@ -288,7 +259,7 @@ def _summarize_level(judged: Sequence[Judged], level: int) -> dict[str, Any]:
 
 
 def _name(judged: Judged, request: int) -> dict[str, Any]:
-    found = {"place": judged.place, "id": judged.name, "kind": judged.label.kind}
+    found = {"place": str(judged.place), "id": judged.name, "kind": judged.label.kind}
     return {**found, "request": request} if request else found
 
 
@@ -318,109 +289,3 @@ def _read_value(text: str) -> Any:  # noqa: ANN401  # JSON
         return msgspec.json.decode(text.encode())
     except msgspec.DecodeError:
         return text
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if all lines were judged, 1 if some cannot be used."""
-    parser = argparse.ArgumentParser(prog="make precision", description="how accurate policies are on labelled conversations")
-    add_policy_flag(parser, required=False)
-    parser.add_argument("set", nargs="+", metavar="SET", help="labelled conversations, one per line, plain or gzip")
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,...",
-        help="try these values of a key of loop_detection, or a JSON list of values; repeatable",
-    )
-    parser.add_argument("--detector", metavar="NAME", help="only this detector: change and show no other")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time between two requests of a conversation (default 10)")
-    parser.add_argument("--kinds", action="store_true", help="also show each kind of conversation")
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
-    options = parser.parse_args(arguments)
-    policies = _load_settings(options)
-    engine = compile_policies(policies)
-    judge = Judge(engine, _MAX_ENTRIES, pinned=[plan.id for plan in engine.plans])
-    precision = Precision(judge, policies, options.seconds)
-    settings = [each for each in precision.settings.values() if options.detector in (None, each.detector)]
-    if not settings:
-        raise UsageError(f"--detector must be one of {', '.join(dict.fromkeys(name for _, name in precision.settings))}")
-    errors = _judge_files(precision, options.set)
-    for problem in errors:
-        print(escape_controls(f"error: {problem}"), file=sys.stderr)
-    counts = count_conversations(settings[0].judged)
-    if not counts["conversations"]:
-        raise LoopguardError("no conversation can be judged")
-    document = {"precision": 1, **counts, "settings": [summarize(setting) for setting in settings]}
-    if options.json:
-        print(json.dumps(document))
-    else:
-        _print_tables(document, settings if options.kinds else ())
-    return 1 if errors else 0
-
-
-def _load_settings(options: argparse.Namespace) -> PolicySet:
-    """The policies to compare; raises UsageError or BundleErrors."""
-    policies = load_policies(options.policy or [find_preset(DEFAULT_PRESET)])
-    pairs = [wish.partition("=") for wish in options.vary]
-    if not all(equals for _, equals, _ in pairs):
-        raise UsageError("--vary must be KEY=VALUE,..., such as threshold_identical_requests=2,3,5")
-    wishes = [(key, read_values(values)) for key, _, values in pairs]
-    return vary(policies, wishes, options.detector) if wishes else policies
-
-
-def _judge_files(precision: Precision, names: Sequence[str]) -> list[str]:
-    """What is wrong with lines that are no labelled conversations; all others are judged."""
-    errors = []
-    for name in names:
-        data = Path(name).read_bytes()
-        lines = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).split(b"\n")
-        for number, line in enumerate(lines, 1):
-            place = f"{name}:{number}"
-            try:
-                if line.strip():
-                    precision.add(place, read_conversation(line, Path(name).parent))
-            except UnusableError as error:
-                errors.append(f"{place}: {error}")
-    return errors
-
-
-def _print_tables(document: dict[str, Any], by_kind: Sequence[Setting]) -> None:
-    console = make_console()
-    columns = ("#loops found", "#others", "#too early", "#successes", "#turns", "#spared")
-    table = make_table("setting", "", *columns)
-    for setting in document["settings"]:
-        for level in LEVELS:
-            found = setting[level.replace(" ", "_")]
-            turns = "" if found["turns"] is None else f"{found['turns']['median']:g}, up to {found['turns']['longest']}"
-            spared = f"{found['bytes_of_loops']:.0%}"
-            name = f"{setting['policy']}/{setting['detector']}" if level == LEVELS[0] else ""
-            shares = _write_share(found["loops"]), _write_share(found["others"])
-            cells = (*shares, found["early"], _write_share(found["successes"]), turns, spared if level == LEVELS[1] else "")
-            add_row(table, name, level, *cells)
-    about = ", ".join([count(document["loops"], "loop"), count(document["others"], "other"), f"{document['unclear']} unclear"])
-    print_table(console, f"{count(document['conversations'], 'conversation')}: {about} (shares, with 95% intervals)", table)
-    uncounted = [(setting, item) for setting in document["settings"] for item in setting["uncounted"].items()]
-    if uncounted:
-        table = make_table("setting", "reason", "#requests")
-        for setting, (reason, requests) in uncounted:
-            add_row(table, f"{setting['policy']}/{setting['detector']}", reason, requests)
-        print_table(console, "Not counted", table)
-    if by_kind:
-        table = make_table("kind", "label", "#conversations", *(f"#{each.policy}/{each.detector}" for each in by_kind))
-        for kind, label, conversations, found in list_kinds(by_kind):
-            add_row(table, kind, label, conversations, *(f"{acted}, {refused} refused" for acted, refused in found))
-        print_table(console, "Acted on and refused, by kind", table)
-
-
-def _write_share(share: dict[str, Any]) -> str:
-    if not share["of"]:
-        return "-"
-    interval = f"{100 * share['low']:.0f}-{100 * share['high']:.0f}"
-    return f"{share['found'] / share['of']:.0%} ({interval})"
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except LoopguardError as error:
-        sys.exit(f"precision: {error}")
