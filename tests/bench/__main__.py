@@ -17,11 +17,9 @@ from tests.bench import (
     door,
     engine,
     envoy,
-    evasion,
     hostile,
     logs,
     memory,
-    page,
     policies,
     record,
     redis,
@@ -29,7 +27,6 @@ from tests.bench import (
     scan,
     sessions,
     similarity,
-    transport,
 )
 from tests.bench.report import Section, progress_done, table, verdict, write_json
 
@@ -43,15 +40,12 @@ _SECTIONS = {
     "scan": (scan.TITLE, scan.run),
     "reload": (reload.TITLE, reload.run),
     "hostile": (hostile.TITLE, hostile.run),
-    "evasion": (evasion.TITLE, evasion.run),
     "redis": (redis.TITLE, redis.run),
     "budgets": (budgets.TITLE, budgets.run),
     "sessions": (sessions.TITLE, sessions.run),
-    "transport": (transport.TITLE, transport.run),
     "door": (door.TITLE, door.run),
     "envoy": (envoy.TITLE, envoy.run),
     "answers": (answers.TITLE, answers.run),
-    "page": (page.TITLE, page.run),
 }
 
 _EPILOG = """examples:
