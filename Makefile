@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 INDEX = $$($(BIN)/python -m pip config list | sed -n "s/^.*\.index-url='\(.*\)'$$/\1/p" | tail -n 1)
 UV = UV_DEFAULT_INDEX="$(INDEX)" $(BIN)/uv --quiet pip install --python
 
-.PHONY: wheels dist docs help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients lint check bench precision chart reference screenshots clean
+.PHONY: wheels dist docs help run demo-agent test test-quick test-pure test-sources test-rest test-compiled test-envoys test-mesh test-clients lint check bench precision chart reference trace screenshots clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 20
@@ -182,9 +182,12 @@ check: lint ## lint and the tests; where Go is installed those of meshes as well
 chart: .venv/test.stamp ## the chart's values.schema.json and README, from its values.yaml
 	@$(BIN)/python helm/generate.py
 
-reference: .venv/test.stamp ## docs/reference.md and the generated parts of docs/architecture.md, from the code
+reference: .venv/test.stamp ## docs/reference.md and the picture in docs/architecture.md, from the code
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python -m tests.support.architecture
+
+trace: .venv/test.stamp ## the functions that an allowed request passes through (ARGS=turns: of one kind of request)
+	@$(BIN)/python -m tests.support.trace $(ARGS)
 
 screenshots: .venv/test.stamp ## docs/images, of a made-up night through the real Envoy; takes Chromium
 	@$(BIN)/python -m tests.support.screenshots

@@ -17,18 +17,15 @@ from tests.bench import (
     door,
     engine,
     envoy,
-    evasion,
     hostile,
     logs,
     memory,
-    page,
     policies,
     redis,
     reload,
     scan,
     sessions,
     similarity,
-    transport,
 )
 from tests.bench.report import Section, progress_done, table, verdict, write_json
 
@@ -41,15 +38,12 @@ _SECTIONS = {
     "scan": (scan.TITLE, scan.run),
     "reload": (reload.TITLE, reload.run),
     "hostile": (hostile.TITLE, hostile.run),
-    "evasion": (evasion.TITLE, evasion.run),
     "redis": (redis.TITLE, redis.run),
     "budgets": (budgets.TITLE, budgets.run),
     "sessions": (sessions.TITLE, sessions.run),
-    "transport": (transport.TITLE, transport.run),
     "door": (door.TITLE, door.run),
     "envoy": (envoy.TITLE, envoy.run),
     "answers": (answers.TITLE, answers.run),
-    "page": (page.TITLE, page.run),
 }
 
 _EPILOG = """examples:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from extproc.apis import APIS
 from tests.support import ROOT
 
@@ -88,19 +86,3 @@ def test_no_other_room_names_an_api() -> None:
     words = list_words()
     found = {(str(file.relative_to(PACKAGE)), word) for file in list_files() for word in find_words(file.read_text(), words)}
     assert found == ALLOWED.keys()
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('if "tool_choice" in body:', ["tool_choice"]),
-        ("# as Anthropic's clients do", ["anthropic"]),
-        ('path.endswith("/v1/messages")', ["/v1/messages"]),
-        ('headers["x-api-key"]', ["api-key", "x-api-key"]),
-        ('block["toolUse"]', ["toolUse"]),
-        ("the text of a message", []),
-    ],
-)
-def test_the_search_finds_what_names_one(text: str, expected: list[str]) -> None:
-    """Fields, names, paths and headers."""
-    assert [*find_words(text, list_words())] == expected

@@ -42,9 +42,6 @@ pytestmark = pytest.mark.compiled  # readers start the command, as a wheel insta
 README = ROOT / "README.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")), CHART / "README.md"]
-MOST_WORDS = 1_000
-MOST_WORDS_OF_ALL = 15_000
-GENERATED = {"docs/clients.md", "docs/reference.md"}
 
 _FENCE = re.compile(r"^```(?P<language>\w*)(?: (?P<name>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -80,11 +77,6 @@ def read_examples(page: Path, language: str) -> list[Example]:
 def read_prose(page: Path) -> str:
     """A page without its blocks."""
     return _FENCE.sub("", page.read_text())
-
-
-def read_written(page: Path) -> str:
-    """A page without its blocks and the parts that `make reference` writes."""
-    return re.sub(r"^<!-- (?:picture|way) -->$.*?^<!-- end -->$", "", read_prose(page), flags=re.MULTILINE | re.DOTALL)
 
 
 class Line(NamedTuple):
@@ -373,12 +365,6 @@ def test_a_command_that_cannot_be_typed_here_is_one_that_exists(command: str) ->
     NOT_HERE[command].check(command)
 
 
-def test_nothing_is_excused_that_no_page_has() -> None:
-    """Each entry of NOT_TYPED is needed, and says why."""
-    assert [start for start in NOT_TYPED if not any(command.startswith(start) for command in NOT_HERE)] == []
-    assert all(instead.why for instead in NOT_TYPED.values())
-
-
 # ---- Examples
 
 
@@ -480,20 +466,6 @@ def test_no_target_is_made_up() -> None:
 # ---- Pages
 
 
-def test_the_readme_is_short() -> None:
-    """What only some readers need is in docs."""
-    assert len(README.read_text().split()) < MOST_WORDS
-
-
-def test_the_docs_are_short() -> None:
-    """What is written by hand can be read in an hour: all pages together, without code blocks and generated parts."""
-    pages = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if page.is_relative_to(ROOT / "docs") or page.parent == ROOT]
-    written = {page_id(page): read_written(page) for page in pages if page_id(page) not in GENERATED}
-    words = {page: len(re.findall(r"\S*\w\S*", text)) for page, text in written.items()}  # the bars of tables are none
-
-    assert sum(words.values()) < MOST_WORDS_OF_ALL, words
-
-
 def test_the_readme_leads_to_every_page() -> None:
     """Each page of docs is linked from it."""
     text = README.read_text()
@@ -531,10 +503,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
-def test_pictures_are_there_and_small() -> None:
-    """Each picture of the docs is shown on a page, and a clone does not grow by more than half a megabyte for them."""
-    pictures = {path.name: path.stat().st_size for path in (ROOT / "docs" / "images").iterdir()}
+def test_pictures_are_shown() -> None:
+    """Each picture of the docs is on a page."""
+    pictures = {path.name for path in (ROOT / "docs" / "images").iterdir()}
     shown = {name for page in PAGES for name in re.findall(r"images/([\w-]+[.](?:png|webp))", page.read_text())}
 
-    assert pictures.keys() == shown
-    assert sum(pictures.values()) < 500_000
+    assert pictures == shown

@@ -550,8 +550,6 @@ ENTRIES: list[tuple[dict[str, object], Errors]] = [
 ]
 
 
-_SESSION = ("keys", "idle_seconds", "max_sessions_per_tenant", "agent_keys", "parent_keys")
-
 SPEC_FIELDS: list[tuple[str, object, Errors]] = [
     ("selector", 5, [("/spec/selector", an_object("selector", *SELECTOR_KEYS))]),
     ("selector", {}, in_spec("selector", f"{ANCHORS}, but has nothing")),

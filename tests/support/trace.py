@@ -1,6 +1,6 @@
 """A request's way: which functions one request passes through, in their order, as Markdown.
 
-    .venv/bin/python -m tests.support.trace            every request of the budget
+    .venv/bin/python -m tests.support.trace            every request
     .venv/bin/python -m tests.support.trace turns      one of them
 
 It traces the sources; of compiled code, no function says when it is called.

@@ -178,17 +178,6 @@ def test_policies_in_force_are_listed_as_they_are_written(place: Place, file: ob
     assert listed == (place.reloader.sources[0], [NOTED])
 
 
-def test_policies_that_are_alike_share_their_parts(place: Place) -> None:
-    """Ten thousand policies of one kind have one similarity and one list of descriptors; another threshold is another kind."""
-    alike = [guard(f"p-{number}", similarity="turns") for number in range(3)]
-    place.write([*alike, guard("other", similarity="turns", threshold_identical_requests=7)])
-    place.start()
-    plans = place.reloader.engine.plans
-
-    assert [len({id(plan.detectors[0].similarity) for plan in chosen}) for chosen in (plans[:3], plans)] == [1, 2]
-    assert len({id(plan._descriptors) for plan in plans}) == 1
-
-
 def test_what_is_no_change_does_nothing(place: Place) -> None:
     """The same bytes again, or a file that is no policy, reload nothing."""
     place.write(guard())

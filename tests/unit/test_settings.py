@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 
 import pytest
 
@@ -109,12 +109,6 @@ def test_the_defaults() -> None:
     assert (settings.listen.text, settings.admin.text) == ("127.0.0.1:50051", "127.0.0.1:9900")
     assert (settings.store, settings.on_store_error, settings.shadow) == ("memory://", "allow", False)
     assert (settings.max_streams, settings.max_throttled) == (20_000, 10_000)
-
-
-def test_settings_are_frozen() -> None:
-    """Nothing changes a setting once it is read."""
-    with pytest.raises(FrozenInstanceError):
-        given().store = "x"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

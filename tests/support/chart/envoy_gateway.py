@@ -46,7 +46,6 @@ def an_object(version: str, kind: str, spec: Schema) -> Schema:
     )
 
 
-_TARGETS = a_list(target("Gateway", "HTTPRoute", "GRPCRoute"))
 _BODY = {"enum": ["Streamed", "Buffered", "BufferedPartial", "FullDuplexStreamed"]}
 _MODE = a_map(body=_BODY, attributes=a_list(ATTRIBUTE))
 _BREAKER = a_map(maxConnections=LIMIT, maxPendingRequests=LIMIT, maxParallelRequests=LIMIT, maxParallelRetries=LIMIT)

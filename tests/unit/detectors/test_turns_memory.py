@@ -127,19 +127,6 @@ def test_what_was_seen_recently_changes_nothing(bodies: list[bytes], detectors: 
     assert [say_all(detector, data) for data in bodies for detector in DETECTORS] == fresh
 
 
-def test_results_of_older_turns_are_not_read_again() -> None:
-    """They are compared with the newest result, a failure, by what was kept of them."""
-    turns = [Did((("run", {"path": f"{number}"}),), (f"error: {number} is not found here",)) for number in range(12)]
-    forget()
-    for count in (10, 11):
-        DETECTORS[0].compare_in_session(Document(json.dumps(as_chat(turns[:count])).encode()))
-    document = Document(json.dumps(as_chat(turns)).encode())
-    DETECTORS[0].compare_in_session(document)
-
-    read = document.conversation._messages
-    assert [place for place, value in enumerate(read) if value is not None] == [len(read) - 2, len(read) - 1]
-
-
 _STUCK, _FAILS = Did((("run", {"path": "a.py"}),), ("news",)), Did((("run", {}),), ("error: no such file",))
 _PATHS = st.lists(st.lists(st.sampled_from([_STUCK, _FAILS, Did((("view", {}),), ("ok",))]), min_size=1), max_size=5)
 

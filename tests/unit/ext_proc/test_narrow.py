@@ -316,7 +316,6 @@ def _declare(*names: str) -> dict[str, Any]:
     return {"functionDeclarations": [{"name": name} for name in names]}
 
 
-_F = {"name": "f"}
 _CUSTOM = {"type": "custom", "custom": {"name": "sql"}}
 _SERVER = {"type": "mcp", "server_label": "a", "server_url": "http://a"}
 _TOOLSET = {"type": "mcp_toolset", "mcp_server_name": "a"}
