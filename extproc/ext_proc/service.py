@@ -93,7 +93,7 @@ class Service:
         self.holds = Holds(settings.max_throttled)
         self.released = False
         self.kept = UploadMemory()
-        self.budget = InspectionBudget(perf_counter(), settings.inspect_share)
+        self.budget = InspectionBudget(perf_counter())
         self.changes = Changes(self.reporter, self.budget)
         self.pairs = Pairs()
         self.pairs.follow(engine.pairings, time())

@@ -42,7 +42,7 @@ from extproc.ext_proc.wire import (
 )
 from extproc.objects import INSPECT_BYTES
 from extproc.request.fingerprint import NO_BODY
-from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc, is_mirrored
+from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc
 from extproc.settings import is_scope
 
 SCOPE_METADATA = "x-loopguard-scope"
@@ -262,18 +262,8 @@ class Stream(Waiting):
             switch = self._engine.find_switch(request, time(), handed_over)
             if switch is not None and (killed := transaction.kill(request, switch)) is not None:
                 return killed
-        if "x-envoy-attempt-count" in request.headers and request.headers["x-envoy-attempt-count"] != b"1":
-            service.metrics.gateway_retries.inc()
         evaluation = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
-        if evaluation is not None and service.settings.skip_mirrors and is_mirrored(request):
-            return self._skip(evaluation, last)
         return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
-
-    def _skip(self, evaluation: Evaluation, last: str) -> Reply:
-        """Let a copy that Envoy has made of a request pass uncounted."""
-        evaluation.give_up("mirror")
-        self._service.reporter.report_uncounted(evaluation)
-        return DONE[last]
 
     def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
         """Judge the request by the matching policies, now or once its body is complete."""
@@ -297,15 +287,11 @@ class Stream(Waiting):
         transaction.buffered = self._body_mode == BODY_BUFFERED
         if enforcing.candidates and not enforcing.needs_body:
             return self._answer_before_body(evaluation)
-        duplex = self._duplex
-        return self._wait_for_body(evaluation, GO_ON["request_headers"] if duplex is None else self._hold_headers(duplex))
-
-    def _hold_headers(self, duplex: Duplex) -> Reply:
-        """Hold the headers with a body that Envoy does not keep; let them go on if it does."""
-        if self._body_mode != BODY_DUPLEX:
-            return GO_ON["request_headers"]
-        duplex.holds = self._transaction.holds = True
-        return _HELD
+        duplex, reply = self._duplex, GO_ON["request_headers"]
+        if duplex is not None and self._body_mode == BODY_DUPLEX:  # the headers wait with a body that Envoy does not keep
+            duplex.holds = transaction.holds = True
+            reply = _HELD
+        return self._wait_for_body(evaluation, reply)
 
     def _answer_before_body(self, evaluation: Evaluation) -> MaybeLater:
         """Answer for the enforcing policies at once, even if shadow policies wait for the body."""
