@@ -174,7 +174,10 @@ class Stream(Waiting):
             return self._on_request_headers(message, kind)
         if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714  # `in` makes a new set at each call
             return self._on_request_body(message, kind)
-        return self._on_response(message)
+        if not self._transaction.holds:  # else it is Envoy's own, and its request ends
+            # The request was answered before its body arrived, or Envoy sends no bodies.
+            self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
+        return DONE[message.kind]
 
     def _stay_open(self, reply: MaybeLater) -> MaybeLater:
         """Pass the reply through `_stay`, now or when it is there."""
@@ -437,12 +440,6 @@ class Stream(Waiting):
     def _open_excerpt(self, evaluation: Evaluation, most: int) -> Excerpt | None:
         """The excerpt of a body that may come in pieces and be too long; None if such bodies are not inspected."""
         return Excerpt(LIST_PATHS, most) if evaluation.reads_ends and evaluation.is_plain else None
-
-    def _on_response(self, message: EnvoyMessage) -> MaybeLater:
-        """Stop waiting: the request was answered before its body arrived, or Envoy sends no bodies."""
-        if not self._transaction.holds:  # else it is Envoy's own, and its request ends
-            self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
-        return DONE[message.kind]
 
     def _stop_waiting(self) -> Evaluation | None:
         """Remove and return the evaluation that waits for the body, if any."""
