@@ -17,6 +17,8 @@ from extproc.tallies import Buckets
 
 _PREFIX = "loopguard"
 _MAX_FILES = 100
+"""Refused files with a series each."""
+
 _LATENCY_BUCKETS = (0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -109,7 +111,11 @@ class Metrics:
         self.list_refused_files: Callable[[], list[str]] = list
         text = "1 for each policy file, or path, whose content on disk is refused"
         self.show_counts(
-            "policy_file_refused", text, ("file",), lambda: [((file,), 1) for file in self._list_files()], GaugeMetricFamily
+            "policy_file_refused",
+            text,
+            ("file",),
+            lambda: [((file,), 1) for file in self.list_refused_files()[:_MAX_FILES]],
+            GaugeMetricFamily,
         )
         self.enforce_percent = gauge(
             "policy_enforce_percent", "Percentage of the callers that a policy acts on, if not all", "policy"
@@ -122,8 +128,6 @@ class Metrics:
         )
         self.policy_info = gauge("policy_info", "1 for each policy file in force", "bundle_version", "sha256", "file")
         self.fail_open = counter("fail_open_total", "Requests let through because Loopguard could not decide", "reason")
-        text = "Requests that Envoy itself has sent again (x-envoy-attempt-count above 1)"
-        self.gateway_retries = counter("gateway_retries_total", text)
         self.handover_errors = counter(
             "handover_errors_total",
             "Requests whose route named an unknown policy or carried an unusable one",
@@ -161,10 +165,6 @@ class Metrics:
         text = "Requests from which used-up tools could not be removed"
         self.unnarrowed = counter("unnarrowed_total", text, "policy", "reason")
         self._begin()
-
-    def _list_files(self) -> list[str]:
-        """Refused files; of many, the first, because each is a series."""
-        return self.list_refused_files()[:_MAX_FILES]
 
     def _begin(self) -> None:
         """Create the series for alerts now, because `increase` misses the first event of a series that begins with it."""

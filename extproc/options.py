@@ -70,14 +70,12 @@ def parse_switch(text: str) -> bool:
     return word in _YES
 
 
-def parse_integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Make a parser of whole numbers from `least` to `most`, or without an upper bound."""
-    end = "" if most is None else f" to {most}"
-    wanted = "a positive integer" if (least, most) == (1, None) else f"a number from {least}{end}"
+def parse_integer(least: int) -> Callable[[str], int]:
+    """Make a parser of whole numbers from `least`."""
 
     def parse(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and int(text) >= least and (most is None or int(text) <= most)):
-            raise ValueError(f"must be {wanted}")
+        if not (text.isascii() and text.isdecimal() and int(text) >= least):
+            raise ValueError("must be a positive integer" if least == 1 else f"must be a number from {least}")
         return int(text)
 
     return parse

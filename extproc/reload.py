@@ -265,7 +265,9 @@ class Reloader:
         if force and found and all(isinstance(content, BundleError) for content in found.values()):
             return
         self._seen = seen
-        waiting = self._set_aside(files) if not force else self._forget_waiting()
+        if force:  # every file is judged at once
+            self._waiting, self._verdicts, self._compiled = [], {}, {}
+        waiting = self._set_aside(files) if not force else set()
         at_once = {file: Found(sha256=found.sha256) if file in waiting else found for file, found in files.items()}
         loaded = await asyncio.to_thread(self._choose, at_once, force=force)
         self._failure = None
@@ -311,7 +313,9 @@ class Reloader:
 
         Files of one folder that change at the same time are one change: a policy may have moved between them.
         """
-        self._verdicts = {file: verdict for file, verdict in self._verdicts.items() if _is_current(verdict, files.get(file))}
+        self._verdicts = {
+            file: verdict for file, verdict in self._verdicts.items() if file in files and files[file].sha256 == verdict.sha256
+        }
         self._waiting = [change for change in self._waiting if all(files.get(file) == found for file, found in change.items())]
         waiting = {file for change in self._waiting for file in change}
         changes: dict[str, dict[str, Found]] = {}
@@ -328,11 +332,6 @@ class Reloader:
                 waiting.update(change)
                 _LOG.info("a large change is judged in the background", extra=make_extra(files=_list_names(list(change))))
         return waiting
-
-    def _forget_waiting(self) -> set[str]:
-        """Drop all earlier results, so that every file is judged at once."""
-        self._waiting, self._verdicts, self._compiled = [], {}, {}
-        return set()
 
     def _choose(self, files: Mapping[str, Found], *, force: bool) -> _Loaded:
         """Choose and compile; without an engine if nothing changes. Runs in a worker thread."""
@@ -608,10 +607,6 @@ def _judge_ahead(
 def _measure(change: Mapping[str, Found]) -> int:
     """The size of a change, in bytes."""
     return sum(len(found.data or b"") for found in change.values())
-
-
-def _is_current(verdict: Verdict, found: Found | None) -> bool:
-    return found is not None and found.sha256 == verdict.sha256
 
 
 async def _run_aside(work: Callable[[], T]) -> T:

@@ -380,10 +380,6 @@ class Server:
         self.service.counting.replicas = number
         self._metrics.replicas.set(number)
 
-    def _list_files(self) -> dict[str, str]:
-        """The file of each policy."""
-        return {policy: file for policy, (file, _, _) in self._reloader.locate_policies().items()}
-
 
 def _find_seen(loops: View[LoopDocument], sessions: View[SessionDocument], budgets: View[BudgetDocument]) -> Seen:
     """The hashes in what all replicas have reported."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from extproc import options
 from extproc.logs import LogFormat
-from extproc.options import ENVIRONMENT_ONLY, choice, option, parse_integer, parse_number, parse_seconds, switch
+from extproc.options import ENVIRONMENT_ONLY, choice, option, parse_integer, parse_seconds, switch
 
 ENV_PREFIX = "LOOPGUARD_"
 _NOT_OURS = ("SERVICE_", "PORT", "TEST_")
@@ -173,21 +173,11 @@ class Settings:
     )
     shadow: bool = switch("force every policy into shadow mode: count and report, never act")
     record: bool = switch("add a record of each matched request, with hashed callers, to the access log")
-    skip_mirrors: bool = switch(
-        "do not count requests whose host ends in -shadow, as that of Envoy's mirrored copies does; only if clients cannot "
-        "choose such a host"
-    )
     allow_unverified_jwt: bool = switch("read jwt: limit keys from bearer tokens with unverified signatures")
     allow_unenforced: bool = switch("start even if parts of a bundle are not enforced, such as rules with ip:country")
     max_streams: int = option(20_000, _parse_positive, "maximum open streams; further requests pass at once", "N")
     max_connections: int = option(
         10_000, _parse_positive, "maximum connections; beyond it, the longest idle ones are closed", "N"
-    )
-    inspect_share: float = option(
-        "0.5",
-        parse_number(lambda share: 0 < share <= 1, "a number above 0 and at most 1, such as 0.5"),
-        "share of a processor for inspecting bodies",
-        "SHARE",
     )
     max_throttled: int = option(10_000, _parse_positive, "maximum throttled requests at once; a tenth of that per tenant", "N")
     drain_delay: float = option(

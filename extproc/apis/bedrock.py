@@ -125,15 +125,14 @@ def _frame_event_stream(events: Iterable[tuple[str, Mapping[str, Any]]]) -> Fram
 def _encode(name: str, event: Mapping[str, Any]) -> bytes:
     """Encode lengths, their checksum, headers, the event, and the checksum of all of these."""
     pairs = ((":event-type", name), (":content-type", JSON), (":message-type", "event"))
-    headers = b"".join(_encode_header(*pair) for pair in pairs)
+    headers = b"".join(
+        bytes([len(key)]) + key.encode() + bytes([_STRING]) + len(value).to_bytes(2, "big") + value.encode()
+        for key, value in pairs
+    )
     payload = json.dumps(event).encode()
     lengths = _write_number(_AROUND + len(headers) + len(payload)) + _write_number(len(headers))
     message = lengths + _write_number(crc32(lengths)) + headers + payload
     return message + _write_number(crc32(message))
-
-
-def _encode_header(name: str, value: str) -> bytes:
-    return bytes([len(name)]) + name.encode() + bytes([_STRING]) + len(value).to_bytes(2, "big") + value.encode()
 
 
 def _write_number(number: int) -> bytes:

@@ -153,25 +153,8 @@ def _take_prompt(value: Json) -> Sequence[Json]:
     return [Prompt(prompt)] if is_given(prompt) else []
 
 
-def _look_back_in_words(_: Json) -> Before:
-    return Before(in_words=True)
-
-
-def _name_user(_: Json) -> str:
-    return "user"
-
-
-def _find_prompt(message: Json) -> Raw:
-    raw: Raw = message.content
-    return raw
-
-
 def _read_prompt(message: Json) -> list[Part]:
     return read_content(message.content)
-
-
-def _find_deployment(path: str) -> str:
-    return find_behind(path, *_DEPLOYMENTS)
 
 
 _USAGE: Final = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
@@ -292,11 +275,11 @@ API: Final = Api(
             ("prompt",),
             TextBody,
             Prompt,
-            _name_user,
+            lambda _: "user",
             _read_prompt,
-            _find_prompt,
+            lambda message: message.content,
             _take_prompt,
-            look_back=_look_back_in_words,
+            look_back=lambda _: Before(in_words=True),
             fallback=True,
         ),
     ),
@@ -316,7 +299,7 @@ API: Final = Api(
         allowed=frozenset({"allowed_tools"}),
         schemas=frozenset({"parameters"}),
     ),
-    models=dict.fromkeys(_DEPLOYMENTS, _find_deployment),
+    models=dict.fromkeys(_DEPLOYMENTS, lambda path: find_behind(path, *_DEPLOYMENTS)),
     counts={
         "input": ("usage.prompt_tokens",),
         "output": ("usage.completion_tokens",),

@@ -322,7 +322,6 @@ class BudgetGuard:
         mode: `enforce` or `shadow`.
         name: its name in outcomes.
         rules: its rules, and at the end its fallback.
-        has_fallback: the last rule is the fallback.
         breaker: the limit of its circuit breaker; None for none.
         alerts: the line in the log about an open breaker has `alert`.
         needs_body: the cost of a rule depends on the body, and is settled after the response.
@@ -338,7 +337,6 @@ class BudgetGuard:
         "anchors",
         "breaker",
         "breaker_rule",
-        "has_fallback",
         "mode",
         "name",
         "needs_body",
@@ -370,7 +368,6 @@ class BudgetGuard:
         self.similarity_name = BUDGET
         self.steer_note = ""
         self.refuses_later = True
-        self.has_fallback = fallback is not None
         self.rules = [BudgetRule(rule) for rule in [*rules, *([fallback] if fallback is not None else [])]]
         self.breaker: BudgetLimit | None = None
         self.alerts = False
@@ -414,7 +411,8 @@ class BudgetGuard:
     def judge(self, fingerprint: str, tenant: str, reserved: list[Reservation], oversize: BudgetSubject | None) -> Outcome:
         """The verdict, after the store has answered."""
         if oversize is not None:
-            return self._make_outcome(Action.REJECT, fingerprint, tenant, oversize, self._find_rule(oversize.rule).refusal)
+            refusal = next(rule.refusal for rule in self.rules if rule.name == oversize.rule)
+            return self._make_outcome(Action.REJECT, fingerprint, tenant, oversize, refusal)
         action, found, delay = Action.ALLOW, None, 0
         for each in reserved:
             if each.is_refused:
@@ -427,9 +425,6 @@ class BudgetGuard:
         if found is None:
             return self._make_outcome(Action.ALLOW, fingerprint, tenant, NOTHING, _FORM)
         return self._make_outcome(action, fingerprint, tenant, make_subject(found), found.rule.refusal, delay_ms=delay)
-
-    def _find_rule(self, name: str) -> BudgetRule:
-        return next(rule for rule in self.rules if rule.name == name)
 
     def _refuse(self, fingerprint: str, tenant: str, reserved: Reservation) -> Outcome:
         taken = reserved.taken

@@ -28,7 +28,6 @@ MAX_STAGE_DELAY_MS: Final = 30_000
 MAX_RESET_MINUTES: Final = 525_600
 
 FIXED: Final = "fixed"
-USAGE: Final = "usage"
 TOKENS, INPUT, OUTPUT, DOLLARS = "usage:tokens", "usage:input", "usage:output", "usage:dollars"
 MEASURED: Final = (TOKENS, INPUT, OUTPUT, DOLLARS)
 """Costs that Envoy's access log reports after the response."""

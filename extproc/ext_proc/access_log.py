@@ -429,16 +429,6 @@ def _read_sessions(text: object) -> tuple[dict[str, Any], ...]:
         return ()
 
 
-def read_usage(
-    told: dict[bytes, object], status: int, request_bytes: int, response_bytes: int, *, flagged: bool
-) -> tuple[Usage, bool]:
-    """The token counts of a response, and whether some are estimated, by what a text access log says; see `_Logged`."""
-    logged = _Logged()
-    logged.told, logged.status, logged.flagged = told, status, flagged
-    logged.request_bytes, logged.response_bytes = request_bytes, response_bytes
-    return _find_usage(logged)
-
-
 def _find_usage(logged: _Logged) -> tuple[Usage, bool]:
     """The token counts of the response, as in `usage.COUNTS`, and whether some of them are estimated."""
     told = read_counts(logged.told) or read_gateway_counts(logged.gateway)

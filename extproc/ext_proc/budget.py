@@ -59,8 +59,7 @@ class _Account:
 class _Shares:
     """The time of all callers under policies of one mode."""
 
-    def __init__(self, share: float, now: float) -> None:
-        self._share = share
+    def __init__(self, now: float) -> None:
         self._left = BURST_SECONDS
         self._filled = now
         self._given = 0.0  # to each active caller, since the start
@@ -102,7 +101,7 @@ class _Shares:
         self._left -= seconds
 
     def _fill(self, now: float) -> None:
-        gained = max(0.0, now - self._filled) * self._share
+        gained = max(0.0, now - self._filled) * SHARE
         self._filled = now
         self._left = min(BURST_SECONDS, self._left + gained)
         self._given += gained / self._places
@@ -117,15 +116,10 @@ class _Shares:
 class InspectionBudget:
     """The inspection time of this process."""
 
-    def __init__(self, now: float, share: float = SHARE) -> None:
-        """Start with a full bucket.
-
-        Args:
-            now: the time in seconds of any monotonic clock, as in all methods.
-            share: share of the processor's time, above 0 and at most 1.
-        """
-        self._acting = _Shares(share, now)
-        self._watching = _Shares(share, now)  # what enforcing policies leave for shadow policies
+    def __init__(self, now: float) -> None:
+        """Start with a full bucket at `now`, in seconds of any monotonic clock, as in all methods."""
+        self._acting = _Shares(now)
+        self._watching = _Shares(now)  # what enforcing policies leave for shadow policies
 
     def __len__(self) -> int:
         """The number of known callers, for enforcing and for shadow policies together."""

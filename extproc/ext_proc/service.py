@@ -93,7 +93,7 @@ class Service:
         self.holds = Holds(settings.max_throttled)
         self.released = False
         self.kept = UploadMemory()
-        self.budget = InspectionBudget(perf_counter(), settings.inspect_share)
+        self.budget = InspectionBudget(perf_counter())
         self.changes = Changes(self.reporter, self.budget)
         self.pairs = Pairs()
         self.pairs.follow(engine.pairings, time())
@@ -147,15 +147,12 @@ class Service:
             self.reporter.report_unknown_calls(len(entry.sessions) - len(settled))
         report = partial(self.reporter.report_settled, settled, entry)
         self.counting.settle([each.settlement for each in settled], report)
-        if entry.budgets:
-            self._settle_budgets(entry)
-
-    def _settle_budgets(self, entry: Entry) -> None:
-        """Settle what a request has reserved of budgets."""
+        if not entry.budgets:
+            return
         found = list_budget_settlements(self.engine, entry)
-        settled = [each for each in found if each.changes]
-        report = partial(self._report_budgets, settled)
-        self.counting.settle_budgets([each.take for each in settled], (), report)
+        changed = [each for each in found if each.changes]
+        report_budgets = partial(self._report_budgets, changed)
+        self.counting.settle_budgets([each.take for each in changed], (), report_budgets)
         if not found:
             self.reporter.report_unknown_calls(1)
 

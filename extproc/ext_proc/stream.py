@@ -42,7 +42,7 @@ from extproc.ext_proc.wire import (
 )
 from extproc.objects import INSPECT_BYTES
 from extproc.request.fingerprint import NO_BODY
-from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc, is_mirrored
+from extproc.request.http import RESPONSES_WEBSOCKET, explain_unknowable_body, is_grpc
 from extproc.settings import is_scope
 
 SCOPE_METADATA = "x-loopguard-scope"
@@ -174,7 +174,10 @@ class Stream(Waiting):
             return self._on_request_headers(message, kind)
         if kind == "request_body" or kind == "request_trailers":  # noqa: PLR1714  # `in` makes a new set at each call
             return self._on_request_body(message, kind)
-        return self._on_response(message)
+        if not self._transaction.holds:  # else it is Envoy's own, and its request ends
+            # The request was answered before its body arrived, or Envoy sends no bodies.
+            self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
+        return DONE[message.kind]
 
     def _stay_open(self, reply: MaybeLater) -> MaybeLater:
         """Pass the reply through `_stay`, now or when it is there."""
@@ -262,18 +265,8 @@ class Stream(Waiting):
             switch = self._engine.find_switch(request, time(), handed_over)
             if switch is not None and (killed := transaction.kill(request, switch)) is not None:
                 return killed
-        if "x-envoy-attempt-count" in request.headers and request.headers["x-envoy-attempt-count"] != b"1":
-            service.metrics.gateway_retries.inc()
         evaluation = transaction.meet(self._engine, request, self._scope, self._pinned, handed_over)
-        if evaluation is not None and service.settings.skip_mirrors and is_mirrored(request):
-            return self._skip(evaluation, last)
         return self._on_policies(evaluation, message, last) if evaluation is not None else DONE[last]
-
-    def _skip(self, evaluation: Evaluation, last: str) -> Reply:
-        """Let a copy that Envoy has made of a request pass uncounted."""
-        evaluation.give_up("mirror")
-        self._service.reporter.report_uncounted(evaluation)
-        return DONE[last]
 
     def _on_policies(self, evaluation: Evaluation, message: EnvoyMessage, last: str) -> MaybeLater:
         """Judge the request by the matching policies, now or once its body is complete."""
@@ -297,15 +290,11 @@ class Stream(Waiting):
         transaction.buffered = self._body_mode == BODY_BUFFERED
         if enforcing.candidates and not enforcing.needs_body:
             return self._answer_before_body(evaluation)
-        duplex = self._duplex
-        return self._wait_for_body(evaluation, GO_ON["request_headers"] if duplex is None else self._hold_headers(duplex))
-
-    def _hold_headers(self, duplex: Duplex) -> Reply:
-        """Hold the headers with a body that Envoy does not keep; let them go on if it does."""
-        if self._body_mode != BODY_DUPLEX:
-            return GO_ON["request_headers"]
-        duplex.holds = self._transaction.holds = True
-        return _HELD
+        duplex, reply = self._duplex, GO_ON["request_headers"]
+        if duplex is not None and self._body_mode == BODY_DUPLEX:  # the headers wait with a body that Envoy does not keep
+            duplex.holds = transaction.holds = True
+            reply = _HELD
+        return self._wait_for_body(evaluation, reply)
 
     def _answer_before_body(self, evaluation: Evaluation) -> MaybeLater:
         """Answer for the enforcing policies at once, even if shadow policies wait for the body."""
@@ -451,12 +440,6 @@ class Stream(Waiting):
     def _open_excerpt(self, evaluation: Evaluation, most: int) -> Excerpt | None:
         """The excerpt of a body that may come in pieces and be too long; None if such bodies are not inspected."""
         return Excerpt(LIST_PATHS, most) if evaluation.reads_ends and evaluation.is_plain else None
-
-    def _on_response(self, message: EnvoyMessage) -> MaybeLater:
-        """Stop waiting: the request was answered before its body arrived, or Envoy sends no bodies."""
-        if not self._transaction.holds:  # else it is Envoy's own, and its request ends
-            self._leave_uncounted(_REFUSED_BODIES.get(message.read_status(), "no_body_phase"))
-        return DONE[message.kind]
 
     def _stop_waiting(self) -> Evaluation | None:
         """Remove and return the evaluation that waits for the body, if any."""

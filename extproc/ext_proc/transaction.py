@@ -338,16 +338,17 @@ class Transaction:
         decision = evaluation.decide(counts, shadow_counts)
         if decision.lead is not None or decision.shadow is not None:
             decision = service.reporter.weigh(evaluation, decision)
-            if self.late:
-                decision = self._let_pass(decision)
+            if self.late and decision.action not in (Action.ALLOW, Action.WARN):  # a part of the request has been sent on
+                service.metrics.fail_open.labels("sent_on").inc()
+                decision = decision.let_pass()
             if decision.lead is not None and decision.lead.action is Action.THROTTLE and not self.observed:
                 decision = self._hold(decision, decision.lead)
         changed = UNCHANGED
         if decision.steer is not None or (sessions and not self.late and (evaluation.is_narrowed or evaluation.asks_usage)):
             decision, changed = self._change(kind, evaluation, decision)
         service.reporter.report(evaluation, decision)
-        if evaluation.budgets:
-            self._give_back_refused(evaluation, decision)
+        if evaluation.budgets and decision.shadow is not None and decision.shadow.action is Action.REJECT:
+            service.counting.give_back(evaluation.shadow.budgets)  # before it is described: it must not be settled, too
         reply = None
         if (counts is None or evaluation.enforcing.forbidden is not None) and not self.late:
             reply = self._refuse_uncounted(evaluation, decision, counts)
@@ -370,24 +371,12 @@ class Transaction:
         else:
             self._held, self._held_budgets = sessions, budgets
 
-    def _give_back_refused(self, evaluation: Evaluation, decision: Decision) -> None:
-        """Give back what shadow policies would not have let through, before it is described: it must not be settled, too."""
-        if decision.shadow is not None and decision.shadow.action is Action.REJECT:
-            self._service.counting.give_back(evaluation.shadow.budgets)
-
     def _hold(self, decision: Decision, lead: Outcome) -> Decision:
         """Claim a place among the held requests. If none is free, a throttled request is rejected."""
         if self._service.holds.claim(lead.tenant):
             self._holding = lead.tenant
             return decision
         return decision.refuse_instead(lead.change_action(Action.REJECT))
-
-    def _let_pass(self, decision: Decision) -> Decision:
-        """The decision about a request of which a part has been sent on."""
-        if decision.action in (Action.ALLOW, Action.WARN):
-            return decision
-        self._service.metrics.fail_open.labels("sent_on").inc()
-        return decision.let_pass()
 
     def _change(self, kind: str, evaluation: Evaluation, decision: Decision) -> tuple[Decision, Changed]:
         """Edit the body of a request that continues, if Envoy accepts an edited body."""
@@ -439,7 +428,9 @@ class Transaction:
             metadata[SESSIONS] = calls
         warning: str = metadata.get(WARNING, "")
         if changed.body is not None and self.holds:
-            answer: bytes | Pieces = self._replace_held(evaluation, changed.body, metadata, warning, changed.marks)
+            self.edited = changed.body
+            size = sum([len(piece) for piece in changed.body]) if "content-length" in evaluation.request.headers else -1
+            answer: bytes | Pieces = replace_headers(metadata, warning=warning, marks=changed.marks, size=size)
         elif changed.body is not None:
             answer = replace_body(changed.body, metadata, warning=warning, marks=changed.marks)
         else:
@@ -447,14 +438,6 @@ class Transaction:
         if lead is None or self._holding is None:
             return Reply(answer, done=True)
         return Reply(answer, done=True, hold_ms=lead.delay_ms, first=make_wait(lead.delay_ms + HOLD_MARGIN_MS))
-
-    def _replace_held(
-        self, evaluation: Evaluation, body: Pieces, metadata: dict[str, Any], warning: str, marks: tuple[bytes, ...]
-    ) -> bytes:
-        """Answer the headers of a request whose held body was edited."""
-        self.edited = body
-        size = sum([len(piece) for piece in body]) if "content-length" in evaluation.request.headers else -1
-        return replace_headers(metadata, warning=warning, marks=marks, size=size)
 
     def _describe_calls(self, evaluation: Evaluation) -> str:
         """Describe for the access log whose call the request is and what has counted it; empty for nothing."""

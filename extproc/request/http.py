@@ -34,7 +34,6 @@ RESPONSES_WEBSOCKET: Final = "responses_websocket"
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")  # absolute-form up to its path (RFC 9112 section 3.2.2)
 
 
-_SHADOW_HOST: Final = "-shadow"
 """What Envoy appends to the host of a mirrored request, before the port."""
 
 
@@ -357,9 +356,3 @@ def decode_claims(authorization: str) -> dict[str, str]:
     # JSON can contain half a surrogate pair, which cannot be encoded. Its bytes are kept, as in any text that is not UTF-8.
     texts = {name: write_claim(value).encode("utf-8", "surrogatepass") for name, value in payload.items()}
     return {name: text.decode("utf-8", "surrogateescape") for name, text in texts.items() if text}
-
-
-def is_mirrored(request: HttpRequest) -> bool:
-    """Whether a request is a copy of another one, by the host that Envoy's request_mirror_policies give it."""
-    host, colon, port = request.authority.rpartition(":")
-    return (host if colon and port.isdigit() else request.authority).endswith(_SHADOW_HOST)

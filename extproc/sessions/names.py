@@ -74,7 +74,10 @@ class SessionNames:
             same: for keys that name the same sessions as another one, that other key. Default: for `usual` keys, as clients do.
         """
         known = same if same is not None else _SAME if usual else {}
-        keys = [_open_vendors(key) for key in compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])]
+        keys = [
+            key._replace(read=_read_vendor) if key.key == VENDOR_SESSION else key
+            for key in compile_descriptors([key for key in limit_keys if key not in UNSUPPORTED_KEYS])
+        ]
         self._keys = keys
         self._usual = usual
         self._places = [
@@ -227,10 +230,6 @@ def hash_session(key: str, value: str) -> str:
         if len(value) <= LONGEST_KNOWN:
             _KNOWN.put((key, value), known)
     return known
-
-
-def _open_vendors(key: Descriptor) -> Descriptor:
-    return key._replace(read=_read_vendor) if key.key == VENDOR_SESSION else key
 
 
 def _read_vendor(request: HttpRequest, _: str) -> str:

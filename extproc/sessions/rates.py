@@ -7,7 +7,7 @@ name, because the package takes 100 us for a look-up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -213,11 +213,6 @@ def _rank(pattern: str) -> tuple[int, bool]:
 
 def _compile(price: TokenPrice, above: int = -1) -> _Rate:
     """A price in integers, exactly."""
-    exact = [Fraction(rate) * _NANO_PER_MILLION for rate in _list_rates(price)]
+    exact = [Fraction(price.input if rate is None else rate) * _NANO_PER_MILLION for rate in price]
     per = lcm(*(rate.denominator for rate in exact))
     return _Rate(above, [int(rate * per) for rate in exact], per)
-
-
-def _list_rates(price: TokenPrice) -> Iterator[Decimal]:
-    for rate in price:
-        yield price.input if rate is None else rate

@@ -144,8 +144,9 @@ class RedisBackend:
         full: list[_ScriptBatch] = []
         groups: dict[tuple[str, str], _ScriptBatch] = {}
         group: _ScriptBatch | None = None
+        tags = self._topology.tags
         for position, call in enumerate(calls):
-            script, tag = call.script, self._tag(call.subject.key)
+            script, tag = call.script, tags[find_part(call.subject.key, len(tags))] if tags else ""
             if group is None or group.script is not script or group.tag != tag:  # else as before, as usual
                 group = groups.get((script.sha, tag))
                 if group is None:
@@ -155,10 +156,6 @@ class RedisBackend:
                 group = groups[script.sha, tag] = _ScriptBatch(script, tag)
             group.add(call, position)
         return [*full, *groups.values()]
-
-    def _tag(self, key: str) -> str:
-        tags = self._topology.tags
-        return tags[find_part(key, len(tags))] if tags else ""
 
     async def _connect(self, batch: _PendingBatch, groups: list[_ScriptBatch]) -> None:
         """Send when every connection is open; raises StoreError if one cannot be opened or does not stay open."""

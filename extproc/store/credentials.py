@@ -91,7 +91,11 @@ class ProvidedCredentials(CredentialProvider):
 
 
 def _make_provider(name: str) -> CredentialProvider:
-    provider = _call_factory(name, _find_factory(name))
+    factory = _find_factory(name)
+    try:
+        provider = factory()
+    except Exception as error:  # noqa: BLE001  # a user's code may raise anything
+        raise _make_error(name, f"calling it raised {type(error).__name__}") from None
     if not isinstance(provider, CredentialProvider):
         raise _make_error(name, f"it returned {type(provider).__name__}")
     return provider
@@ -112,13 +116,6 @@ def _find_factory(name: str) -> Callable[[], object]:
     if not callable(found):
         raise _make_error(name, f"{factory} is not a function")
     return found  # type: ignore[no-any-return]  # the factory may return anything
-
-
-def _call_factory(name: str, factory: Callable[[], object]) -> object:
-    try:
-        return factory()
-    except Exception as error:  # noqa: BLE001  # a user's code may raise anything
-        raise _make_error(name, f"calling it raised {type(error).__name__}") from None
 
 
 def _make_error(name: str, why: str) -> UsageError:

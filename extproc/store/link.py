@@ -158,7 +158,11 @@ class Link(asyncio.Protocol):
         try:
             self._bounds.check(data)
             self._reader.feed(data)
-            self._take_replies()
+            while len(self._replies) < self._asked:  # what comes beyond that answers no command
+                reply = self._reader.gets()
+                if reply is _NOT_ENOUGH_DATA:
+                    break
+                self._replies.append(reply)
         except Exception as error:  # noqa: BLE001  # see `explain`
             self._lose(explain(error, self._address))
             return
@@ -170,14 +174,6 @@ class Link(asyncio.Protocol):
             answer, self._answer = self._answer, None
             replies, self._replies, self._asked = self._replies, [], 0
             answer.settle(replies)  # last, because the caller may ask again at once
-
-    def _take_replies(self) -> None:
-        """Read complete replies, and no more than the number of commands."""
-        while len(self._replies) < self._asked:
-            reply = self._reader.gets()
-            if reply is _NOT_ENOUGH_DATA:
-                return
-            self._replies.append(reply)
 
     def eof_received(self) -> None:
         """The server closed the connection; asyncio would report this later."""

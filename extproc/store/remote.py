@@ -116,8 +116,10 @@ class RemoteStore:
         Raises:
             StoreError: no server counts any of them. If only some do, the awaitable raises PartlyAwayError.
         """
-        if self._whole and self._only is None:
-            self._check_whole(hits)
+        if self._whole and self._only is None:  # all of a request or nothing; settlements and take-backs are always sent
+            for question in hits:
+                if isinstance(question, Hit | Step) or (isinstance(question, Take) and not question.settles):
+                    self._find(question.key).check_open()
         if now is not None:
             return self._ask(self._join_takes([self._make_call(hit, now) for hit in hits], now), _take_answers)
         if not self._known_refusals.knows_any:
@@ -219,16 +221,6 @@ class RemoteStore:
                 if lost == len(shares):
                     raise
         return joined
-
-    def _check_whole(self, asked: Sequence[Question]) -> None:
-        """Count all of a request or nothing, as far as is known beforehand. Settlements and take-backs are always sent.
-
-        Raises:
-            StoreError: a shard is unavailable.
-        """
-        for question in asked:
-            if isinstance(question, Hit | Step) or (isinstance(question, Take) and not question.settles):
-                self._find(question.key).check_open()
 
     def _settle(self, hit: Hit, times: int) -> None:
         """Report refusals that were answered from memory."""

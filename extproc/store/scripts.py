@@ -176,11 +176,7 @@ def take_call(take: Take, now: int | None = None, *, joined: bool = False) -> Sc
     return ScriptCall(_BUDGET, take, list_arguments(take, JOINED if joined else ALONE, moment))
 
 
-def _read_nothing(_: bytes) -> Count:
-    return UNCOUNTED
-
-
-_TAKE_BACK = Script("take_back", partial(_read_each, _read_nothing))
+_TAKE_BACK = Script("take_back", partial(_read_each, lambda _: UNCOUNTED))
 
 
 def take_back_call(asked: TakeBack) -> ScriptCall:

@@ -98,7 +98,11 @@ class GrpcServer:
         probe = open_listening_socket(address)
         probe.close()
         try:
-            port = self._add_port(address.text, certificates)
+            if certificates is None:
+                port = self._server.add_insecure_port(address.text)
+            else:
+                self._certificates = certificates
+                port = self._server.add_secure_port(address.text, _make_credentials(certificates))
         except RuntimeError as error:
             raise LoopguardError(f"cannot listen on {address.text}: {error}; choose another with --listen") from None
         await self._server.start()
@@ -110,12 +114,6 @@ class GrpcServer:
         for call in self._endless:
             call.cancel()
         await self._server.stop(grace)
-
-    def _add_port(self, address: str, certificates: Certificates | None) -> int:
-        if certificates is None:
-            return int(self._server.add_insecure_port(address))
-        self._certificates = certificates
-        return int(self._server.add_secure_port(address, _make_credentials(certificates)))
 
     async def _check_peer(self, context: Any) -> None:  # noqa: ANN401  # grpc is untyped
         """End the call of a client whose certificate has no allowed name; grpc cannot check this in the handshake."""

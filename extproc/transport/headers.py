@@ -307,7 +307,9 @@ class Decoder:
                     new, new_start, new_end = len(fields), start, position
                 field = known or self._read_literal(encoded, index, middle - start)
                 if first >= _INDEXING and self._limit:
-                    self._insert(field)
+                    self._used += field.size
+                    self._table.insert(0, field)
+                    self._evict()
             fields.append(field)
             size += field.size
             if size > MAX_BLOCK or len(fields) > MAX_FIELDS:
@@ -362,11 +364,6 @@ class Decoder:
         if not 0 <= entry < len(self._table):
             raise ProtocolError("header block: an unknown index", code=COMPRESSION_ERROR)
         return self._table[entry]
-
-    def _insert(self, field: Field) -> None:
-        self._used += field.size
-        self._table.insert(0, field)
-        self._evict()
 
     def _evict(self) -> None:
         while self._used > self._limit:

@@ -406,16 +406,13 @@ class Connection:
         if ended:
             self._end_remote(stream)
         else:
-            self._consume(stream, size)
+            stream.consumed += size
+            if stream.consumed >= _UPDATE_AFTER:
+                self._open_window(stream.name, stream.consumed)
+                stream.consumed = 0
         if stream.expected >= 0:
             self._compare_length(stream, len(payload), ended=ended)
         return None if stream.local_closed else DataReceived(stream, payload, ended=ended)
-
-    def _consume(self, stream: Http2Stream, size: int) -> None:
-        stream.consumed += size
-        if stream.consumed >= _UPDATE_AFTER:
-            self._open_window(stream.name, stream.consumed)
-            stream.consumed = 0
 
     def _compare_length(self, stream: Http2Stream, size: int, *, ended: bool) -> None:
         """Compare the body with its content-length."""
@@ -523,7 +520,9 @@ class Connection:
         self.settled = True
         self._write(SETTINGS, ACK, _CONNECTION, b"")
         if self._peer_window > before and self._shut:
-            self._reopen_shut()
+            self._spend(len(self._shut))  # because no other frame affects more than one stream
+            self._waiting.update(self._shut)
+            self._shut.clear()
         return None
 
     def _apply_setting(self, name: int, value: int) -> None:
@@ -681,12 +680,6 @@ class Connection:
         while self._waiting and self._window > 0 and not self.turn_over:
             number = next(iter(self._waiting))
             self._send_blocked(self._waiting.pop(number))
-
-    def _reopen_shut(self) -> None:
-        """Open the windows of all streams, and charge for it, because no other frame affects more than one stream."""
-        self._spend(len(self._shut))
-        self._waiting.update(self._shut)
-        self._shut.clear()
 
     def _send_blocked(self, stream: Http2Stream) -> None:
         """Send blocked bytes as far as the windows and this turn allow."""

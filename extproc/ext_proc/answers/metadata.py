@@ -112,15 +112,10 @@ def _write_entry(key: str, value: Any) -> bytes:  # noqa: ANN401  # what a Value
     elif isinstance(value, (int, float)):  # a union would be made for each call
         content = _NUMBER.pack(_NUMBER_TAG, value)
     elif isinstance(value, dict):
-        kind, content = _STRUCT, _write_fields(value)
+        kind, content = _STRUCT, b"".join([_write_entry(inner, field) for inner, field in value.items()])
     else:
         content = _NULL
     return _find_head(key, kind, len(content)) + content
-
-
-def _write_fields(values: dict[str, Any]) -> bytes:
-    """The fields of a Struct."""
-    return b"".join([_write_entry(key, value) for key, value in values.items()])
 
 
 def _find_head(key: str, kind: int, size: int) -> bytes:

@@ -72,7 +72,7 @@ REPAIRS = {
     ),
     "inspect_budget": Repair(
         "come from a caller that has used up its inspection time",
-        "raise `serve --inspect-share`, run more processes, or lower max_inspect_bytes",
+        "run more processes, or lower max_inspect_bytes",
     ),
     "content_encoding": Repair("have a body in an unknown or wrong encoding", _REFUSE, "uncountable"),
     "descriptor_too_long": _TOO_LONG,
@@ -88,7 +88,6 @@ REPAIRS = {
     "too_large": _TOO_LARGE,
     "no_body_phase": _FILTER,
     "body_mode": _FILTER,
-    "mirror": Repair("are copies that Envoy mirrored", "start without `serve --skip-mirrors`"),
     "overload": Repair("passed because Loopguard was full", "run more processes, or raise `serve --max-streams`"),
     "shutdown": Repair("passed because Loopguard was stopping", "raise `serve --drain-timeout`"),
     "internal_error": Repair("passed because of an error in Loopguard", "report the error, which is in the log"),

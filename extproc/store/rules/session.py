@@ -80,7 +80,6 @@ _FIRST_OF_AGENTS: Final = LIMITS.index(AGENT_LIMITS[0])
 KILLED: Final = ("", "consecutive_blocks", "consecutive_errors")
 """What kills a session; the first one means nothing."""
 
-KILLED_BY_ERRORS: Final = KILLED.index("consecutive_errors")
 
 NANO_DOLLARS: Final = 10**9
 RECORD: Final = 15

@@ -75,14 +75,13 @@ def test_a_tenant_uses_up_only_its_own_time() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.1, SHARE, 1.0])
-def test_who_is_alone_gets_all_of_the_time(share: float) -> None:
+def test_who_is_alone_gets_all_of_the_time() -> None:
     """No time is withheld that no other caller asks for: one key is often a whole company."""
-    budget = InspectionBudget(0.0, share)
+    budget = InspectionBudget(0.0)
 
     got = run(budget, {"company": 3.0}, 60.0)
 
-    assert got["company"] == pytest.approx(share + BURST_SECONDS / 60, rel=0.02)
+    assert got["company"] == pytest.approx(SHARE + BURST_SECONDS / 60, rel=0.02)
 
 
 @pytest.mark.deep

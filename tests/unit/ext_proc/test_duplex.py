@@ -23,7 +23,7 @@ from extproc.ext_proc.upload import UploadMemory
 from extproc.pb.external_processor_pb2 import HttpTrailers, ProcessingRequest, ProcessingResponse
 from tests.support.documents import policy
 from tests.support.messages import body, headers
-from tests.support.service import FailingStore, exchange, make_service, metadata_of, receive, sample
+from tests.support.service import FailingStore, make_service, metadata_of, receive, sample
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -452,20 +452,3 @@ def test_what_cannot_be_unpacked_counts_as_it_was_sent(mode: str) -> None:
     found = [pass_through(service, mode, [each], encoding="gzip").status for each in (*bomb, b"no gzip", b"other", b"no gzip")]
 
     assert found == [200, 200, 200, 200, 429]
-
-
-def test_mirrored_copies_are_left_out_where_that_is_asked_for() -> None:
-    """A copy's host ends in -shadow, before its port; a retry of Envoy's own is counted in a metric."""
-    asked, careful = make_service(policy("p", ANY), skip_mirrors=True), make_service(policy("p", ANY))
-    for service in (asked, careful):
-        for host in ("host-shadow", "host-shadow:8080", "api.example.com-shadow", "host", "shadow"):
-            message = headers(end=True, x_envoy_attempt_count="2" if host == "host" else "1")
-            for header in message.request_headers.headers.headers:
-                if header.key == ":authority":
-                    header.raw_value = host.encode()
-            exchange(service, message)
-
-    assert sample(asked, "uncounted_total", policy="p", reason="mirror") == 3
-    assert sample(asked, "requests_total", policy="p", mode="enforce", action="allow") == 2
-    assert sample(careful, "uncounted_total", policy="p", reason="mirror") == 0
-    assert sample(asked, "gateway_retries_total") == 1

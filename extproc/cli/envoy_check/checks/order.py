@@ -168,7 +168,7 @@ def check_mirrors(guard: Guard) -> Iterator[Finding]:
             place = level.get("request_mirror_policies")
             if place.is_there:
                 problem = "Envoy sends copies of requests to another cluster: behind a second Loopguard, they count again"
-                yield note("mirrors", place, problem, "serve --skip-mirrors there", [route.name])
+                yield note("mirrors", place, problem, "no ext_proc for the copies there", [route.name])
                 break
 
 
