@@ -194,7 +194,7 @@ class Settings:
     events_secret_file: str = option("", str, "file with the secret that signs events", "PATH")
     events_ca: str = option("", str, "CA certificates to verify the receiver with", "PATH")
     price: float = option(
-        0.0, _parse_price, "US dollars per million input tokens, in /loops; default: from genai-prices, if installed", "USD"
+        0.0, _parse_price, "US dollars per million input tokens, in /loops; default: from genai-prices", "USD"
     )
 
     @property

@@ -451,7 +451,8 @@ def test_extras_are_installed_from_a_checkout() -> None:
     found = re.findall(r"'?([\w.-]+)\[(\w[\w-]*)\]'", told)
 
     assert "extproc-loopguard[" not in told
-    assert {extra for where, extra in found if where == "."} == {"demo", "grpcio", "http3", "prices"} <= extras.keys()
+    assert {extra for where, extra in found if where == "."} == {"demo"}
+    assert "demo" in extras
 
 
 def test_no_target_is_made_up() -> None:
