@@ -53,10 +53,11 @@ from tests.support.random_agents import PATHS, Agent
 
 _BATCH = 500
 _NOON = 1_795_694_400 * 10**9
+_ERROR = b"error: "  # no message starts with this
 _TOKEN = "token-of-an-operator"
 _PAGES = ("/loops", "/sessions", "/budgets", "/policies", "/coverage", "/canary", "/overrides", "/readyz")
-_MASKED = r"metric:(process_|python_)"
-"""Kinds of differences that say nothing: the process's own figures."""
+_MASKED = r"metric:(process_|python_)|admin:.*coverage|key:b'loopguard:(boards:|orders:overrides:version)"
+"""Kinds of differences that say nothing: the process's own figures, and what servers write by their own timers."""
 
 _MAIN = "import sys, extproc; print(extproc.__file__, flush=True); from extproc.cli.main import main; sys.exit(main())"
 """The command of a version, which first says which version it is."""
@@ -262,8 +263,8 @@ class Traffic:
         ]
         return agent, f"h{random.randrange(len(_HOSTS) + 1)}", [*named, *(pair for pair in some if random.random() < 0.3)]
 
-    def make(self) -> tuple[str, list[bytes]]:
-        """Where the next exchange goes, and its messages."""
+    def make(self) -> tuple[str, list[bytes], bool]:
+        """Where the next exchange goes, its messages, and whether each waits for the answer to the one before."""
         random, place = self._random, self._random.randrange(len(self._agents))
         if random.random() < 0.02:
             self._agents[place] = self._make_agent(f"a{place}")
@@ -288,13 +289,13 @@ class Traffic:
             coding, pack = random.choice([("gzip", gzip.compress), ("br", brotli.compress), ("deflate", zlib.compress)])
             named, data = [*named, ("content-encoding", coding)], pack(data)
         path += random.choice(["", "", "", "?team=a", "?team=b&x=1"])
-        return f"{host}{path}", self._frame(host, path, named, data)
-
-    def _frame(self, host: str, path: str, named: _Headers, data: bytes) -> list[bytes]:
-        random = self._random
         mode = random.choice(
             ["BUFFERED", "BUFFERED", "BUFFERED", "FULL_DUPLEX_STREAMED", "STREAMED", "BUFFERED_PARTIAL", "NONE"]
         )
+        return f"{host}{path} {mode}", self._frame(host, path, named, data, mode), mode != "FULL_DUPLEX_STREAMED"
+
+    def _frame(self, host: str, path: str, named: _Headers, data: bytes, mode: str) -> list[bytes]:
+        random = self._random
         head = ProcessingRequest()
         head.request_headers.end_of_stream = bare = random.random() < 0.02
         method = "GET" if bare else "POST"
@@ -311,7 +312,7 @@ class Traffic:
         if bare or mode == "NONE":
             return [head.SerializeToString()]
         pieces = [data]
-        if mode != "BUFFERED" and data:
+        if mode.endswith("STREAMED") and data:
             size = max(1, len(data) // random.choice([1, 2, 5]))
             pieces = [data[start : start + size] for start in range(0, len(data), size)]
         messages = [head]
@@ -374,19 +375,34 @@ class Side:
             time.sleep(0.05)
         raise SystemExit(f"a server does not start: {self._log.read_text()[-3000:]}")
 
-    async def send(self, messages: list[bytes]) -> list[bytes]:
-        """All answers to one exchange; an error counts as one."""
-        call = self._process_call(timeout=20)
-        try:
-            for message in messages:
+    async def send(self, messages: list[bytes], *, waits: bool) -> list[bytes]:
+        """All answers to one exchange, in which each message may wait for the answer to the one before; an error is one, too."""
+        call, answers, said = self._process_call(timeout=20), [], asyncio.Event()
+
+        async def read() -> None:
+            try:
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    answers.append(answer)
+                    if _is_last(answer, waits=waits):
+                        said.set()
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.INTERNAL:  # grpcio's own error for a stream that is reset after its end
+                    answers.append(_ERROR + f"{error.code()} {error.details()}".encode())
+            said.set()
+
+        reader = asyncio.create_task(read())
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the server needs no more
+            for number, message in enumerate(messages, 1):
+                said.clear()
                 await call.write(message)
+                with suppress(TimeoutError):  # a body that is streamed may be refused by its headers
+                    async with asyncio.timeout(20 if waits or number == len(messages) else 0.008 if number == 1 else 0):
+                        await said.wait()
+                if reader.done() or (said.is_set() and not waits):
+                    break
             await call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the server needs no more
-        try:
-            return [bytes(answer) async for answer in call]
-        except grpc.aio.AioRpcError as error:
-            return [f"{error.code()} {error.details()}".encode()]
+        await reader
+        return answers
 
     async def tell(self, answers: list[bytes], entry: Mapping[str, Any]) -> None:
         """Send an entry of an access log, with the metadata of these answers."""
@@ -395,6 +411,8 @@ class Side:
         metadata = message.http_logs.log_entry[0].common_properties.metadata.filter_metadata
         metadata["loopguard"].Clear()
         for answer in answers:
+            if answer.startswith(_ERROR):
+                continue
             if "loopguard" in (said := ProcessingResponse.FromString(answer).dynamic_metadata):
                 metadata["loopguard"].MergeFrom(said["loopguard"])  # type: ignore[arg-type]  # a Struct
         await self._tell(iter([message.SerializeToString()]), timeout=20)
@@ -416,6 +434,14 @@ class Side:
         self._process.wait()
 
 
+def _is_last(answer: bytes, *, waits: bool) -> bool:
+    """Whether nothing follows this answer before Envoy sends more: it gives no time, or it ends a body that is streamed."""
+    said = ProcessingResponse.FromString(answer)
+    if waits or said.HasField("immediate_response"):
+        return not said.HasField("override_message_timeout")
+    return said.request_body.response.body_mutation.streamed_response.end_of_stream
+
+
 # --- comparing
 
 
@@ -435,10 +461,8 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: 
 def _read_answers(answers: list[bytes]) -> dict[str, str]:
     read: dict[str, str] = {}
     for number, answer in enumerate(answers):
-        try:
-            message = MessageToDict(ProcessingResponse.FromString(answer))
-        except Exception:  # noqa: BLE001  # an error's text
-            message = {"error": answer.decode(errors="replace")}
+        failed = answer.startswith(_ERROR)
+        message = {"error": answer.decode()} if failed else MessageToDict(ProcessingResponse.FromString(answer))
         metadata = message.pop("dynamicMetadata", {})
         read |= {f"metadata:{path}": value for path, value in _flatten(metadata, f"[{number}]")}
         read |= {f"answer:{path}": value for path, value in _flatten(message, f"[{number}]")}
@@ -446,6 +470,7 @@ def _read_answers(answers: list[bytes]) -> dict[str, str]:
 
 
 def _read_metrics(text: str) -> dict[str, str]:
+    text = re.sub(r"127\.0\.0\.1:\d+", "valkey", text)
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {f"metric:{name}": value for name, _, value in lines}
 
@@ -529,8 +554,8 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
             for _ in range(min(_BATCH, options.exchanges - batch * _BATCH)):
                 moment += random.choice([10, 200, 900, 4_000]) * 10**6
                 now[:] = moment.to_bytes(8, "little")
-                where, messages = traffic.make()
-                answers = await asyncio.gather(*(side.send(messages) for side in sides))
+                where, messages, waits = traffic.make()
+                answers = await asyncio.gather(*(side.send(messages, waits=waits) for side in sides))
                 answered += len(answers[0])
                 if answers[0] != answers[1]:
                     about = f"{where} {messages[1] if messages[1:] else b''!r}"
@@ -538,6 +563,8 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
                 if random.random() < 0.5:
                     entry = traffic.make_entry()
                     await asyncio.gather(*(side.tell(said, entry) for side, said in zip(sides, answers, strict=True)))
+                if clients:
+                    await asyncio.sleep(0.003)  # for what servers write after their answer
                 if random.random() < 0.005:
                     order = traffic.make_order()
                     replies = [_read_page("order", side.ask("/overrides", order)) for side in sides]
