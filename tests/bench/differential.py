@@ -1,15 +1,15 @@
 """Whether another version answers as this one does: the same exchanges to both, byte for byte.
 
-`python -P -m tests.bench.differential --before PYTHON [--after PYTHON]`, from the root of a checkout. A PYTHON is one that imports
+`.venv/bin/python -m tests.bench.differential --before PYTHON [--after PYTHON]`, from the root of a checkout. A PYTHON imports
 the version to compare: that of a checkout's .venv, or one with a compiled wheel.
 
 Both versions serve the same policies, on Unix sockets, in memory and on a Valkey each. Both get the same requests, entries of
 access logs and orders, one after the other, made from a seed: agents of every API, bodies of the edit fuzzer, JSON-RPC and
-junk. Compared are answers with their dynamic metadata, and after each batch the metrics, the admin pages and all keys in Valkey.
+junk. Compared are answers with their dynamic metadata, and after each batch metrics, admin pages and all keys in Valkey.
 
 Time stands still on both sides, in Valkey as well, and moves only as told here, and chance follows from the time. Real are only
-timers, so all delays are short. What depends on them is not compared: `_MASKED` lists it. Nor are keys' lifetimes, logs, events,
-requests that come at once, TLS, and what a store does that fails.
+timers, so all delays are short. What depends on them is not compared: `_MASKED` lists it. Nor are keys' lifetimes, logs,
+events, requests that come at once, TLS, and what happens while a store fails.
 """
 
 from __future__ import annotations
@@ -126,31 +126,48 @@ _PRICE = {"input": 3, "output": 15, "cache_read": 0.3}
 _STAGES = [{"threshold_percent": 40, "action": "warn"}, {"threshold_percent": 60, "action": "throttle", "delay_ms": 1}]
 _STAGES += [{"threshold_percent": 80, "action": "steer"}, _END]
 _LATE = {"steer": 4, "land": 6, "reject": 8}
+# fmt: off
 _HOSTS: list[dict[str, dict[str, Any]]] = [
     {
         "exact": {"loop_detection": [_loop(count_refused=False, cooldown_seconds=5), _loop(threshold=2, action="warn")]},
-        "log": {"loop_detection": _loop(action="throttle", window_type="sliding_log", escalate={"reject": 5}, reject_status="auto")},
+        "log": {
+            "loop_detection": _loop(action="throttle", window_type="sliding_log", escalate={"reject": 5}, reject_status="auto"),
+        },
         "fixed": {"loop_detection": _loop(window_type="fixed", threshold=5, body="ignore", count_failed=False)},
     },
     {
-        "canonical": {"loop_detection": _loop("canonical", ignore_fields=["/metadata", "/messages/*/id"], cooldown_seconds=30)},
-        "tail": {"loop_detection": _loop("tail", tail_messages=2, action="steer", steer_share=50, escalate={"reject": 5})},
+        "canonical": {
+            "loop_detection": _loop("canonical", ignore_fields=["/metadata", "/messages/*/id"], cooldown_seconds=30),
+        },
+        "tail": {
+            "loop_detection": _loop("tail", tail_messages=2, action="steer", steer_share=50, escalate={"reject": 5}),
+        },
         "as-completion": {"loop_detection": _loop("canonical", 4, refuse_as="completion", reject_status=400)},
     },
-    {"turns": {"loop_detection": _loop("turns", action="warn", escalate=_LATE, weak_threshold=10, reject_status="auto")}},
+    {
+        "turns": {
+            "loop_detection": _loop("turns", action="warn", escalate=_LATE, weak_threshold=10, reject_status="auto"),
+        },
+    },
     {
         "turns-exactly": {
             "loop_detection": _loop(
                 "turns", action="steer", escalate={"reject": 6}, normalize_results=False, incidents=False, max_cycle=3,
-                ignore_arguments=["why"], tools={"think": {"allow": True}, "ba*": {"threshold": 4, "reason": "Read it."}},
+                ignore_arguments=["why"],
+                tools={"think": {"allow": True}, "ba*": {"threshold": 4, "reason": "Read it."}},
                 steer_note="{what} {count} {tools} {instead} {reason} {policy} {cause}",
-            )
+            ),
         },
         "calls": {
             "loop_detection": [
-                _loop("tool_calls", action="steer", escalate={"land": 4, "reject": 5}, tools={"think": {"allow": True}}),
-                _loop("tool_calls", 4, compare_results=False, reset_on_user_message=False, window_calls=20, refuse_as="completion"),
-            ]
+                _loop(
+                    "tool_calls", action="steer", escalate={"land": 4, "reject": 5}, tools={"think": {"allow": True}},
+                ),
+                _loop(
+                    "tool_calls", 4, compare_results=False, reset_on_user_message=False, window_calls=20,
+                    refuse_as="completion",
+                ),
+            ],
         },
     },
     {
@@ -161,9 +178,9 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "session": {
             "session_limits": {
                 "max_steps": 12, "max_tool_calls": 10, "max_tool_calls_mode": "finish", "max_cost_per_session": 0.5,
-                "max_calls_per_tool": {"write_file": 2, "get_weather": 0}, "unknown_model": _PRICE, "reject_status": "auto",
-                "loop_detection": {"window": 8, "threshold": 5}, "usage": "request", "prices": {"gpt*": _PRICE},
-                "circuit_breaker": {"consecutive_blocks": 4, "consecutive_errors": 3},
+                "max_calls_per_tool": {"write_file": 2, "get_weather": 0}, "unknown_model": _PRICE,
+                "reject_status": "auto", "loop_detection": {"window": 8, "threshold": 5}, "usage": "request",
+                "prices": {"gpt*": _PRICE}, "circuit_breaker": {"consecutive_blocks": 4, "consecutive_errors": 3},
                 "escalate": {"warn": {"max_steps": 4, "max_cost_per_session": 0.1}, "steer": {"max_tool_calls": 5}},
             },
             "unnamed_limits": {"max_steps": 30, "max_tool_calls": 60, "max_cost_per_session": 5},
@@ -174,8 +191,9 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "tree": {
             "session": {"idle_seconds": 300, "max_sessions_per_tenant": 6},
             "session_limits": {
-                "max_agents": 3, "max_depth": 2, "max_concurrent_agents": 2, "max_spawns_per_minute": 3, "max_steps": 40,
-                "max_tool_calls": 15, "max_tool_calls_mode": "narrow", "max_calls_per_tool": {"bash": 6},
+                "max_agents": 3, "max_depth": 2, "max_concurrent_agents": 2, "max_spawns_per_minute": 3,
+                "max_steps": 40, "max_tool_calls": 15, "max_tool_calls_mode": "narrow",
+                "max_calls_per_tool": {"bash": 6},
                 "escalate": {"steer": {"max_agents": 2}, "warn": {"max_tool_calls": 8}},
             },
         },
@@ -184,16 +202,29 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "budgets": {
             "rules": [
                 _rule("rate", "token_bucket", _USER, {"rps": 2, "burst": 12}),
-                _rule("tokens", "token_bucket_llm", _USER, {"tokens_per_minute": 60_000, "tokens_per_day": 900_000}),
+                _rule(
+                    "tokens", "token_bucket_llm", _USER, {"tokens_per_minute": 60000, "tokens_per_day": 900000},
+                ),
                 _rule("cost", "cost_based", _USER, {"budget": 20, "period": "5m", "staged_actions": _STAGES}),
-                _rule("big", "cost_based", ["ip:address"], {"budget": 1, "period": "1h", "cost_key": "usage:dollars",
-                      "unknown_model": _PRICE, "staged_actions": _STAGES}, match={"header:x-plan": "big"}),
+                _rule(
+                    "big", "cost_based", ["ip:address"],
+                    {
+                        "budget": 1, "period": "1h", "cost_key": "usage:dollars", "unknown_model": _PRICE,
+                        "staged_actions": _STAGES,
+                    },
+                    match={"header:x-plan": "big"},
+                ),
             ],
             "fallback_limit": _rule("rest", "token_bucket", ["ip:address"], {"tokens_per_second": 1, "burst": 9}),
             "circuit_breaker": {"enabled": True, "spend_rate_threshold_per_minute": 60, "auto_reset_after_minutes": 0.2},
         },
         "used": {
-            "rules": [_rule("all", "cost_based", _USER, {"budget": 90_000, "period": "1d", "cost_key": "usage:tokens", "staged_actions": [_END]})],
+            "rules": [
+                _rule(
+                    "all", "cost_based", _USER,
+                    {"budget": 90000, "period": "1d", "cost_key": "usage:tokens", "staged_actions": [_END]},
+                ),
+            ],
             "loop_detection": _loop("canonical", 6, "throttle"),
         },
     },
@@ -204,16 +235,22 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "mild": {"loop_detection": _loop("tail", 3, "land"), "enforce_percent": 30, "canary_of": "live"},
     },
     {
-        "shares": {"limit_keys": ["jwt:sub"], "missing_descriptor": "share", "loop_detection": _loop("canonical", 4, "warn")},
+        "shares": {
+            "limit_keys": ["jwt:sub"], "missing_descriptor": "share", "loop_detection": _loop("canonical", 4, "warn"),
+        },
         "skips": {"limit_keys": ["jwt:sub", "credential"], "missing_descriptor": "skip", "loop_detection": _loop()},
-        "reads": {"limit_keys": ["body:/metadata/user_id", "query:team"], "uncountable": "reject", "loop_detection": _loop("canonical")},
+        "reads": {
+            "limit_keys": ["body:/metadata/user_id", "query:team"], "uncountable": "reject",
+            "loop_detection": _loop("canonical"),
+        },
         "shown": {
             "limit_keys": [{"first_of": ["jwt:sub", "header:x-user-id", "ip:address"], "name": "caller"}],
             "labels": ["header:x-plan", "jwt:org"], "bypass": [{"header": "x-health"}, {"pathPrefix": "/health"}],
             "aliases": {"0123456789abcdef": "nobody"}, "loop_detection": _loop("canonical", max_inspect_bytes=900),
         },
     },
-]  # fmt: skip  # one list
+]
+# fmt: on
 
 
 def _make_policies() -> list[dict[str, Any]]:
@@ -522,7 +559,9 @@ class Differences:
 # --- running
 
 
-async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differences:
+async def _run(  # noqa: C901  # one step after the other
+    options: argparse.Namespace, store: str, folder: Path
+) -> Differences:
     """Send everything to both versions, with one kind of store."""
     differences = Differences(options.ignore)
     clock = folder / "clock"
