@@ -1,15 +1,15 @@
 """Whether another version answers as this one does: the same exchanges to both, byte for byte.
 
-`python -P -m tests.bench.differential --before PYTHON [--after PYTHON]`, from the root of a checkout. A PYTHON is one that imports
+`.venv/bin/python -m tests.bench.differential --before PYTHON [--after PYTHON]`, from the root of a checkout. A PYTHON imports
 the version to compare: that of a checkout's .venv, or one with a compiled wheel.
 
 Both versions serve the same policies, on Unix sockets, in memory and on a Valkey each. Both get the same requests, entries of
 access logs and orders, one after the other, made from a seed: agents of every API, bodies of the edit fuzzer, JSON-RPC and
-junk. Compared are answers with their dynamic metadata, and after each batch the metrics, the admin pages and all keys in Valkey.
+junk. Compared are answers with their dynamic metadata, and after each batch metrics, admin pages and all keys in Valkey.
 
 Time stands still on both sides, in Valkey as well, and moves only as told here, and chance follows from the time. Real are only
-timers, so all delays are short. What depends on them is not compared: `_MASKED` lists it. Nor are keys' lifetimes, logs, events,
-requests that come at once, TLS, and what a store does that fails.
+timers, so all delays are short. What depends on them is not compared: `_MASKED` lists it. Nor are keys' lifetimes, logs,
+events, requests that come at once, TLS, and what happens while a store fails.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ from tests.support.random_agents import PATHS, Agent
 
 _BATCH = 500
 _NOON = 1_795_694_400 * 10**9
+_ERROR = b"error: "  # no message starts with this
 _TOKEN = "token-of-an-operator"
 _PAGES = ("/loops", "/sessions", "/budgets", "/policies", "/coverage", "/canary", "/overrides", "/readyz")
-_MASKED = r"metric:(process_|python_)"
-"""Kinds of differences that say nothing: the process's own figures."""
+_MASKED = r"metric:(process_|python_)|admin:.*coverage|key:b'loopguard:(boards:|orders:overrides:version)"
+"""Kinds of differences that say nothing: the process's own figures, and what servers write by their own timers."""
 
 _MAIN = "import sys, extproc; print(extproc.__file__, flush=True); from extproc.cli.main import main; sys.exit(main())"
 """The command of a version, which first says which version it is."""
@@ -125,31 +126,48 @@ _PRICE = {"input": 3, "output": 15, "cache_read": 0.3}
 _STAGES = [{"threshold_percent": 40, "action": "warn"}, {"threshold_percent": 60, "action": "throttle", "delay_ms": 1}]
 _STAGES += [{"threshold_percent": 80, "action": "steer"}, _END]
 _LATE = {"steer": 4, "land": 6, "reject": 8}
+# fmt: off
 _HOSTS: list[dict[str, dict[str, Any]]] = [
     {
         "exact": {"loop_detection": [_loop(count_refused=False, cooldown_seconds=5), _loop(threshold=2, action="warn")]},
-        "log": {"loop_detection": _loop(action="throttle", window_type="sliding_log", escalate={"reject": 5}, reject_status="auto")},
+        "log": {
+            "loop_detection": _loop(action="throttle", window_type="sliding_log", escalate={"reject": 5}, reject_status="auto"),
+        },
         "fixed": {"loop_detection": _loop(window_type="fixed", threshold=5, body="ignore", count_failed=False)},
     },
     {
-        "canonical": {"loop_detection": _loop("canonical", ignore_fields=["/metadata", "/messages/*/id"], cooldown_seconds=30)},
-        "tail": {"loop_detection": _loop("tail", tail_messages=2, action="steer", steer_share=50, escalate={"reject": 5})},
+        "canonical": {
+            "loop_detection": _loop("canonical", ignore_fields=["/metadata", "/messages/*/id"], cooldown_seconds=30),
+        },
+        "tail": {
+            "loop_detection": _loop("tail", tail_messages=2, action="steer", steer_share=50, escalate={"reject": 5}),
+        },
         "as-completion": {"loop_detection": _loop("canonical", 4, refuse_as="completion", reject_status=400)},
     },
-    {"turns": {"loop_detection": _loop("turns", action="warn", escalate=_LATE, weak_threshold=10, reject_status="auto")}},
+    {
+        "turns": {
+            "loop_detection": _loop("turns", action="warn", escalate=_LATE, weak_threshold=10, reject_status="auto"),
+        },
+    },
     {
         "turns-exactly": {
             "loop_detection": _loop(
                 "turns", action="steer", escalate={"reject": 6}, normalize_results=False, incidents=False, max_cycle=3,
-                ignore_arguments=["why"], tools={"think": {"allow": True}, "ba*": {"threshold": 4, "reason": "Read it."}},
+                ignore_arguments=["why"],
+                tools={"think": {"allow": True}, "ba*": {"threshold": 4, "reason": "Read it."}},
                 steer_note="{what} {count} {tools} {instead} {reason} {policy} {cause}",
-            )
+            ),
         },
         "calls": {
             "loop_detection": [
-                _loop("tool_calls", action="steer", escalate={"land": 4, "reject": 5}, tools={"think": {"allow": True}}),
-                _loop("tool_calls", 4, compare_results=False, reset_on_user_message=False, window_calls=20, refuse_as="completion"),
-            ]
+                _loop(
+                    "tool_calls", action="steer", escalate={"land": 4, "reject": 5}, tools={"think": {"allow": True}},
+                ),
+                _loop(
+                    "tool_calls", 4, compare_results=False, reset_on_user_message=False, window_calls=20,
+                    refuse_as="completion",
+                ),
+            ],
         },
     },
     {
@@ -160,9 +178,9 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "session": {
             "session_limits": {
                 "max_steps": 12, "max_tool_calls": 10, "max_tool_calls_mode": "finish", "max_cost_per_session": 0.5,
-                "max_calls_per_tool": {"write_file": 2, "get_weather": 0}, "unknown_model": _PRICE, "reject_status": "auto",
-                "loop_detection": {"window": 8, "threshold": 5}, "usage": "request", "prices": {"gpt*": _PRICE},
-                "circuit_breaker": {"consecutive_blocks": 4, "consecutive_errors": 3},
+                "max_calls_per_tool": {"write_file": 2, "get_weather": 0}, "unknown_model": _PRICE,
+                "reject_status": "auto", "loop_detection": {"window": 8, "threshold": 5}, "usage": "request",
+                "prices": {"gpt*": _PRICE}, "circuit_breaker": {"consecutive_blocks": 4, "consecutive_errors": 3},
                 "escalate": {"warn": {"max_steps": 4, "max_cost_per_session": 0.1}, "steer": {"max_tool_calls": 5}},
             },
             "unnamed_limits": {"max_steps": 30, "max_tool_calls": 60, "max_cost_per_session": 5},
@@ -173,8 +191,9 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "tree": {
             "session": {"idle_seconds": 300, "max_sessions_per_tenant": 6},
             "session_limits": {
-                "max_agents": 3, "max_depth": 2, "max_concurrent_agents": 2, "max_spawns_per_minute": 3, "max_steps": 40,
-                "max_tool_calls": 15, "max_tool_calls_mode": "narrow", "max_calls_per_tool": {"bash": 6},
+                "max_agents": 3, "max_depth": 2, "max_concurrent_agents": 2, "max_spawns_per_minute": 3,
+                "max_steps": 40, "max_tool_calls": 15, "max_tool_calls_mode": "narrow",
+                "max_calls_per_tool": {"bash": 6},
                 "escalate": {"steer": {"max_agents": 2}, "warn": {"max_tool_calls": 8}},
             },
         },
@@ -183,16 +202,29 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "budgets": {
             "rules": [
                 _rule("rate", "token_bucket", _USER, {"rps": 2, "burst": 12}),
-                _rule("tokens", "token_bucket_llm", _USER, {"tokens_per_minute": 60_000, "tokens_per_day": 900_000}),
+                _rule(
+                    "tokens", "token_bucket_llm", _USER, {"tokens_per_minute": 60000, "tokens_per_day": 900000},
+                ),
                 _rule("cost", "cost_based", _USER, {"budget": 20, "period": "5m", "staged_actions": _STAGES}),
-                _rule("big", "cost_based", ["ip:address"], {"budget": 1, "period": "1h", "cost_key": "usage:dollars",
-                      "unknown_model": _PRICE, "staged_actions": _STAGES}, match={"header:x-plan": "big"}),
+                _rule(
+                    "big", "cost_based", ["ip:address"],
+                    {
+                        "budget": 1, "period": "1h", "cost_key": "usage:dollars", "unknown_model": _PRICE,
+                        "staged_actions": _STAGES,
+                    },
+                    match={"header:x-plan": "big"},
+                ),
             ],
             "fallback_limit": _rule("rest", "token_bucket", ["ip:address"], {"tokens_per_second": 1, "burst": 9}),
             "circuit_breaker": {"enabled": True, "spend_rate_threshold_per_minute": 60, "auto_reset_after_minutes": 0.2},
         },
         "used": {
-            "rules": [_rule("all", "cost_based", _USER, {"budget": 90_000, "period": "1d", "cost_key": "usage:tokens", "staged_actions": [_END]})],
+            "rules": [
+                _rule(
+                    "all", "cost_based", _USER,
+                    {"budget": 90000, "period": "1d", "cost_key": "usage:tokens", "staged_actions": [_END]},
+                ),
+            ],
             "loop_detection": _loop("canonical", 6, "throttle"),
         },
     },
@@ -203,16 +235,22 @@ _HOSTS: list[dict[str, dict[str, Any]]] = [
         "mild": {"loop_detection": _loop("tail", 3, "land"), "enforce_percent": 30, "canary_of": "live"},
     },
     {
-        "shares": {"limit_keys": ["jwt:sub"], "missing_descriptor": "share", "loop_detection": _loop("canonical", 4, "warn")},
+        "shares": {
+            "limit_keys": ["jwt:sub"], "missing_descriptor": "share", "loop_detection": _loop("canonical", 4, "warn"),
+        },
         "skips": {"limit_keys": ["jwt:sub", "credential"], "missing_descriptor": "skip", "loop_detection": _loop()},
-        "reads": {"limit_keys": ["body:/metadata/user_id", "query:team"], "uncountable": "reject", "loop_detection": _loop("canonical")},
+        "reads": {
+            "limit_keys": ["body:/metadata/user_id", "query:team"], "uncountable": "reject",
+            "loop_detection": _loop("canonical"),
+        },
         "shown": {
             "limit_keys": [{"first_of": ["jwt:sub", "header:x-user-id", "ip:address"], "name": "caller"}],
             "labels": ["header:x-plan", "jwt:org"], "bypass": [{"header": "x-health"}, {"pathPrefix": "/health"}],
             "aliases": {"0123456789abcdef": "nobody"}, "loop_detection": _loop("canonical", max_inspect_bytes=900),
         },
     },
-]  # fmt: skip  # one list
+]
+# fmt: on
 
 
 def _make_policies() -> list[dict[str, Any]]:
@@ -262,8 +300,8 @@ class Traffic:
         ]
         return agent, f"h{random.randrange(len(_HOSTS) + 1)}", [*named, *(pair for pair in some if random.random() < 0.3)]
 
-    def make(self) -> tuple[str, list[bytes]]:
-        """Where the next exchange goes, and its messages."""
+    def make(self) -> tuple[str, list[bytes], bool]:
+        """Where the next exchange goes, its messages, and whether each waits for the answer to the one before."""
         random, place = self._random, self._random.randrange(len(self._agents))
         if random.random() < 0.02:
             self._agents[place] = self._make_agent(f"a{place}")
@@ -288,13 +326,13 @@ class Traffic:
             coding, pack = random.choice([("gzip", gzip.compress), ("br", brotli.compress), ("deflate", zlib.compress)])
             named, data = [*named, ("content-encoding", coding)], pack(data)
         path += random.choice(["", "", "", "?team=a", "?team=b&x=1"])
-        return f"{host}{path}", self._frame(host, path, named, data)
-
-    def _frame(self, host: str, path: str, named: _Headers, data: bytes) -> list[bytes]:
-        random = self._random
         mode = random.choice(
             ["BUFFERED", "BUFFERED", "BUFFERED", "FULL_DUPLEX_STREAMED", "STREAMED", "BUFFERED_PARTIAL", "NONE"]
         )
+        return f"{host}{path} {mode}", self._frame(host, path, named, data, mode), mode != "FULL_DUPLEX_STREAMED"
+
+    def _frame(self, host: str, path: str, named: _Headers, data: bytes, mode: str) -> list[bytes]:
+        random = self._random
         head = ProcessingRequest()
         head.request_headers.end_of_stream = bare = random.random() < 0.02
         method = "GET" if bare else "POST"
@@ -311,7 +349,7 @@ class Traffic:
         if bare or mode == "NONE":
             return [head.SerializeToString()]
         pieces = [data]
-        if mode != "BUFFERED" and data:
+        if mode.endswith("STREAMED") and data:
             size = max(1, len(data) // random.choice([1, 2, 5]))
             pieces = [data[start : start + size] for start in range(0, len(data), size)]
         messages = [head]
@@ -374,19 +412,34 @@ class Side:
             time.sleep(0.05)
         raise SystemExit(f"a server does not start: {self._log.read_text()[-3000:]}")
 
-    async def send(self, messages: list[bytes]) -> list[bytes]:
-        """All answers to one exchange; an error counts as one."""
-        call = self._process_call(timeout=20)
-        try:
-            for message in messages:
+    async def send(self, messages: list[bytes], *, waits: bool) -> list[bytes]:
+        """All answers to one exchange, in which each message may wait for the answer to the one before; an error is one, too."""
+        call, answers, said = self._process_call(timeout=20), [], asyncio.Event()
+
+        async def read() -> None:
+            try:
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    answers.append(answer)
+                    if _is_last(answer, waits=waits):
+                        said.set()
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.INTERNAL:  # grpcio's own error for a stream that is reset after its end
+                    answers.append(_ERROR + f"{error.code()} {error.details()}".encode())
+            said.set()
+
+        reader = asyncio.create_task(read())
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the server needs no more
+            for number, message in enumerate(messages, 1):
+                said.clear()
                 await call.write(message)
+                with suppress(TimeoutError):  # a body that is streamed may be refused by its headers
+                    async with asyncio.timeout(20 if waits or number == len(messages) else 0.008 if number == 1 else 0):
+                        await said.wait()
+                if reader.done() or (said.is_set() and not waits):
+                    break
             await call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the server needs no more
-        try:
-            return [bytes(answer) async for answer in call]
-        except grpc.aio.AioRpcError as error:
-            return [f"{error.code()} {error.details()}".encode()]
+        await reader
+        return answers
 
     async def tell(self, answers: list[bytes], entry: Mapping[str, Any]) -> None:
         """Send an entry of an access log, with the metadata of these answers."""
@@ -395,6 +448,8 @@ class Side:
         metadata = message.http_logs.log_entry[0].common_properties.metadata.filter_metadata
         metadata["loopguard"].Clear()
         for answer in answers:
+            if answer.startswith(_ERROR):
+                continue
             if "loopguard" in (said := ProcessingResponse.FromString(answer).dynamic_metadata):
                 metadata["loopguard"].MergeFrom(said["loopguard"])  # type: ignore[arg-type]  # a Struct
         await self._tell(iter([message.SerializeToString()]), timeout=20)
@@ -416,6 +471,14 @@ class Side:
         self._process.wait()
 
 
+def _is_last(answer: bytes, *, waits: bool) -> bool:
+    """Whether nothing follows this answer before Envoy sends more: it gives no time, or it ends a body that is streamed."""
+    said = ProcessingResponse.FromString(answer)
+    if waits or said.HasField("immediate_response"):
+        return not said.HasField("override_message_timeout")
+    return said.request_body.response.body_mutation.streamed_response.end_of_stream
+
+
 # --- comparing
 
 
@@ -435,10 +498,8 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: 
 def _read_answers(answers: list[bytes]) -> dict[str, str]:
     read: dict[str, str] = {}
     for number, answer in enumerate(answers):
-        try:
-            message = MessageToDict(ProcessingResponse.FromString(answer))
-        except Exception:  # noqa: BLE001  # an error's text
-            message = {"error": answer.decode(errors="replace")}
+        failed = answer.startswith(_ERROR)
+        message = {"error": answer.decode()} if failed else MessageToDict(ProcessingResponse.FromString(answer))
         metadata = message.pop("dynamicMetadata", {})
         read |= {f"metadata:{path}": value for path, value in _flatten(metadata, f"[{number}]")}
         read |= {f"answer:{path}": value for path, value in _flatten(message, f"[{number}]")}
@@ -446,6 +507,7 @@ def _read_answers(answers: list[bytes]) -> dict[str, str]:
 
 
 def _read_metrics(text: str) -> dict[str, str]:
+    text = re.sub(r"127\.0\.0\.1:\d+", "valkey", text)
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {f"metric:{name}": value for name, _, value in lines}
 
@@ -497,7 +559,9 @@ class Differences:
 # --- running
 
 
-async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differences:
+async def _run(  # noqa: C901  # one step after the other
+    options: argparse.Namespace, store: str, folder: Path
+) -> Differences:
     """Send everything to both versions, with one kind of store."""
     differences = Differences(options.ignore)
     clock = folder / "clock"
@@ -529,8 +593,8 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
             for _ in range(min(_BATCH, options.exchanges - batch * _BATCH)):
                 moment += random.choice([10, 200, 900, 4_000]) * 10**6
                 now[:] = moment.to_bytes(8, "little")
-                where, messages = traffic.make()
-                answers = await asyncio.gather(*(side.send(messages) for side in sides))
+                where, messages, waits = traffic.make()
+                answers = await asyncio.gather(*(side.send(messages, waits=waits) for side in sides))
                 answered += len(answers[0])
                 if answers[0] != answers[1]:
                     about = f"{where} {messages[1] if messages[1:] else b''!r}"
@@ -538,6 +602,8 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
                 if random.random() < 0.5:
                     entry = traffic.make_entry()
                     await asyncio.gather(*(side.tell(said, entry) for side, said in zip(sides, answers, strict=True)))
+                if clients:
+                    await asyncio.sleep(0.003)  # for what servers write after their answer
                 if random.random() < 0.005:
                     order = traffic.make_order()
                     replies = [_read_page("order", side.ask("/overrides", order)) for side in sides]
