@@ -41,7 +41,6 @@ PAGES = [
     "/coverage",
     "/canary",
     "/canary/states",
-    "/canary/samples",
     "/overrides",
 ]
 
