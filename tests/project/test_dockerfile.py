@@ -186,8 +186,8 @@ def test_the_image_holds_what_runs_and_nothing_that_built_it(image: Image) -> No
 
     assert found.pop("extproc-loopguard") == PROJECT["project"]["version"]
     assert found.items() <= pins().items()
-    assert {"uvloop", "pydantic"} <= found.keys()
-    assert not {"pip", "setuptools", "hatchling", "grpcio", "grpcio-tools", "mypy", "librt"} & found.keys()
+    assert {"uvloop", "pydantic", "grpcio", "genai-prices"} <= found.keys()
+    assert not {"pip", "setuptools", "hatchling", "grpcio-tools", "mypy", "librt"} & found.keys()
     assert not [path for path in image.root.rglob("extproc*/**/*") if path.suffix in {".c", ".h", ".o"}]
 
 
