@@ -66,13 +66,14 @@ _MAIN = "import sys, extproc; print(extproc.__file__, flush=True); from extproc.
 _CLOCK = """
 import hashlib, mmap, os, time
 _file = mmap.mmap(os.open(os.environ["DIFFERENTIAL_CLOCK"], os.O_RDONLY), 8, prot=mmap.PROT_READ)
-_drawn = [0, 0]
+_drawn = {}
 def _now():
     return int.from_bytes(_file[:8], "little")
 def _draw(size):
     now = _now()
-    _drawn[:] = [now, _drawn[1] + 1 if _drawn[0] == now else 0]
-    return hashlib.shake_128(b"%d %d" % tuple(_drawn)).digest(size)
+    at, count = _drawn.get(size, (0, 0))
+    _drawn[size] = now, count + 1 if at == now else 0
+    return hashlib.shake_128(b"%d %d %d" % (size, *_drawn[size])).digest(size)
 os.urandom, os.getpid = _draw, lambda: 4242
 time.time_ns = time.monotonic_ns = time.perf_counter_ns = _now
 time.time = time.monotonic = time.perf_counter = lambda: _now() / 1e9
@@ -405,7 +406,8 @@ class Side:
 
     def _wait(self) -> int:
         for _ in range(600):
-            if found := re.search(r"serving listen=\S+ admin=\S+?:(\d+) ", self._log.read_text()):
+            if found := re.search(r"serving listen=\S+ admin=\S+?:(\d+) ", told := self._log.read_text()):
+                print(f"{self._log.parent.name}: {told.splitlines()[0]}")
                 return int(found[1])
             if self._process.poll() is not None:
                 break
@@ -591,9 +593,11 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
         random, moment, answered, given = Random(f"{options.seed} {store}"), _NOON, 0, ""
         for batch in range(-(-options.exchanges // _BATCH)):
             traffic = Traffic(Random(f"{options.seed} {batch}"))
-            for _ in range(min(_BATCH, options.exchanges - batch * _BATCH)):
-                moment += random.choice([5, 20, 100, 300]) * 10**6
-                now[:] = moment.to_bytes(8, "little")
+            for number in range(min(_BATCH, options.exchanges - batch * _BATCH)):
+                if number % 10 == 0:
+                    await asyncio.sleep(0.04 if clients else 0)  # for what servers write after their answers
+                    moment += random.choice([50, 200, 1_000, 3_000]) * 10**6
+                    now[:] = moment.to_bytes(8, "little")
                 where, messages, waits = traffic.make()
                 answers = await asyncio.gather(*(side.send(messages, waits=waits) for side in sides))
                 answered += len(answers[0])
@@ -606,8 +610,7 @@ async def _run(options: argparse.Namespace, store: str, folder: Path) -> Differe
                 if random.random() < 0.5:
                     entry = traffic.make_entry()
                     await asyncio.gather(*(side.tell(said, entry) for side, said in zip(sides, answers, strict=True)))
-                if clients:
-                    await asyncio.sleep(0.003)  # for what servers write after their answer
+                await asyncio.sleep(0.001 if clients else 0)
                 if random.random() < 0.005:
                     for side in sides if given else ():
                         side.ask(f"/overrides/{given}", method="DELETE")
