@@ -104,7 +104,10 @@ class ReplayReport:
             self._get_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
         for group in evaluation.groups:
             for policy, error in group.failures:
-                self._add_failure(policy, f"{entry.place}: {policy}: {type(error).__name__}: {error}")
+                text = f"{entry.place}: {policy}: {type(error).__name__}: {error}"
+                self._get_policy(policy).failed += 1
+                if len(self._failures) < _MAX_EXAMPLES:
+                    self._failures.append(escape_controls(text))
 
     def _get_policy(self, policy: str, mode: str = "") -> _Policy:
         return self._policies.setdefault((policy, mode or self._modes[policy]), _Policy())
@@ -121,11 +124,6 @@ class ReplayReport:
             policy.rules[outcome.repeat.rule] += 1
         policy.touched.add(tenant)
         self._offenders.get_or_add((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
-
-    def _add_failure(self, policy: str, text: str) -> None:
-        self._get_policy(policy).failed += 1
-        if len(self._failures) < _MAX_EXAMPLES:
-            self._failures.append(escape_controls(text))
 
     def make_document(self, logs: Logs, judge: Judge, top: int) -> dict[str, Any]:
         """The report as JSON; of offenders, only the `top` worst."""
