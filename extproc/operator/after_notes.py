@@ -96,7 +96,11 @@ class NoteFollower:
             return None
         repeat, newer, fingerprint = outcome.repeat, 0, outcome.fingerprint
         if after == TURNED and repeat is not None and repeat.before is not None:
-            fingerprint = _find_fingerprint(evaluation, candidate, repeat.before.compared)
+            # The fingerprint of a request with this newest turn
+            compared = repeat.before.compared
+            request, sums = evaluation.request, NO_BODY.plus(compared)
+            query = write_query(request.read_shown_query()) if request.query else ""
+            fingerprint = digest(compose(write_head(request.method, request.path, query), sums, candidate.caller), sums)[0]
             repeat, newer = repeat.before.last, 1
         cause = evaluation.find_cause(repeat, newer)
         kind = cause.kind if cause is not None else NO_CAUSE
@@ -151,10 +155,3 @@ def find_change(now: Action, before: Action, earlier: Action) -> str:
     if now not in _NOTED:
         return TURNED
     return "" if earlier in _NOTED else WENT_ON
-
-
-def _find_fingerprint(evaluation: Evaluation, candidate: LoopCandidate, compared: bytes) -> str:
-    """The fingerprint of a request with this newest turn."""
-    request, sums = evaluation.request, NO_BODY.plus(compared)
-    query = write_query(request.read_shown_query()) if request.query else ""
-    return digest(compose(write_head(request.method, request.path, query), sums, candidate.caller), sums)[0]

@@ -44,7 +44,26 @@ class ConversationTable(Table[ConversationRow, ConversationDocument]):
             row = self.use(key)
         evaluation.conversation_key = key
         if row is None:
-            row = _begin(evaluation, key, acted[0], now)
+            # A row without any counted request
+            outcome = acted[0]
+            request, candidate = evaluation.request, find_candidate(evaluation, outcome)
+            values = candidate.values if candidate is not None and key[0] else []
+            row = ConversationRow(
+                tenant=key[0],
+                conversation=key[1],
+                session=_find_session(evaluation) if key[0] else "",
+                agent=find_agent(request, candidate) if key[0] else "",
+                path=cut_text(request.path, PATH_SHOWN),
+                model=cut_text(read_model(request.path, evaluation.content), NAME_SHOWN),
+                tools=[],
+                descriptors=[
+                    (cut_text(name, NAME_SHOWN), hash_descriptor(name, value)) for name, value in values[:NAMES_SHOWN]
+                ],
+                loops=[],
+                first=now,
+                last=now,
+                paced=now,
+            )
             self.put(key, row)
         _describe(row, evaluation, acted, now)
         row.last = now
@@ -81,26 +100,6 @@ def _count(row: ConversationRow, size: int, now: float, *, refused: bool) -> Non
     row.size += size
     row.pace = row.pace * exp(min(0.0, row.paced - now) / PACE_SECONDS) + size
     row.paced = now
-
-
-def _begin(evaluation: Evaluation, key: tuple[str, ...], outcome: Outcome, now: float) -> ConversationRow:
-    """A row without any counted request."""
-    request, candidate = evaluation.request, find_candidate(evaluation, outcome)
-    values = candidate.values if candidate is not None and key[0] else []
-    return ConversationRow(
-        tenant=key[0],
-        conversation=key[1],
-        session=_find_session(evaluation) if key[0] else "",
-        agent=find_agent(request, candidate) if key[0] else "",
-        path=cut_text(request.path, PATH_SHOWN),
-        model=cut_text(read_model(request.path, evaluation.content), NAME_SHOWN),
-        tools=[],
-        descriptors=[(cut_text(name, NAME_SHOWN), hash_descriptor(name, value)) for name, value in values[:NAMES_SHOWN]],
-        loops=[],
-        first=now,
-        last=now,
-        paced=now,
-    )
 
 
 def _describe(row: ConversationRow, evaluation: Evaluation, acted: Sequence[Outcome], now: float) -> None:

@@ -273,7 +273,15 @@ class _Webhook:
     def send(self, events: Sequence[bytes]) -> None:
         body = b"[" + b",".join(events) + b"]"
         try:
-            answer = self._client.post(self._url, content=body, headers=self._make_headers(body))
+            headers = {"content-type": "application/cloudevents-batch+json; charset=utf-8"}
+            if self._secret:
+                identity, at = f"msg_{secrets.token_hex(12)}", int(time.time())
+                headers |= {
+                    "webhook-id": identity,
+                    "webhook-timestamp": str(at),
+                    "webhook-signature": sign(self._secret, identity, at, body),
+                }
+            answer = self._client.post(self._url, content=body, headers=headers)
         except self._errors as error:
             raise UnreachableError(str(error) or type(error).__name__) from None
         if answer.status_code in _TRY_AGAIN or answer.status_code >= _SERVER_ERRORS:
@@ -284,17 +292,6 @@ class _Webhook:
     def close(self) -> None:
         with suppress(Exception):
             self._client.close()
-
-    def _make_headers(self, body: bytes) -> dict[str, str]:
-        headers = {"content-type": "application/cloudevents-batch+json; charset=utf-8"}
-        if self._secret:
-            identity, at = f"msg_{secrets.token_hex(12)}", int(time.time())
-            headers |= {
-                "webhook-id": identity,
-                "webhook-timestamp": str(at),
-                "webhook-signature": sign(self._secret, identity, at, body),
-            }
-        return headers
 
 
 class LoopEvents:

@@ -145,19 +145,16 @@ class LoopDocument(msgspec.Struct, array_like=True):
     def merge(cls, documents: Iterable[LoopDocument], now: float) -> LoopDocument:
         """Merge documents; curves end at `now`, in seconds since 1970."""
         every = list(documents)
+        changes = (change for document in every for change in document.after)
+        added: Counter[NoteLabels] = Counter()
+        for labels, count in changes:
+            added[labels] += count
         return cls(
             merge_loops((row for document in every for row in document.rows), now - KEPT_SECONDS),
             merge_lines((line for document in every for line in document.lines), int(now) // 60),
             sum(document.left_out for document in every),
-            list(_add_up(change for document in every for change in document.after).items()),
+            list(added.items()),
         )
-
-
-def _add_up(changes: Iterable[tuple[NoteLabels, int]]) -> Counter[NoteLabels]:
-    added: Counter[NoteLabels] = Counter()
-    for labels, count in changes:
-        added[labels] += count
-    return added
 
 
 def merge_loops(rows: Iterable[Loop], since: float) -> list[Loop]:

@@ -161,7 +161,9 @@ class OverrideService:
         _announce("override given", override, who)
         self.emit(_EVENTS.get(override.kind, "override_given"), override)
         await self.refresh()
-        session_key = _find_session_key(order)
+        # The key by which a valid order names its session; empty if it names none, or gives a hash
+        session = order.get("session") if isinstance(order, dict) else None
+        session_key = next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
         plans = [*plans, *self._service.handed_over.list_plans()]
         hashes = _find_hashes(override.target, session_key)
         seen = await asyncio.to_thread(self.list_seen) if hashes else None
@@ -478,12 +480,6 @@ _READERS: dict[str, Callable[[object], object]] = {
     "amount": _read_amount,
     "key": partial(_read_text, _MAX_KEY),
 }
-
-
-def _find_session_key(order: object) -> str:
-    """The key by which a valid order names its session; empty if it names none, or gives a hash."""
-    session = order.get("session") if isinstance(order, dict) else None
-    return next(map(check_limit_key, session), "") if isinstance(session, dict) else ""
 
 
 def remark(override: ActiveOverride, plans: Sequence[Plan], session_key: str = "") -> list[str]:

@@ -26,7 +26,6 @@ from extproc.operator.conversation_table import ConversationTable, is_widespread
 from extproc.operator.coverage import Coverage
 from extproc.operator.coverage_rows import DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
-from extproc.operator.loop_rows import Loop
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.probes import Probes
 from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
@@ -374,31 +373,28 @@ class Reporter:
             loop = self.loops.note(evaluation, decision, outcome)
             total = loop.total
             if not total & (total - 1):  # the first, the second, the fourth, ...
-                self._log_loop(loop, outcome)
+                self._warn(
+                    "loop detected",
+                    loop.tenant,
+                    policy=loop.policy,
+                    detector=loop.detector,
+                    mode=loop.mode,
+                    action=outcome.action.value,
+                    fingerprint=outcome.fingerprint,
+                    count=outcome.count,
+                    strength=outcome.strength or None,
+                    requests=loop.total,
+                    tenant=loop.tenant,
+                    alias=loop.alias or None,
+                    labels=dict(loop.labels) or None,
+                    descriptors=dict(loop.caller) if self.show_callers else None,
+                    session=loop.session or None,
+                    tool=" ".join(loop.tools) or None,
+                    route=loop.route or None,
+                    path=loop.path,
+                )
         except Exception as error:  # noqa: BLE001  # whatever it is, the verdict stands
             self.report_failure("a loop could not be reported", error, policy=outcome.policy)
-
-    def _log_loop(self, loop: Loop, outcome: Outcome) -> None:
-        self._warn(
-            "loop detected",
-            loop.tenant,
-            policy=loop.policy,
-            detector=loop.detector,
-            mode=loop.mode,
-            action=outcome.action.value,
-            fingerprint=outcome.fingerprint,
-            count=outcome.count,
-            strength=outcome.strength or None,
-            requests=loop.total,
-            tenant=loop.tenant,
-            alias=loop.alias or None,
-            labels=dict(loop.labels) or None,
-            descriptors=dict(loop.caller) if self.show_callers else None,
-            session=loop.session or None,
-            tool=" ".join(loop.tools) or None,
-            route=loop.route or None,
-            path=loop.path,
-        )
 
     def _report_limit(self, evaluation: Evaluation, outcome: Outcome, subject: SessionSubject) -> None:
         """Log a session's first refusal in a row, its second, its fourth and so on."""
@@ -411,28 +407,25 @@ class Reporter:
             agents = standing.tree is not None and subject.limit in AGENT_LIMITS
             blocks = standing.tree.refused if agents and standing.tree is not None else standing.consecutive_blocks
             if not blocks & (blocks - 1):
-                self._log_limit(candidate, outcome, subject)
-
-    def _log_limit(self, candidate: SessionCandidate, outcome: Outcome, subject: SessionSubject) -> None:
-        used, allowed = subject.shown
-        known = find_known(candidate)
-        self._warn(
-            "session limit reached",
-            outcome.tenant,
-            policy=outcome.policy,
-            mode=outcome.mode,
-            action=outcome.action.value,
-            limit=subject.limit,
-            used=used,
-            allowed=allowed,
-            tool=subject.tool or None,
-            session=candidate.session,
-            agent=candidate.agent_name or None,
-            tenant=outcome.tenant,
-            alias=known.alias or None,
-            labels=dict(known.labels) or None,
-            descriptors=dict(candidate.values) if self.show_callers else None,
-        )
+                used, allowed = subject.shown
+                known = find_known(candidate)
+                self._warn(
+                    "session limit reached",
+                    outcome.tenant,
+                    policy=outcome.policy,
+                    mode=outcome.mode,
+                    action=outcome.action.value,
+                    limit=subject.limit,
+                    used=used,
+                    allowed=allowed,
+                    tool=subject.tool or None,
+                    session=candidate.session,
+                    agent=candidate.agent_name or None,
+                    tenant=outcome.tenant,
+                    alias=known.alias or None,
+                    labels=dict(known.labels) or None,
+                    descriptors=dict(candidate.values) if self.show_callers else None,
+                )
 
     def _note_budgets(self, candidates: list[BudgetCandidate], decision: Decision) -> None:
         """Note what is left of budgets; a refused request gives back what it took."""

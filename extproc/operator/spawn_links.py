@@ -42,7 +42,16 @@ class SpawnLinks:
                 if known is None:
                     known = LRU(_SESSIONS)
                     self._begun.put(tenant, known)
-                for digest in _read_first_words(document):
+                # Digests of what users have said in a conversation that begins
+                spoken = open_conversation(document)
+                texts = [
+                    open_value(part.value)
+                    for speaker, value in spoken.list_spoken()
+                    if speaker == USER
+                    for part in spoken.shape.read(value)
+                    if part.kind == TEXT
+                ]
+                for digest in _digest([text for text in texts if isinstance(text, str)]):
                     known.put(digest, session)
                 return []
             if known is None:
@@ -51,19 +60,6 @@ class SpawnLinks:
         except NotCounted:
             return []
         return [other for other in dict.fromkeys(found) if other is not None and other != session]
-
-
-def _read_first_words(document: Document) -> list[bytes]:
-    """Digests of what users have said in a conversation that begins."""
-    spoken = open_conversation(document)
-    texts = [
-        open_value(part.value)
-        for speaker, value in spoken.list_spoken()
-        if speaker == USER
-        for part in spoken.shape.read(value)
-        if part.kind == TEXT
-    ]
-    return _digest([text for text in texts if isinstance(text, str)])
 
 
 def _read_newest_arguments(document: Document) -> list[bytes]:

@@ -63,19 +63,17 @@ def run(options: argparse.Namespace) -> int:
     states = [state for state in every if options.policy in (None, state.candidate)]
     canaries = describe_canaries(states, read_options(Rules, vars(options)))
     if not canaries:
-        raise LoopguardError(_explain_nothing(options.policy, sorted({state.candidate for state in every})))
+        # Why there is no verdict: what is compared instead, or how to compare a policy
+        policy = options.policy
+        compared = sorted({state.candidate for state in every})
+        named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
+        hint = f"compared are: {', '.join(compared)}" if compared else "set canary_of, or give both the same selector"
+        raise LoopguardError(f"{named} is compared with an enforcing one; {hint}")
     if options.json:
         print(json.dumps({"canaries": canaries}, indent=2))
     else:
         _print_canaries(canaries)
     return max(_CODES[canary["verdict"]] for canary in canaries)
-
-
-def _explain_nothing(policy: str | None, compared: Sequence[str]) -> str:
-    """Why there is no verdict: what is compared instead, or how to compare a policy."""
-    named = f"no shadow policy {policy}" if policy is not None else "no shadow policy"
-    hint = f"compared are: {', '.join(compared)}" if compared else "set canary_of, or give both the same selector"
-    return f"{named} is compared with an enforcing one; {hint}"
 
 
 def _collect(clients: Sequence[AdminClient]) -> list[State]:

@@ -21,7 +21,6 @@ from extproc.engine.budget_candidates import BudgetCandidate
 from extproc.engine.candidates import Candidate, LoopCandidate, SessionCandidate
 from extproc.engine.engine import Engine
 from extproc.engine.evaluation import Evaluation
-from extproc.engine.kill_switch import Switch
 from extproc.engine.plan import Plan
 from extproc.engine.ramp import Ramp
 from extproc.errors import UsageError
@@ -72,7 +71,13 @@ def run(options: argparse.Namespace) -> int:
     engine = Engine(policies, now, shadow=options.shadow)
     switch = engine.find_switch(request, now.timestamp())
     if switch is not None:
-        _print_switch(switch, shadow=options.shadow)
+        shadow = options.shadow
+        told = f"reject with {KILLED_STATUS} (Retry-After: {KILLED_SECONDS})"
+        rows = [
+            ("kill switch", f"{switch.place} ({switch.scope_key})"),
+            ("decision", f"report: would {told}" if shadow else told),
+        ]
+        _print_rows(rows if not switch.reason else [rows[0], ("reason", switch.reason), rows[1]])
         if not options.shadow:
             return 0
     request.hash_key = key = read_hash_key(options.hash_key_file)
@@ -124,15 +129,24 @@ def _print_candidate(candidate: Candidate, evaluation: Evaluation, body: bytes, 
     if isinstance(candidate, LoopCandidate):
         _print_detector(candidate, evaluation, body, more)
     elif isinstance(candidate, SessionCandidate):
-        _print_session(candidate, more)
+        guard = candidate.limiter
+        calls = len(candidate.calls.records) // RECORD
+        shown = f"{count(calls, 'call')} of tools" if not candidate.unreadable else candidate.unreadable
+        dollars, model = candidate.reserve / NANO_DOLLARS, candidate.model or "no model"
+        rows = [
+            ("policy", f"{candidate.plan.id} ({guard.mode})"),
+            ("session", candidate.session),
+            *more,
+            ("tenant", candidate.tenant),
+            *_show_known(candidate),
+            ("key", candidate.name_ledger()),
+            ("history", shown),
+            ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
+        ]
+        told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
+        _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or describe_status(final=True)}")])
     elif isinstance(candidate, BudgetCandidate):
         _print_budgets(candidate, more)
-
-
-def _print_switch(switch: Switch, *, shadow: bool) -> None:
-    told = f"reject with {KILLED_STATUS} (Retry-After: {KILLED_SECONDS})"
-    rows = [("kill switch", f"{switch.place} ({switch.scope_key})"), ("decision", f"report: would {told}" if shadow else told)]
-    _print_rows(rows if not switch.reason else [rows[0], ("reason", switch.reason), rows[1]])
 
 
 def _show_place(ramp: Ramp, request: HttpRequest) -> _Rows:
@@ -164,25 +178,6 @@ def _explain_missing(key: str, request: HttpRequest) -> str:
     if source == "jwt":
         return f": no claim of that name was verified; give --claim {name}=VALUE"
     return ""
-
-
-def _print_session(candidate: SessionCandidate, more: _Rows) -> None:
-    guard = candidate.limiter
-    calls = len(candidate.calls.records) // RECORD
-    shown = f"{count(calls, 'call')} of tools" if not candidate.unreadable else candidate.unreadable
-    dollars, model = candidate.reserve / NANO_DOLLARS, candidate.model or "no model"
-    rows = [
-        ("policy", f"{candidate.plan.id} ({guard.mode})"),
-        ("session", candidate.session),
-        *more,
-        ("tenant", candidate.tenant),
-        *_show_known(candidate),
-        ("key", candidate.name_ledger()),
-        ("history", shown),
-        ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
-    ]
-    told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
-    _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or describe_status(final=True)}")])
 
 
 def _print_budgets(candidate: BudgetCandidate, more: _Rows) -> None:

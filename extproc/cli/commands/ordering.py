@@ -99,7 +99,11 @@ def read_duration(text: str) -> int:
 
 def make_headers(options: argparse.Namespace) -> dict[str, str]:
     """The operator's name and credential; raises UsageError if the token file cannot be read."""
-    headers = {_OPERATOR_HEADER: _find_operator()}
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    headers = {_OPERATOR_HEADER: f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()}
     path = options.token_file or os.environ.get(f"{ENV_PREFIX}ADMIN_TOKEN_FILE", "")
     if path:
         try:
@@ -110,14 +114,6 @@ def make_headers(options: argparse.Namespace) -> dict[str, str]:
             raise UsageError(f"--token-file {path}: it contains no token")
         headers["authorization"] = f"Bearer {tokens[0]}"
     return headers
-
-
-def _find_operator() -> str:
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}".encode("ascii", "replace").decode()
 
 
 def _read_caller(given: list[str]) -> str | dict[str, str] | None:

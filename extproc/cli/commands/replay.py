@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from extproc.cli.commands import load_policies
-from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, print_lines, write_file
-from extproc.errors import UsageError
+from extproc.cli.replay.command import COUNT, add_log_flags, compile_policies, open_logs, print_lines
 from extproc.request.hash_key import read_hash_key
 
 HELP = "show what policies would have done to recorded traffic"
 EXAMPLES = """examples:
   loopguard replay --policy policies/ access.log
   loopguard replay --policy candidate.json access.log access.log.1.gz --json | jq .policies
-  loopguard replay --policy candidate.json access.log --html replay.html
   kubectl logs deploy/envoy | loopguard replay --policy policies/ -
 
 A log is Envoy's access log in the format of `loopguard envoy-config`, written with `serve --record`, or a file of records with
@@ -31,27 +28,21 @@ _TOP = 10
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_log_flags(parser)
     parser.add_argument("--top", type=COUNT, default=_TOP, metavar="N", help="number of worst offenders to show (default 10)")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with charts for a browser")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON document")
     parser.add_argument("--shadow", action="store_true", help="as serve --shadow")
 
 
 def run(options: argparse.Namespace) -> int:
     from extproc.cli.replay.judge import Judge  # noqa: PLC0415  # this and rich take 0.2 s to import; other commands need neither
-    from extproc.cli.replay.page import render_page  # noqa: PLC0415  # same
     from extproc.cli.replay.report import ReplayReport  # noqa: PLC0415  # same
     from extproc.cli.replay.table import print_report  # noqa: PLC0415  # same
 
-    if options.html is not None and not (Path(options.html).parent.is_dir() and not Path(options.html).is_dir()):
-        raise UsageError(f"--html cannot be written to {options.html}: give a file in a folder that exists")
     engine = compile_policies(load_policies(options.policy), shadow=options.shadow)
     judge, report = Judge(engine, options.max_entries, read_hash_key(options.hash_key_file)), ReplayReport(engine)
     with open_logs(options) as (logs, entries):
         for entry in entries:
             report.add(entry, judge.judge(entry.recorded))
     document = report.make_document(logs, judge, options.top)
-    if options.html is not None:
-        write_file(options.html, render_page(document))
     if options.json:
         print(json.dumps(document))
     else:

@@ -67,20 +67,16 @@ def find_resources(document: ConfigPlace) -> Resources:
         for resource in document.get("resources").items():
             found.add(resource)
     elif any(document.get(name).is_there for name in ("static_resources", "dynamic_resources", "admin", "node")):
-        _read_bootstrap(document, found)
+        static = document.get("static_resources")
+        found.listeners += static.get("listeners").items()
+        found.clusters += static.get("clusters").items()
+        found.comes_later = document.get("dynamic_resources").is_there
     elif document.message()[0] in _KINDS:
         found.comes_later = True
         found.add(document)
     else:
         raise UsageError("this is not an Envoy configuration: expected a bootstrap, a config dump or xDS resources")
     return found
-
-
-def _read_bootstrap(document: ConfigPlace, found: Resources) -> None:
-    static = document.get("static_resources")
-    found.listeners += static.get("listeners").items()
-    found.clusters += static.get("clusters").items()
-    found.comes_later = document.get("dynamic_resources").is_there
 
 
 def _read_dump(configs: ConfigPlace, found: Resources) -> None:

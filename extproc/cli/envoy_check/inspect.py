@@ -51,7 +51,13 @@ def inspect(resources: Resources, needs: Needs, names: Sequence[str] = (), ignor
     findings += _check_other_listeners(managers, guards)
     if not any(guard.guarded for guard in guards):
         findings.insert(0, _explain_nothing(resources, managers, guards))
-    return CheckReport(_merge_routes(routes), [finding for finding in _merge(findings) if finding.code not in ignored])
+    # Merge equal routes: a listener with a filter chain for each certificate has the same routes in each
+    merged: dict[tuple[str, str], RouteReport] = {}
+    for report in routes:
+        key = (report.listener, report.route.place.pointer)
+        if not (key in merged and merged[key].modes):
+            merged[key] = report
+    return CheckReport(list(merged.values()), [finding for finding in _merge(findings) if finding.code not in ignored])
 
 
 def _report_routes(manager: Manager, guards: Sequence[Guard]) -> Iterator[RouteReport]:
@@ -132,16 +138,6 @@ def _explain_nothing(resources: Resources, managers: Sequence[Manager], guards: 
     problem = "no filter calls Loopguard" if managers else "there is no HTTP listener"
     later = " here; for configuration from xDS, use check-envoy --admin" if resources.comes_later else ""
     return Finding("nothing-guarded", place, problem + later, _SNIPPET)
-
-
-def _merge_routes(routes: Sequence[RouteReport]) -> list[RouteReport]:
-    """Merge equal routes: a listener with a filter chain for each certificate has the same routes in each."""
-    merged: dict[tuple[str, str], RouteReport] = {}
-    for report in routes:
-        key = (report.listener, report.route.place.pointer)
-        if not (key in merged and merged[key].modes):
-            merged[key] = report
-    return list(merged.values())
 
 
 def _merge(findings: Sequence[Finding]) -> list[Finding]:

@@ -176,8 +176,16 @@ class EnvoyOptions:
 
     def __post_init__(self) -> None:
         """Raise UsageError, naming the flag, for incomplete TLS settings and for flags that contradict another."""
-        self._check_kind()
-        self._check_tls()
+        if self.snippet:
+            mine = ("upstream", "upstream_protocol", "upstream_tls", "upstream_ca", "listen", "admin", "otlp")
+            self._refuse(mine, "with --snippet, because they are in that configuration")
+        elif self.upstream is None:
+            raise UsageError("envoy-config needs --upstream HOST:PORT, or --snippet for an existing configuration")
+        else:
+            self._refuse(("routes",), "without --snippet, because policies name the routes of a whole bootstrap")
+        require_together(self, ("endpoint_cert", "endpoint_key", "endpoint_ca"), ("endpoint_san",))
+        if self.endpoint_cert and not self.endpoint_san and any(endpoint.is_unix for endpoint in self.endpoints):
+            raise UsageError("--endpoint-cert needs --endpoint-san as well, because a Unix socket has no name")
         if self.shadow_mode != "off":
             why = f"where --shadow-mode {self.shadow_mode} decides that"
             self._refuse(("failure_mode", "body_mode", "tolerant_routes"), why)
@@ -187,20 +195,6 @@ class EnvoyOptions:
             self._refuse(("tolerant_routes",), "where --body-mode tolerant makes all of them so")
         if self.body_mode == "duplex":
             self._refuse(("tolerant_routes",), "where --body-mode duplex has no limit")
-
-    def _check_kind(self) -> None:
-        if self.snippet:
-            mine = ("upstream", "upstream_protocol", "upstream_tls", "upstream_ca", "listen", "admin", "otlp")
-            self._refuse(mine, "with --snippet, because they are in that configuration")
-        elif self.upstream is None:
-            raise UsageError("envoy-config needs --upstream HOST:PORT, or --snippet for an existing configuration")
-        else:
-            self._refuse(("routes",), "without --snippet, because policies name the routes of a whole bootstrap")
-
-    def _check_tls(self) -> None:
-        require_together(self, ("endpoint_cert", "endpoint_key", "endpoint_ca"), ("endpoint_san",))
-        if self.endpoint_cert and not self.endpoint_san and any(endpoint.is_unix for endpoint in self.endpoints):
-            raise UsageError("--endpoint-cert needs --endpoint-san as well, because a Unix socket has no name")
 
     def _refuse(self, names: Sequence[str], why: str) -> None:
         """Raise UsageError if one of these options is given."""

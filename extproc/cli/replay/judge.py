@@ -48,7 +48,14 @@ class Judge:
             self.unmatched += 1
             return None
         decision = evaluation.decide(self._count(evaluation.enforcing), self._count(evaluation.shadow))
-        self._take_back(evaluation, decision)
+        # Give back what a refused request took from sessions and budgets; a shadow policy's refusal, from its own
+        # budgets
+        refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
+        if refused:
+            self._store.hit([each.take_back(REFUSED) for each in evaluation.sessions if each.is_let_through])
+        in_shadow = decision.shadow is not None and decision.shadow.action is Action.REJECT
+        budgets = evaluation.budgets if refused else evaluation.shadow.budgets if in_shadow else ()
+        self._store.hit([take for budget in budgets for take in budget.list_give_backs(here=False)])
         return evaluation, decision
 
     def _prepare(self, recorded: Recorded, request: HttpRequest) -> Evaluation | None:
@@ -66,15 +73,6 @@ class Judge:
         reason = explain_unknowable_body(evaluation.request) if evaluation.needs_body and not recorded.partial else ""
         evaluation.read_body(None if reason else evaluation.sum_up(content), reason, content)
         return evaluation
-
-    def _take_back(self, evaluation: Evaluation, decision: Decision) -> None:
-        """Give back what a refused request took from sessions and budgets; a shadow policy's refusal, from its own budgets."""
-        refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
-        if refused:
-            self._store.hit([each.take_back(REFUSED) for each in evaluation.sessions if each.is_let_through])
-        in_shadow = decision.shadow is not None and decision.shadow.action is Action.REJECT
-        budgets = evaluation.budgets if refused else evaluation.shadow.budgets if in_shadow else ()
-        self._store.hit([take for budget in budgets for take in budget.list_give_backs(here=False)])
 
     def _is_killed(self, request: HttpRequest, time: int) -> bool:
         try:

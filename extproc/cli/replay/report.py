@@ -6,7 +6,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from extproc.cli.replay.counts import Timeline, Top
+from extproc.cli.replay.counts import Top
 from extproc.cli.replay.judge import Judge
 from extproc.cli.replay.logs import HARMLESS, PROBLEMS, LogEntry, LogPlace, Logs
 from extproc.decision import Action, Decision, Outcome
@@ -27,10 +27,7 @@ WORDS = {
 }
 """The word for each action, the strictest first."""
 
-SERIES = ("passed", *WORDS.values())
-_SERIES = {Action.ALLOW: 0} | {action: number for number, action in enumerate(WORDS, 1)}
 _MAX_OFFENDERS = 10_000
-_MAX_TENANTS = 500
 _MAX_REASONS = 64
 _OTHER = "other"
 _SHOWN = 200
@@ -52,7 +49,6 @@ class _Policy:
         self.held_ms = 0
         self.tenants = Sketch(size=_EXACT)
         self.touched = Sketch(size=_EXACT)
-        self.timeline = Timeline(len(SERIES))
 
     @property
     def loops(self) -> int:
@@ -80,15 +76,6 @@ class _Offender:
             self.method, self.path, self.detector = request.method[:_SHOWN], request.path[:_SHOWN], outcome.detector
 
 
-class _Tenant:
-    """One tenant whose requests a policy acted on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.actions: Counter[Action] = Counter()
-        self.timeline = Timeline(len(SERIES))
-
-
 class ReplayReport:
     """Counts decisions."""
 
@@ -96,7 +83,6 @@ class ReplayReport:
         self._policies = {(plan.id, plan.mode): _Policy() for plan in engine.plans}
         self._modes = {plan.id: plan.mode for plan in engine.plans}
         self._offenders: Top[tuple[str, str, str, str], _Offender] = Top(_MAX_OFFENDERS, _Offender)
-        self._tenants: Top[tuple[str, str, str], _Tenant] = Top(_MAX_TENANTS, _Tenant)
         self._failures: list[str] = []
         self._requests = 0
         self._follower = NoteFollower()
@@ -118,7 +104,10 @@ class ReplayReport:
             self._get_policy(evaluation.enforcing.forbidden[0]).uncountable += 1
         for group in evaluation.groups:
             for policy, error in group.failures:
-                self._add_failure(policy, f"{entry.place}: {policy}: {type(error).__name__}: {error}")
+                text = f"{entry.place}: {policy}: {type(error).__name__}: {error}"
+                self._get_policy(policy).failed += 1
+                if len(self._failures) < _MAX_EXAMPLES:
+                    self._failures.append(escape_controls(text))
 
     def _get_policy(self, policy: str, mode: str = "") -> _Policy:
         return self._policies.setdefault((policy, mode or self._modes[policy]), _Policy())
@@ -128,7 +117,6 @@ class ReplayReport:
         policy = self._policies.get((outcome.policy, outcome.mode)) or self._get_policy(outcome.policy, outcome.mode)
         policy.actions[action] += 1
         policy.tenants.add(tenant)
-        policy.timeline.add(entry.time, _SERIES[action])
         if action is Action.ALLOW:
             return
         policy.held_ms += outcome.delay_ms
@@ -136,18 +124,9 @@ class ReplayReport:
             policy.rules[outcome.repeat.rule] += 1
         policy.touched.add(tenant)
         self._offenders.get_or_add((outcome.policy, outcome.mode, tenant, outcome.fingerprint)).add(entry, outcome, request)
-        touched = self._tenants.get_or_add((outcome.policy, outcome.mode, tenant))
-        touched.count += 1
-        touched.actions[action] += 1
-        touched.timeline.add(entry.time, _SERIES[action])
-
-    def _add_failure(self, policy: str, text: str) -> None:
-        self._get_policy(policy).failed += 1
-        if len(self._failures) < _MAX_EXAMPLES:
-            self._failures.append(escape_controls(text))
 
     def make_document(self, logs: Logs, judge: Judge, top: int) -> dict[str, Any]:
-        """The report as JSON; of offenders and tenants, only the `top` worst."""
+        """The report as JSON; of offenders, only the `top` worst."""
         return {
             "replay": VERSION,
             "log": {
@@ -161,8 +140,7 @@ class ReplayReport:
             },
             "policies": [_describe_policy(*key, policy) for key, policy in self._policies.items()],
             "worst": [_describe_offender(*key, offender) for key, offender in self._offenders.list_first(top)],
-            "tenants": [_describe_tenant(*key, tenant) for key, tenant in self._tenants.list_first(top)],
-            "too_low_by": {"worst": self._offenders.dropped, "tenants": self._tenants.dropped},
+            "too_low_by": self._offenders.dropped,
             "evicted": judge.evictions,
             "failures": self._failures,
         }
@@ -199,16 +177,11 @@ def _describe_policy(name: str, mode: str, policy: _Policy) -> dict[str, Any]:
         "tenants": policy.tenants.count(),
         "tenants_touched": policy.touched.count(),
         "tenants_exact": policy.tenants.exact and policy.touched.exact,
-        "timeline": _describe_timeline(policy.timeline),
     }
 
 
 def _describe_actions(actions: Counter[Action]) -> dict[str, int]:
     return {word: actions[action] for action, word in WORDS.items()}
-
-
-def _describe_timeline(timeline: Timeline) -> dict[str, Any]:
-    return {"seconds": timeline.width_ms // 1000, "columns": ["time", *SERIES], "points": timeline.list_points()}
 
 
 def _describe_offender(policy: str, mode: str, tenant: str, fingerprint: str, offender: _Offender) -> dict[str, Any]:
@@ -226,17 +199,6 @@ def _describe_offender(policy: str, mode: str, tenant: str, fingerprint: str, of
         "first": _write_time(offender.first),
         "last": _write_time(offender.last),
         "example": escape_controls(str(offender.example)),
-    }
-
-
-def _describe_tenant(policy: str, mode: str, tenant: str, item: _Tenant) -> dict[str, Any]:
-    return {
-        "policy": policy,
-        "mode": mode,
-        "tenant": tenant,
-        "requests": item.count,
-        **_describe_actions(item.actions),
-        "timeline": _describe_timeline(item.timeline),
     }
 
 

@@ -35,7 +35,22 @@ def print_report(document: dict[str, Any]) -> None:
     if any(policy["uncounted"] for policy in document["policies"]):
         print_table(console, "Not counted", _tabulate_uncounted(document["policies"]))
     if document["worst"]:
-        print_table(console, "Worst offenders", _tabulate_worst(document["worst"]))
+        worst = document["worst"]
+        table = make_table(
+            "policy",
+            "tenant",
+            "fingerprint",
+            "#requests",
+            "#refused",
+            "#highest count",
+            "request",
+            "first seen at",
+        )
+        for item in worst:
+            request = f"{item['method']} {item['path']}"
+            names = (item["policy"], item["tenant"], item["fingerprint"])
+            add_row(table, *names, item["requests"], item["refused"], item["highest_count"], request, item["example"])
+        print_table(console, "Worst offenders", table)
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -92,22 +107,4 @@ def _tabulate_uncounted(policies: list[dict[str, Any]]) -> Table:
             add_row(table, policy["policy"], reason, count)
         if policy["refused_uncountable"]:
             add_row(table, policy["policy"], "of these refused (`uncountable`)", policy["refused_uncountable"])
-    return table
-
-
-def _tabulate_worst(worst: list[dict[str, Any]]) -> Table:
-    table = make_table(
-        "policy",
-        "tenant",
-        "fingerprint",
-        "#requests",
-        "#refused",
-        "#highest count",
-        "request",
-        "first seen at",
-    )
-    for item in worst:
-        request = f"{item['method']} {item['path']}"
-        names = (item["policy"], item["tenant"], item["fingerprint"])
-        add_row(table, *names, item["requests"], item["refused"], item["highest_count"], request, item["example"])
     return table

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import Any
 
-from extproc.cli.replay.page import load_template
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
 from extproc.cli.scan.report import GROUPS
 from extproc.cli.scan.show import list_problems, summarize, write_dollars, write_number, write_path, write_spent
 
@@ -16,7 +19,12 @@ def render_scan(document: Mapping[str, Any]) -> str:
     """Write a report as a page."""
     groups = [(group, _find_rows(group, document)) for group in GROUPS]
     highest = {group: max((row["after_note"]["tokens"] for row in rows), default=0) or 1 for group, rows in groups}
-    return load_template("extproc.cli.scan").render(
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = "{:,}".format
+    folder = files("extproc.cli.scan")
+    environment.globals["style"] = Markup(folder.joinpath("page.css").read_text(encoding="utf-8"))  # noqa: S704  # our own file
+    template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
+    return template.render(
         document=document,
         summary=summarize(document),
         groups=groups,

@@ -56,7 +56,8 @@ def print_scan(document: Mapping[str, Any]) -> None:
         if len(rows) > 1 or group in {"agent", "tool"}:
             _print_group(group, rows[-_ROWS:] if group == "day" else rows[:_ROWS])
     print()
-    console.print(Text(_title_worst(document), style="bold"))
+    shown = len(document["worst"])
+    console.print(Text(("The worst loop" if shown == 1 else f"The {shown} worst loops"), style="bold"))
     for number, loop in enumerate(document["worst"], 1):
         print()
         for line in describe_loop(loop, number):
@@ -159,11 +160,6 @@ def count_many(number: int, noun: str) -> str:
 def _write_share(document: Mapping[str, Any], after: str) -> str:
     part, whole = document[after]["tokens"], document["spent"]["tokens"]
     return f" ({part / whole:.0%} of all tokens)" if part and whole else ""
-
-
-def _title_worst(document: Mapping[str, Any]) -> str:
-    shown = len(document["worst"])
-    return "The worst loop" if shown == 1 else f"The {shown} worst loops"
 
 
 def _print_group(group: str, rows: Sequence[Mapping[str, Any]]) -> None:

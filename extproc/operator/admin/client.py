@@ -113,12 +113,9 @@ def ask_all(clients: Sequence[AdminClient], path: str, params: Mapping[str, str]
         for name in joined.keys() & {"left_out", "known"}:
             joined[name] += report[name]
         for name, number in report.get("total", {}).items():
-            joined["total"][name] = _add(joined["total"][name], number)
+            one = joined["total"][name]
+            joined["total"][name] = number if one is None else one if number is None else one + number
     return dict(joined)
-
-
-def _add(one: float | None, other: float | None) -> float | None:
-    return other if one is None else one if other is None else one + other
 
 
 def _read_reason(answer: httpx.Response) -> str:

@@ -110,13 +110,30 @@ def make_report(view: View[CoverageDocument], state: ServerState, places: Places
     """The JSON of `/coverage`."""
     document = view.document
     findings = [*_find_state(document, state), *_find_losses(document), *_find_reasons(document, places)]
+    rows = [row for row in document.rows if row.policy]
+    found = []
+    for policy, mode in dict.fromkeys([(row.policy, row.mode) for row in rows]):
+        own = [row for row in rows if (row.policy, row.mode) == (policy, mode)]
+        recent, total = _sum(own, recent=True), _sum(own, recent=False)
+        found.append(
+            {
+                "policy": policy,
+                "mode": mode,
+                "place": _write_place(places, policy),
+                "requests": sum(recent.values()),
+                "counted": recent[COUNTED],
+                "not_counted": recent[UNGUARDED],
+                "exempt": recent[EXEMPT],
+                "since_start": {"requests": sum(total.values()), "counted": total[COUNTED], "not_counted": total[UNGUARDED]},
+            }
+        )
     return {
         **describe_view(view, now),
         **describe_coverage(document, state),
         "since": write_time(document.since),
         "store": state.store,
         "since_start": _add_up(document, recent=False),
-        "policies": _describe_policies(document, places),
+        "policies": found,
         "findings": sorted(findings, key=lambda finding: (finding["level"] != PROBLEM, -finding["requests"])),
     }
 
@@ -177,27 +194,6 @@ def _list_main_reasons(document: CoverageDocument) -> list[str]:
 
 def _tells_why(row: CoverageRow) -> bool:
     return row.reason not in (COUNTED, UNGUARDED, EXEMPT)
-
-
-def _describe_policies(document: CoverageDocument, places: Places) -> list[dict[str, Any]]:
-    rows = [row for row in document.rows if row.policy]
-    found = []
-    for policy, mode in dict.fromkeys([(row.policy, row.mode) for row in rows]):
-        own = [row for row in rows if (row.policy, row.mode) == (policy, mode)]
-        recent, total = _sum(own, recent=True), _sum(own, recent=False)
-        found.append(
-            {
-                "policy": policy,
-                "mode": mode,
-                "place": _write_place(places, policy),
-                "requests": sum(recent.values()),
-                "counted": recent[COUNTED],
-                "not_counted": recent[UNGUARDED],
-                "exempt": recent[EXEMPT],
-                "since_start": {"requests": sum(total.values()), "counted": total[COUNTED], "not_counted": total[UNGUARDED]},
-            }
-        )
-    return found
 
 
 def _sum(rows: Iterable[CoverageRow], *, recent: bool) -> dict[str, int]:

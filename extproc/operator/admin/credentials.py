@@ -48,7 +48,9 @@ class Credentials:
         if request.method == "POST" and not _is_json(request):
             raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type must be application/json")
         name = _ODD.sub("?", request.headers.get(OPERATOR_HEADER, "somebody"))[:_LONGEST_NAME]
-        if _is_unix(request):
+        # Whether the request came by the socket, which file permissions protect: its address has no port
+        server = request.scope.get("server")
+        if server is not None and server[1] is None:
             return f"{name} (socket)"
         self._check_token(request)
         return f"{name} (token)"
@@ -87,9 +89,3 @@ def _explain(error: OSError | ValueError) -> str:
 
 def _is_json(request: Request) -> bool:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
-
-
-def _is_unix(request: Request) -> bool:
-    """Whether the request came by the socket, which file permissions protect: its address has no port."""
-    server = request.scope.get("server")
-    return server is not None and server[1] is None

@@ -93,7 +93,18 @@ def report_sessions(
     """The JSON of `/sessions`."""
     rows = view.document.rows
     found = select((describe_session(row, shows_callers=shows_callers, orders=orders) for row in rows), selection, SORTS)
-    counts = {"known": len(rows), "total": _add_up(found)}
+    counted = ("total_step_count", "total_tool_calls", "total_block_count")
+    money = ("actual_cost", "estimated_cost")
+    counts = {
+        "known": len(rows),
+        "total": {
+            "sessions": len(found),
+            "callers": len({session["caller"] for session in found}),
+            "killed": sum(session["killed"] is not None for session in found),
+            **{name: sum(session[name] for session in found) for name in counted},
+            **{name: round(math.fsum(session[name] for session in found), _DIGITS) for name in money},
+        },
+    }
     return {**describe_view(view, now), **counts, "sessions": found[: selection.limit]}
 
 
@@ -170,16 +181,4 @@ def _describe_refusal(refusal: SessionRefusal) -> dict[str, Any]:
         "allowed": convert_amount(refusal.limit, refusal.allowed),
         "tool": refusal.tool or None,
         "agent": refusal.agent or None,
-    }
-
-
-def _add_up(sessions: list[dict[str, Any]]) -> dict[str, Any]:
-    counted = ("total_step_count", "total_tool_calls", "total_block_count")
-    money = ("actual_cost", "estimated_cost")
-    return {
-        "sessions": len(sessions),
-        "callers": len({session["caller"] for session in sessions}),
-        "killed": sum(session["killed"] is not None for session in sessions),
-        **{name: sum(session[name] for session in sessions) for name in counted},
-        **{name: round(math.fsum(session[name] for session in sessions), _DIGITS) for name in money},
     }

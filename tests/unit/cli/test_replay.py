@@ -17,7 +17,7 @@ import pytest
 
 from extproc.cli.main import main
 from extproc.cli.replay import logs
-from extproc.cli.replay.counts import Timeline, Top
+from extproc.cli.replay.counts import Top
 from extproc.request.fingerprint import NO_BODY, write_crc32
 from tests.support.access_logs import START, USER, make_record, write_lines
 from tests.support.documents import bundle, policy
@@ -451,20 +451,6 @@ def test_what_left_the_top_is_told() -> None:
         top.get_or_add(key).count += count
 
     assert (top.dropped, top.get_or_add("a").count, top.get_or_add("d").count) == (5, 0, 7)
-
-
-def test_a_timeline_coarsens_and_loses_nothing() -> None:
-    """However long the time, there are few buckets, and they add up."""
-    timeline = Timeline(2)
-    for second in range(10_000):
-        timeline.add(second * 1000, second % 2)
-
-    points = timeline.list_points()
-
-    assert len(points) <= 240
-    assert [sum(point[1] for point in points), sum(point[2] for point in points)] == [5_000, 5_000]
-    assert [point[0] for point in points] == sorted(point[0] for point in points)
-    assert points[1][0] - points[0][0] == timeline.width_ms // 1000
 
 
 def test_times_may_be_written_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
