@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from extproc.cli.commands import count, write_caller, write_coverage
+from extproc.cli.commands import count, write_caller
 from extproc.cli.commands.overrides import write_order
 from extproc.logs import escape_controls
 
@@ -54,7 +54,7 @@ class LoopScreen:
 
         report, width = self._report, options.max_width
         now = read_time(report["at"])
-        for line in [*write_coverage(report), *_sum_up(report)]:
+        for line in [*[server["line"] for server in report["coverage"]], *_sum_up(report)]:
             yield Text(escape_controls(line))
         columns = [column for column in COLUMNS if width >= column.least]
         rows = [*_list_incidents(report), *report["conversations"]]
@@ -105,9 +105,9 @@ def list_commands(report: Mapping[str, Any], more: str) -> list[str]:
     tight = (report.get("budgets") or {"budgets": []})["budgets"]
     for row in [*_list_incidents(report), *report["conversations"]]:
         whom = f"for {_count_sessions(row)}" if "sessions" in row else f" {write_caller(row)}"
-        said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row.get("orders", ())]]
+        said = [f"{_write_what(row)} {whom}", *[write_order(order) for order in row["orders"]]]
         lines += ["", *[f"# {' '.join(text.splitlines())}" for text in said]]
-        lines += [f"{command}{more}" for command in row.get("commands", {}).values()]
+        lines += [f"{command}{more}" for command in row["commands"].values()]
     for row in tight:
         if row["commands"]:
             about = f"budget {row['rule']} of {write_caller(row)}"
@@ -194,7 +194,7 @@ def _write_whom(row: Mapping[str, Any], _: float) -> str:
 
 def _write_done(row: Mapping[str, Any], now: float) -> str:
     """What is done now: the order in force, the action, or what a shadow policy would do."""
-    if orders := row.get("orders"):
+    if orders := row["orders"]:
         order = next((each for each in orders if each["kind"] in _STOPS), orders[0])
         return f"{_DONE.get(order['kind'], order['kind'])} {write_age(read_time(order['ends']) - now)}"
     if "sessions" in row:
@@ -206,9 +206,7 @@ def _write_done(row: Mapping[str, Any], now: float) -> str:
 
 
 def _write_orders(row: Mapping[str, Any], _: float) -> str:
-    return ", ".join(
-        f"{each['kind']} by {each.get('who', 'unknown')} until {each['ends'][11:16]}" for each in row.get("orders", ())
-    )
+    return ", ".join(f"{each['kind']} by {each.get('who', 'unknown')} until {each['ends'][11:16]}" for each in row["orders"])
 
 
 def _write_cause(row: Mapping[str, Any], _: float) -> str:

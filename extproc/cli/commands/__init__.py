@@ -87,14 +87,9 @@ def count(number: int, noun: str) -> str:
 def write_caller(row: Mapping[str, Any]) -> str:
     """The caller in a row of the admin port: its alias, else its descriptors if shown, else the hash; and labels."""
     told = ", ".join(f"{name}={value}" for name, value in (row["descriptors"] or {}).items())
-    labels = ", ".join(f"{name}: {value}" for name, value in (row.get("labels") or {}).items())
-    caller = str(row.get("alias") or told or row["caller"])
+    labels = ", ".join(f"{name}: {value}" for name, value in (row["labels"] or {}).items())
+    caller = str(row["alias"] or told or row["caller"])
     return f"{caller} ({labels})" if labels else caller
-
-
-def write_coverage(report: Mapping[str, Any]) -> list[str]:
-    """The share of the traffic that is guarded, a line for each server without a shared store."""
-    return [seen["line"] for seen in report.get("coverage", ())]
 
 
 def load_policies(paths: Sequence[str]) -> PolicySet:

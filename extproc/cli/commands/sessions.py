@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
-from extproc.cli.commands import count, write_caller, write_coverage
+from extproc.cli.commands import count, write_caller
 from extproc.cli.commands.overrides import write_order
 from extproc.engine.orders import GRANT
 from extproc.logs import escape_controls
@@ -53,12 +53,15 @@ def run(options: argparse.Namespace) -> int:
 
 def write_report(report: Mapping[str, Any]) -> list[str]:
     """The sessions in lines, with the steps of each if the report has them."""
-    lines = write_coverage(report)
+    lines = [server["line"] for server in report.get("coverage", ())]  # the report of one session has none
     if report["problem"]:
         lines.append(f"other replicas' sessions are missing or old: {report['problem']}")
     if not report["sessions"]:
-        known = report.get("known", 0)
-        lines.append(f"none of {count(known, 'session')} matches" if known else _explain_none(report))
+        known = report["known"]
+        servers = report["coverage"]
+        unlimited = servers and not any(each["limits_sessions"] for each in servers)
+        none = f"no session in the last hour{': no policy has session_limits' if unlimited else ''}"
+        lines.append(f"none of {count(known, 'session')} matches" if known else none)
     for session in report["sessions"]:
         lines.append(_write_session(session))
         lines += write_tree(session)
@@ -67,12 +70,6 @@ def write_report(report: Mapping[str, Any]) -> list[str]:
             lines += [f"  called {times} times: {tool}" for tool, times in session["tool_call_counts"].items()]
             lines += [_write_step(step) for step in session["steps"]]
     return lines
-
-
-def _explain_none(report: Mapping[str, Any]) -> str:
-    seen = report.get("coverage", ())  # missing from servers of an older version
-    unlimited = seen and not any(each["limits_sessions"] for each in seen)
-    return f"no session in the last hour{': no policy has session_limits' if unlimited else ''}"
 
 
 def _write_session(session: Mapping[str, Any]) -> str:
@@ -84,33 +81,33 @@ def _write_session(session: Mapping[str, Any]) -> str:
         f"{counts}, ${session['actual_cost']:.2f}{estimated}, {session['total_block_count']} refused",
         f"since {session['started']}, last {session['last_seen']}",
     ]
-    if unnamed := session.get("unnamed_requests"):
+    if unnamed := session["unnamed_requests"]:
         said.insert(1, f"{count(unnamed, 'request')} for which nothing names a session")
-    if started_by := session.get("started_by"):
-        said.insert(1, f"an agent of {started_by}, as its first words tell")
+    if session["started_by"]:
+        said.insert(1, f"an agent of {session['started_by']}, as its first words tell")
     if session["killed"]:
         said.append(f"killed: {session['killed']}")
     elif refused := session["refused"]:
         about = f" of {refused['tool']}" if refused["tool"] else ""
         when = "refused before the grant" if _is_granted_since(session) else "refused"
         said.append(f"{when}: {refused['limit']}{about}, {refused['used']} of {refused['allowed']}")
-    if session.get("granted"):
+    if session["granted"]:
         said.append(f"granted: {_write_amounts(session['granted'])}")
-    said += [write_order(order) for order in session.get("orders", ())]
+    said += [write_order(order) for order in session["orders"]]
     return "  ".join(said)
 
 
 def _is_granted_since(session: Mapping[str, Any]) -> bool:
     """Whether a grant in force was given after the last refusal."""
     refused = datetime.fromisoformat(session["refused"]["at"])
-    grants = [order for order in session.get("orders", ()) if order["kind"] == GRANT]
+    grants = [order for order in session["orders"] if order["kind"] == GRANT]
     return any(datetime.fromisoformat(order["since"]) >= refused for order in grants)
 
 
 def write_tree(session: Mapping[str, Any]) -> list[str]:
     """A session's agents, each below the one that started it."""
-    agents = session.get("agents")  # missing from servers of an older version
-    if not agents or not (agents["tree"] or agents["refused_requests"]):
+    agents = session["agents"]
+    if not (agents["tree"] or agents["refused_requests"]):
         return []
     refused = f", {count(agents['refused_requests'], 'request')} refused" if agents["refused_requests"] else ""
     lines = [f"  {count(agents['started'], 'agent')}, {agents['active']} active{refused}"]
@@ -127,9 +124,7 @@ def _write_amounts(amounts: Mapping[str, Any]) -> str:
 
 
 def _write_run(session: Mapping[str, Any]) -> list[str]:
-    """Why a run ended, what it used, and its refusals and grants; empty for servers of an older version."""
-    if "usage" not in session:
-        return []
+    """Why a run ended, what it used, and its refusals and grants."""
     used = session["usage"]
     tokens = _write_tokens(used)
     times = f"{used['total_seconds']} s, model {used['model_seconds']} s, tools {used['tool_seconds']} s"
