@@ -193,11 +193,6 @@ def test_a_flag_hides_a_bad_variable() -> None:
     assert given("--max-streams", "5", MAX_STREAMS="many").max_streams == 5
 
 
-def test_variables_of_other_things_are_left_alone() -> None:
-    """Kubernetes sets `LOOPGUARD_PORT` and the like for a Service of that name; that is no error."""
-    assert given(PORT="tcp://10.0.0.1:50051", SERVICE_HOST="10.0.0.1") == Settings()
-
-
 def test_unknown_variables_are_named() -> None:
     """What looks like a setting and is none is told, with what may be meant; what Kubernetes sets is left alone."""
     environ = dict.fromkeys(

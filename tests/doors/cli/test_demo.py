@@ -140,17 +140,6 @@ def test_shows_lines_that_fit_the_policies(start: Callable[[], Demo], tmp_path: 
 
 
 @pytest.mark.deep
-def test_ends_on_sigterm(start: Callable[[], Demo]) -> None:
-    """SIGTERM ends it as cleanly as Ctrl-C does."""
-    demo = start()
-
-    demo.signal(signal.SIGTERM)
-
-    assert demo.wait() == 0
-    eventually(lambda: demo.left() == [], "the end of all that was started")
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize(("child", "name"), [(0, "Envoy"), (1, "Loopguard")])
 def test_a_dead_child_ends_it(child: int, name: str, start: Callable[[], Demo]) -> None:
     """When a child dies, the other is stopped as well. The demo says which one it was and exits with 1."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -174,55 +172,6 @@ def test_a_changed_candidate_is_compared_anew() -> None:
 
 
 # --- What goes wrong
-
-
-@pytest.fixture
-def liar(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The address of a server that answers everything with the test's parameter."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # the base class's name
-            data = request.param.encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class's name
-            pass
-
-    made = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=made.serve_forever, args=(0.05,), daemon=True).start()
-    yield f"http://127.0.0.1:{made.server_address[1]}"
-    made.shutdown()
-    made.server_close()
-
-
-@pytest.mark.parametrize(
-    ("liar", "complaint"),
-    [
-        ('{"replicas": {}}', "no shadow policy is compared with an enforcing one"),
-        ('{"replicas": []}', "the server did not return canary counts"),
-        ('{"replicas": {"a": [{}]}}', "not the state of a canary"),
-        ("[]", "the server did not return canary counts"),
-        ("x", "is not an admin endpoint of Loopguard"),
-    ],
-    indirect=["liar"],
-)
-def test_an_answer_that_is_not_loopguards(liar: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """If something other than Loopguard answers, one line says so, and the exit code is 1."""
-    run = Run(capsys, "canary", "status", "--admin", liar)
-
-    assert run.code == 1
-    assert complaint in run.complaint
-
-
-def test_an_unreachable_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no server listens one line says which, and the exit code is 1."""
-    run = Run(capsys, "canary", "status", "--admin", "http://127.0.0.1:1")
-
-    assert run.code == 1
-    assert run.complaint.startswith("loopguard: cannot ask http://127.0.0.1:1: ")
 
 
 def test_names_with_terminal_commands_are_shown_as_text(

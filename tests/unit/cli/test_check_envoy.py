@@ -443,21 +443,6 @@ def test_a_request_that_had_no_route_may_get_one_late() -> None:
     assert "a request that had no route" in late.problem
 
 
-def test_a_filter_in_a_matcher_is_recognised() -> None:
-    """What chooses when a filter is used stands around it."""
-    document = good()
-    inner = find(document, FILTER)
-    matcher = "type.googleapis.com/envoy.extensions.common.matching.v3.ExtensionWithMatcher"
-    find(document, f"{MANAGER}/http_filters/0")["typed_config"] = {
-        "@type": matcher,
-        "extension_config": {"name": "inside", "typed_config": inner},
-    }
-
-    made = report(document)
-
-    assert (made.findings, [route.modes for route in made.routes]) == ([], [["BUFFERED"], []])
-
-
 # ---- What policies need
 
 

@@ -33,13 +33,6 @@ pytestmark = [pytest.mark.usefixtures("_no_settings"), pytest.mark.compiled]  # 
 # validate
 
 
-def test_validate_good(capsys: pytest.CaptureFixture[str], good: str) -> None:
-    """A good file exits 0 and stays silent on stderr."""
-    run = Run(capsys, "validate", good)
-
-    assert (run.code, run.out, run.err) == (0, "good: 1 policy in 1 file\n", "")
-
-
 @pytest.mark.parametrize("way", ["flag", "variable"])
 def test_validate_warns(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Where they are allowed, parts that are not enforced are warnings, each with its place, and the exit code stays 0."""
@@ -148,23 +141,6 @@ def test_validate_takes_what_serve_takes(capsys: pytest.CaptureFixture[str], tmp
         taken, refused = taken + (not errors), refused + bool(errors)
     assert taken > 5
     assert refused > 100
-
-
-def test_validate_bad(capsys: pytest.CaptureFixture[str], tmp_path: Path, good: str) -> None:
-    """Every error of every file is on stderr as `file: /pointer: message`, and the exit code is 1."""
-    bad = written(tmp_path / "bad.json", policy("q", {}, action="explode", window_seconds=0))
-    broken = tmp_path / "broken.json"
-    broken.write_text("{")
-
-    run = Run(capsys, "validate", bad, good, str(broken))
-
-    assert (run.code, run.out) == (1, "")
-    assert run.err.splitlines() == [
-        f"{bad}: /spec/loop_detection/window_seconds: window_seconds must be a positive integer, not 0",
-        f"{bad}: /spec/loop_detection/action: action must be one of reject, land, throttle, steer, warn, not 'explode'",
-        f"{bad}: /spec/selector: selector needs at least one of pathExact, pathPrefix and routes, but has nothing",
-        f"{broken}: /: is not JSON: Expecting property name enclosed in double quotes at line 1, column 2",
-    ]
 
 
 def test_validate_keeps_each_error_on_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -579,16 +555,6 @@ def test_explain_names_a_single_detector_that_looks(capsys: pytest.CaptureFixtur
     }
 
 
-def test_explain_shows_shadow_detectors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """In shadow every mode shows what it would do, under the keys of the shadow."""
-    found = shown(
-        Run(capsys, "explain", "--policy", looks(tmp_path / "p.json", *LOOPS, mode="shadow"), "-d", called(3), "h/v1")
-    )
-
-    assert all(block["policy"] == "p (shadow)" and "report: would reject" in block["decision"] for block in found.values())
-    assert all(block["key"].startswith("shadow:loop:p:") for name, block in found.items() if name != "tool_calls")
-
-
 @pytest.mark.parametrize(
     ("flags", "reasons"),
     [
@@ -837,14 +803,3 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], good: str, arguments: 
 
     assert run.code == 2
     assert run.complaint.startswith(f"loopguard: {line}")
-
-
-def test_a_bad_variable_is_a_usage_error(
-    capsys: pytest.CaptureFixture[str], good: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The environment is held to the same rules as the flags."""
-    monkeypatch.setenv("LOOPGUARD_LISTEN", "nowhere")
-
-    run = Run(capsys, "serve", "--policy", good)
-
-    assert (run.code, run.complaint) == (2, "loopguard: LOOPGUARD_LISTEN must be HOST:PORT or unix:/PATH, not 'nowhere'")

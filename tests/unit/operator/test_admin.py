@@ -25,7 +25,7 @@ from starlette.routing import Route
 from extproc.errors import LoopguardError, UsageError
 from extproc.metrics import Metrics
 from extproc.operator.admin import server as admin_server
-from extproc.operator.admin.client import AdminClient, find_admin, open_clients
+from extproc.operator.admin.client import AdminClient, find_admin
 from extproc.operator.admin.pages import MAX_BODY, Page, is_near, make_app, read_json, route_page, send_page
 from extproc.operator.admin.server import AdminServer
 from extproc.server import Server
@@ -190,19 +190,6 @@ def test_unknown_paths_name_the_known_ones() -> None:
     assert down[1]["content-type"] == "application/json"
 
 
-def test_head_is_get_without_the_body() -> None:
-    """HEAD has the status and the length of GET."""
-    with serving(make_admin({"/p": lambda: Page(HTTPStatus.OK, {"a": 1})})) as port:
-        get = ask(port, "/p")
-        with socket.create_connection(("127.0.0.1", port)) as client:
-            client.sendall(b"HEAD /p HTTP/1.0\r\n\r\n")
-            head = client.makefile("rb").read()
-
-    assert head.startswith(b"HTTP/1.1 200 ")
-    assert b"content-length: %d\r\n" % len(get[2]) in head
-    assert head.endswith(b"\r\n\r\n")
-
-
 def test_a_page_that_fails_says_so() -> None:
     """An error inside a page is a 500 with the reason, and the server lives on."""
 
@@ -214,12 +201,6 @@ def test_a_page_that_fails_says_so() -> None:
 
     assert [answer[0] for answer in answers] == [500, 200]
     assert json.loads(answers[0][2]) == {"error": "too deep"}
-
-
-def test_a_silent_client_delays_no_other() -> None:
-    """The others are answered in the meantime."""
-    with serving(make_admin()) as port, socket.create_connection(("127.0.0.1", port)):
-        assert ask(port, "/metrics")[0] == 200
 
 
 def test_more_silent_clients_than_there_is_room_for_delay_no_other() -> None:
@@ -352,11 +333,6 @@ def test_the_machines_own_server_is_found_by_its_environment(environ: dict[str, 
     assert find_admin(environ) == expected
 
 
-def test_several_servers_can_be_asked() -> None:
-    """`--admin` may be given for each replica."""
-    assert [client.url for client in open_clients(["a:1", "b:2"])] == ["a:1", "b:2"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module", deepen(["extproc.cli.main", "extproc.ext_proc.stream", "extproc.transport.fast"], "extproc.cli.main")
@@ -387,14 +363,6 @@ def test_an_address_in_use_is_one_clear_error() -> None:
         make_admin().start(parse_address(f"127.0.0.1:{port}"))
 
     assert str(failure.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another with --admin"
-
-
-def test_a_socket_is_no_admin_address() -> None:
-    """A Unix socket is a usage error, because scrapers and probes need a port."""
-    with pytest.raises(UsageError) as failure:
-        make_admin().start(parse_address("unix:/run/x"))
-
-    assert str(failure.value) == "--admin must be HOST:PORT, not 'unix:/run/x'"
 
 
 def test_an_admin_that_never_started_can_be_stopped() -> None:

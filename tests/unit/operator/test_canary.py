@@ -186,40 +186,36 @@ def test_a_candidate_that_acts_on_a_share_is_compared_on_the_others() -> None:
     assert counts_of(service) == {"neither": 1, "only_candidate": 2, "both": 2, "extra": 2, "already": 2, "refused": 2}
 
 
-def test_a_milder_candidate_misses_refusals() -> None:
-    """A request that live refuses and the candidate would let through is a missed refusal."""
-    service = make_service(policy("live", ANY, threshold_identical_requests=2), shadow(threshold_identical_requests=4))
-
-    send(service, 5)
-
-    assert counts_of(service) == {"neither": 1, "only_live": 2, "both": 2, "missed": 2, "already": 2, "refused": 4}
-
-
-def test_actions_other_than_refusals_are_no_refusals() -> None:
-    """A candidate that refuses what live warns about agrees that there is a loop, and refuses anew."""
-    service = make_service(policy("live", ANY, action="warn", threshold_identical_requests=2), shadow())
-
-    send(service, 3)
-
-    assert counts_of(service) == {"neither": 1, "both": 2, "extra": 2}
-
-
-def test_a_candidate_that_warns_refuses_nothing() -> None:
-    """Its warnings are disagreements, but no refusals."""
-    service = make_service(LIVE, shadow(action="warn"))
-
-    send(service, 3)
-
-    assert counts_of(service) == {"neither": 1, "only_candidate": 2}
+REJECT_SECOND: dict[str, Any] = {"threshold_identical_requests": 2, **USER}
+COMPARED: dict[str, tuple[list[dict[str, Any]], int, dict[str, int]]] = {
+    "a milder candidate misses refusals": (
+        [policy("live", ANY, **REJECT_SECOND), shadow(threshold_identical_requests=4)],
+        5,
+        {"neither": 1, "only_live": 2, "both": 2, "missed": 2, "already": 2, "refused": 4},
+    ),
+    "a warning of the live policy is no refusal": (
+        [policy("live", ANY, action="warn", **REJECT_SECOND), shadow()],
+        3,
+        {"neither": 1, "both": 2, "extra": 2},
+    ),
+    "a candidate that warns refuses nothing": ([LIVE, shadow(action="warn")], 3, {"neither": 1, "only_candidate": 2}),
+    "what another policy refuses is no extra refusal": (
+        [LIVE, shadow(), policy("other", {"pathPrefix": "/v1"}, **REJECT_SECOND)],
+        2,
+        {"neither": 1, "only_candidate": 1, "already": 1, "refused": 1},
+    ),
+}
+"""Policies, the number of equal requests, and what is counted."""
 
 
-def test_what_another_policy_refuses_is_no_extra_refusal() -> None:
-    """A client that is refused anyway would notice nothing."""
-    service = make_service(LIVE, shadow(), policy("other", {"pathPrefix": "/v1"}, threshold_identical_requests=2, **USER))
+@pytest.mark.parametrize(("policies", "times", "expected"), COMPARED.values(), ids=COMPARED)
+def test_disagreements_are_counted_by_kind(policies: list[dict[str, Any]], times: int, expected: dict[str, int]) -> None:
+    """Only what would change for a client is an extra or a missed refusal."""
+    service = make_service(*policies)
 
-    send(service, 2)
+    send(service, times)
 
-    assert counts_of(service) == {"neither": 1, "only_candidate": 1, "already": 1, "refused": 1}
+    assert counts_of(service) == expected
 
 
 def test_requests_that_only_one_of_them_counts() -> None:
@@ -361,9 +357,6 @@ def test_frequent_disagreements_are_never_missed(paths: list[str]) -> None:
     assert all(count - over <= paths.count(path) <= count for path, (count, over) in shown.items())
     frequent = {path for path in paths if paths.count(path) > max(len(paths) / SHOWN, len(paths) / _MAX_DISAGREEMENTS)}
     assert frequent <= shown.keys()
-
-
-# --- Samples
 
 
 # --- Sketches

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 from starlette.testclient import TestClient
 
 from extproc.cli.main import make_parser
@@ -30,7 +30,6 @@ from extproc.operator.session_rows import SessionDocument
 from extproc.operator.standing_orders import OrderIndex, ShownRow, concerns
 from extproc.sessions.prices import Prices
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.documents import MAX_DOCUMENT
 from tests.support.documents import policy
 from tests.support.messages import body, headers
 from tests.support.orders import apply_orders, order
@@ -221,20 +220,6 @@ def test_what_was_long_ago_is_left_out_and_rows_are_not_changed() -> None:
     assert (merged.rows[0].requests, merged.left_out) == (2, 2)
     assert asdict(row) == before
     assert ConversationDocument.merge([ConversationDocument([row])], NOW + 4_000).rows == []
-
-
-def test_a_table_that_does_not_fit_keeps_what_is_largest() -> None:
-    """The rest stays behind, and that is said."""
-    noise = random.Random(0)
-    row = ConversationRow("a" * 16, "x", "", "", "/", "", [], [], [], NOW, NOW, 1, 100)
-    rows = [replace(row, conversation=noise.randbytes(90).hex()) for _ in range(1_000)]
-
-    packed = ConversationDocument(rows).pack()
-    (found,) = unpack_all({"b": packed}, ConversationDocument).values()
-
-    assert len(packed) <= MAX_DOCUMENT
-    assert found.rows == rows[: len(found.rows)]
-    assert 0 < found.left_out == 1_000 - len(found.rows)
 
 
 def test_what_costs_most_now_comes_first() -> None:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
 from extproc.decision import Decision
 from extproc.ext_proc.service import Service
 from extproc.metrics import Metrics
-from extproc.operator.admin.loop_report import LoopPages
-from extproc.operator.admin.pages import make_app
-from extproc.operator.board import Board, unpack_all
+from extproc.operator.board import unpack_all
 from extproc.operator.events import IncidentEvents
-from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument, IncidentRow
+from extproc.operator.incident_rows import WINDOW_SECONDS, IncidentDocument
 from extproc.operator.incident_table import LONGEST_SECONDS, REST_SECONDS, IncidentTable
-from extproc.operator.loop_rows import LoopDocument
-from extproc.sessions.prices import Prices
 from extproc.store.memory import MemoryStore
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
@@ -279,16 +273,6 @@ def fail(service: Service, callers: str = "abc", tasks: str = "12") -> list[Any]
     ]
 
 
-def open_report(service: Service) -> dict[str, Any]:
-    """The JSON of `/loops`."""
-    store = MemoryStore(Metrics())
-    loops = Board("loops", LoopDocument, service.reporter.loops, store, lambda: False)
-    incidents = Board("incidents", IncidentDocument, service.reporter.incidents, store, lambda: False)
-    pages = LoopPages(loops, Prices(None), lambda: False, incidents)
-    answer: dict[str, Any] = TestClient(make_app(Metrics(), pages.list_routes())).get("/loops").json()
-    return answer
-
-
 def test_agents_get_a_note_that_tells_them_to_wait() -> None:
     """Through ext_proc: a request that would have been refused goes on, with the note behind its newest result."""
     service = make_service(policy("p", ANY, **TURNS))
@@ -300,25 +284,3 @@ def test_agents_get_a_note_that_tells_them_to_wait() -> None:
     assert "Tool failing: " in note
     assert "Wait before you try it again." in note
     assert "requests will be refused" not in note
-
-
-def test_an_incident_is_one_row_and_its_later_sessions_are_no_loops() -> None:
-    """The report has it, without anything that a caller said."""
-    service = make_service(policy("p", ANY, **TURNS))
-    fail(service)
-
-    report = open_report(service)
-
-    (row,) = report["incidents"]
-    assert {name: row[name] for name in ("tool", "policies", "active", "callers", "sessions", "not_refused")} == {
-        "tool": "search", "policies": ["p"], "active": True, "callers": 3, "sessions": 6, "not_refused": 2,
-    }  # fmt: skip
-    assert "database" not in json.dumps(report)
-    assert [sum(curve["minutes"]) for curve in report["curves"]] == [4, 2]
-
-
-def test_a_row_needs_room_for_nothing_else() -> None:
-    """What a replica publishes is small."""
-    row = IncidentRow("p", "search", "00" * 8, 1.0, time.time(), ["0" * 16] * 64, ["0" * 16] * 64, 1, 0)
-
-    assert len(IncidentDocument([row] * 400).pack()) < 50_000

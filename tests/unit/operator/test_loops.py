@@ -33,7 +33,6 @@ from extproc.operator.budget_rows import BudgetDocument
 from extproc.operator.conversation_rows import ConversationDocument
 from extproc.operator.incident_rows import IncidentDocument
 from extproc.operator.loop_rows import MINUTES, Line, Loop, LoopDocument, merge_lines, merge_loops
-from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.prices import Prices, read_model
 from extproc.settings import parse_address
 from extproc.store.memory import MemoryStore
@@ -109,42 +108,6 @@ def test_an_agents_loop_names_tool_model_and_route() -> None:
     (loop,) = list_loops(service)
 
     assert (loop.tools, loop.model, loop.route) == (["search"], "gpt-4o", "llm")
-
-
-def test_one_tenants_storm_does_not_push_out_another() -> None:
-    """A thousand loops are kept, a tenth of them one tenant's; the one that has been quiet longest goes first."""
-    service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
-    repeat(service, headers("/stuck", x_user_id="stuck", end=True), times=2)
-    for number in range(MAX_TENANT_ROWS + 50):
-        repeat(service, headers(f"/{number}", x_user_id="storm", end=True), times=2)
-    of_storm = [loop.path for loop in list_loops(service) if loop.path != "/stuck"]
-
-    assert of_storm == [f"/{number}" for number in range(50, MAX_TENANT_ROWS + 50)]
-    assert len(list_loops(service)) == MAX_TENANT_ROWS + 1
-
-
-@pytest.mark.deep
-def test_a_thousand_tenants_at_once_fill_the_table_and_no_more() -> None:
-    """Beyond the bound the table does not grow."""
-    service = make_service(policy("p", ANY, threshold_identical_requests=2, **BY_USER))
-    for number in range(MAX_ROWS + 200):
-        repeat(service, headers("/", x_user_id=str(number), end=True), times=2)
-
-    assert len(list_loops(service)) == MAX_ROWS
-    assert list_loops(service)[-1].caller == [("x-user-id", str(MAX_ROWS + 199))]
-
-
-def test_quiet_loops_are_forgotten() -> None:
-    """What was last acted on before a moment goes, and its tenant may have as many loops again."""
-    service = make_service(policy("p", ANY, threshold_identical_requests=2))
-    repeat(service, headers("/a", end=True), times=2)
-    table = service.reporter.loops
-
-    table.drop_quiet(time.time() - 3_600)
-    assert len(table.copy()) == 1
-
-    table.drop_quiet(time.time() + 1)
-    assert table.copy() == []
 
 
 def test_what_is_kept_of_a_client_is_short() -> None:

@@ -498,17 +498,6 @@ def test_orders_apply_on_every_replica_once_it_has_asked(caplog: pytest.LogCaptu
     assert "ann" not in caplog.text
 
 
-def test_standing_orders_apply_on_a_replica_that_starts() -> None:
-    """A restart loses nothing."""
-    one = Replicas(1)
-    one.give(kind="block", caller={"x-user-id": "ann"})
-    service = make_service(policy("p", ANY, **USER), store=one.store)
-
-    asyncio.run(OverrideService(one.store, service, service.metrics).refresh())
-
-    assert send(service, 1) == [429]
-
-
 def test_without_the_store_the_last_known_orders_hold_until_they_end(clock: Clock) -> None:
     """A replica without its store applies the orders it knows until they end, and tells the operator of new ones."""
     store = FailingStore("nothing")
