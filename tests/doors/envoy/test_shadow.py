@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.documents import bundle, policy
 from tests.support.extent import deepen
-from tests.support.harness import Stack, eventually, stack
+from tests.support.harness import Stack, stack
 
 _KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "threshold_identical_requests": 2}
 ENFORCING = [
@@ -144,35 +144,6 @@ def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preambl
             for detector in ("canonical", "tail", "tool_calls"):
                 assert made.loopguard.metric("detections_total", policy="s-looks", detector=detector, mode="shadow") > 0
             assert made.loopguard.metric("uncounted_total", policy="s-body", reason="inspect_limit") > 0
-
-
-@pytest.fixture(scope="module")
-def observed_without_shadow() -> list[tuple[bytes, ...]]:
-    """The traffic where Envoy ignores all answers, with the enforcing policies alone."""
-    alone = bundle(*ENFORCING, policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000))
-    with stack(alone, shadow_mode="observability") as made:
-        return _traffic(made)
-
-
-@pytest.mark.parametrize(
-    ("preamble", "store"),
-    deepen(
-        [("", "memory://"), (_BROKEN_EVALUATION, "memory://"), (_BROKEN_COMPARISON, "memory://"), ("", "redis://127.0.0.1:1")],
-        ("", "memory://"),
-        (_BROKEN_EVALUATION, "memory://"),
-    ),
-    ids=["healthy", "evaluation raises", "comparison raises", "dead store"],
-)
-def test_shadow_changes_no_byte_where_envoy_only_looks_on(
-    observed_without_shadow: list[tuple[bytes, ...]], preamble: str, store: str
-) -> None:
-    """In observability mode all requests pass as they came, with shadow policies in any health; and they are seen."""
-    with stack(bundle(*SHADOW, *ENFORCING), "--store", store, preamble=preamble, shadow_mode="observability") as made:
-        traffic = _traffic(made)
-
-        assert traffic == observed_without_shadow
-        assert b"429" not in b"".join(part for parts in traffic for part in parts[:1])
-        eventually(lambda: made.loopguard.metric("loops_detected_total", policy="e-reject", mode="enforce"), "the loop")
 
 
 def test_shadow_counts_apart_and_shows_in_the_access_log(shared: Stack, user: dict[str, str]) -> None:
