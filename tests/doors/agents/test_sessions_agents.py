@@ -104,28 +104,3 @@ def test_an_agent_that_gets_on_is_left_alone(gate: Gate, agent: Agent, user: dic
 
     assert refusal is None
     assert len(turns) == 9
-
-
-@every_agent
-def test_two_sessions_of_one_user_are_apart(gate: Gate, agent: Agent, user: dict[str, str]) -> None:
-    """What one session was told says nothing about another."""
-    gate.model.scripts[user[USER]] = lambda number: DONE if number % 3 == 2 else [CHECK]
-
-    found = [play(gate, agent, {**user, "x-session-id": f"s{n}"}, same) for n in range(3)]
-
-    assert [refusal for _, refusal in found] == [None] * 3
-    assert gate.model.asked[user[USER]] == 9
-
-
-@every_agent
-def test_without_a_session_no_request_is_refused(gate: Gate, agent: Agent, user: dict[str, str]) -> None:
-    """What the server keeps cannot be seen, and the metric says so."""
-    gate.model.scripts[user[USER]] = again([CHECK])
-    before = sum(replica.metric("uncounted_total", reason="no_history") for replica in gate.stack.replicas)
-
-    turns, refusal = play(gate, agent, user, same)
-
-    assert refusal is None
-    assert len(turns) == 12
-    after = sum(replica.metric("uncounted_total", reason="no_history") for replica in gate.stack.replicas)
-    assert after - before == 11

@@ -68,15 +68,3 @@ def test_an_agent_that_edits_and_checks_is_left_alone(gate: Gate, name: str, use
 
     assert refusal is None
     assert len(turns) == len(answers) + 1
-
-
-def test_a_refused_body_is_not_retried_for_a_while(gate: Gate, user: dict[str, str]) -> None:
-    """Waiting changes nothing about a history, and the answer does not promise that it would."""
-    import openai
-
-    _, refusal = play(gate, "chat", again(TOOLS), user[USER], same)
-
-    assert isinstance(refusal, openai.RateLimitError)
-    assert refusal.response.headers["x-should-retry"] == "false"
-    assert "retry-after" not in refusal.response.headers
-    assert "Neither repeating it nor waiting will bring anything new." in str(refusal)

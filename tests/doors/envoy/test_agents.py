@@ -6,7 +6,6 @@ The agents and the model are those of `make demo-agent`; each test says what the
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -177,23 +176,6 @@ def test_a_looping_agent_is_stopped(gate: Gate, api: str, loop: str, user: dict[
     assert gate.sent() - sent == turns + 1
 
 
-def test_the_reason_is_where_each_sdk_has_it(gate: Gate, api: str, user: dict[str, str]) -> None:
-    """OpenAI's SDK gives code and type of the error, Anthropic's its own envelope; both the message in the exception's text."""
-    import openai
-
-    refusal = play(gate, api, again([CHECK]), user).refusal
-
-    assert refusal is not None
-    assert ONE_LOOP in str(refusal)
-    if isinstance(refusal, openai.RateLimitError):
-        assert (refusal.code, refusal.type) == ("recursive_loop_detected", "loop_detected")
-    else:
-        assert isinstance(refusal.body, dict)
-        assert (refusal.body["type"], refusal.body["error"]["type"]) == ("error", "loop_detected")
-    assert refusal.response.headers["x-loopguard-policy"] == "loops"
-    assert refusal.response.headers["x-loopguard-count"] == "3"
-
-
 EIGHT = range(8)
 
 PROGRESS: dict[str, tuple[str, Sequence[Answer], Sequence[str], Sequence[str]]] = {  # where, the answers, to what, what moves
@@ -228,81 +210,9 @@ def test_an_agent_that_makes_progress_is_never_stopped(gate: Gate, api: str, cas
     assert gate.stack.loopguard.metric("loops_detected_total") == before
 
 
-def test_an_agent_goes_on_with_the_reason_as_a_message(gate: Gate, api: str, user: dict[str, str]) -> None:
-    """With the refusal's text as a new user message the conversation is let through again."""
-    messages: list[Any] = []
-    refused = play(gate, api, again([CHECK]), user, messages=messages)
-
-    went_on = play(gate, api, again([Call("first")], "I changed the approach."), user, tasks=[refused.said], messages=messages)
-
-    assert went_on.refusal is None
-    assert went_on.turns[-1].text == "I changed the approach."
-
-
-def test_another_user_in_the_same_loop_is_judged_by_its_own_calls(gate: Gate, api: str, user: dict[str, str]) -> None:
-    """An agent that was stopped leaves nothing behind that stops another one earlier."""
-    other = {"x-user-id": f"{user['x-user-id']}-other"}
-
-    stopped = [len(play(gate, api, again([CHECK]), who).turns) for who in (user, other, user)]
-
-    assert stopped == [3, 3, 3]
-
-
-def test_shadow_mode_counts_and_stops_no_agent(gate: Gate, api: str, user: dict[str, str]) -> None:
-    """In shadow mode the looping agent comes to its end, and the metric has every request that would have been refused."""
-    metric, labels = gate.stack.loopguard.metric, {"policy": "shadow", "mode": "shadow", "action": "reject"}
-    before = metric("loops_detected_total", **labels)
-
-    played = play(gate, api, told(*([CHECK],) * 6, DONE), user, path="/shadow")
-
-    assert played.refusal is None
-    assert played.turns[-1].text == DONE
-    assert metric("loops_detected_total", **labels) - before == 4  # the requests with three to six calls in them
-
-
 WATCHER = calls("watcher", "", mode="shadow")
 WATCHER["spec"]["loop_detection"] = [
     {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 2, "similarity": similarity}
     for similarity in ("tool_calls", "tail", "canonical", "exact")
 ]
 WATCHER["spec"]["loop_detection"][1]["tail_messages"] = 1
-
-
-def _log_all_metadata(config: str) -> str:
-    """Envoy's configuration with all that Loopguard tells it in the access log."""
-    known = 'loop_action: "%DYNAMIC_METADATA(loopguard:action)%"'
-    assert known in config
-    return config.replace(known, f'{known}\n                  loopguard: "%DYNAMIC_METADATA(loopguard)%"')
-
-
-SECRETS = ("argument5a1e", "result77c0", "usertext90b2", "have a look")  # the last is what the model says around its calls
-
-
-def test_secrets_of_a_conversation_stay_in_it(api: str, user: dict[str, str]) -> None:
-    """Arguments, results and texts are neither in Loopguard's log and metrics, nor in Envoy's log, nor in the refusal."""
-    secret = Call("check", {"key-argument5a1e": "ARGUMENT5A1E", "n": ["argument5a1e"]})
-    tools: dict[str, Callable[..., str]] = {"check": lambda **_: "Result77c0 is result77c0"}
-    flags = ("--record", "--log-level", "debug")
-    with fake_model() as model:
-        upstream = f"127.0.0.1:{model.port}"
-        with stack(bundle(calls("secret", ""), WATCHER), *flags, upstream=upstream, edit=_log_all_metadata) as made:
-            played = play(Gate(made, model), api, again([secret]), user, tasks=["UserText90b2, please"], tools=tools)
-
-            assert played.refusal is not None
-            response = played.refusal.response
-            for line in (
-                "policy=secret detector=default",
-                "policy=watcher detector=tool_calls",
-                "policy=watcher detector=tail",
-            ):
-                made.loopguard.wait_for(f"loop detected {line} ")
-            logged = made.envoy.logged(response.request.url.path, status=429)["loopguard"]
-            assert {"action": "reject", "policy": "secret", "shadow_policy": "watcher"}.items() <= logged.items()
-            places = {
-                "Loopguard's log": made.loopguard.output(),
-                "metrics": made.loopguard.get("/metrics")[1],
-                "Envoy's log": made.envoy.output(),
-                "headers": json.dumps(dict(response.headers)),
-                "message": response.text,
-            }
-            assert [(name, it) for name, text in places.items() for it in SECRETS if it in text.lower()] == []

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from extproc.cli.main import main
-from tests.support.budget_policies import rule
 from tests.support.documents import bundle
 from tests.support.harness import PATIENCE, Answer, Stack, envoy_version, eventually, stack
 from tests.support.servers import Server, server
@@ -40,7 +39,6 @@ BREAKER = {
     "auto_reset_after_minutes": 5,
 }
 USED = {"prompt_tokens": 1, "completion_tokens": 1_999, "total_tokens": 2_000}
-SLOW = [{"threshold_percent": 1, "action": "throttle", "delay_ms": 30_000}, *REJECT]
 LOOP = {"enabled": True, "window_seconds": 60, "threshold_identical_requests": 3, "action": "reject", "similarity": "exact"}
 
 POLICIES = bundle(
@@ -70,26 +68,7 @@ POLICIES = bundle(
         burst_tokens=10_000,
         default_max_completion_tokens=1024,
     ),
-    limited(
-        "held",
-        "token_bucket",
-        {
-            "rules": [
-                rule("token_bucket", "all", tokens_per_second=0.001, burst=100, cost_source="header:x-cost"),
-                rule("cost_based", "slow", ["header:x-slow"], budget=10, period="7d", staged_actions=SLOW),
-            ]
-        },
-    ),
     limited("tokens", "cost_based", budget=1_000_000, period="7d", cost_key="usage:tokens", staged_actions=REJECT),
-    limited(
-        "dollars",
-        "cost_based",
-        budget=1.0,
-        period="7d",
-        cost_key="usage:dollars",
-        prices={"*": {"input": 0, "output": 10_000}},
-        staged_actions=REJECT,
-    ),
     kill_switches=[{"scope_key": "header:x-tenant-id", "scope_value": "tenant-42", "reason": "incident_block"}],
 )
 
@@ -160,37 +139,6 @@ def test_side_by_side_exactly_as_many_pass_as_there_are(shop: Shop) -> None:
     assert 0 < int(refusal.headers["retry-after"]) <= 604_800
 
 
-def test_stages_warn_and_delay(shop: Shop) -> None:
-    """From 80 % on clients are warned, the last request waits."""
-    answers = [shop.ask("/cost/x", "stages") for _ in range(10)]
-
-    assert [answer.status for answer in answers] == [200] * 10
-    warned = [answer.headers.get("x-fairvisor-warning") for answer in answers]
-    assert warned == [None] * 7 + ["budget_warn"] * 2 + ["budget_throttle"]
-
-
-def test_a_loop_pays_nothing_and_a_shadow_budget_refuses_nothing(shop: Shop) -> None:
-    """After a loop the bucket is as before; what a shadow budget would do is counted."""
-    loops = [shop.ask("/loop/x", "ann").status for _ in range(12)]
-    other = {"messages": [{"role": "user", "content": "other"}]}
-
-    assert loops == [200] * 2 + [429] * 10
-    left = eventually(lambda: shop.ask("/loop/x", "ann", {**other, "n": 1}).headers["ratelimit-remaining"], "an answer")
-    assert left == "17"
-    assert [shop.ask("/shadow/x", "ann").status for _ in range(4)] == [200] * 4
-    labels = {"policy": "shadow", "mode": "shadow", "rule": "shadow-rule", "reason": "token_bucket_exceeded"}
-    assert shop.count("budgets_total", **labels, action="reject") == 2
-
-
-def test_a_breaker_opens_on_both_replicas(shop: Shop) -> None:
-    """And says for how long."""
-    answers = [shop.ask("/breaker/x", "ann") for _ in range(6)]
-
-    assert [answer.status for answer in answers] == [200] * 3 + [429] * 3
-    assert answers[-1].headers["x-fairvisor-reason"] == "circuit_breaker_open"
-    assert 290 <= int(answers[-1].headers["retry-after"]) <= 300
-
-
 def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
     """Exact to the token, on two replicas: estimates are replaced, cached tokens count, also beyond the estimate."""
     usage = {"prompt_tokens": 5_000, "completion_tokens": 17, "prompt_tokens_details": {"cached_tokens": 4_000}}
@@ -210,59 +158,6 @@ def test_tokens_are_settled_by_what_responses_report(shop: Shop) -> None:
     assert hours * 3_600 + minutes * 60 + seconds == int(last.headers["ratelimit-reset"])
     assert told == {"x-ratelimit-limit-tokens": "1000000", "x-ratelimit-remaining-tokens": f"{left}"}
     assert not [name for name in shop.ask("/minimal/x", "tim").headers if name.startswith("x-ratelimit")]
-
-
-def test_an_llm_bucket_goes_below_zero_and_a_large_request_is_final(shop: Shop) -> None:
-    """An answer that was longer than estimated is paid for by those behind it; what no bucket holds is refused for good."""
-    assert shop.ask("/llm/x", "ann", reply=whole(usage={"prompt_tokens": 10, "completion_tokens": 50_000})).status == 200
-    shop.await_used("llm", 2 * 50_010)
-
-    broke = shop.ask("/llm/x", "ann")
-    large = shop.ask("/llm/x", "bob", {"messages": [{"role": "user", "content": "x" * 50_000}]})
-
-    assert (broke.status, broke.headers["x-fairvisor-reason"], broke.headers["ratelimit-remaining"]) == (
-        429,
-        "tpm_exceeded",
-        "0",
-    )
-    assert int(broke.headers["retry-after"]) > 40_000 * 60
-    assert (large.status, large.headers["x-should-retry"], "retry-after" in large.headers) == (400, "false", False)
-
-
-def test_dollars_have_an_end(shop: Shop) -> None:
-    """A cent for each token of the answer: a hundred of them are a dollar."""
-    statuses = []
-    for number in range(5):
-        body = {"model": "m", "max_tokens": 30, "messages": [{"role": "user", "content": str(number)}]}
-        statuses.append(shop.ask("/dollars/x", "ann", body, whole(usage={"prompt_tokens": 9, "completion_tokens": 30})).status)
-        used = 0.3 * statuses.count(200)
-        shop.await_used("dollars", used - 0.01)
-
-    assert statuses == [200, 200, 200, 429, 429]
-
-
-def test_the_openai_sdk_waits_as_long_as_it_is_told(shop: Shop) -> None:
-    """A refusal is a RateLimitError of the SDK with our code; the SDK is not told to give up."""
-    import openai
-
-    client = openai.OpenAI(
-        api_key="k",
-        base_url=f"http://127.0.0.1:{shop.made.envoy.port}/minimal",
-        default_headers={"x-api-key": "sdk"},
-        max_retries=0,
-        timeout=PATIENCE,
-    )
-    shop.model.reply = whole(id="x", object="chat.completion", created=1, model="m", choices=[])
-
-    def call() -> None:
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "again"}])
-
-    for _ in range(3):
-        call()
-    with pytest.raises(openai.RateLimitError) as refusal:
-        call()
-    assert refusal.value.code == "token_bucket_exceeded"
-    assert "x-should-retry" not in refusal.value.response.headers
 
 
 @pytest.mark.parametrize(
@@ -342,27 +237,6 @@ def test_a_grant_from_budgets_lets_a_caller_go_on(shop: Shop, capsys: pytest.Cap
     assert [shop.ask("/minimal/x", "gus").status for _ in range(3)] == [200, 200, 429]
     assert main(["top", "--once", "--policy", "minimal", "--admin", second.admin_url]) == 0
     assert "minimal/minimal-rule" in capsys.readouterr().out
-
-
-def test_a_client_that_leaves_while_it_is_held_pays_nothing(shop: Shop) -> None:
-    """Each of five takes more than half of the bucket; what it took from both rules comes back."""
-    head = "POST /held/x HTTP/1.1\r\nhost: a\r\nx-api-key: ann\r\nx-slow: 1\r\nx-cost: 60\r\ncontent-length: 2\r\n\r\n{}"
-
-    for _ in range(5):
-        with shop.made.connect() as client:
-            client.sendall(head.encode())
-            eventually(lambda: shop.count("throttled_in_flight") == 1, "a held request")
-        eventually(lambda: shop.count("throttled_in_flight") == 0, "its end")
-        eventually(lambda: int(shop.ask("/held/x", "ann").headers["ratelimit-remaining"]) > 60, "what it took")
-
-    assert shop.count("budget_lost_total") == 0
-
-
-def test_a_kill_switch_comes_first(shop: Shop) -> None:
-    """As in the format's example."""
-    answer = shop.ask("/minimal/x", "kim", None, None, **{"x-tenant-id": "tenant-42"})
-
-    assert (answer.status, answer.headers["x-fairvisor-reason"]) == (429, "kill_switch")
 
 
 def test_replicas_without_their_store_let_no_more_pass_together() -> None:

@@ -270,18 +270,6 @@ def gate() -> Iterator[Stack]:
         yield made
 
 
-def test_private_networks_are_believed_by_default() -> None:
-    """What the bootstrap takes back: where no range is named, a client of this network has one request sent six times."""
-
-    def trusting(text: str) -> str:
-        return re.sub(r"internal_address_config: .*", "internal_address_config: {}", text)
-
-    with stack(bundle(policy("all", {"pathPrefix": "/"})), edit=trusting) as made:
-        made.send("/", headers=RETRY)
-
-        assert len(made.upstream.seen) == 6
-
-
 # ---- A Loopguard that has died
 
 

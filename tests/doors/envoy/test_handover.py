@@ -48,8 +48,8 @@ def _naming(config: str, path: str, value: str) -> str:
     return _replaced(config, "overrides:\n", named, _route(path))
 
 
-def _carrying(config: str, path: str, value: object) -> str:
-    """The route of a path carries something as `policy_json`."""
+def _carrying(config: str, path: str, value: str) -> str:
+    """The route of a path carries a policy as `policy_json`."""
     metadata = json.dumps({"filter_metadata": {"loopguard": {"policy_json": value}}})
     return _replaced(config, "match:", f"metadata: {metadata}\n                match:", _route(path))
 
@@ -59,15 +59,12 @@ def _handing_over(config: str) -> str:
     asked = "request_attributes: [source.address, xds.route_name"
     config = _replaced(config, asked, f"{asked}, {json.dumps(POLICY_ATTRIBUTE)}")
     config = _naming(config, "/named", "strict, gentle")
-    config = _naming(config, "/unknown", "nope")
     config = _naming(config, "/formatted", "%REQ(x-policy)%")
     config = _carrying(config, "/carried", json.dumps(policy("carried", {}, reject_status=418)))
-    config = _carrying(config, "/large", json.dumps(policy("large", {}) | {"description": "x" * 65_000}))
-    config = _carrying(config, "/bad", json.dumps(policy("bad", {}, action="refuse")))
-    return _carrying(config, "/yaml", policy("yaml", {}))
+    return _carrying(config, "/large", json.dumps(policy("large", {}) | {"description": "x" * 65_000}))
 
 
-_ROUTES = ("/plain", "/named", "/unknown", "/formatted", "/carried", "/large", "/bad", "/yaml")
+_ROUTES = ("/plain", "/named", "/formatted", "/carried", "/large")
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +102,6 @@ def test_a_client_names_no_policy(routes: Stack) -> None:
     assert statuses == [200, 200, 200, 429, 429]
 
 
-def test_envoy_names_policies_that_are_unknown(routes: Stack) -> None:
-    """Requests of such a route pass even where Envoy is fail-closed, and are counted."""
-    before = routes.loopguard.metric("handover_errors_total", reason="unknown_policy")
-
-    statuses = _statuses(routes, "/unknown/x", 5)
-
-    assert statuses == [200] * 5
-    assert routes.loopguard.metric("handover_errors_total", reason="unknown_policy") == before + 5
-    assert "nope" in routes.loopguard.output()
-
-
 def test_envoy_fills_in_the_names(routes: Stack) -> None:
     """A formatter's value names the policies; where it has none, selectors decide."""
     formatted = _statuses(routes, "/formatted/x", 3, headers={"x-policy": "strict"})
@@ -134,26 +120,6 @@ def test_envoy_carries_the_policy_of_one_route(routes: Stack, path: str, status:
     assert [answer.status for answer in answers] == [200, 200, status]
     assert answers[2].headers["x-loopguard-policy"] == path[1:]
     assert other == [200, 200]
-
-
-@pytest.mark.parametrize("path", ["/bad", "/yaml"])
-def test_envoy_carries_what_is_no_policy(routes: Stack, path: str) -> None:
-    """The loaded policy still decides, and each request is counted; a policy that is not a string of JSON is a bad one."""
-    before = routes.loopguard.metric("handover_errors_total", reason="invalid")
-
-    statuses = _statuses(routes, f"{path}/x", 5)
-
-    assert statuses == [200, 200, 200, 429, 429]
-    assert routes.loopguard.metric("handover_errors_total", reason="invalid") == before + 5
-
-
-def test_one_line_says_what_is_wrong_with_a_route(routes: Stack) -> None:
-    """However often the route is asked for, its policy's errors are one line of the log."""
-    _statuses(routes, "/bad/z", 2)
-
-    found = [line for line in routes.loopguard.output().splitlines() if "/spec/loop_detection/action" in line]
-    assert len(found) == 1
-    assert "refused" in found[0]
 
 
 def test_a_route_without_a_policy_is_no_error(routes: Stack) -> None:
@@ -285,19 +251,6 @@ def test_whole_bodies_are_counted_beside_the_traffic(observed: Stack, chunked: b
     assert statuses == [200] * 6
     assert [seen.body for seen in observed.upstream.seen if seen.target == path] == bodies
     _quiet(observed)
-
-
-def test_bodies_are_looked_into_beside_the_traffic(observed: Stack) -> None:
-    """A detector that reads conversations sees those that come in parts."""
-    before, handled = _requests(observed, "tail"), _handled(observed, "tail")
-    turns = [{"role": "user", "content": "x" * 250_000}, {"role": "user", "content": "again"}]
-    requests = [{"model": "m", "user": name, "messages": turns} for name in "abc"]
-
-    statuses = [_upload(observed, "/reject/tail", json.dumps(request).encode()) for request in requests]
-
-    eventually(lambda: _handled(observed, "tail") == handled + 3, "three requests")
-    assert statuses == [200] * 3
-    assert _since(before, _requests(observed, "tail")) == {"allow": 2, "reject": 1}
 
 
 @pytest.mark.parametrize("action", ["reject", "throttle", "warn"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.documents import bundle, policy
 from tests.support.extent import deepen
-from tests.support.harness import Stack, eventually, stack
+from tests.support.harness import Stack, stack
 
 _KEYS: dict[str, Any] = {"limit_keys": ["header:x-user-id"], "threshold_identical_requests": 2}
 ENFORCING = [
@@ -146,49 +146,6 @@ def test_shadow_changes_no_byte(without_shadow: list[tuple[bytes, ...]], preambl
             assert made.loopguard.metric("uncounted_total", policy="s-body", reason="inspect_limit") > 0
 
 
-@pytest.fixture(scope="module")
-def observed_without_shadow() -> list[tuple[bytes, ...]]:
-    """The traffic where Envoy ignores all answers, with the enforcing policies alone."""
-    alone = bundle(*ENFORCING, policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000))
-    with stack(alone, shadow_mode="observability") as made:
-        return _traffic(made)
-
-
-@pytest.mark.parametrize(
-    ("preamble", "store"),
-    deepen(
-        [("", "memory://"), (_BROKEN_EVALUATION, "memory://"), (_BROKEN_COMPARISON, "memory://"), ("", "redis://127.0.0.1:1")],
-        ("", "memory://"),
-        (_BROKEN_EVALUATION, "memory://"),
-    ),
-    ids=["healthy", "evaluation raises", "comparison raises", "dead store"],
-)
-def test_shadow_changes_no_byte_where_envoy_only_looks_on(
-    observed_without_shadow: list[tuple[bytes, ...]], preamble: str, store: str
-) -> None:
-    """In observability mode all requests pass as they came, with shadow policies in any health; and they are seen."""
-    with stack(bundle(*SHADOW, *ENFORCING), "--store", store, preamble=preamble, shadow_mode="observability") as made:
-        traffic = _traffic(made)
-
-        assert traffic == observed_without_shadow
-        assert b"429" not in b"".join(part for parts in traffic for part in parts[:1])
-        eventually(lambda: made.loopguard.metric("loops_detected_total", policy="e-reject", mode="enforce"), "the loop")
-
-
-def test_shadow_changes_no_byte_beside_a_dead_store() -> None:
-    """Without a reachable store, each process counts for itself; shadow policies beside them do not change the refusals."""
-    flags = ("--store", "redis://127.0.0.1:1")
-    never = policy("never", {"pathPrefix": "/"}, threshold_identical_requests=1_000_000)
-    with stack(bundle(*ENFORCING, never), *flags) as alone:
-        expected = _traffic(alone)
-
-    with stack(bundle(*SHADOW, *ENFORCING), *flags) as made:
-        traffic = _traffic(made)
-
-    assert traffic == expected
-    assert b"429" in traffic[3][0].splitlines()[0]
-
-
 def test_shadow_counts_apart_and_shows_in_the_access_log(shared: Stack, user: dict[str, str]) -> None:
     """Beside an enforcing policy a canary with a lower threshold reports from its own count, in metrics and metadata."""
     before = shared.loopguard.metric("loops_detected_total", policy="canary", mode="shadow")
@@ -206,16 +163,3 @@ def test_the_shadow_flag_shadows_everything() -> None:
 
         assert statuses == [200] * 5
         assert made.loopguard.metric("loops_detected_total", policy="e-reject", mode="shadow", action="reject") == 3
-
-
-def test_too_much_for_a_shadow_policy_is_not_too_much_for_an_enforcing_one() -> None:
-    """A whole body that canonical will not decode does not keep the tail beside it from refusing the loop."""
-    document = bundle(
-        policy("s", {"pathPrefix": "/"}, mode="shadow", similarity="canonical"),
-        policy("e", {"pathPrefix": "/"}, similarity="tail"),
-    )
-    with stack(document) as made:
-        statuses = [made.send("/", method="POST", body=_FRACTIONS).status for _ in range(3)]
-
-        assert statuses == [200, 200, 429]
-        assert made.loopguard.metric("uncounted_total", policy="s", reason="inspect_limit") == 3

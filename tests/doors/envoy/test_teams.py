@@ -104,24 +104,3 @@ def test_a_hostile_team_delays_no_change_of_the_others(teams: Teams) -> None:
     finally:
         stop.set()
         thread.join()
-
-
-def test_a_team_that_recovers_acts_again(teams: Teams) -> None:
-    """Once its file is good, its policies act, and nothing is refused any more; the gauge is back at 0."""
-    teams.write_b(HOSTILE[0])
-    eventually(lambda: teams.tell("/policies")["refused"], "the refusal")
-    teams.write_b(guard("b-2", "/b", 2))
-    teams.wait_for("b-2")
-
-    assert teams.ask("/b/x", 2, "eve") == [200, 429]
-    assert teams.tell("/policies")["refused"] is None
-    assert teams.made.loopguard.metric("policy_reload_refused") == 0
-    assert teams.made.loopguard.metric("policy_info", file=str(teams.file)) == 1
-
-
-def test_policies_that_meet_are_named(teams: Teams) -> None:
-    """Which policies of different files meet the same requests is in the log and in /policies."""
-    overlaps = teams.tell("/policies")["overlaps"]
-
-    assert [(each["policy"], each["other"]) for each in overlaps] == [("watch", "b-1")]
-    assert "policies of different files apply to the same requests" in teams.made.loopguard.output()

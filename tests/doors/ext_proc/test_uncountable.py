@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator
 
@@ -60,55 +59,3 @@ def test_what_envoy_sets_cannot_be_removed_by_a_client() -> None:
     assert statuses == [200, 200, 429]
     assert seen.header("x-user-id") is None
     assert seen.header("x-caller") not in (None, "mine")
-
-
-@pytest.mark.parametrize(
-    ("data", "more"),
-    [
-        (gzip.compress(PLAIN, mtime=0), {"content-encoding": "gzip"}),
-        (DATA.encode("utf-8-sig"), {}),
-        (DATA.encode("utf-16"), {}),
-    ],
-    ids=["gzip", "BOM", "UTF-16"],
-)
-def test_a_disguise_is_seen_through(strict: Stack, user: dict[str, str], data: bytes, more: dict[str, str]) -> None:
-    """Another spelling of the same body is the same body."""
-    plain = {"content-type": "application/json", **user}
-
-    statuses = [
-        strict.send("/", method="POST", body=body, headers=headers).status
-        for body, headers in ((PLAIN, plain), (data, plain | more), (PLAIN, plain), (data, plain | more))
-    ]
-
-    assert statuses == [200, 200, 429, 429]
-
-
-def test_json_that_claims_to_be_grpc_is_counted(strict: Stack, user: dict[str, str]) -> None:
-    """A content type alone makes no gRPC request: the third is refused, in gRPC's way, as the client has asked for it."""
-    headers = {"content-type": "application/grpc", **user}
-
-    answers = [strict.send("/", method="POST", body=PLAIN, headers=headers) for _ in range(3)]
-
-    assert [answer.headers.get("grpc-status") for answer in answers] == [None, None, "8"]
-
-
-@pytest.mark.parametrize(
-    ("target", "data", "more", "status", "why"),
-    [
-        ("/", b"not gzip", {"content-encoding": "gzip"}, 415, "content_encoding"),
-        ("/", gzip.compress(b" " * 2_000_000, mtime=0), {"content-encoding": "gzip"}, 413, "inspect_limit"),
-        ("/", PLAIN + b" " * LIMIT, {}, 413, "inspect_limit"),
-        (f"/?{'&' * 10_001}", PLAIN, {}, 400, "target_too_long"),
-        ("/", PLAIN, {"x-user-id": ""}, 400, "missing_descriptor"),
-    ],
-    ids=["not gzip", "bomb", "padding", "query", "no caller"],
-)
-def test_what_cannot_be_counted_is_refused(
-    strict: Stack, user: dict[str, str], target: str, data: bytes, more: dict[str, str], status: int, why: str
-) -> None:
-    """The first such request does not reach the upstream, and its refusal says what is wrong with it."""
-    answer = strict.send(target, method="POST", body=data, headers={"content-type": "application/json", **user, **more})
-
-    assert answer.status == status
-    assert answer.headers["x-fairvisor-reason"] == "uncountable"
-    assert json.loads(answer.body)["error"]["code"] == why

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,6 @@ from extproc.metrics import Metrics
 from extproc.operator.overrides import OverrideService
 from extproc.settings import Settings
 from extproc.store import open_store
-from extproc.store.remote import RemoteStore
 from extproc.store.rules.tree import AgentLimits
 from tests.support.conversations import judge
 from tests.support.extent import deepen
@@ -157,48 +156,10 @@ def test_what_is_no_tree_counts_as_nothing(valkey: Server, change: str) -> None:
     assert tell_tree(first).tree == tell_tree(again).tree == (1, 0, 1, True)
 
 
-def claude_code(agent: int) -> dict[str, str]:
-    """As `opencode`, of a client that names the root as well."""
-    started = {"x_claude_code_parent_agent_id": f"agent{agent - 1}"} if agent > 1 else {}
-    return {"x_claude_code_session_id": "root", **({"x_claude_code_agent_id": f"agent{agent}", **started} if agent else {})}
-
-
 def codex(agent: int) -> dict[str, str]:
     """The same for Codex, whose root is an agent of its own name."""
     started = {"x_codex_parent_thread_id": f"agent{agent - 1}"} if agent else {}
     return {"session_id": "agent0", "thread_id": f"agent{agent}", **started}
-
-
-def count_trips(services: Sequence[Service]) -> float:
-    """Round trips of all replicas to the store until now."""
-    stores = [cast("RemoteStore", service.counting.store) for service in services]
-    return sum(store._metrics.registry.get_sample_value("loopguard_store_batch_size_count") or 0.0 for store in stores)
-
-
-@pytest.mark.parametrize("limits", [{"max_agents": 9}, {"max_steps": 99}])
-@pytest.mark.parametrize("client", [claude_code, codex, opencode])
-def test_an_agent_takes_no_round_trip_more(
-    valkey: Server, client: Callable[[int], dict[str, str]], limits: dict[str, int]
-) -> None:
-    """Every request takes one, the first ones of agents on a replica that has not seen their parents as well."""
-    order = [(0, 0), (1, 0), (2, 1), (3, 0), (3, 1), (0, 1), (1, 1), (2, 0), (3, 0), (3, 1)]
-
-    async def main() -> tuple[list[float], list[tuple[int, int]], int]:
-        async with replicas(valkey, **limits) as services:
-            taken = []
-            for number, (agent, replica) in enumerate(order):
-                before = count_trips(services)
-                assert not await judge(services[replica], turns(2, number=str(number)), x_team="t", **client(agent))
-                taken.append(count_trips(services) - before)
-            assert not await judge(services[1], turns(2, number="9"), x_team="t", **client(3))  # a retry
-            runs = [run for service in services for run in service.reporter.sessions.copy()]
-            return taken, sorted((run.standing.steps, len(run.agents)) for run in runs), len({run.name for run in runs})
-
-    taken, steps, sessions = asyncio.run(main())
-
-    assert taken == [1.0] * len(order)
-    assert sessions == 1
-    assert [count for count, _ in steps] == [9, 10]
 
 
 def name_agent(client: str, root: int, agent: int, parent: int) -> dict[str, str]:
@@ -285,18 +246,3 @@ def test_granted_agents_begin_on_all_replicas(valkey: Server, limit: str, amount
 
     assert before == [False, False, False, True]
     assert after == [False, False, True]
-
-
-def test_killing_a_root_ends_its_tree_on_all_replicas(valkey: Server) -> None:
-    """Agents of any depth, and those that would begin; the order is given at one replica, and the other looks once a second."""
-
-    async def main() -> list[bool]:
-        async with replicas(valkey, max_agents=9) as services:
-            for agent in range(4):
-                for service in services:
-                    assert not await judge(service, turns(1, number=str(agent)), x_team="t", **opencode(agent))
-            await order_at_one(services, kind="kill")
-            asked = [judge(service, turns(3), x_team="t", **opencode(agent)) for agent in range(5) for service in services]
-            return [await one for one in asked]
-
-    assert asyncio.run(main()) == [True] * 10

@@ -209,22 +209,6 @@ def test_servers_on_one_store_have_one_key(tmp_path: Path, scheme: str) -> None:
     assert repr(kept)[2:-1] not in told
 
 
-def test_a_server_starts_without_its_store(tmp_path: Path) -> None:
-    """It serves at once with a key of its own, and takes the shared one over when the store is there."""
-    with server() as one:
-        one.client().set("loopguard:secret:hash:1", SECRET)
-        one.hang()
-        guard = start(tmp_path, "a", "--store", f"redis://{one.address}")
-        try:
-            assert "hash_key=process" in guard.output()
-            assert guard.output().count("the store has no hash key to give") == 1
-            one.resume()
-            guard.wait_for("the hash key now comes from the store")
-            assert one.client().get("loopguard:secret:hash:1") == SECRET
-        finally:
-            guard.stop()
-
-
 def test_what_is_no_key_is_not_taken(tmp_path: Path) -> None:
     """If another program has written to the key, each process uses a key of its own and logs it."""
     with server() as one:

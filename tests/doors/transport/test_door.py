@@ -209,22 +209,6 @@ def test_a_client_that_never_reads_is_not_read(run: Run) -> None:
     run(steps, service)
 
 
-def test_a_flood_is_told_to_calm_down(run: Run) -> None:
-    """A client that keeps sending useless frames gets a GOAWAY with the right code, and the connection is closed."""
-
-    async def steps(door: Door) -> None:
-        flood = door.connect(HELLO)
-        flood.fill(frame(http2.PING, 0, 0, bytes(8)) * 20_000)
-
-        payload = await flood.read_until(http2.GOAWAY, 0)
-
-        assert struct.unpack(">I", payload[4:8])[0] == ENHANCE_YOUR_CALM
-        assert await flood.read() is None
-        await door.innocent()
-
-    run(steps)
-
-
 def test_messages_behind_a_held_call_are_bounded(run: Run) -> None:
     """What is sent behind a throttled request is kept up to a bound, then the call is ended and its hold freed."""
     service = make_service(policy("p", ANY, action="throttle", threshold_identical_requests=2))

@@ -185,12 +185,6 @@ def test_half_of_tls_is_a_usage_error(arguments: list[str], line: str, capsys: p
     assert (code, capsys.readouterr().err.startswith(f"loopguard: {line}")) == (2, True)
 
 
-def test_a_health_check_with_half_of_tls_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """As for `serve`."""
-    assert main(["healthcheck", "--tls-ca", "a"]) == 2
-    assert capsys.readouterr().err == "loopguard: --tls-ca needs --tls-cert and --tls-key as well\n"
-
-
 # ---- Files
 
 
@@ -579,12 +573,6 @@ def test_a_health_check_shows_its_certificate(guarded: Guarded, capsys: pytest.C
     assert codes == [0, 1, 1]
     assert printed.out == "serving\n"
     assert [line.split(":")[0] for line in printed.err.splitlines()] == ["UNAVAILABLE", "UNAVAILABLE"]
-
-
-def test_a_health_check_whose_file_is_missing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names flag and file."""
-    assert main(["healthcheck", "--tls-ca", "/no/ca", "--tls-cert", "/no/crt", "--tls-key", "/no/key"]) == 2
-    assert capsys.readouterr().err == "loopguard: --tls-ca /no/ca: No such file or directory\n"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -108,24 +108,6 @@ def test_an_upload_makes_room_for_others(run: Run) -> None:
     run(make_service(policy("p", ANY), max_streams=1), steps)
 
 
-def test_a_client_that_cancels_frees_its_hold(run: Run) -> None:
-    """A throttled call that is cancelled gives its place back."""
-    service = make_service(policy("p", ANY, action="throttle"))
-
-    async def steps(made: Running) -> None:
-        for _ in range(2):
-            await _exchange(made.process(), headers(end=True))
-        call = made.process()
-        await call.write(headers(end=True).SerializeToString())
-        first = ProcessingResponse.FromString(await call.read())
-        assert first.HasField("override_message_timeout")
-        assert service.holds.held == 1
-        call.cancel()
-        await until(lambda: not service.holds.held and not service.streams)
-
-    run(service, steps)
-
-
 def test_garbage_is_an_invalid_argument(run: Run) -> None:
     """Bytes that are no message end their call, and the next call is served."""
 

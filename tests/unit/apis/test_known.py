@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.apis import conversation as conversations
-from extproc.apis import find_hints, hash_first_words, locate_results, may_declare, open_conversation
+from extproc.apis import hash_first_words, locate_results, open_conversation
 from extproc.apis.messages import Part
 from extproc.detectors.chain import read_transcript
 from extproc.request.document import Document, NotCounted, open_value
@@ -186,45 +186,6 @@ def test_the_assistant_may_stand_only_behind_the_messages() -> None:
     compare([body], body.replace(b"[1]", b"[2]"))
 
 
-@pytest.mark.parametrize("shape", ["anthropic", "chat", "gemini"])
-def test_the_first_words_of_a_known_conversation_are_not_read_again(shape: str) -> None:
-    """Otherwise a body with notes would be opened twice: once to recognize them, and once without them."""
-    forget()
-    words = hash_first_words(Document(_KNOWN[shape][0]))
-    open_conversation(Document(_KNOWN[shape][1]))
-    document = Document(_KNOWN[shape][2])
-
-    assert hash_first_words(document) == words
-    assert document.conversation is None
-
-
-def test_an_equal_message_behind_a_changed_one_is_not_decoded() -> None:
-    """Clients shorten old results, so most of what is behind these is the same."""
-    forget()
-    open_conversation(Document(_CHAT))
-    conversation = open_conversation(Document(_CHAT.replace(b"src/2.py", b"src/long.py")))
-
-    assert conversation.known is not None
-    assert [place for place, value in enumerate(conversation._messages) if value is not None] == [4]
-
-
-@pytest.mark.parametrize("shape", ["anthropic", "bedrock", "chat", "gemini"])
-@pytest.mark.parametrize("cut", range(1, 12))
-def test_messages_that_have_moved_are_known(shape: str, cut: int) -> None:
-    """A client shortens an old result, and goes on: neither what was before nor what is behind is decoded."""
-    turns = [Did((("read", {"path": f"{number}"}),), (f"line {number} " + "x" * 1_500,)) for number in range(1, 16)]
-    earlier = json.dumps(SHAPES[shape](turns[:14])).encode()
-    turns[cut] = turns[cut]._replace(results=("[cleared]",))
-    body = json.dumps(SHAPES[shape](turns)).encode()
-
-    assert compare([earlier], body)
-    forget()
-    open_conversation(Document(earlier))
-    conversation = open_conversation(Document(body))
-    assert sum(value is not None for value in conversation._messages) <= 7
-    assert conversation.earlier is not None
-
-
 @settings(max_examples=examples(100))
 @given(st.sampled_from(["anthropic", "chat", "gemini"]), st.data())
 def test_whatever_stands_around_messages_that_have_moved_is_read(shape: str, data: st.DataObject) -> None:
@@ -237,17 +198,3 @@ def test_whatever_stands_around_messages_that_have_moved_is_read(shape: str, dat
     piece = data.draw(st.sampled_from([b"", b" ", b'"', b"]", b"{}", b",", b", {}", b'"assistant"', body[at : at + 3_300]]))
 
     compare([earlier], body[:at] + piece + body[data.draw(st.sampled_from([at, at + 1, at + 3_300])) :])
-
-
-def test_tools_are_not_read_again_while_they_are_the_same() -> None:
-    """Whether one may be scarce, or says that it only reads, is known until the list changes."""
-    forget()
-    start, scarce = b'{"messages":[' + _MESSAGES, frozenset({"pay"})
-    answers = []
-    for tool in (b"look", b"look", b"pay", b"pay", b"look"):
-        document = Document(start + b'],"tools":[{"name":"%b","annotations":{"readOnlyHint":true}}]}' % tool)
-        answers.append((find_hints(open_conversation(document)), may_declare(document, scarce)))
-
-    assert answers == [({name: True}, name == "pay") for name in ("look", "look", "pay", "pay", "look")]
-    silent = open_conversation(Document(start + b'],"tools":[{"name":"pay"}]}'))
-    assert [find_hints(silent), find_hints(silent)] == [{}, {}]

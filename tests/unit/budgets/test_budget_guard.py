@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from extproc.budgets.guard import BudgetRule
-from extproc.budgets.rule_keys import Rule
 from extproc.ext_proc.stream import Stream
 from extproc.metrics import Metrics
 from extproc.store.memory import MemoryStore
-from extproc.store.rules.budget import Take
-from extproc.store.scripts import take_call
 from tests.support.budget_policies import CHAT, NOON, REJECT, ask, bucket, chat, limited, refused, rule, serve, warning_of
 from tests.support.messages import headers
 from tests.support.service import FailingStore, decoded, headers_of, make_service, metadata_of, receive, sample
@@ -95,22 +91,6 @@ def test_what_a_share_allowed_is_not_told_of_the_whole() -> None:
     numbers = [(told["ratelimit_limit"], told["ratelimit_remaining"]) for told in (alone, together)]
     assert numbers == [("5", "4"), ("15", "4")]
     assert alone["ratelimit_reset"] == together["ratelimit_reset"]
-
-
-def test_what_the_script_of_a_fixed_cost_takes_is_prepared() -> None:
-    """It is what would be worked out, except for another cost, a group, a settlement or a time."""
-    limit = BudgetRule(Rule.model_validate(bucket(burst=9))).limits[0]
-    take, dearer = limit.make_take("k:7f", limit.flat), limit.make_take("k:7f", 2 * limit.flat)
-    alone = Take(take.key, take.kind, take.amount, take.limit, take.rate, take.span, take.offset)
-
-    prepared = take_call(take).arguments
-
-    assert prepared is take.arguments
-    assert prepared == take_call(alone).arguments
-    assert take_call(dearer).arguments[2] == dearer.amount
-    assert take_call(take, joined=True).arguments == (1, *prepared[1:])
-    assert take_call(take.settle(take.amount, 5)).arguments[7] == 5
-    assert take_call(take, 5).arguments == (*prepared[:-1], 5)
 
 
 @pytest.mark.parametrize(

@@ -387,28 +387,6 @@ def test_a_task_that_is_cancelled_while_only_one_group_waits_pays_nothing(slow: 
     assert [row.left // row.units for row in service.reporter.budgets.make_document(shows_callers=False).rows] == [8, 8]
 
 
-def test_a_task_that_is_cancelled_after_one_group_was_counted_at_once_pays_nothing() -> None:
-    """What the enforcing policy took at once is given back, though only the shadow policy's answer is missing."""
-    store = Slow()
-    shadow = limited(bucket(burst=9, per_second=0.001, name="s"), identity="s", mode="shadow")
-    service = make_service(limited(bucket(burst=9, per_second=0.001)), shadow, store=store)
-    kept = store.waits_for(None, pending := Pending())
-    reply = Stream(service).receive(headers(CHAT, x_api_key="k").SerializeToString())
-
-    async def leave() -> None:
-        assert not isinstance(reply, Reply)
-        task = asyncio.ensure_future(reply)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        pending.settle(kept[1])
-
-    asyncio.run(leave())
-
-    assert metadata_of(ask(service))["ratelimit_remaining"] == "8"
-
-
 class HalfAway(FailingStore):
     """A store of two servers, of which one is away: that of the second rule."""
 

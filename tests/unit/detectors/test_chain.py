@@ -80,21 +80,6 @@ def list_refused(
     return refused
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    "kind", [(0, 0), (0, 2), (3, 0), (5, 0), (8, 0)], ids=["whole", "cleared", "last 3", "last 5", "last 8"]
-)
-@pytest.mark.parametrize("shape", [*SHAPES, "text, react"])
-def test_every_loop_is_found_and_no_other(shape: str, kind: tuple[int, int]) -> None:
-    """As many as with a name for each conversation, in every API, whatever the client leaves out, in one of the orders."""
-    random = Random(f"{shape}{kind}")
-    order = random.choice(ORDERS)
-    writer = WRITERS[shape]
-    runs = [Agent(make_turns(random, looping=number % 3 == 0), *kind) for number in range(9)]
-
-    assert list_refused(runs, writer, order, random) == [run.loops(writer) for run in runs]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("shape", ["chat", "anthropic", "responses"])
@@ -125,18 +110,6 @@ def test_a_session_of_several_conversations_is_no_loop() -> None:
     ]
 
     assert send_all(service, cleared, session_id="s") == [200, 200, 429]
-
-
-@pytest.mark.parametrize("window", range(1, 9))
-def test_a_window_hides_no_exact_loop(window: int) -> None:
-    """A client that sends the same few messages again and again is stopped after its retries."""
-    service = make_service(agents(session=None))
-    turn = STUCK._replace(thought="Again.", number=1)
-
-    found = [send(service, json.dumps(as_chat([turn] * min(count, window))).encode()) for count in range(12)]
-
-    assert found[-1] == 429
-    assert found[:3] == [200, 200, 200]
 
 
 def test_anonymous_callers_have_no_chain() -> None:

@@ -10,10 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from extproc.apis import conversation
 from extproc.decision import Repeat
 from extproc.detectors import KINDS, Similarity
 from extproc.engine.candidates import LoopCandidate
@@ -26,7 +23,6 @@ from extproc.ext_proc.wire import LARGE
 from extproc.metrics import Metrics
 from extproc.pb.external_processor_pb2 import HttpHeaders, HttpTrailers, ProcessingRequest
 from extproc.policy.bundle import LoopDetection
-from extproc.request import document
 from extproc.request.document import Document
 from extproc.request.fingerprint import NO_BODY
 from extproc.request.http import HttpRequest
@@ -179,19 +175,6 @@ def test_a_request_counts_once_for_its_policy_and_once_for_each_detector() -> No
     assert found == {("exact", "warn"): 1, ("canonical", "reject"): 1, ("tail", "reject"): 0}
 
 
-def test_policies_side_by_side_keep_their_requests_apart() -> None:
-    """Two policies with two detectors each: every policy counts the request once, enforcing and shadow."""
-    service = make_service(several("a", {}, TAIL), several("s", TAIL, {}, mode="shadow"), several("b", TAIL, CANONICAL))
-
-    sent(service, chat("hi"), times=2)
-
-    counted = {
-        name: sample(service, "requests_total", policy=name, mode=mode, action="allow")
-        for name, mode in (("a", "enforce"), ("s", "shadow"), ("b", "enforce"))
-    }
-    assert counted == {"a": 2, "s": 2, "b": 2}
-
-
 def test_a_detection_is_logged_with_its_detector(caplog: pytest.LogCaptureFixture) -> None:
     """Each detector that acts has lines of its own, which name it; the third in a row of one loop has none."""
     service = make_service(several("p", {"action": "warn"}, CALLS))
@@ -246,18 +229,6 @@ def test_a_detector_that_cannot_look_leaves_the_others_counting(
     assert sample(service, "detections_total", policy="p", detector="exact", mode="enforce", action="reject", strength="") == 1
 
 
-@pytest.mark.parametrize(("loop", "data", "reason"), CANNOT_LOOK)
-def test_a_policy_whose_only_detector_cannot_look_lets_through(loop: dict[str, Any], data: bytes, reason: str) -> None:
-    """Such requests never count as equal, however often they come, and each is reported as uncounted."""
-    service = make_service(policy("p", ANY, **loop))
-
-    answers = [status(sent(service, data)) for _ in range(5)]
-
-    assert answers == [0] * 5
-    assert uncounted(service) == {("p", reason): 5}
-    assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 0
-
-
 def test_a_body_at_the_limit_is_looked_into() -> None:
     """`max_inspect_bytes` is the largest body that is; each detector has a limit of its own."""
     data = chat("hi")
@@ -291,24 +262,6 @@ def test_without_a_body_nothing_is_looked_into() -> None:
 
     assert status(answer) == 429
     assert uncounted(service) == {("p", "no_messages"): 3}
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b'{"messages": 1, "input": [{}]}',
-        b'{"messages": {"0": 1}, "input": [{"content": "x"}]}',
-        b'{"messages": true, "input": [{"role": "assistant", "content": "x"}, 5]}',
-    ],
-)
-def test_messages_of_another_type_do_not_hide_a_loop(data: bytes) -> None:
-    """A body that no provider would take is no way around the detector beside: nothing raises, and exact still counts."""
-    service = make_service(several("p", {}, TAIL))
-
-    answers = [status(sent(service, data)) for _ in range(3)]
-
-    assert answers == [0, 0, 429]
-    assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
 def test_a_request_that_is_not_counted_is_uncounted_once() -> None:
@@ -381,68 +334,6 @@ def test_no_shadow_policy_changes_what_enforcing_ones_see(pair: tuple[Engine, En
     assert beside == alone
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.sampled_from([0, 1, 1.0, 1.5, 2**64, "", "x", "user", '{"a": 1.0}']),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["role", "type", "content", "text", "id", "name", "input", "arguments"]), inner, max_size=4
-        )
-    ),
-    max_leaves=6,
-)
-_BLOCKS = st.fixed_dictionaries(
-    {"type": st.sampled_from(["text", "tool_use", "tool_result", "thinking", "image"])},
-    optional={"text": JSON_VALUES, "id": JSON_VALUES, "name": JSON_VALUES, "input": JSON_VALUES, "content": JSON_VALUES},
-)
-_MESSAGES = st.fixed_dictionaries(
-    {},
-    optional={
-        "role": st.sampled_from(["user", "assistant", "tool", 5]),
-        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning", "file", None]),
-        "content": st.lists(_BLOCKS, max_size=2) | JSON_VALUES,
-        "tool_calls": st.just([{"id": "c", "function": {"name": "f", "arguments": '{"a": 1.0}'}}]) | JSON_VALUES,
-        "call_id": st.just("c"),
-        "output": JSON_VALUES,
-    },
-)
-BODIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "model": st.just("m") | JSON_VALUES,
-        "messages": st.lists(_MESSAGES, max_size=5) | JSON_VALUES,
-        "input": st.lists(_MESSAGES, max_size=3) | JSON_VALUES,
-        "prompt": JSON_VALUES,
-        "previous_response_id": st.sampled_from([None, "r"]),
-        "temperature": st.just(0.7),
-    },
-)
-
-
-@given(value=BODIES)
-def test_no_shadow_policy_changes_anything_about_any_body(value: object) -> None:
-    """The same for conversations of every odd shape."""
-    for pair in _PAIRS:
-        alone, beside = (enforced(engine, encoded(value)) for engine in pair)
-
-        assert beside == alone
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        '{"messages": [{"role": "user", "content": [{"type": "chart", "points": %s}]}]}',
-        '{"input": [{"type": "function_call", "name": "f", "call_id": "1", "arguments": %s}]}',
-        '{"messages": [{"type": "new kind", "points": %s}]}',
-    ],
-)
-def test_fractions_are_bounded_alike_beside_a_shadow_policy(value: str) -> None:
-    """6,000 fractions, which are fewer than may be, count for an enforcing detector whatever looks at the body beside it."""
-    alone, beside = (enforced(engine, (value % fractions(6_000)).encode()) for engine in _PAIRS[1])
-
-    assert beside == alone
-
-
 def test_a_whole_body_with_too_many_fractions_does_not_stop_a_tail() -> None:
     """A shadow policy that would have to decode more than is decoded counts nothing; the enforcing one refuses its loop."""
     service = make_service(policy("s", ANY, mode="shadow", **CANONICAL), policy("e", ANY, **TAIL))
@@ -467,23 +358,6 @@ def test_every_similarity_works_in_shadow(loop: dict[str, Any]) -> None:
     name = loop.get("similarity", "exact")
     found = sample(service, "detections_total", policy="s", detector=name, mode="shadow", action="reject", strength="")
     assert found == (3 if name == "tool_calls" else 1)
-
-
-@pytest.mark.sources  # compiled classes keep their methods
-@pytest.mark.parametrize("similarity", ["canonical", "tail", "tool_calls"])
-def test_a_similarity_that_breaks_in_shadow_breaks_nothing_else(similarity: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a shadow detector's look raises, the enforcing one decides as if it were alone, and the failure is counted."""
-    service = make_service(several("s", {"similarity": similarity}, mode="shadow"), policy("e", ANY))
-
-    def broken(_: object) -> None:
-        raise RuntimeError("bug")
-
-    monkeypatch.setattr(service.engine.plans[0].detectors[0].similarity, "compare", broken)
-    answers = [status(sent(service, chat("hi"))) for _ in range(3)]
-
-    assert answers == [0, 0, 429]
-    assert sample(service, "fail_open_total", reason="shadow_error") == 3
-    assert sample(service, "fail_open_total", reason="internal_error") == 0
 
 
 # --- bypass
@@ -765,15 +639,6 @@ def test_without_a_cooldown_nothing_is_asked_of_the_store() -> None:
     assert guard.asked == 0
 
 
-def test_a_loop_trips_the_cooldown_whatever_came_just_before() -> None:
-    """Two requests of one agent in the same millisecond, of which one is a loop: the cooldown runs."""
-    guard = Calls()
-
-    answers = [guard.send(looping(2), 0), guard.send(looping(3), 0), guard.send(looping(1), 1)]
-
-    assert answers == [("allow", None), ("reject", None), ("reject", 59)]
-
-
 def test_a_cycle_trips_the_cooldown() -> None:
     """After a loop of two calls in turn, a history too short to be a loop is refused while the cooldown lasts."""
     guard = Calls(window_calls=4)  # in which neither call alone stands three times
@@ -945,22 +810,6 @@ def in_chunks(data: bytes, size: int) -> list[ProcessingRequest]:
     return [headers(mode="STREAMED"), *(body(chunk, end=False) for chunk in cut[:-1]), body(cut[-1])]
 
 
-@pytest.mark.parametrize("size", [1, 7, 100, 10**6])
-@pytest.mark.parametrize("loop", [CANONICAL, TAIL, CALLS])
-def test_a_streamed_body_is_looked_into_as_one(loop: dict[str, Any], size: int) -> None:
-    """Chunks of any size make the body that they are parts of."""
-    service = make_service(policy("p", ANY, **loop), record=True)
-    data = looping(2, padding="x" * 10)
-    whole = metadata_of(sent(service, data))["fingerprint"]
-    messages = in_chunks(data, size)
-
-    found = [metadata_of(decoded(exchange(service, *messages)[-1]))["fingerprint"] for _ in range(2)]
-
-    assert found == [whole] * 2
-    assert service.kept.bytes == 0
-    assert uncounted(service) == {}
-
-
 @pytest.mark.parametrize("loop", [{}, TAIL, CALLS])
 def test_a_body_that_is_only_watched_is_looked_into_as_one(loop: dict[str, Any]) -> None:
     """In observability mode Envoy streams bodies and says nothing about it (1.40 sends no protocol_config)."""
@@ -1102,79 +951,6 @@ def test_what_is_kept_is_let_go_of_however_a_stream_ends(end: str) -> None:
     assert (service.streams, len(service.waiting)) == (0, 0)
 
 
-# --- a body is decoded once
-
-
-@pytest.fixture
-def decodings(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The bodies that are decoded, each as often as it is."""
-    made: list[bytes] = []
-    real = document.decode_json
-
-    def spy(data: Any, *decode: Any) -> Any:  # noqa: ANN401  # passed on
-        made.append(bytes(data) if not isinstance(data, str) else data.encode())
-        return real(data, *decode)
-
-    monkeypatch.setattr(document, "decode_json", spy)
-    monkeypatch.setattr(conversation, "decode_json", spy)
-    return made
-
-
-ALL: tuple[dict[str, Any], ...] = (
-    {},
-    {"name": "b", "body": "ignore"},
-    CANONICAL,
-    CANONICAL | {"name": "c2", "ignore_fields": ["/user"]},
-    TAIL,
-    TAIL | {"name": "t2", "tail_messages": 1},
-    CALLS | {"cooldown_seconds": 9},
-    CALLS | {"name": "k2", "compare_results": False},
-)
-
-
-@pytest.mark.parametrize(
-    ("policies", "whole", "messages"),
-    [
-        ([several("p", {}, {"name": "b", "body": "ignore"}), policy("s", ANY, mode="shadow")], 0, 0),
-        ([policy("p", ANY, limit_keys=["header:x-a", "query:q"])], 0, 0),
-        ([several("p", *ALL)], 1, 1),
-        ([several("p", TAIL, TAIL | {"name": "t2"}, CALLS)], 0, 1),
-        ([several("p", *ALL, limit_keys=["body:/user", "body:/model"]), several("s", *ALL, mode="shadow")], 1, 1),
-        ([policy("p", ANY, limit_keys=["body:/user"], body="ignore"), policy("q", ANY, limit_keys=["body:/model"])], 1, 0),
-        ([policy("p", ANY, **TAIL), policy("s", ANY, mode="shadow", **CANONICAL), policy("q", ANY, **CALLS)], 1, 1),
-        ([with_spec(several("p", *ALL), bypass=[{"pathPrefix": "/"}]), policy("q", ANY)], 0, 0),
-    ],
-)
-@pytest.mark.parametrize("data", [chat("hi", "ho", user="ann"), looping(5, user="ann"), b'{"messages": 5, "user": "ann"}'])
-@pytest.mark.sources  # compiled code calls the function that it was compiled with, not a spy
-def test_a_body_is_decoded_no_more_often_than_it_has_to_be(
-    decodings: list[bytes], policies: list[dict[str, Any]], whole: int, messages: int, data: bytes
-) -> None:
-    """Once as a whole and once for its messages, however many detectors and descriptors look; not at all where none does."""
-    service = make_service(*policies)
-
-    sent(service, data)
-
-    if b'"assistant"' in data:  # a history is not decoded whole for its messages: what an earlier body has shown is left out
-        allowed = {whole}
-    elif data.startswith(b'{"messages": 5'):  # unexpected types may be found by decoding only the needed keys first
-        allowed = {whole + messages, whole + 2 * messages}
-    else:
-        allowed = {whole + messages}
-    assert decodings.count(data) in allowed
-
-
-@pytest.mark.sources  # compiled code calls the function that it was compiled with, not a spy
-@pytest.mark.parametrize("data", [b'{"messages": [{"role": "user"}', b'{"model": "\xff", "messages": []}'])
-def test_a_body_that_is_not_json_is_decoded_once_as_well(decodings: list[bytes], data: bytes) -> None:
-    """Four detectors take no longer to find out that a body is broken than one does."""
-    service = make_service(several("p", TAIL, TAIL | {"name": "t2"}, CALLS, CALLS | {"name": "k2"}))
-
-    sent(service, data)
-
-    assert decodings.count(data) == 1
-
-
 # --- what is never told
 
 SECRET = "hunter2"
@@ -1203,34 +979,6 @@ def test_nothing_that_a_body_says_is_logged_or_measured(loop: dict[str, Any], ca
     assert SECRET not in generate_latest(service.metrics.registry).decode()
 
 
-def test_descriptors_of_the_body_are_logged_only_on_request(caplog: pytest.LogCaptureFixture) -> None:
-    """With --show-callers the line of a detection shows who was calling, also where the body says it."""
-
-    def shown(*, show_callers: bool) -> list[object]:
-        caplog.clear()
-        service = make_service(policy("p", ANY, **CALLS, limit_keys=["body:/user"]), show_callers=show_callers)
-        sent(service, looping(3, user="ann", result=SECRET))
-        assert SECRET not in str([vars(record) for record in caplog.records])
-        return [vars(record)["fields"].get("descriptors") for record in caplog.records if record.levelno == logging.WARNING]
-
-    assert shown(show_callers=False) == [None]
-    assert shown(show_callers=True) == [{"/user": "ann"}]
-
-
-def test_the_refusal_of_calls_names_the_tool_alone() -> None:
-    """The model that reads it learns which tool and how often, and the operator's words about it, never what was said."""
-    loop = CALLS | {"tools": {"read_*": {"reason": "Ask for the list of files first."}}}
-    service = make_service(policy("p", ANY, **loop))
-
-    message = json.loads(sent(service, looping(3, result=SECRET, argument=SECRET)).immediate_response.body)["error"]["message"]
-
-    assert message.startswith(
-        "Loop detected: 3 of the last 3 tool calls were read_file with the same arguments and the same result"
-    )
-    assert "Ask for the list of files first." in message
-    assert SECRET not in message
-
-
 @pytest.mark.parametrize("content_length", ["7" * 700, "9" * 5_000])
 def test_an_impossible_content_length_is_not_believed(content_length: str) -> None:
     """A number of hundreds of digits is no length; the request is counted by the body that comes."""
@@ -1241,17 +989,6 @@ def test_an_impossible_content_length_is_not_believed(content_length: str) -> No
 
     assert sample(service, "requests_total", policy="p", mode="enforce", action="reject") == 1
     assert sample(service, "fail_open_total", reason="internal_error") == 0
-
-
-def test_a_body_that_was_cut_off_is_not_counted_in_shadow_either() -> None:
-    """What is not known whole is not compared, whether the policy acts or only watches."""
-    check = make_engine(policy("s", ANY, mode="shadow"), policy("e", ANY)).prepare(HttpRequest("POST", "/", "host"))
-    assert check is not None
-
-    check.read_body(None, "body_truncated")
-
-    assert (check.enforcing.candidates, check.shadow.candidates) == ([], [])
-    assert sorted(check.list_uncounted()) == [("e", "body_truncated"), ("s", "body_truncated")]
 
 
 @pytest.mark.parametrize(

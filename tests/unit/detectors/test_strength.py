@@ -11,7 +11,6 @@ import pytest
 
 from extproc.detectors import make_similarity
 from extproc.detectors.tools import CHANGES, READS, Limit, ToolLimits, find_role
-from extproc.detectors.turn import LONG, MISSING, PASSING, Reduced, decode_turn, encode_turn
 from extproc.detectors.turns import Turns
 from extproc.engine.plan import Detector
 from extproc.operator.admin.loop_report import describe_loops
@@ -284,19 +283,6 @@ def test_a_change_that_failed_changes_nothing() -> None:
     assert act(detect(), as_chat([*look, *look, *change, *look])) == "allow"
     assert act(detect(), as_chat([*look, *look, *failure, *look])) == "reject"
     assert act(detect(), as_chat([*change, *look, *look, *look])) == "reject"
-
-
-def test_an_entry_keeps_what_a_turn_is_worth() -> None:
-    """Older versions read flags that they do not know as nothing, and words as no name."""
-    every = LONG | PASSING | MISSING | READS | CHANGES
-    talk = Reduced(True, False, True, b"a" * 8, b"b" * 8, b"c" * 8, (), every, b"\xff\x00words\x80")
-    call = Reduced(True, True, False, b"a" * 8, b"b" * 8, b"c" * 8, ("ls",), READS)
-
-    assert decode_turn(encode_turn(talk)) == talk
-    assert decode_turn(encode_turn(call)) == call
-    assert encode_turn(talk)[25:].decode("utf-8", "ignore") == ""
-    old = decode_turn(bytes((1 | 2 | 4,)) + b"x" * 24 + b"ls")
-    assert (old.failed, old.evidence, old.words) == (True, 0, b"")
 
 
 def test_thresholds_that_are_omitted_are_those_of_all_loops() -> None:

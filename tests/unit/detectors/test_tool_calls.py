@@ -18,11 +18,7 @@ from extproc.detectors.tool_calls import NO_CALLS, ToolCalls
 from extproc.detectors.tools import Limit, ToolLimits, matches
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import MAX_STEPS, Document, NotCounted
-from tests.support.documents import policy
-from tests.support.engine import ANY
-from tests.support.messages import body, headers
 from tests.support.model_requests import BODIES
-from tests.support.service import decoded, exchange, headers_of, make_service, sample
 
 
 class Called(NamedTuple):
@@ -677,25 +673,3 @@ def test_what_is_looked_at_can_be_shown(shape: Shape) -> None:
 
     assert looks.show(Document(json.dumps(shape(events)).encode())) == ['f | {"a":1} | result | x y', "g | {} | result | x"]
     assert looks.show(Document(json.dumps(shape([User()])).encode())) == [NO_CALLS]
-
-
-@every_shape
-def test_one_request_is_enough_to_be_refused(shape: Shape) -> None:
-    """Through the service the first request that shows a loop is refused, one that shows none never is, and nothing is kept."""
-    service = make_service(policy("p", ANY, similarity="tool_calls"))
-    stuck, moving = (
-        [headers(), body(json.dumps(shape([User(), *[(call,) for call in calls]])).encode())]
-        for calls in ([_A] * 3, [_A._replace(result=f"{n}") for n in range(3)])
-    )
-
-    passed = [decoded(exchange(service, *moving)[-1]).WhichOneof("response") for _ in range(5)]
-    refused = decoded(exchange(service, *stuck)[-1])
-
-    assert passed == ["request_body"] * 5
-    assert refused.immediate_response.status.code == 429
-    assert headers_of(refused)["x-loopguard-count"] == "3"
-    assert (
-        "3 of the last 3 tool calls were f with the same arguments and the same result"
-        in refused.immediate_response.body.decode()
-    )
-    assert sample(service, "store_entries") == 0

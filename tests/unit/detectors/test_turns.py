@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from extproc.detectors.keys import SimilarityKeys, Tool
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, TurnRule
 from extproc.detectors.similar_turns import SIMILAR_ERROR
 from extproc.detectors.tools import Limit, ToolLimits
-from extproc.detectors.turn import MAX_ENTRY, decode_turn, encode_turn
+from extproc.detectors.turn import MAX_ENTRY, encode_turn
 from extproc.detectors.turns import Turns
 from extproc.engine.plan import Detector
 from extproc.policy.bundle import LoopDetection
@@ -26,7 +24,7 @@ from extproc.request.document import Document, NotCounted
 from extproc.store.rules.ring import Push, Ring, push
 from extproc.store.rules.windows import UNCOUNTED
 from tests.support.loops import WRITERS, Write
-from tests.support.model_requests import HOSTILE, REQUESTS
+from tests.support.model_requests import HOSTILE
 from tests.support.turn_writers import SHAPES, STYLES, Did, as_anthropic, as_chat, as_responses, as_text
 
 every_writer = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
@@ -116,30 +114,6 @@ def test_every_conversation_gets_the_verdict_of_the_oracle(
     if found is not None:
         assert found.rule in expected
         assert found.looping
-
-
-def _made_up(dice: random.Random) -> list[Meaning]:
-    """An agent's day: some work, most of it new, and perhaps a loop at its end."""
-    work = [(f"tweak{dice.randrange(40)}", dice.choice(["ok", "error: no", ""])) for _ in range(dice.randrange(20))]
-    round_ = [(f"do{number}", dice.choice(["same", "error: same", ""])) for number in range(dice.choice([1, 1, 1, 2, 3, 5, 9]))]
-    loop = round_ * dice.randrange(1, 5)
-    for _ in range(dice.choice([0, 0, 1, 2])):
-        loop.insert(dice.randrange(len(loop)), (f"tweak{dice.randrange(99)}", "ok"))
-    return [*work, *loop]
-
-
-@pytest.mark.slow
-@every_writer
-def test_over_a_thousand_conversations_get_the_verdict_of_the_oracle(write: Write) -> None:
-    """Sixty made-up conversations in each API and in each style of action, each from its first turn to its last."""
-    dice = random.Random(11)
-
-    for _ in range(60):
-        turns = _made_up(dice)
-        for end in {1, len(turns) // 2, len(turns) - 1, len(turns)} - {0}:
-            found = verdict(write(means(turns[:end])))
-
-            assert (found.rule if found is not None else "") in (oracle(turns[:end]) or {""}), turns[:end]
 
 
 _A, _B = ("view", "ok"), ("run", "3 failed")
@@ -588,21 +562,6 @@ def _set(threshold: int) -> dict[str, Any]:
     return {"threshold_identical_requests": threshold}
 
 
-@pytest.mark.slow
-def test_a_long_day_of_condensed_histories_gets_the_verdict_of_the_oracle() -> None:
-    """Over a hundred made-up days in each API, each request showing one to six turns of it."""
-    dice = random.Random(12)
-
-    for write in SHAPES.values():
-        for _ in range(25):
-            turns = _made_up(dice)
-            shown = [dice.randrange(1, 7) for _ in turns]
-
-            found = _in_session(_requests(means(turns), shown, write))
-
-            assert [one is not None for one in found] == [bool(oracle(turns[: end + 1])) for end in range(len(turns))], turns
-
-
 def test_a_request_that_is_sent_again_is_no_turn() -> None:
     """A retry, a count of its tokens and a try of another model show the turn that was shown before."""
     turn = means([_A])
@@ -713,39 +672,6 @@ def test_a_user_who_repeats_a_message_in_a_thread_is_no_loop() -> None:
     assert _in_session(asked) == [None] * 5
 
 
-@given(_HISTORIES)
-def test_an_entry_of_a_ring_is_read_as_it_was_written(turns: list[Meaning]) -> None:
-    """Nothing that is compared is lost."""
-    history = TurnRule(ToolLimits(3)).read(Document(json.dumps(as_chat(means(turns))).encode()))
-
-    for turn in history.newest(5):
-        kept = turn.reduce()
-        assert decode_turn(encode_turn(turn)) == kept._replace(action_size=0)
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (b"", "no_messages"),
-        (b"{}", "no_messages"),
-        (b"[]", "no_messages"),
-        (b'{"messages": []}', "no_messages"),
-        (b'{"messages": "x"}', "no_messages"),
-        (b'{"messages": [1]}', "no_messages"),
-        (b'{"input": ["a", "b"]}', "no_messages"),
-        (b'{"messages": ', "not_json"),
-        (b'{"messages": [' + b"{}," * 100_001 + b"{}]}", "inspect_limit"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_what_is_no_conversation_is_not_counted(body: bytes, reason: str) -> None:
-    """The reason is that of every similarity."""
-    with pytest.raises(NotCounted) as raised:
-        verdict(body)
-
-    assert raised.value.reason == reason
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("threshold", [2, 3])
@@ -766,13 +692,6 @@ def test_a_hostile_body_has_a_verdict_or_a_reason(name: str, threshold: int) -> 
         assert all(len(entry) <= MAX_ENTRY for entry in entries)
 
 
-@given(REQUESTS)
-def test_nearly_right_bodies_are_judged(value: dict[str, Any]) -> None:
-    """Bodies near those of the APIs, with anything in any place, never raise."""
-    with suppress(NotCounted):
-        verdict(value, 2)
-
-
 @pytest.mark.parametrize("nothing", [None, []])
 def test_no_calls_beside_a_text_hide_no_action(nothing: object) -> None:
     """A client that writes an empty `tool_calls` in each answer has the same actions in its texts."""
@@ -785,14 +704,6 @@ def test_no_calls_beside_a_text_hide_no_action(nothing: object) -> None:
 
     assert found is not None
     assert (found.rule, found.count) == (REPEAT, 4)
-
-
-def test_keys_in_escapes_hide_nothing() -> None:
-    """A key is the same key however it is spelled."""
-    data = json.dumps(as_chat([Did((("run", {"path": "src/a.py"}),), ("x",))] * 3))
-
-    assert verdict(data.replace('"messages"', '"\\u006dessages"').encode()) is not None
-    assert verdict(data.replace("src/a.py", "src\\\\/a.py", 1).encode()) is not None
 
 
 def test_a_key_of_another_api_does_not_matter() -> None:

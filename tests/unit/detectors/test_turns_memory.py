@@ -14,7 +14,7 @@ from extproc.apis import conversation
 from extproc.detectors import actions, alike, chain, results, turn
 from extproc.detectors.actions import read_text_action
 from extproc.detectors.arguments import THOUGHTS
-from extproc.detectors.results import MAX_NORMALIZED, normalize
+from extproc.detectors.results import MAX_NORMALIZED
 from extproc.detectors.turns import Turns
 from extproc.policy.bundle import LoopDetection
 from extproc.request.document import Document, NotCounted, count_left
@@ -200,17 +200,6 @@ def test_long_texts_are_not_remembered(length: int, known: int) -> None:
 
     assert found[0] == found[1]
     assert len(actions._KNOWN) == known
-
-
-@pytest.mark.parametrize(
-    ("line", "known"), [("7 ms, " * 15, 1), ("7 ms, " * 16, 0), ("7 ms" + " " * 508, 1), ("7 ms" + " " * 509, 0)]
-)
-def test_long_lines_and_those_of_many_parts_are_not_remembered(line: str, known: int) -> None:
-    """Long lines cannot fill the memory either; they are normalised the same way."""
-    forget()
-
-    assert normalize(line) == normalize(line) == line.replace("7 ms", "#")
-    assert len(results._STAYS._known) == known
 
 
 def _entry(result: str, tool: str = "", said: str = "") -> bytes:

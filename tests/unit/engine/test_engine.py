@@ -86,20 +86,6 @@ def test_callers_count_alone_wherever_the_bundle_names_the_key(keys: dict[str, A
     assert counts == [1, 1, 1, 2, 2, 2]
 
 
-def test_keys_are_as_documented() -> None:
-    """The key names mode, policy, detector, window, scope, tenant, fingerprint and check, in that order."""
-    engine = make_engine(
-        policy("live", ANY, limit_keys=["header:x-a"]), policy("canary", ANY, mode="shadow", window_type="fixed")
-    )
-
-    live, canary = sealed(engine, get(x_a="1"))
-
-    (key,), (shadow_key,) = keys(live), keys(canary)
-    assert key.startswith(f"loop:live:default:sliding_ttl::{live[0].tenant}:{live[0].fingerprint}")
-    assert len(key.rpartition(":")[2]) == 8 + 16
-    assert shadow_key.startswith("shadow:loop:canary:default:fixed::")
-
-
 def test_all_matching_policies_count_for_themselves() -> None:
     """Two policies on one request have keys of their own."""
     live, _ = sealed(make_engine(policy("a", ANY), policy("b", ANY)), get())
@@ -281,19 +267,6 @@ def test_count_refused_is_about_refusals_alone() -> None:
     assert [candidate.hit.count_refused for candidate in live if isinstance(candidate.hit, Hit)] == [False, True, True]
 
 
-def test_an_error_in_a_shadow_policy_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a shadow policy's evaluation raises, the enforcing policy beside it is evaluated as if it were alone."""
-    engine = make_engine(policy("s", ANY, mode="shadow", limit_keys=["header:x-a"]), policy("e", ANY))
-    monkeypatch.setattr(engine.plans[0], "_descriptors", (None,))
-
-    check = engine.prepare(get())
-
-    assert check is not None
-    check.read_body(NO_BODY)
-    assert [item.plan.id for item in check.enforcing.candidates] == ["e"]
-    assert [identity for identity, _ in check.shadow.failures] == ["s"]
-
-
 @pytest.mark.parametrize("mode", ["enforce", "shadow"])
 def test_a_detector_that_raises_leaves_the_others_verdict_standing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever one policy's evaluation raises, and wherever, the policy beside it refuses the loop that it saw."""
@@ -309,23 +282,6 @@ def test_a_detector_that_raises_leaves_the_others_verdict_standing(mode: str, mo
         assert decision.lead is not None
         assert decision.lead.policy == "good"
         assert [identity for group in evaluation.groups for identity, _ in group.failures] == ["bad"]
-
-
-@pytest.mark.deep
-def test_distinct_requests_share_no_count() -> None:
-    """400,000 distinct requests of 400 tenants, of which about 20 pairs share 32 bits: every one is the first of its kind."""
-    engine = make_engine(policy("a", ANY, limit_keys=["header:x-user-id"]))
-    store = MemoryStore(Metrics(), 500_000)
-    for tenant in range(400):
-        request = HttpRequest("POST", "/v1/chat/completions", "host", {"x-user-id": b"user-%d" % tenant})
-        check = engine.prepare(request)
-        assert check is not None
-        for number in range(1_000):
-            check.read_body(NO_BODY.plus(b'{"prompt": %d}' % number))
-            (count,) = store.hit(check.enforcing.list_hits(), number)
-            assert count.count == 1
-
-    assert len(store) == 400_000
 
 
 def test_the_message_says_what_to_do() -> None:

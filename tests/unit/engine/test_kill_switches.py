@@ -197,14 +197,6 @@ def test_a_switch_comes_with_a_route_as_well(caplog: pytest.LogCaptureFixture) -
     assert "refused" not in caplog.text
 
 
-def test_ten_thousand_switches_cost_no_more_than_one() -> None:
-    """A request is looked up by what it has, so the number of switches does not show in what is compared."""
-    policies = load(*[switch(value=f"user-{number}") for number in range(10_000)])
-
-    assert find(policies, x_user_id="user-9999") == "9999"
-    assert find(policies, x_user_id="user-10000") is None
-
-
 KEYS = ("scope_key", "scope_value", "route", "reason", "expires_at")
 KEY = "scope_key must be 'jwt:<claim>', 'header:<name>', 'query:<name>' (names of letters, digits, '_' and '-') or 'ip:address'"
 

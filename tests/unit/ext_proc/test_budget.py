@@ -130,16 +130,6 @@ def test_names_that_change_take_nothing_from_callers_that_come_back() -> None:
     assert sum(got.values()) <= SHARE + MOST_AT_ONCE / 10
 
 
-def test_shadow_policies_take_what_is_left_over() -> None:
-    """What they look into costs enforcing ones nothing; what those look into leaves the others less."""
-    watched, quiet = InspectionBudget(0.0), InspectionBudget(0.0)
-    whole = use_up(quiet, "a", 0.0)
-
-    assert use_up(watched, "a", 0.0, shadow=True) == whole
-    assert use_up(watched, "a", 0.0) == whole
-    assert use_up(quiet, "a", 0.0, shadow=True) <= 1  # the reserve has room for a caller that is new there
-
-
 def test_all_tenants_together_leave_time_for_the_rest() -> None:
     """Over ten seconds of greed from a hundred tenants no more than the share of all is spent."""
     budget = InspectionBudget(0.0)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from extproc.errors import ProtocolError, StoreError
+from extproc.errors import ProtocolError
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import BUFFER_LIMIT_METADATA, Stream
 from extproc.ext_proc.throttle import Holds
@@ -146,13 +146,6 @@ def test_a_method_that_is_not_utf_8_is_refused_as_any_other(content_type: str) -
     message = page if content_type == "application/grpc" else json.loads(page)["error"]["message"]
     assert "this identical request ('P?ST' /) has been sent 3 times" in message
     assert sample(service, "fail_open_total", reason="internal_error") == 0
-
-
-def test_only_anthropic_paths_get_a_top_level_type() -> None:
-    """Elsewhere the body has no `type` beside `error`."""
-    answer = repeat(make_service(policy("p", ANY)), headers("/v1/chat/completions", end=True), times=3)
-
-    assert set(json.loads(answer.immediate_response.body)) == {"error", "detail"}
 
 
 def test_a_warning_goes_upstream_and_into_the_metadata() -> None:
@@ -312,16 +305,6 @@ def test_shadow_policies_count_what_full_duplex_hands_back() -> None:
 
     assert sample(service, "loops_detected_total", policy="s", mode="shadow", action="reject") == 2
     assert sample(service, "requests_total", policy="p", mode="enforce", action="allow") == 6
-
-
-def test_a_refusal_ends_a_full_duplex() -> None:
-    """Of what is refused nothing is handed back."""
-    service = make_service(policy("p", ANY, body="ignore"))
-
-    replies = [exchange(service, headers(**_DUPLEX), body(b"x")) for _ in range(3)]
-
-    assert [len(each) for each in replies] == [2, 2, 1]
-    assert decoded(replies[-1][0]).immediate_response.status.code == 429
 
 
 def test_an_error_forgets_a_refusal_and_no_body(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,21 +574,6 @@ def test_shadow_reports_and_does_nothing_else() -> None:
     answer.ClearField("dynamic_metadata")
     assert answer == decoded(exchange(make_service(policy("s", ANY)), headers(end=True))[-1])
     assert sample(service, "loops_detected_total", policy="s", mode="shadow", action="reject") == 1
-
-
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("error", [StoreError("down", kind="timeout"), RuntimeError("bug")])
-@pytest.mark.parametrize("on_store_error", ["allow", "reject"])
-def test_a_failing_shadow_lane_changes_no_answer(error: Exception, on_store_error: str, later: bool) -> None:
-    """When the store fails for the shadow policies alone, enforcing answers are those of a service without them."""
-    alone = make_service(policy("e", ANY))
-    store = FailingStore("shadow:", error, later=later)
-    beside = make_service(policy("s", ANY, mode="shadow"), policy("e", ANY), store=store, on_store_error=on_store_error)
-
-    for _ in range(4):
-        expected, got = (decoded(exchange(service, headers(end=True))[-1]) for service in (alone, beside))
-        assert got.WhichOneof("response") == expected.WhichOneof("response")
-        assert got.immediate_response == expected.immediate_response
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -120,15 +120,6 @@ def test_retries_are_no_steps() -> None:
     assert found == [200] * 7 + [429] * 2
 
 
-def test_equal_calls_have_an_end() -> None:
-    """`loop_detection` of a session, in each conversation."""
-    service = make_service(limited(loop_detection={"window": 5, "threshold": 3}))
-
-    for other in ("x", "y"):
-        done = do(other, 1, 1, 1)
-        assert [send(service, write(done[:at])) for at in range(5)] == [200] * 4 + [429]
-
-
 def test_what_conversations_cost_is_counted_apart() -> None:
     """The access log settles a request with the session that the chain has named."""
     service = make_service(limited(max_cost_per_session=1e4, prices=PRICES))
@@ -176,15 +167,6 @@ def test_operators_find_a_conversation_and_stop_it() -> None:
     assert sorted(status(answer) for answer in answers) == [200, 429]
     (stopped,) = [told(answer) for answer in answers if status(answer) == 429]
     assert "an operator has stopped this session" in stopped["message"]
-
-
-def test_a_shadow_policy_only_counts() -> None:
-    """What it would have refused is in the metrics."""
-    service = make_service(limited("shadow", max_steps=2))
-    done = do(*range(9))
-
-    assert [send(service, write(done[:at])) for at in range(5)] == [200] * 5
-    assert sample(service, "session_limits_total", policy="agents", mode="shadow", limit="max_steps", action="reject") == 3
 
 
 def test_a_named_session_has_its_own_limits_whatever_it_shows() -> None:

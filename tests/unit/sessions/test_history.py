@@ -231,19 +231,6 @@ def test_where_the_server_keeps_the_history_results_stand_for_calls() -> None:
     assert read_tool_calls(Document(json.dumps({"input": results, "previous_response_id": "r"}).encode())).tools == ()
 
 
-@every_shape
-def test_what_was_seen_recently_changes_nothing(shape: str) -> None:
-    """A history shows the same calls when it comes again, when others have come between, and where nothing is remembered."""
-    histories = [number([[("read", {"a": at + more}), ("pay", {})] for more in range(4)]) for at in range(3)]
-
-    first = [read(shape, turns) for turns in histories]
-    again = [read(shape, turns) for turns in histories]
-    forget()
-    fresh = [read(shape, turns) for turns in histories]
-
-    assert first == again == fresh
-
-
 def look(body: bytes) -> list[object]:
     """What a request shows of its conversation: calls, and places in the chain."""
     conversation = open_conversation(Document(body))

@@ -165,16 +165,6 @@ def test_narrow_holds_back_no_other_limit(limits: dict[str, Any], limit: str) ->
     assert told(answers[1])["limit"] == limit
 
 
-def test_finish_is_one_last_answer_without_tools() -> None:
-    """3, ours: with `finish`, one more request goes on without tools, and may be sent again; then the session is blocked."""
-    service = make_service(limited(max_tool_calls=1, max_tool_calls_mode="finish"))
-
-    answers = [ask(service, show(steps)) for steps in ([], [[("scan", 1)]], [[("scan", 1)]], [[("scan", 1)], []])]
-
-    assert [status(answer) for answer in answers] == [200, 200, 200, 429]
-    assert [read_changed(answer).get("tool_choice") for answer in answers[:3]] == [None, "none", "none"]
-
-
 def test_a_tool_has_a_count_of_its_own() -> None:
     """4: `max_calls_per_tool` holds for the tools that it names, each alone; a tool that is not named has no such limit."""
     service = make_service(limited(max_calls_per_tool={"collect": 2, "scan": 1}))

@@ -13,8 +13,7 @@ from extproc.sessions.names import SessionNames, hash_session
 from extproc.sessions.session_limits import BUDGET_KEYS, CONVERSATION_KEYS
 from tests.support.bundles import check, refused, spec
 from tests.support.service import make_service, metadata_of
-from tests.support.session_limits import ask, limited, status, turns
-from tests.support.sessions import agents, send_all, turn
+from tests.support.sessions import agents, turn
 from tests.support.sessions import ask as sessions_ask
 
 CONVERSATION = SessionNames(CONVERSATION_KEYS, usual=True)
@@ -100,29 +99,6 @@ def test_a_policy_may_ask_for_any_vendor_s_header() -> None:
 
     assert check(spec(session={"keys": keys}, session_limits={"max_steps": 3})).sources[0].policies[0].spec.session is not None
     assert "header:<name>" in str(refused(spec(session={"keys": ["header:x-*-id"]}, session_limits={"max_steps": 3}))[0])
-
-
-def test_opencode_s_agents_use_up_the_limits_of_the_one_that_started_them() -> None:
-    """Each has a session id of its own, and names its parent's."""
-    service = make_service(limited(max_steps=3))
-
-    assert status(ask(service, turns(1), session="ses_run")) == 200
-    assert status(ask(service, turns(2), session="ses_a", x_parent_session_id="ses_run")) == 200
-    assert status(ask(service, turns(3), session="ses_b", x_parent_session_id="ses_run")) == 200
-    assert status(ask(service, turns(4), session="ses_run")) == 429
-    assert status(ask(service, turns(1), session="ses_b")) == 200
-
-
-def test_turns_are_kept_for_each_agent() -> None:
-    """Claude's agents share one metadata.user_id, and each has a history of its own."""
-    service = make_service(agents())
-
-    def of(agent: str, number: int) -> int:
-        (answer,) = send_all(service, [turn(number)], x_claude_code_session_id="s", x_claude_code_agent_id=agent)
-        return answer
-
-    assert [of(agent, number) for number in (1, 2) for agent in ("a", "b", "c")] == [200] * 6
-    assert of("a", 3) == 429
 
 
 def test_a_record_has_the_headers_that_name_a_session() -> None:

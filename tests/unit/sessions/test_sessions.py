@@ -11,7 +11,6 @@ import pytest
 from extproc.engine.evaluation import Evaluation
 from extproc.errors import StoreError
 from extproc.ext_proc.wire import parse_message, read_request
-from extproc.request.clients import SESSION_HEADERS
 from extproc.request.fingerprint import NO_BODY
 from tests.support.documents import policy
 from tests.support.engine import ANY, make_engine
@@ -111,16 +110,6 @@ def test_a_retry_is_no_turn() -> None:
 
     assert send_all(service, [turn(1), turn(1), other, turn(1)], session_id="s") == [200] * 4
     assert send_all(service, [turn(2), turn(3)], session_id="s") == [200, 429]
-
-
-@pytest.mark.parametrize("header", SESSION_HEADERS)
-def test_the_headers_that_agents_send_anyway_name_a_session(header: str) -> None:
-    """Each by itself is enough, and each value is a session of its own."""
-    service = make_service(agents())
-    name = header.replace("-", "_")
-
-    assert send_all(service, [turn(n) for n in range(1, 4)], **{name: "s"}) == [200, 200, 429]
-    assert send_all(service, [turn(n) for n in range(1, 3)], **{name: "t"}) == [200, 200]
 
 
 def test_agents_that_another_one_starts_have_a_history_each() -> None:

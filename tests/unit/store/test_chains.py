@@ -129,27 +129,6 @@ def test_windows_of_the_last_messages_are_linked(window: int, order: str) -> Non
             assert model.ask(make_link(sent), now).entries == truth
 
 
-@pytest.mark.parametrize("window", range(1, 9))
-@pytest.mark.parametrize("order", _ORDERS)
-def test_a_window_hides_no_exact_loop(window: int, order: str) -> None:
-    """Whatever goes on beside it, the same turns again and again are found again and again."""
-    for length in range(1, 6):
-        random = Random(length)
-        loop = Run("task", [(f"a{turn % length}", f"e{turn % length}") for turn in range(64)], window)
-        others = [
-            Run(f"task {number}", [(f"{number} {turn}", f"{number} {turn}") for turn in range(40)]) for number in range(3)
-        ]
-        model = Model()
-        found = [
-            model.ask(make_link(sent), now).entries
-            for now, (run, sent, _) in enumerate(interleave([loop, *others], order, random))
-            if run is loop
-        ]
-
-        newest = found[-1][-1]
-        assert found[-1].count(newest) >= 3
-
-
 def test_conversations_that_end_alike_are_not_linked() -> None:
     """Two whose windows end with the same two messages: neither is taken for the other."""
     model = Model()

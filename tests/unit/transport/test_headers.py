@@ -186,31 +186,6 @@ def test_blocks_are_known_only_where_they_mean_the_same() -> None:
         without_table(cache).decode(second)
 
 
-def test_a_block_that_comes_again_is_not_read_again() -> None:
-    """The second time its fields are known, from then on the block is, on every connection."""
-    cache, block = Cache(), encode(REQUEST)
-    first, second = without_table(cache), without_table(cache)
-
-    fields = [first.decode(block).fields for _ in range(2)]
-
-    assert all(one is other for one, other in zip(*fields, strict=True))
-    assert first.decode(block) is second.decode(block)
-
-
-def test_of_a_block_with_one_new_field_that_field_is_read_alone() -> None:
-    """With a new trace identifier in each block, other fields stay cached, and no whole block is cached."""
-    cache = Cache()
-    decoder = without_table(cache)
-    decoder.decode(encode(REQUEST))
-
-    for number in range(100):
-        decoder.decode(encode([*REQUEST, (b"traceparent", b"%d" % number)]))
-
-    assert len(cache.fields) == len(REQUEST) + 100
-    assert len(cache.names) == len(REQUEST) + 1
-    assert not cache.blocks
-
-
 def read_or_refuse(decoder: Decoder, block: bytes) -> tuple[object, ...] | int:
     """All that a block says; the code of its error where it is none."""
     try:
@@ -235,20 +210,6 @@ def test_what_came_before_changes_no_block(more: Pairs, coded: bool, changes: li
 
     for block in [*blocks, *blocks]:
         assert read_or_refuse(decoder, block) == read_or_refuse(without_table(), block)
-
-
-@pytest.mark.parametrize("place", [0, 4, len(REQUEST)])
-def test_of_a_block_with_another_new_field_each_time_the_others_are_not_read_again(place: int) -> None:
-    """A trace that is new with each request is all that is looked at, wherever it stands."""
-    decoder = without_table()
-    for number in range(4):
-        fields = [*REQUEST[:place], (b"x-trace", b"trace-%d" % number), *REQUEST[place:]]
-        found = decoder.decode(encode(fields))
-
-        assert [(field.name, field.value) for field in found.fields] == fields
-        if number == 1:
-            model = decoder._cache.model
-        assert number < 1 or decoder._cache.model is model is not None
 
 
 @pytest.mark.parametrize(

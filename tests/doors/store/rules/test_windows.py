@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.engine.evaluation import Evaluation
 from extproc.metrics import Metrics
-from extproc.request.fingerprint import NO_BODY
-from extproc.request.http import HttpRequest
 from extproc.store import open_store
 from extproc.store.rules.windows import Count, Hit
-from tests.support.documents import policy
-from tests.support.engine import make_engine
 from tests.support.records import replace
 from tests.support.servers import Driver
 from tests.support.windows import (
@@ -130,40 +124,3 @@ def test_the_store_has_a_clock_of_its_own(store: Driver, window_type: str) -> No
     answers = [store.run(store.ask([hit], None))[0] for _ in range(5)]
 
     assert [(answer.count, answer.looping) for answer in answers] == [(1, False), (2, False), (3, True), (4, True), (5, True)]
-
-
-def _calls(times: int, *, user: str = "ann", result: str = "no such file") -> Evaluation:
-    """A conversation in which the same call was made so often, as a policy with a cooldown of 60 s looks at it."""
-    loop: dict[str, Any] = {"similarity": "tool_calls", "cooldown_seconds": 60, "window_seconds": None}
-    turn = [
-        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "read_file", "arguments": "{}"}}]},
-        {"role": "tool", "tool_call_id": "c", "content": result},
-    ]
-    data = json.dumps({"messages": [{"role": "user", "content": "go"}, *turn * times], "user": user}).encode()
-    engine = make_engine(policy("p", {"pathPrefix": "/"}, limit_keys=["body:/user"], **loop))
-    check = engine.prepare(HttpRequest("POST", "/v1/chat/completions"))
-    assert check is not None
-    check.read_body(NO_BODY.plus(data), content=data)
-    return check
-
-
-def test_a_loop_of_calls_trips_the_cooldown_for_its_caller(store: Driver) -> None:
-    """The same call in a shorter history is refused while the cooldown lasts and not after it; others are not touched."""
-
-    def action(seconds: float, check: Evaluation) -> str:
-        hits = [hit for hit in check.enforcing.list_hits() if isinstance(hit, Hit)]
-        return check.decide(store.count(hits, int(seconds * 1_000) + 1_000_000)).action.value
-
-    answers = [
-        action(0, _calls(2)),
-        action(1, _calls(3)),
-        action(2, _calls(1)),
-        action(3, _calls(1, user="bob")),
-        action(4, _calls(2, result="found")),
-        action(40, _calls(4)),
-        action(60.999, _calls(1)),
-        action(61, _calls(1)),
-        action(62, _calls(3)),
-    ]
-
-    assert answers == ["allow", "reject", "reject", "allow", "allow", "reject", "reject", "allow", "reject"]
