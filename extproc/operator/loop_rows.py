@@ -145,10 +145,10 @@ class LoopDocument(msgspec.Struct, array_like=True):
     def merge(cls, documents: Iterable[LoopDocument], now: float) -> LoopDocument:
         """Merge documents; curves end at `now`, in seconds since 1970."""
         every = list(documents)
-        changes = (change for document in every for change in document.after)
         added: Counter[NoteLabels] = Counter()
-        for labels, count in changes:
-            added[labels] += count
+        for document in every:
+            for labels, count in document.after:
+                added[labels] += count
         return cls(
             merge_loops((row for document in every for row in document.rows), now - KEPT_SECONDS),
             merge_lines((line for document in every for line in document.lines), int(now) // 60),
