@@ -40,7 +40,7 @@ _READERS: Mapping[str, Mapping[str, object]] = {
         "rules": [
             {
                 "name": "r",
-                "limit_keys": ["ip:address"],
+                "limit_keys": ["header:x-user-id"],
                 "algorithm": "token_bucket_llm",
                 "algorithm_config": {"tokens_per_minute": 1_000_000_000},
             }
@@ -169,7 +169,7 @@ def run(*, quick: bool) -> list[Row]:
 
 def _measure_reader(name: str, spec: Mapping[str, object], *, quick: bool) -> Row:
     """The body that takes one reader longest."""
-    policy = {"id": name, "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["ip:address"], **spec}}
+    policy = {"id": name, "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-user-id"], **spec}}
     longest, worst = 0.0, ""
     bodies = {**_bodies(), **_texts()}
     for number, (body_name, body) in enumerate(bodies.items(), 1):

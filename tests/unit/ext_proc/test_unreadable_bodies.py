@@ -1,17 +1,18 @@
-"""Bodies with one value wrong, at every position of every API: each is counted, or uncounted for a reason; nothing is raised."""
+"""Bodies with one value wrong, anywhere in any API: each is counted, or uncounted for a reason, and nothing is raised."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from extproc.detectors.chain import ChainPlace
 from extproc.ext_proc.service import Service
 from extproc.request.document import NotJson, write_canonical
-from msgspec import Raw
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, headers_of, make_service, sample
 from tests.support.turn_writers import SHAPES, Did
@@ -31,12 +32,13 @@ FILES: list[dict[str, Any]] = [
 ]
 SPELLED = {"bad byte": b'"a\xffb"', "half of a pair": b'"\\ud83d"', "wide number": b"9" * 700, "power": b"1e999"}
 WRONG = [*[f"@{name}@" for name in SPELLED], "", None, 1.5, [], {}, [1], [None], {"a": 1}]
+_TURNS = cycle(WRONG[1:])
 TURN = Did((("run", {"cmd": "ls", "n": 1.5}),), ("Error: no such file",), "again", "hm")
 
 
 def _write(shape: str) -> dict[str, Any]:
-    """A conversation of two turns, with files beside texts and results."""
-    made = json.loads(json.dumps(SHAPES[shape]([TURN, TURN])))
+    """A conversation of a turn, with files beside texts and results."""
+    made = json.loads(json.dumps(SHAPES[shape]([TURN])))
     key = next(key for key in ("messages", "input", "contents") if key in made)
     for message in made[key]:
         inner = "output" if "output" in message else "parts" if "parts" in message else "content"
@@ -52,13 +54,13 @@ def _write(shape: str) -> dict[str, Any]:
 
 
 def _mutate(value: Any) -> Iterator[Any]:  # noqa: ANN401  # of JSON
-    """The value with each wrong one at each position, and without each member."""
-    yield from WRONG
+    """The value with a bad byte and one other wrong value, in turn, at each position, and without each member."""
+    yield from (WRONG[0], next(_TURNS))
     if isinstance(value, dict):
         for key, inner in value.items():
             rest = {name: each for name, each in value.items() if name != key}
             yield rest
-            yield from [rest | {name: inner} for name in ("@bad byte@", "")]
+            yield rest | {"@bad byte@": inner}
             yield from [value | {key: changed} for changed in _mutate(inner)]
     elif isinstance(value, list):
         for place, inner in enumerate(value):
@@ -117,6 +119,7 @@ def test_a_wrong_value_is_counted_or_has_a_reason(shape: str) -> None:
 @pytest.mark.parametrize("uncountable", ["allow", "reject"])
 @pytest.mark.parametrize("file", [0, 1, 2])
 def test_a_file_that_is_not_utf8_is_uncounted(file: int, uncountable: str) -> None:
+    """It is among the results of seven equal turns."""
     said = [{"type": "text", "text": "x"}, FILES[file] | {"more": "@bad byte@"}]
     call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
     turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": said}]
@@ -130,6 +133,7 @@ def test_a_file_that_is_not_utf8_is_uncounted(file: int, uncountable: str) -> No
 
 
 def test_canonical_spelling_of_raw_values_is_utf8() -> None:
+    """Also where msgspec copies bytes that nothing has decoded."""
     assert write_canonical({"a": Raw('"ä"'.encode())}) == '{"a":"ä"}'.encode()
     with pytest.raises(NotJson):
         write_canonical({"a": Raw(b'"\xff"')})
@@ -151,6 +155,7 @@ def test_a_history_may_begin_with_the_assistant(reader: str) -> None:
 
 
 def test_places_differ_by_who_began() -> None:
+    """A user's message and the same of the assistant's are not the same conversation."""
     user, assistant = ChainPlace(b"x" * 16, []), ChainPlace(b"", [b"x" * 16])
 
     assert user.node != assistant.node
