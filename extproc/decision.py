@@ -44,6 +44,9 @@ class Reason(str, Enum):
     CIRCUIT_BREAKER_OPEN = "circuit_breaker_open"
 
 
+UNREADABLE: Final = "unreadable"
+"""Why a request is not counted if an error in Loopguard keeps it from reading the body."""
+
 CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "responses_websocket": (426, "it opens a WebSocket for calls that Loopguard could not see"),
     "grpc": (415, "it claims to be gRPC"),
@@ -54,6 +57,7 @@ CHOSEN_BY_CLIENTS: dict[str, tuple[int, str]] = {
     "inspect_limit": (413, "its body is longer than the inspection limit"),
     "inspect_budget": (429, "its caller has used up its time for inspecting bodies"),
     "not_json": (400, "its body is not JSON"),
+    UNREADABLE: (400, "its body cannot be read"),
     "no_messages": (400, "there is no conversation in its body"),
     "no_history": (400, "the history of its conversation is not in its body"),
     "batch": (400, "its body holds several requests"),

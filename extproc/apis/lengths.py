@@ -7,10 +7,10 @@ from typing import Final
 
 from msgspec import Raw, defstruct, json
 
-from extproc.apis.contents import read_string
+from extproc.apis.contents import read_string, unpack
 from extproc.apis.conversation import TOOL_KEYS, Conversation
 from extproc.apis.messages import TEXT, Part
-from extproc.request.document import ABSENT, open_value, write_canonical
+from extproc.request.document import ABSENT, MAX_STEPS, walk, write_canonical
 
 CHARACTERS_PER_TOKEN: Final = 4
 IMAGE_TOKENS: Final = 250
@@ -21,7 +21,8 @@ _MOST: Final = 2**20
 """Characters counted one by one; what is longer is estimated by its bytes."""
 
 _KEYS: Final = ("system", "instructions", "systemInstruction", "system_instruction")
-_INSTRUCTIONS: Final = re.compile(rb'"(?:system|instructions|systemInstruction|system_instruction)"\s*:').search
+_SYSTEM: Final = re.compile(rb'"system(?:_?[iI]nstruction)?"\s*:').search
+_INSTRUCTIONS: Final = re.compile(rb'"instructions"\s*:').search
 _decode_instructions: Final = json.Decoder(defstruct("Instructions", [(key, Raw, ABSENT) for key in _KEYS], gc=False)).decode
 
 _HOLDERS: Final = ("text", "parts")
@@ -43,8 +44,9 @@ def count_characters(conversation: Conversation, data: bytes) -> int:
     Raises:
         NotCounted: it cannot be read.
     """
+    conversation.check_count()
     total = sum([len(found) for key in TOOL_KEYS if (found := conversation.find_field(key)) is not None])
-    if _INSTRUCTIONS(data) is not None:
+    if _may_instruct(data):
         total += _count_instructions(data)
     for message in conversation.read_backwards():
         for part in message.read_parts():
@@ -54,8 +56,18 @@ def count_characters(conversation: Conversation, data: bytes) -> int:
     return total
 
 
+def _may_instruct(data: bytes) -> bool:
+    """Whether a body may have such keys. Each pattern begins with a literal, so only its occurrences take time."""
+    found = data.count(b'"system') + data.count(b'"instructions"')
+    return found > MAX_STEPS or (found > 0 and (_SYSTEM(data) is not None or _INSTRUCTIONS(data) is not None))
+
+
 def _count_instructions(data: bytes) -> int:
-    """What a body says to the model beside its messages."""
+    """What a body says to the model beside its messages.
+
+    Raises:
+        NotCounted: it is too large.
+    """
     try:
         found = _decode_instructions(data)
     except (ValueError, RecursionError):  # errors of msgspec and Unicode are ValueErrors
@@ -65,7 +77,7 @@ def _count_instructions(data: bytes) -> int:
 
 def _count_part(part: Part) -> int:
     if part.kind == TEXT:
-        text = open_value(part.value)
+        text = unpack(part.value)
         return len(text) if isinstance(text, str) else 0
     return len(part.name) + _count_value(part.value)
 
@@ -74,10 +86,11 @@ def _count_value(value: object, depth: int = 0) -> int:
     if isinstance(value, Raw):
         if value is ABSENT or len(value) > _MOST:
             return len(value)
-        value = open_value(value)
+        value = unpack(value)
     if isinstance(value, str):
         return len(value)
     if depth < _DEEPEST and isinstance(value, list):
+        walk(len(value))
         return sum([_count_value(item, depth + 1) for item in value])
     if depth < _DEEPEST and isinstance(value, dict):
         if _is_media(value):

@@ -46,6 +46,9 @@ _LONGEST_NAMES_KEPT: Final = 64
 """Maximum number of calls, and length of their names, of a message whose content is cached with its conversation."""
 
 _NO_CALL: Final = bytes(CALL_DIGEST)
+_NO_FIRST_WORDS: Final = bytes(_ID)
+"""Stands for the user's first message, or the assistant's first one would be taken for it."""
+
 _SEPARATOR: Final = b"\xff"  # never in UTF-8
 _SUFFIX: Final = b"suffix"
 _encode: Final = json.Encoder().encode
@@ -119,7 +122,7 @@ class ChainPlace:
         `parent`: the place without the newest of these; None if unknown.
         """
         self.depth = count = len(shown)
-        way = first_words + b"".join(shown)
+        way = (first_words or _NO_FIRST_WORDS) + b"".join(shown)
         self.node = digest(way, _ID)
         self.own = digest(_SUFFIX + way[-2 * _ID :], _ID) if count > 1 else b""
         if parent is not None:

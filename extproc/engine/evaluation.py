@@ -18,7 +18,7 @@ from msgspec import json
 from extproc.apis import LIST_PATHS, asks_model, find_usage_request, hash_first_words, open_conversation
 from extproc.apis.excerpt import Excerpt
 from extproc.budgets.guard import BUDGET
-from extproc.decision import CHOSEN_BY_CLIENTS, Action, Decision, Outcome, Repeat, ToolFailure, decide
+from extproc.decision import CHOSEN_BY_CLIENTS, UNREADABLE, Action, Decision, Outcome, Repeat, ToolFailure, decide
 from extproc.detectors.causes import Cause, find_cause
 from extproc.detectors.own_answers import leave_out_answers
 from extproc.engine.budget_candidates import BudgetCandidate
@@ -232,7 +232,7 @@ class CandidateGroup:
             except NotCounted as why:
                 self._drop(candidate, why.reason)
             except Exception as error:  # noqa: BLE001  # an error affects only this candidate
-                self.failures.append((candidate.plan.id, error))
+                self._fail_to_read(candidate, error)
             else:
                 able.append(candidate)
                 self.remembers = self.remembers or len(candidate.pushes) > 0
@@ -270,7 +270,7 @@ class CandidateGroup:
             except NotCounted as why:
                 self._drop(candidate, why.reason)
             except Exception as error:  # noqa: BLE001  # an error affects only this candidate
-                self.failures.append((candidate.plan.id, error))
+                self._fail_to_read(candidate, error)
             else:
                 recalled.append(candidate)
         self.candidates = recalled
@@ -353,6 +353,11 @@ class CandidateGroup:
         """Leave the request uncounted."""
         for candidate in self.candidates:
             self._drop(candidate, reason)
+
+    def _fail_to_read(self, candidate: Candidate, error: Exception) -> None:
+        """Note an error in Loopguard. A client may have caused it, so the request is also uncounted, as `uncountable` rules."""
+        self.failures.append((candidate.plan.id, error))
+        self._drop(candidate, UNREADABLE)
 
     def _drop(self, candidate: Candidate, reason: str) -> None:
         self._leave_out(candidate.plan, candidate.guard.name, reason, allowed=candidate.is_allowed)
@@ -576,10 +581,15 @@ class Evaluation:
         if self.inspects and content is not None:
             if len(content) > self.inspects and excerpt is None and self.reads_ends and self.is_plain:
                 excerpt = Excerpt(LIST_PATHS, self.inspects)
-            if excerpt is None:
-                document, unreadable = self._open_document(content)
-            else:
-                shortened = self._open_excerpt(excerpt, content)
+            try:
+                if excerpt is None:
+                    document, unreadable = self._open_document(content)
+                else:
+                    shortened = self._open_excerpt(excerpt, content)
+            except Exception as error:  # noqa: BLE001  # candidates that need no document still count the request
+                unreadable = UNREADABLE
+                group = self.enforcing if self.enforcing.candidates else self.shadow
+                group.failures += [(candidate.plan.id, error) for candidate in group.candidates[:1]]
         if not (self.enforcing.candidates or self.shadow.candidates):
             return  # no candidate counts it, perhaps because its query would take too long to read
         self._body = RequestBody(self.request, sums, document, unreadable, self._scope)

@@ -308,7 +308,7 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
     """The canonical spelling of a value, without the parts that `ignore` (split pointers) names: equal bytes mean equal values.
 
     Raises:
-        NotJson: it is nested too deeply.
+        NotJson: it is nested too deeply, or contains a raw value that is not UTF-8.
     """
     for pointer in ignore:
         value = remove_at(value, pointer)
@@ -317,9 +317,12 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
             members = sorted(wide.items())  # in place: the order of members means nothing to anybody else
             wide.clear()
             wide.update(members)
-        return _encode(value)
-    except RecursionError:  # it was decoded with less of the stack in use
+        written = _encode(value)
+        if not written.isascii():
+            written.decode()  # msgspec copies raw values unseen
+    except (RecursionError, UnicodeDecodeError):  # it was decoded with less of the stack in use, or not at all
         raise NotJson from None
+    return written
 
 
 def _list_wide(value: Json) -> list[dict[str, Json]]:

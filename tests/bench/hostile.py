@@ -20,6 +20,7 @@ TITLE = "hostile: the longest time that one message blocks the event loop"
 
 _LIMIT_MS = 50
 _EDIT_LIMIT_MS = 20
+_READER_LIMIT_MS = 20
 _SELECTORS: tuple[dict[str, Any], ...] = (
     {"pathExact": samples.PATH, "methods": ["POST"]},
     {"pathPrefix": "/"},
@@ -33,6 +34,25 @@ _LOOKING: Mapping[str, Mapping[str, object]] = {
 }
 _TURNS: Mapping[str, object] = {"similarity": "turns", "max_cycle": 16, "cooldown_seconds": 60}
 """It is on a server of its own: a policy with it needs none of the others that inspect conversations."""
+
+_READERS: Mapping[str, Mapping[str, object]] = {
+    "budgets": {
+        "rules": [
+            {
+                "name": "r",
+                "limit_keys": ["header:x-user-id"],
+                "algorithm": "token_bucket_llm",
+                "algorithm_config": {"tokens_per_minute": 1_000_000_000},
+            }
+        ]
+    },
+    "session limits": {"session_limits": {"max_steps": 9_000, "max_tool_calls": 9_000}},
+    **{
+        name: {"loop_detection": {"enabled": True, "window_seconds": 60, "similarity": name, "threshold_identical_requests": 8}}
+        for name in ("canonical", "tail", "tool_calls", "turns")
+    },
+}
+"""What reads bodies, each alone in a policy."""
 
 _KEYS = ["header:x-user-id", "query:page", "jwt:org_id", "ip:address"]
 
@@ -143,7 +163,34 @@ def run(*, quick: bool) -> list[Row]:
         rows.append(Row(name, median(longest), "ms", _LIMIT_MS))
     for kind, worst in (("notes", edits.find_worst_note(quick=quick)), ("narrowings", edits.find_worst_narrowing(quick=quick))):
         rows.append(Row(f"worst of {worst.bodies} {kind}: {worst.name}", worst.milliseconds, "ms", _EDIT_LIMIT_MS))
+    rows += [_measure_reader(name, spec, quick=quick) for name, spec in _READERS.items()]
     return [*rows, causes.measure(quick=quick)]
+
+
+def _measure_reader(name: str, spec: Mapping[str, object], *, quick: bool) -> Row:
+    """The body that takes one reader longest."""
+    policy = {"id": name, "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-user-id"], **spec}}
+    longest, worst = 0.0, ""
+    bodies = {**_bodies(), **_texts()}
+    for number, (body_name, body) in enumerate(bodies.items(), 1):
+        progress(f"hostile: {name}: {body_name}", number, len(bodies))
+        messages = [samples.headers_message(length=len(body)), samples.body_message(body)]
+        times = [_send(samples.service(samples.engine([policy])), messages) for _ in range(2 if quick else 4)]
+        if median(times) > longest:
+            longest, worst = median(times), body_name
+    return Row(f"worst for {name}: {worst}", longest, "ms", _READER_LIMIT_MS)
+
+
+def _texts() -> Mapping[str, bytes]:
+    """Bodies of 38,000 texts, where only some readers look."""
+    texts = ",".join(['{"type":"text","text":"a"}'] * 38_000)
+    user = '{"role":"user","content":%s}'
+    result = '[{"type":"tool_result","tool_use_id":"c","content":[%s]}]'
+    return {
+        "1 MB body, texts of the system": f'{{"system":[{texts}],"messages":[{user % "1"}]}}'.encode(),
+        "1 MB body, texts in one result": f'{{"messages":[{user % (result % texts)}]}}'.encode(),
+        "1 MB body, texts like keys": f'{{"messages":[{user % "[%s]"}]}}'.encode() % b",".join([b'"system"'] * 100_000),
+    }
 
 
 def _send(serving: Service, messages: Sequence[bytes]) -> float:

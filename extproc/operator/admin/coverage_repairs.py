@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from extproc.decision import UNREADABLE
 from extproc.operator.coverage_rows import SHARED
 from extproc.request.fingerprint import MAX_TARGET
 from extproc.request.http import MAX_DESCRIPTOR
@@ -64,6 +65,7 @@ REPAIRS = {
     ),
     "no_messages": _SELECTOR,
     "not_json": _SELECTOR,
+    UNREADABLE: Repair("have a body that Loopguard fails to read", "report the error, which is in the log"),
     "batch": Repair("hold several requests in one", _REFUSE, "uncountable"),
     "inspect_limit": Repair(
         "have a body above max_inspect_bytes, or nested too deeply",

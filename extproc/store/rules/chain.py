@@ -293,7 +293,7 @@ def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
     node.add()
     if node.retries < MAX_RETRIES:
         node.retries += 1
-        *older, newest = split_records(node.entries, 0)
+        *older, newest = split_records(node.entries, 0) or [b""]  # a conversation's first node has none
         entries = _add(b"".join(older), asked.entry)
         if len(newest) > 1:
             node.entries = entries
