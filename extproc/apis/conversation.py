@@ -157,6 +157,7 @@ class Shape:
             message is separate.
         kept: other keys of such a body that refer to earlier messages.
         look_back: returns what a body says about earlier messages; None if every request shows its whole history.
+        refers: returns whether a message of the assistant's only refers to one that the server keeps; None if none does.
         locate: returns where a note can be put into a message of an edited body; None if no note can be put there.
         mark: what each body with a message of the assistant's has in it, outside of texts; empty if nothing is known of bodies.
         fallback: other APIs use the key for something else, so those are tried first.
@@ -176,6 +177,7 @@ class Shape:
         "name_speaker",
         "path",
         "read",
+        "refers",
         "take",
     )
 
@@ -192,6 +194,7 @@ class Shape:
         look_back: Callable[[Any], Before] | None = None,
         locate: Callable[[Patch, Any, Value], list[Place]] | None = None,
         *,
+        refers: Callable[[Any], bool] | None = None,
         mark: bytes = b"",
         fallback: bool = False,
     ) -> None:
@@ -207,6 +210,7 @@ class Shape:
         self.joins = joins
         self.look_back = look_back or know_nothing
         self.locate = locate
+        self.refers = refers
         self.mark = mark
         self.fallback = fallback
 
@@ -461,6 +465,11 @@ class Message:
             steps_left, fractions_left = count_left()
             self.steps, self.fractions = steps - steps_left, fractions - fractions_left
         return parts
+
+    def is_reference(self) -> bool:
+        """Whether the server keeps what the assistant did, and the message only refers to it."""
+        refers = self.shape.refers
+        return refers is not None and False not in [refers(value) for value in self.list_values()]
 
     def list_values(self) -> list[Any]:
         """The message's value, and those of the calls that were made at once with it."""
