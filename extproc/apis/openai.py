@@ -32,6 +32,7 @@ from extproc.request.patch import Fields, Patch, Value
 _DEPLOYMENTS: Final = ("/deployments/", "/engines/")
 """Path segments before the model's name, in Azure and in OpenAI's API before chats."""
 
+_TRUE: Final = b"true"
 _SWITCH: Final = "parallel_tool_calls"
 _RESULT_ROLES: Final = frozenset({"tool", "function"})
 
@@ -48,12 +49,15 @@ ChatMessage: Final[Any] = defstruct(
         ("function_call", *_RAW),
         ("refusal", *_RAW),
         ("images", *_RAW),
+        ("prefix", *_RAW),
     ],
     gc=False,
 )
 """A message of a chat, also Anthropic's or Bedrock's; `thinking` and `images` are Ollama's, and thinking is never compared."""
 
-ChatBody: Final[Any] = defstruct("ChatBody", [("messages", list[ChatMessage]), ("thread", *_RAW)], gc=False)
+ChatBody: Final[Any] = defstruct(
+    "ChatBody", [("messages", list[ChatMessage]), ("thread", *_RAW), ("continue_final_message", *_RAW)], gc=False
+)
 """A body with `messages`; the server keeps the older messages of an Anthropic thread."""
 
 ChatTool: Final[Any] = defstruct(
@@ -137,6 +141,11 @@ def _read_function(call: Raw) -> Part:
     except ValidationError:
         return Part(CALL, call)
     return Part(CALL, tool.arguments, tool.name or "")
+
+
+def _marks_prefill(body: Json, message: Json) -> bool:
+    """Whether the last message is marked as the start of the answer: on itself (Mistral, DeepSeek), or in the body (vLLM)."""
+    return bytes(message.prefix) == _TRUE or bytes(body.continue_final_message) == _TRUE
 
 
 def _locate(patch: Patch, message: Json, whole: Value) -> list[Place]:
@@ -274,6 +283,7 @@ API: Final = Api(
             _find_raw,
             look_back=_look_back,
             locate=_locate,
+            marks_prefill=_marks_prefill,
             mark=b'"assistant"',
         ),
         Shape(

@@ -184,7 +184,10 @@ class ToolCalls(HistorySimilarity):
             raise NotCounted("no_history")
         newer: ShownCall | None = None
         at_once: set[bytes] = set()
-        for call in read_calls(conversation.read_backwards(), reset=self._reset):
+        messages = conversation.read_backwards()
+        if conversation.prefilled:
+            next(messages, None)
+        for call in read_calls(messages, reset=self._reset):
             if self._find_limit(call).allow:
                 continue
             if newer is None or newer.turn != call.turn:

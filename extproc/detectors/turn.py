@@ -128,16 +128,19 @@ class Reading:
         self.in_text = False
         self.newest: Message | None = None
 
-    def read_turns(self) -> Iterator[Turn]:  # noqa: C901  # a generator within a generator is slow
+    def read_turns(self) -> Iterator[Turn]:  # noqa: C901, PLR0912  # a generator within a generator is slow
         """The turns, newest first.
 
         An assistant's message without calls, directly before one with calls, is a thought of the latter.
         """
         conversation = self.conversation
         behind: list[Message] = []
+        shown = False
         newer: Turn | None = None  # the turn whose message comes next, if nothing is in between
         messages = conversation.read_backwards()
         newest = self.newest = next(messages, None)
+        if conversation.prefilled and newest is not None:
+            newest = self.newest = next(messages, None)
         if newest is None:
             return
         unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
@@ -154,7 +157,7 @@ class Reading:
             if newer is not None and (_acts(newer) or not newer.known) and not _acts(turn):
                 continue
             yield turn
-            behind, newer = [], turn
+            behind, newer, shown = [], turn, True
             if known is not None:
                 break
         if known is not None and newer is not None:  # the messages of older turns are only made if they are needed
@@ -171,7 +174,8 @@ class Reading:
                 elif speaker:
                     newer = None
             return
-        if behind and not self.document.shortened and not self.in_text and (conversation.elsewhere or _holds_results(behind)):
+        unknown = conversation.elsewhere or (not shown and _holds_results(behind[:1]))
+        if behind and unknown and not self.document.shortened and not self.in_text:
             yield Turn(self, None, behind)
 
     def read_words(self) -> str:
