@@ -136,6 +136,12 @@ def asks_model(path: str) -> bool:
 
 
 @lru_cache(_MOST_PATHS)
+def takes_prefill(path: str) -> bool:
+    """Whether the model continues an assistant's message at the end of a request on this path."""
+    return any(endpoint.prefills for search, endpoint in _PATHS if search(path))
+
+
+@lru_cache(_MOST_PATHS)
 def find_usage_request(path: str) -> Callable[[Patch, Fields], Changes] | None:
     """See `Endpoint.ask_usage`; of requests on this path."""
     return next((endpoint.ask_usage for search, endpoint in _PATHS if search(path)), None)

@@ -106,7 +106,7 @@ def _hold_calls(patch: Patch, fields: Fields, changes: Changes, _path: str) -> C
     return changes
 
 
-_MESSAGES = Endpoint(write_error, complete)
+_MESSAGES = Endpoint(write_error, complete, prefills=True)
 
 API = Api(
     paths={

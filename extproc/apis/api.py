@@ -138,6 +138,7 @@ class Endpoint(NamedTuple):
         asks_model: a model answers; otherwise, tokens are counted.
         ask_usage: asks for the usage of a stream, given the body and its members; returns changes to these. None if streams
             report usage anyway, or never.
+        prefills: the model continues an assistant's message at the end.
     """
 
     write_error: Callable[[Refusal, Question], Framed]
@@ -146,6 +147,7 @@ class Endpoint(NamedTuple):
     websocket: bool = False
     asks_model: bool = True
     ask_usage: Callable[[Patch, Fields], Changes] | None = None
+    prefills: bool = False
 
 
 class ToolsLeft(Enum):

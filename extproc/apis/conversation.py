@@ -157,6 +157,9 @@ class Shape:
             message is separate.
         kept: other keys of such a body that refer to earlier messages.
         look_back: returns what a body says about earlier messages; None if every request shows its whole history.
+        refers: returns whether a message of the assistant's only refers to one that the server keeps; None if none does.
+        marks_prefill: returns whether a body marks the assistant's message at its end as the start of the answer; None if no
+            body does.
         locate: returns where a note can be put into a message of an edited body; None if no note can be put there.
         mark: what each body with a message of the assistant's has in it, outside of texts; empty if nothing is known of bodies.
         fallback: other APIs use the key for something else, so those are tried first.
@@ -172,10 +175,12 @@ class Shape:
         "locate",
         "look_back",
         "mark",
+        "marks_prefill",
         "message",
         "name_speaker",
         "path",
         "read",
+        "refers",
         "take",
     )
 
@@ -192,6 +197,8 @@ class Shape:
         look_back: Callable[[Any], Before] | None = None,
         locate: Callable[[Patch, Any, Value], list[Place]] | None = None,
         *,
+        refers: Callable[[Any], bool] | None = None,
+        marks_prefill: Callable[[Any, Any], bool] | None = None,
         mark: bytes = b"",
         fallback: bool = False,
     ) -> None:
@@ -207,6 +214,8 @@ class Shape:
         self.joins = joins
         self.look_back = look_back or know_nothing
         self.locate = locate
+        self.refers = refers
+        self.marks_prefill = marks_prefill
         self.mark = mark
         self.fallback = fallback
 
@@ -462,6 +471,11 @@ class Message:
             self.steps, self.fractions = steps - steps_left, fractions - fractions_left
         return parts
 
+    def is_reference(self) -> bool:
+        """Whether the server keeps what the assistant did, and the message only refers to it."""
+        refers = self.shape.refers
+        return refers is not None and False not in [refers(value) for value in self.list_values()]
+
     def list_values(self) -> list[Any]:
         """The message's value, and those of the calls that were made at once with it."""
         return [*[message.value for message in self.joined or ()], self.value]
@@ -494,10 +508,12 @@ class Conversation:
         earlier: the cache entry of an earlier body in which the assistant's messages are the same as here, and this one has
             more; None if there is none.
         transcript: the result of `read_transcript`, or its exception.
+        prefilled: the newest message is known to be the start of the answer, so it is no turn.
     """
 
     __slots__ = (
-        "_data", "_first_words", "_messages", "_read", "before", "body", "earlier", "known", "model", "shape", "transcript",
+        "_data", "_first_words", "_messages", "_read", "before", "body", "earlier", "known", "model", "prefilled",
+        "shape", "transcript",
     )  # fmt: skip
 
     def __init__(self, shape: Shape, messages: Sequence[Any], body: Any, model: str, data: bytes = b"") -> None:  # noqa: ANN401  # of all keys
@@ -509,6 +525,7 @@ class Conversation:
         self.known: KnownMessages | None = None
         self.earlier: KnownMessages | None = None
         self.transcript: Any = None
+        self.prefilled = False
         self.shape = shape
         self.model = model
         self.before: Before = shape.look_back(body)
@@ -620,6 +637,11 @@ class Conversation:
                 return speaker == ASSISTANT
         return False
 
+    def marks_prefill(self) -> bool:
+        """Whether the body marks the newest message as the start of the answer."""
+        marks = self.shape.marks_prefill
+        return marks is not None and marks(self.body, self.open_message(len(self._messages) - 1))
+
     def _read_each(self) -> Iterator[Message]:
         count = len(self._messages)
         for place in range(count - 1, max(count - 1 - MAX_STEPS, -1), -1):
@@ -717,6 +739,7 @@ class Shapes:
         if found is None:
             try:
                 found = self._open(document)
+                found.prefilled = found.is_prefilled() and (document.prefills or found.marks_prefill())
             except NotCounted as failure:
                 found = failure.renew()
             document.conversation = found
@@ -799,7 +822,9 @@ class Shapes:
             shape, given = self.find_conversation(patch)
             if patch.is_text(given):
                 return [Place(given)] if shape.locate is not None else []
-            newest = _read_newest(patch, shape, given) if known is None else _read_known(patch, *known)
+            found = document.conversation if document is not None else None
+            skips = isinstance(found, Conversation) and found.prefilled
+            newest = _read_newest(patch, shape, given, skips=skips) if known is None else _read_known(patch, *known)
         if shape.locate is None:
             return []
         places: list[Place] = []
@@ -1019,8 +1044,10 @@ def find_known(document: Document | None, data: bytes) -> tuple[Conversation, Kn
     return (found, found.known) if isinstance(found, Conversation) and found.known is not None else None
 
 
-def _read_newest(patch: Patch, shape: Shape, given: Value) -> list[tuple[str, Any, Value]]:
+def _read_newest(patch: Patch, shape: Shape, given: Value, *, skips: bool) -> list[tuple[str, Any, Value]]:
     """The messages behind the assistant's newest, last first: the speaker, what is needed as a struct of the shape, and where.
+
+    `skips`: a prefill is not the assistant's newest.
 
     Raises:
         NotCounted: they are ambiguous, or too large.
@@ -1029,6 +1056,9 @@ def _read_newest(patch: Patch, shape: Shape, given: Value) -> list[tuple[str, An
     for whole in patch.open_newest(given):
         message = read_message(patch, shape, patch.shorten(whole))
         speaker = shape.name_speaker(message)
+        if skips and speaker == ASSISTANT:
+            skips = False
+            continue
         if speaker == ASSISTANT or len(found) == _MAX_NEWEST:
             break
         found.append((speaker, message, whole))
@@ -1038,7 +1068,7 @@ def _read_newest(patch: Patch, shape: Shape, given: Value) -> list[tuple[str, An
 def _read_known(patch: Patch, conversation: Conversation, known: KnownMessages) -> list[tuple[str, Any, Value]]:
     """Like `_read_newest`, of messages whose offsets are known; only those that are read here are decoded."""
     found: list[tuple[str, Any, Value]] = []
-    last = len(conversation) - 1
+    last = len(conversation) - (2 if conversation.prefilled else 1)
     for place in range(last, max(last - _MAX_NEWEST, -1), -1):
         speaker = known.speakers[place]
         if speaker == ASSISTANT:

@@ -28,11 +28,13 @@ from extproc.apis.messages import CALL, OTHER, RESULT, Part
 from extproc.apis.places import PLAIN, TEXT_PART, Place, locate_in_content
 from extproc.apis.usage import decode_name
 from extproc.decision import Framed
-from extproc.request.document import ABSENT, NotCounted
+from extproc.request.document import ABSENT, Json, NotCounted
 from extproc.request.patch import AMBIGUOUS, Fields, Patch, Value
 
 _RESPONSE_TEXTS = ("output", "result", "error")
 _NOTE = "gateway_note"
+_FILES = frozenset({"inlineData", "inline_data", "fileData", "file_data"})
+"""Keys of parts that are images or other files."""
 
 _COLLECTIONS = ("/models", "/tunedModels", "/endpoints")
 _NO_NAMES = frozenset({"count-tokens"})
@@ -79,7 +81,9 @@ def _read_result(block: Block) -> Part:
     result = read_object(block.get("functionResponse", block.get("function_response")))
     response = result.get("response", ABSENT)
     failed = isinstance(response, dict) and bool(response.get("error"))
-    return Part(RESULT, response, id=read_string(result.get("id")), failed=failed)
+    parts: Json = result.get("parts")
+    files = [part for part in parts if isinstance(part, dict) and _FILES & part.keys()] if isinstance(parts, list) else []
+    return Part(RESULT, response, id=read_string(result.get("id")), failed=failed, images=files or ABSENT)
 
 
 def _read_code(block: Block) -> Part:

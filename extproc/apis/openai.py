@@ -21,7 +21,7 @@ from extproc.apis.api import (
     write_error,
 )
 from extproc.apis.contents import is_given, read_content, read_string, read_text
-from extproc.apis.conversation import NOTHING_BEFORE, Before, Shape, name_by_role
+from extproc.apis.conversation import NOTHING_BEFORE, USER, Before, Shape, name_by_role
 from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.apis.places import TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.apis.usage import find_behind, find_model
@@ -32,6 +32,7 @@ from extproc.request.patch import Fields, Patch, Value
 _DEPLOYMENTS: Final = ("/deployments/", "/engines/")
 """Path segments before the model's name, in Azure and in OpenAI's API before chats."""
 
+_TRUE: Final = b"true"
 _SWITCH: Final = "parallel_tool_calls"
 _RESULT_ROLES: Final = frozenset({"tool", "function"})
 
@@ -47,12 +48,16 @@ ChatMessage: Final[Any] = defstruct(
         ("tool_call_id", str | int | None, None),
         ("function_call", *_RAW),
         ("refusal", *_RAW),
+        ("images", *_RAW),
+        ("prefix", *_RAW),
     ],
     gc=False,
 )
-"""A message of a chat, also Anthropic's or Bedrock's; `thinking` is Ollama's, and never compared."""
+"""A message of a chat, also Anthropic's or Bedrock's; `thinking` and `images` are Ollama's, and thinking is never compared."""
 
-ChatBody: Final[Any] = defstruct("ChatBody", [("messages", list[ChatMessage]), ("thread", *_RAW)], gc=False)
+ChatBody: Final[Any] = defstruct(
+    "ChatBody", [("messages", list[ChatMessage]), ("thread", *_RAW), ("continue_final_message", *_RAW)], gc=False
+)
 """A body with `messages`; the server keeps the older messages of an Anthropic thread."""
 
 ChatTool: Final[Any] = defstruct(
@@ -80,7 +85,7 @@ def _look_back(body: Json) -> Before:
 
 
 _LONGEST_NOTHING: Final = 8
-"""Maximum length of a list without calls, in bytes, such as `null` beside a text; ABSENT has none."""
+"""Maximum length of a list without calls or images, in bytes, such as `null` beside a text; ABSENT has none."""
 
 
 def _find_raw(message: Json) -> Raw:
@@ -93,8 +98,12 @@ def _find_raw(message: Json) -> Raw:
 
 def _read(message: Json) -> list[Part]:
     role, content = message.role, message.content
+    images: Raw = message.images if len(message.images) > _LONGEST_NOTHING else ABSENT
     if role in _RESULT_ROLES:
-        return [Part(RESULT, content, "", "" if message.tool_call_id is None else str(message.tool_call_id))]
+        identity = "" if message.tool_call_id is None else str(message.tool_call_id)
+        return [Part(RESULT, content, "", identity, images=images)]
+    if images is not ABSENT and role == USER:
+        return [*read_content(content), Part(TEXT, "", images=images)]
     calls, function, refusal = message.tool_calls, message.function_call, message.refusal
     if calls is ABSENT and function is ABSENT and refusal is ABSENT:
         return read_content(content) if role and content is not ABSENT else [Part(OTHER, ABSENT)]
@@ -132,6 +141,11 @@ def _read_function(call: Raw) -> Part:
     except ValidationError:
         return Part(CALL, call)
     return Part(CALL, tool.arguments, tool.name or "")
+
+
+def _marks_prefill(body: Json, message: Json) -> bool:
+    """Whether the last message is marked as the start of the answer: on itself (Mistral, DeepSeek), or in the body (vLLM)."""
+    return bytes(message.prefix) == _TRUE or bytes(body.continue_final_message) == _TRUE
 
 
 def _locate(patch: Patch, message: Json, whole: Value) -> list[Place]:
@@ -269,6 +283,7 @@ API: Final = Api(
             _find_raw,
             look_back=_look_back,
             locate=_locate,
+            marks_prefill=_marks_prefill,
             mark=b'"assistant"',
         ),
         Shape(

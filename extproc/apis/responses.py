@@ -11,12 +11,15 @@ from msgspec import Raw, Struct
 from extproc.apis.api import Api, Completion, Endpoint, Question, ToolList, ToolWords, frame_events, frame_json, write_error
 from extproc.apis.contents import is_given, read_content, read_string
 from extproc.apis.conversation import ASSISTANT, ASSISTANTS, OTHER_ROLE, TOOL, Before, Shape, take_list
-from extproc.apis.messages import CALL, OTHER, RESULT, Part
+from extproc.apis.messages import CALL, OTHER, REFERENCE, RESULT, Part
 from extproc.apis.openai import hold_calls
 from extproc.apis.places import INPUT_TEXT_BLOCK, Place, locate_in_content, locate_text
 from extproc.decision import Framed
 from extproc.request.document import ABSENT, Json, open_value, write_canonical
 from extproc.request.patch import Patch, Value
+
+_REASONING = "rs_"
+"""The start of ids of thoughts."""
 
 _OUTPUTS_OF_BLOCKS = frozenset({"function_call_output", "custom_tool_call_output"})
 
@@ -38,6 +41,9 @@ class Item(Struct, gc=False):
     code: Raw = ABSENT
     queries: Raw = ABSENT
     output: Raw = ABSENT
+    outputs: Raw = ABSENT
+    results: Raw = ABSENT
+    result: Raw = ABSENT
     error: Raw = ABSENT
 
 
@@ -63,10 +69,17 @@ def _look_back(body: ResponsesBody) -> Before:
     return Before(after, open_ended=is_given(body.conversation))
 
 
+def _is_reference(item: Item) -> bool:
+    """Whether an item is only the id of one that the server keeps; its type may be left out."""
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not ABSENT)
+
+
 def _name_speaker(item: Item) -> str:
     kind = item.type or ""
     if kind == "reasoning":
         return ""
+    if _is_reference(item):
+        return "" if read_string(item.id).startswith(_REASONING) else ASSISTANT
     if item.role:
         return ASSISTANT if item.role in ASSISTANTS else item.role
     if kind.endswith("_call") or kind == "mcp_approval_request":
@@ -78,6 +91,10 @@ def _is_call(item: Item) -> bool:
     return item.type is not None and item.type.endswith("_call")
 
 
+def _joins(item: Item) -> bool:
+    return _is_call(item) or _is_reference(item)
+
+
 def _find_raw(item: Item) -> Raw:
     return _find_input(item) if _is_call(item) else item.content
 
@@ -85,6 +102,8 @@ def _find_raw(item: Item) -> Raw:
 def _read(item: Item) -> list[Part]:
     if _is_call(item):
         return _read_call(item)
+    if _is_reference(item):
+        return [Part(REFERENCE, item.id)]
     if item.role and item.content is not ABSENT:
         return read_content(item.content)
     if not item.role and (item.type or "").endswith("_output"):
@@ -96,10 +115,34 @@ def _read_call(item: Item) -> list[Part]:
     """A call, and the result if the server ran it."""
     name = read_string(item.name) or (item.type or "").removesuffix("_call")
     identity = read_string(item.id if item.call_id is ABSENT else item.call_id)  # calls that the server runs have no call id
-    parts = [Part(CALL, _find_input(item), name, identity)]
-    if is_given(item.output) or is_given(item.error):
-        parts.append(Part(RESULT, item.output, id=identity, failed=is_given(item.error)))
+    given: Json = _find_input(item)
+    returned: Json = next(
+        (value for value in (item.output, item.outputs, item.results, item.result) if is_given(value)), ABSENT
+    )
+    if item.type == "web_search_call":
+        given, returned = _divide_search(given)
+    elif is_given(item.outputs):
+        returned = _join_logs(open_value(item.outputs))
+    parts = [Part(CALL, given, name, identity)]
+    if returned is not ABSENT or is_given(item.error):
+        parts.append(Part(RESULT, returned, id=identity, failed=is_given(item.error)))
     return parts
+
+
+def _divide_search(action: Raw) -> tuple[Json, Json]:
+    """What was searched for on the web, and the sources that were found; ABSENT if they are not shown."""
+    found = open_value(action)
+    if not isinstance(found, dict) or not found.get("sources"):
+        return action, ABSENT
+    sources = found.pop("sources")
+    return found, sources
+
+
+def _join_logs(outputs: Json) -> Json:
+    """The outputs of code as one text if they are texts; else unchanged."""
+    given = outputs if isinstance(outputs, list) else [None]
+    logs = [output.get("logs") if isinstance(output, dict) else None for output in given]
+    return "\n".join(logs) if all(isinstance(text, str) for text in logs) else outputs
 
 
 def _find_input(item: Item) -> Raw:
@@ -202,9 +245,10 @@ API = Api(
             _read,
             _find_raw,
             _take,
-            _is_call,
+            _joins,
             _look_back,
             locate=_locate,
+            refers=_is_reference,
             mark=b'"function_call"',
         ),
     ),

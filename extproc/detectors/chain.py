@@ -19,7 +19,7 @@ from msgspec import json
 from extproc.apis import open_conversation
 from extproc.apis.contents import read_arguments, unpack
 from extproc.apis.conversation import ASSISTANT, USER, Conversation, Shape
-from extproc.apis.messages import CALL, RESULT, TEXT, Part
+from extproc.apis.messages import CALL, REFERENCE, RESULT, TEXT, Part
 from extproc.bounded import Memo
 from extproc.detectors.actions import cut_thinking
 from extproc.detectors.turn import digest
@@ -295,7 +295,7 @@ def _show(parts: list[Part], steps: int, fractions: int) -> ShownMessage:
     spelled: list[bytes] = []
     calls: list[CountedCall] = []
     for part in parts:
-        if part.kind == TEXT:
+        if part.kind in (TEXT, REFERENCE):
             spelled.append(spell(part))
         elif part.kind == CALL:
             call = spell(part)

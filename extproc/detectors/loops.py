@@ -134,6 +134,16 @@ class History(Newest[AnyTurn]):
         times, words = count_nested(self.reading.read_words()) if self.reading is not None else (0, "")
         return times, digest(words.encode()) if times else b""
 
+    def shows_newest(self) -> bool:
+        """Whether the newest turn can be compared.
+
+        Its action is shown, or it is referenced and has results, or a person has spoken since.
+        """
+        newest = self.at(0)
+        if not isinstance(newest, Turn) or newest.known or not newest.answered:
+            return True
+        return newest.referenced and (newest.returned or self.count_since_person() == 0)
+
     def is_prefilled(self) -> bool:
         """Whether the newest turn is a prefill, with which the model's answer is to begin, and so no turn yet.
 
@@ -190,6 +200,8 @@ class KeptTurn:
 
     Attributes:
         newest: that turn, reduced.
+        shown: the number of turns up to it that the request shows.
+        passes_over: some of these are not in the ring, because no request ended with them.
         place: its place among the turns that the request shows.
         entry: its entry for the ring.
         identity: digest of 8 bytes, the same for a retry, even with another model; empty if the session has no name.
@@ -197,13 +209,16 @@ class KeptTurn:
         in_text: see `Turn`.
     """
 
-    __slots__ = ("_before", "complete", "entry", "identity", "in_text", "newest", "place")
+    __slots__ = ("_before", "complete", "entry", "identity", "in_text", "newest", "passes_over", "place", "shown")
 
     def __init__(self, history: History, place: int, newest: Reduced, identity: bytes | None, *, in_text: bool) -> None:
         """Take what is needed from the history, without keeping the request; see `Turn.identify` for `identity`."""
         shown = len(history.newest(MAX_TURNS)) - place
         before = history.at(place + 1)
         self.newest = newest
+        self.shown = shown
+        before_it = history.newest(MAX_TURNS)[place + 1 :]
+        self.passes_over = True in [isinstance(turn, Turn) and turn.stands_alone for turn in before_it]
         self.in_text = in_text
         self.place = place
         self.entry = encode_turn(newest)
@@ -217,8 +232,10 @@ class KeptTurn:
         """The turns up to this one, as far as a ring's entries have them; see `Memory.recall`.
 
         None if no other entry has the same result and too few have a similar failure, because then there is no loop, unless
-        `always` is set.
+        `always` is set. None as well if the request shows all of the entries, and other turns between them.
         """
+        if self.passes_over and len(entries) <= self.shown:
+            return None
         failure = self.newest.failure_id
         if not always and not self._returns_again(entries):
             alike = [entry for entry in entries if get_failure_id(entry) == failure] if failure else []
@@ -294,6 +311,8 @@ class TurnRule:
         if document.shortened and conversation.shape.joins is not None:
             turns = leave_out_last(turns)
         history = History(turns, reading, elsewhere=conversation.elsewhere, after=conversation.before.after)
+        if not conversation.elsewhere and not history.shows_newest():
+            history.elsewhere = True
         if conversation.before.in_words:
             newest = history.at(0)
             history.elsewhere = newest is None or not newest.known
@@ -340,6 +359,10 @@ class TurnRule:
                 history.again.append(place)
             history.compared = place + 1
         again = [place for place in history.again if place < len(looked_at)]
+        if isinstance(newest, Turn) and again and newest.images:
+            shown = {place: turn.images for place, turn in enumerate(looked_at) if isinstance(turn, Turn) and turn.images}
+            if len(set(shown.values())) > 1:  # screens move, so that older ones, whose images are gone, were others
+                again = [place for place in again if place in shown]
         found = None
         if again and MIN_CYCLE <= again[0] <= self._max_cycle:  # a longer one would contain the newest turn twice
             found = self._cycle(history, again[0])
@@ -365,7 +388,7 @@ class TurnRule:
         if len(new) > limit.threshold - 2:
             return None
         turns = history.newest(window)
-        measure = weigh if newest.known else weigh_apart
+        measure = weigh if newest.known or (isinstance(newest, Turn) and newest.referenced) else weigh_apart
         return Repeat(
             newest.names,
             len(places) + 1,

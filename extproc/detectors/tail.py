@@ -19,6 +19,7 @@ from extproc.apis.messages import CALL, OTHER, RESULT, TEXT, Part
 from extproc.detectors.alike import fold
 from extproc.detectors.base import Similarity
 from extproc.detectors.keys import SimilarityKeys, TailKeys
+from extproc.detectors.turn import digest_images
 from extproc.objects import JsonObject
 from extproc.request.document import ABSENT, Document, NotCounted, write_canonical
 
@@ -67,6 +68,8 @@ def _write_message(message: Message, document: Document, unasked: dict[str, int]
     fields = [message.speaker.encode()]
     for part in message.read_parts():
         kind, value = part.kind, part.value
+        if part.images is not ABSENT:
+            fields += (b"images", digest_images(part))
         if kind == CALL:
             _settle(part.id, unasked)
             fields += _spell_call(part)

@@ -24,8 +24,9 @@ from extproc.detectors.base import HistorySimilarity
 from extproc.detectors.keys import MAX_CALLS, SimilarityKeys, ToolCallsKeys
 from extproc.detectors.loops import MIN_CYCLE, Newest
 from extproc.detectors.tools import Limit, count_rounds
+from extproc.detectors.turn import digest_images
 from extproc.objects import JsonObject, Place
-from extproc.request.document import Document, NotCounted, write_canonical
+from extproc.request.document import ABSENT, Document, NotCounted, write_canonical
 from extproc.request.quoting import quote_all
 
 NO_CALLS: Final = "no calls that count: none since the user's last message, or only of tools that are allowed"
@@ -78,7 +79,16 @@ class ShownCall:
             return True
         if self.name != other.name or not other._may_take(self) or self.arguments != other.arguments:
             return False
-        return not results or (self.outcome != b"" and self.outcome == other.outcome)
+        if not results:
+            return True
+        if self.images != other.images and self.images and other.images:
+            return False
+        return (self.outcome != b"" or self.images != b"") and self.outcome == other.outcome
+
+    @property
+    def images(self) -> bytes:
+        """A digest of the images beside the result; empty for none. See `Part`."""
+        return digest_images(self._answer) if self._answer is not None and self._answer.images is not ABSENT else b""
 
     def _may_take(self, other: ShownCall) -> bool:
         """False if a check without decoding shows that the arguments differ from another call's."""
@@ -174,7 +184,10 @@ class ToolCalls(HistorySimilarity):
             raise NotCounted("no_history")
         newer: ShownCall | None = None
         at_once: set[bytes] = set()
-        for call in read_calls(conversation.read_backwards(), reset=self._reset):
+        messages = conversation.read_backwards()
+        if conversation.prefilled:
+            next(messages, None)
+        for call in read_calls(messages, reset=self._reset):
             if self._find_limit(call).allow:
                 continue
             if newer is None or newer.turn != call.turn:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Final, NamedTuple
 
-from msgspec import json
+from msgspec import Raw, json
 
 from extproc.apis import find_hints
 from extproc.apis.contents import find_wrappers, is_injected, list_texts, read_result, unpack
@@ -128,16 +128,19 @@ class Reading:
         self.in_text = False
         self.newest: Message | None = None
 
-    def read_turns(self) -> Iterator[Turn]:  # noqa: C901  # a generator within a generator is slow
+    def read_turns(self) -> Iterator[Turn]:  # noqa: C901, PLR0912  # a generator within a generator is slow
         """The turns, newest first.
 
         An assistant's message without calls, directly before one with calls, is a thought of the latter.
         """
         conversation = self.conversation
         behind: list[Message] = []
+        shown = False
         newer: Turn | None = None  # the turn whose message comes next, if nothing is in between
         messages = conversation.read_backwards()
         newest = self.newest = next(messages, None)
+        if conversation.prefilled and newest is not None:
+            newest = self.newest = next(messages, None)
         if newest is None:
             return
         unfolded = unfold(newest) if newest.speaker in {USER, ASSISTANT} else [newest]
@@ -151,10 +154,10 @@ class Reading:
                 newer = None
                 continue
             turn = Turn(self, message, behind)
-            if newer is not None and _acts(newer) and not _acts(turn):
+            if newer is not None and (_acts(newer) or not newer.known) and not _acts(turn):
                 continue
             yield turn
-            behind, newer = [], turn
+            behind, newer, shown = [], turn, True
             if known is not None:
                 break
         if known is not None and newer is not None:  # the messages of older turns are only made if they are needed
@@ -171,7 +174,8 @@ class Reading:
                 elif speaker:
                     newer = None
             return
-        if conversation.elsewhere and behind and not self.document.shortened and not self.in_text:
+        unknown = conversation.elsewhere or (not shown and _holds_results(behind[:1]))
+        if behind and unknown and not self.document.shortened and not self.in_text:
             yield Turn(self, None, behind)
 
     def read_words(self) -> str:
@@ -218,6 +222,7 @@ class KnownResult:
         returned: as in `Turn`.
         hash: Python's hash of the result.
         size: length of the result, in characters.
+        images: as in `Turn`.
         start: of the result, as much as `normalize_head` and `open_result` need.
         overwrites: there is a carriage return in the result.
         escapes: there is a backslash in the result.
@@ -240,6 +245,7 @@ class KnownResult:
         "head",
         "heard",
         "ignored",
+        "images",
         "lines",
         "normal_id",
         "normalized",
@@ -255,7 +261,15 @@ class KnownResult:
     )
 
     def __init__(  # noqa: PLR0913  # a record
-        self, ignored: frozenset[str], serials: list[int], steps: int, heard: int, result: str, *, returned: bool
+        self,
+        ignored: frozenset[str],
+        serials: list[int],
+        steps: int,
+        heard: int,
+        result: str,
+        images: bytes,
+        *,
+        returned: bool,
     ) -> None:
         """Take a result."""
         self.ignored = ignored
@@ -265,6 +279,7 @@ class KnownResult:
         self.returned = returned
         self.hash = hash(result)
         self.size = len(result)
+        self.images = images
         self.start = result[:LONGEST_START]
         self.overwrites = "\r" in result
         self.escapes = "\\" in result
@@ -309,6 +324,7 @@ class Turn:
         "_fractions",
         "_head",
         "_ids",
+        "_images",
         "_kept",
         "_lacks",
         "_mark",
@@ -343,7 +359,7 @@ class Turn:
             place: index of the assistant's message in a cached conversation.
             end: index behind the last message.
         """
-        self.known = message is not None or place >= 0
+        self.known = place >= 0 or (message is not None and not message.is_reference())
         self.in_text = reading.in_text
         self._reading = reading
         self._message = message
@@ -388,12 +404,26 @@ class Turn:
         self._failure: Failure | None = None
         self._failure_id: bytes | None = None
         self._returned = False
+        self._images = b""
         self._ids: set[str] = set()
+
+    @property
+    def referenced(self) -> bool:
+        """Whether the request refers to what the assistant did."""
+        return self._message is not None and not self.known
 
     @property
     def answered(self) -> bool:
         """Whether something follows."""
         return bool(self._list_behind())
+
+    @property
+    def stands_alone(self) -> bool:
+        """Whether nothing follows before the assistant's next message, so that no request ended with this turn."""
+        if self._behind is not None:
+            return not self._behind
+        name = self._reading.conversation.name_speaker
+        return not "".join([name(place) for place in range(self._place + 1, self._end)])
 
     def _open(self) -> Message | None:
         """The assistant's message; None if the server keeps it."""
@@ -526,7 +556,8 @@ class Turn:
         if self._cost > 0 and not bounded and not self._needs_whole:
             serials, all_heard = known.serials[self._place : self._end], sum([message.steps for message in heard])
             own = steps - left + taken - all_heard
-            kept = KnownResult(self._reading.ignored, serials, own, all_heard, result, returned=self._returned)
+            images, returned = self._images, self._returned
+            kept = KnownResult(self._reading.ignored, serials, own, all_heard, result, images, returned=returned)
             self._kept = known.results[self._place] = kept
         return result
 
@@ -642,6 +673,12 @@ class Turn:
         """Whether tools returned anything."""
         kept = self._recall()  # which reads the result if it is not cached
         return kept.returned if kept is not None else self._returned
+
+    @property
+    def images(self) -> bytes:
+        """A digest of the images beside results; empty for none. See `Part`."""
+        kept = self._recall()
+        return kept.images if kept is not None else self._images
 
     @property
     def failed(self) -> bool:
@@ -778,8 +815,8 @@ class Turn:
         """Hashes of the result, and of the result without volatile parts; other replicas compare them, too."""
         if kept is not None and kept.raw is not None and kept.normalized is not None and self.may_normalize():
             return kept.raw, kept.normalized
-        raw = digest(self.result.encode())
-        normalized = raw if self.normal == self.result else digest(self.normal.encode())
+        raw = digest(self.result.encode() + self.images)
+        normalized = raw if self.normal == self.result else digest(self.normal.encode() + self.images)
         if kept is not None and self.may_normalize():
             kept.raw, kept.normalized = raw, normalized
         return raw, normalized
@@ -793,18 +830,22 @@ class Turn:
         """Results in the order of their calls, each once, then anything else that was said, except by the harness."""
         results: list[tuple[str, str]] = []
         others: list[str] = []
+        images: list[bytes] = []
         for part in self.parts:  # results of the server's own tools are in the assistant's message
             if part.kind == RESULT:
                 results.append(self._read_one(part, len(results)))
         walk(max(self._cost, 0))
         for message in self._list_heard():
             for part in message.read_parts():
+                if part.images is not ABSENT:
+                    images.append(digest_images(part))
                 if part.kind == RESULT:
                     results.append(self._read_one(part, len(results)))
                 else:
                     self._needs_whole |= part.kind == OTHER and part.value is ABSENT
                     others.append(strike_injected(_write_said(message, part, self._reading.document)))
-        self._returned = any(text for _, text in results)
+        self._returned = any(text for _, text in results) or len(images) > 0
+        self._images = digest(b"".join(sorted(set(images)))) if images else b""
         if self._returned:
             others = [text for text in others if not is_injected(text)]
         known = [text for text in others if not INJECTED_TAGS.issuperset(find_wrappers(text) or [""])]
@@ -940,9 +981,16 @@ def same_action(one: AnyTurn, other: AnyTurn) -> bool:
     return one.known == other.known and one.action_hash == other.action_hash
 
 
+def digest_images(part: Part) -> bytes:
+    """A digest of a part's images."""
+    return digest(bytes(part.images) if isinstance(part.images, Raw) else write_canonical(part.images))
+
+
 def same_result(one: AnyTurn, other: AnyTurn, *, normalized: bool) -> bool:
-    """Whether the results are equal; `normalized`: except for volatile parts."""
+    """Whether the results are equal; `normalized`: except for volatile parts. Only turns that both have images compare them."""
     if isinstance(one, Turn) and isinstance(other, Turn):
+        if one.images != other.images and one.images and other.images:
+            return False
         if one.returns_same(other):
             return True
         if not normalized or not may_be_equal(one.head, other.head):
@@ -1024,6 +1072,11 @@ def read_turns(conversation: Conversation, document: Document, ignored: frozense
 
 def _acts(turn: Turn) -> bool:
     return any(part.kind == CALL for part in turn.parts)
+
+
+def _holds_results(messages: list[Message]) -> bool:
+    """Whether there are results among messages before the assistant's first one, so that it called something before."""
+    return RESULT in [part.kind for message in messages for part in message.read_parts()]
 
 
 def leave_out_last(turns: Iterator[Turn]) -> Iterator[Turn]:

@@ -132,7 +132,10 @@ class Turns(HistorySimilarity):
         place = (
             None
             if history.elsewhere or (kept is not None and kept.in_text)
-            else find_place(history.reading.conversation, prefilled=kept is not None and kept.place > 0)
+            else find_place(
+                history.reading.conversation,
+                prefilled=history.reading.conversation.prefilled or (kept is not None and kept.place > 0),
+            )
             if history.reading is not None
             else None
         )

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from msgspec import json
 
-from extproc.apis import LIST_PATHS, asks_model, find_usage_request, hash_first_words, open_conversation
+from extproc.apis import LIST_PATHS, asks_model, find_usage_request, hash_first_words, open_conversation, takes_prefill
 from extproc.apis.excerpt import Excerpt
 from extproc.budgets.guard import BUDGET
 from extproc.decision import CHOSEN_BY_CLIENTS, UNREADABLE, Action, Decision, Outcome, Repeat, ToolFailure, decide
@@ -638,6 +638,7 @@ class Evaluation:
             document = Document(plain)
         elif text is content:
             self.document = document
+        document.prefills = takes_prefill(self.request.path)
         self.plain = document
         return document, ""
 

@@ -189,15 +189,17 @@ class Document:
     Attributes:
         conversation: the result of `open_conversation`, or its exception.
         shortened: older messages were left out.
+        prefills: an assistant's message at the end is the start of the answer; see `Endpoint`.
     """
 
-    __slots__ = ("_data", "_value", "conversation", "shortened")
+    __slots__ = ("_data", "_value", "conversation", "prefills", "shortened")
 
     def __init__(self, data: bytes | memoryview, *, shortened: bool = False) -> None:
         self._data = data if isinstance(data, bytes) else data.tobytes()
         self._value: Json = _MISSING  # or the exception in place of it
         self.conversation: Any = None
         self.shortened = shortened
+        self.prefills = False
 
     def __len__(self) -> int:
         """The body's length in bytes."""

@@ -259,7 +259,7 @@ def _show_note(candidate: LoopCandidate, evaluation: Evaluation, body: bytes) ->
     step = next(step for step, action in enumerate(detector.actions) if step >= now and action in NOTED)
     note = write_note(_make_outcome(candidate, step), evaluation, detector)
     try:
-        steer(request, body, note, partial(evaluation.make_marks, candidate))
+        steer(request, body, note, partial(evaluation.make_marks, candidate), evaluation.document)
     except NotEdited as why:
         return [("unsteered", f"let through with a warning: {why.reason}")]
     return [("note", note)]
