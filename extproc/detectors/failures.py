@@ -294,7 +294,7 @@ _COMPLAINTS = rf"""
       | incorrect|missing|required|must\ (?:be|contain|not|have)|is\ (?:locked|busy)
       | already\ (?:exists|in\ use|allocated|taken|booked)|syntax\ error|try\ again|(?:error|problem):
       | net::err_|errno|econn|enoent|eacces|eperm|eaddrinuse
-      | failed\ (?:at|on|due|with)\ |raised\ |(?:error|exception)\ (?:raised|thrown):|no\ (?:tool|function)\ 
+      | failed\ (?:at|on|due|with)\ |raised\ |(?:error|exception)\ (?:raised|thrown):|no\ (?:tool|function)\ (?:named|called)
       | http(?:/[0-9.]+)?\ (?:error\ |status\ )?[45]|error\ -
     )
   | (?:error|exception)\(
