@@ -55,6 +55,7 @@ _has_stem: Final = look_for(
       err|fail|excep|fatal|panic|fault|killed|abort|traceback|not\ |n't|cannot|no\ |invalid|unable|unknown|unre|unexp|incor
     | unter|unmat|undef|unav|unauth|timed\ o|timeo|denied|refused|rejected|forbid|limit|too\ many|overl|exceeded|missing
     | must\ |already\ |required|problem|locked|busy|try\ again|gateway|\*\*\*|exit|return|status|usage:|false|non
+    | http/[0-9]|http\ |response[\ _-]?(?:code|status)|bad\ req|conflict|gone|unproc
     """
 )
 """Every failure contains one of these."""
@@ -98,6 +99,7 @@ _CODES: Final = _compile(
     | status(?:[ _-]?(?:code|value))?{_GAP}-?(?!{_SUCCESS})[1-9]
     | returned (?:with )?(?:code -?[1-9]|-?(?!{_SUCCESS})[1-9][0-9]*+(?![.,][0-9]| [a-z]))
     | non-?zero (?:exit|return|status|code)
+    | response[ _-]?(?:code|status){_GAP}[45][0-9]{{2}}(?!\w)
     """
 )
 
@@ -113,6 +115,7 @@ _FIELDS: Final = _compile(
     | exception(?<=["']exception)s?{_IS}["'{{[tTd1-9-]
     | fail(?<=["']fail)(?:ed|ures?){_IS}[1-9]
     | <\w{{0,32}}error>(?!\s{{0,8}}+</)
+    | <\w{{0,32}}exception>(?!\s{{0,8}}+</)
     """
 )
 _MARKED = rf"""
@@ -121,10 +124,11 @@ _MARKED = rf"""
   | ["'](?:status|type)["']{_SPACE}*:{_SPACE}*["'](?:error|fail)
   | ["'](?:error(?:s|_?(?:message|code|type))?|exceptions?)["']{_SPACE}*:{_SPACE}*["'{{\[td1-9-]
   | ["']fail(?:ed|ures?)["']{_SPACE}*:{_SPACE}*[1-9]
-  | error>
+  | (?:error|exception)>
   | exit(?:[\ _-]?(?:code|status|value)[^0-9a-z_(]+|(?:ed)?(?:\ with(?:\ (?:exit\ )?(?:code|status))?\ |[:=]\ ?))-?[1-9]
   | (?:return[\ _-]?(?:code|value)|status(?:[\ _-]?(?:code|value))?)[^0-9a-z_(]+-?[1-9]
   | returned\ (?:with\ )?(?:code\ )?-?[1-9]
+  | response[\ _-]?(?:code|status)[^0-9a-z_(]+[45]
   | non-?zero\ (?:exit|return|status|code)
   | usage:
 """
@@ -160,6 +164,7 @@ _TIME = r"(?:\W?[0-9]{4}-[0-9]{2}-[0-9]{2}[t\ ][0-9:.,]{5,18}z?\W)?+"
 _BEFORE = rf"{_LABEL}{_TIME}(?:<[^<>\n]{{1,64}}>|[^\w<+|\#`\n-]){{0,16}}+"
 _KIND = "(?:parse|syntax|runtime|internal|fatal|validation|unhandled|uncaught)"
 _WHEN = r"(?:-?[0-9]|ts[0-9]|e[0-9]|code|in|from|at|while|when|occurred|response|(?:execut|process|runn|call|pars|load)ing)"
+_EXPLAINS = r"(?:is|are|means?|indicates?|stands|says|tells|describes)\b"
 _SAYS_HTTP = r"""
     (?:http\ |status\ )?[45][0-9]{2}\ (?:[a-z]+\ )?(?:
         not\ |bad|unauthorized|forbidden|too|internal|service|gateway|gone|conflict|unprocessable|error|timeout|unavailable
@@ -172,11 +177,12 @@ _BEGINS: Final = re.compile(
       | (?:[\w.-]{{1,32}}\ ){{0,3}}{_KIND}\ (?:error|exception)
       | (?:[\w.-]{{1,32}}\ )?(?:error|exception)(?:[\])!]|\ {_WHEN})
       | an?\ (?:\w{{1,32}}\ )?(?:error|exception)\ (?:occurred|has)
+      | (?:errno|winerror)\ -?[1-9][0-9]{{0,5}}\]\ (?!{_EXPLAINS})
       | \w{{1,16}}\ err!
       | err_\w{{1,64}}\ | \w{{1,64}}(?:error|exception)\)
       | traceback\ \(most
       | fail(?:ed|ure)?(?=[\s:!.]|$)
-      | {_SAYS_HTTP}
+      | {_SAYS_HTTP}(?![\w()\ ]{{0,32}}\ {_EXPLAINS})
       | http/[0-9.]{{1,3}}\ [45]
       | build\ fail
       | [\w:]{{1,64}}\ {{1,2}}error\ [ ]
@@ -200,6 +206,7 @@ _may_begin: Final = look_for(
           | (?:[.{_BEYOND}0-9a-z_-]+\ )*{_KIND}\ (?:error|exception)
           | (?:[.{_BEYOND}0-9a-z_-]+\ )?(?:error|exception)(?:[\])!]|\ {_WHEN})
           | an?\ (?:{_WORD}+\ )?(?:error|exception)\ (?:occurred|has)
+          | (?:errno|winerror)\ -?[1-9][0-9]*\]
           | {_WORD}+\ err!
           | err_ | {_WORD}+(?:error|exception)\)
           | traceback\ \(most
@@ -222,7 +229,7 @@ _may_begin: Final = look_for(
 
 _BEGINNINGS = rf"""
     fatal|panic|traceback|fail|http/|segmentation\ fault|killed|aborted|err[!_]|(?:error|exception)[\[\]:)!\ ]
-  | \ (?:error|exception)|[45][0-9]{{2}}\ |:[0-9]+:[0-9]+:\ |\]:|(?:^|{_NO_WORD})e:
+  | (?:errno|winerror)\ |\ (?:error|exception)|[45][0-9]{{2}}\ |:[0-9]+:[0-9]+:\ |\]:|(?:^|{_NO_WORD})e:
 """
 """The same in brief: a part of each alternative."""
 
@@ -258,9 +265,19 @@ _COMPLAINS: Final = re.compile(
         | must\ (?:be|contain|not|have) | is\ (?:locked|busy)
         | already\ (?:exists|in\ use|allocated|taken|booked) | syntax\ error | try\ again
         | error(?=[.!]?$) | (?:error|problem)(?=:(?!\s*[0-9.]+\s*%?$))
+        | failed\ (?:(?:at|on)\ line|due\ to|with\ (?:an?\ |the\ following\ )?(?:error|exception))
+        | raised\ (?:an?\ )?(?:\w{1,16}\ )?(?:error|exception)(?=[:.!]|$) | (?:error|exception)\ (?:raised|thrown)(?=:)
+        | no\ (?:tool|function)\ (?:named|called)
         )(?![\w/-]|\.\w)
       | (?:net::err_|errno\b|econn|enoent|eacces|eperm|eaddrinuse)
       | (?:(?<=\n)\W{0,8}|(?<=:\ )|(?<=\ and\ ))(?:cannot|can't|could(?:\ not|n't))\b(?!\ find\ any)
+      | (?<=\n)[^\w*+|\#`-]{0,8}(?:
+            (?:(?:[\w.]{1,32}\ ){0,3}(?:returned|got|received|failed\ with)\ (?:an?\ )?)?
+            http(?:/[0-9.]{1,3})?\ (?:error\ |status\ )?[45][0-9]{2}
+            (?=\W*$|:|\ (?:-|\(|(?:at|for|from|on)\ (?:url|https?:|/|get|post)))
+          | error\ -[ ]
+        )
+      | (?<=\n)\w{0,64}(?:error|exception)\((?:"[^\n]*"|'[^\n]*')?,?\)$
     )
     """,
     re.VERBOSE,
@@ -277,7 +294,10 @@ _COMPLAINTS = rf"""
       | incorrect|missing|required|must\ (?:be|contain|not|have)|is\ (?:locked|busy)
       | already\ (?:exists|in\ use|allocated|taken|booked)|syntax\ error|try\ again|(?:error|problem):
       | net::err_|errno|econn|enoent|eacces|eperm|eaddrinuse
+      | failed\ (?:at|on|due|with)\ |raised\ |(?:error|exception)\ (?:raised|thrown):|no\ (?:tool|function)\ (?:named|called)
+      | http(?:/[0-9.]+)?\ (?:error\ |status\ )?[45]|error\ -
     )
+  | (?:error|exception)\(
 """
 _may_complain: Final = look_for(
     rf"""
@@ -295,17 +315,18 @@ _may_fail: Final = look_for(f"{_DENIES}|{_MARKED}|{_BEGINNINGS}|{_WITHIN_TEXT}|{
 _PROGRAM: Final = re.compile(r"(?![{\[\"'])[^\s:]{1,64}(?:\s[^\s:]{1,32}){0,2}\s?:\s")
 _USAGE: Final = re.compile(r"^\W{0,8}usage:(?![^\n]*\n(?:.*\n){0,8}?\s*(?:options|commands|flags|arguments):)", re.MULTILINE)
 _QUOTES: Final = re.compile(
-    r"""
+    rf"""
     \s*(?:
-        [0-9]+(?:\u2192|\t|[:.|]\ ) | [+|\#] | -(?!\w+:\ ) | [0-9a-f]{7,40}\ | (?:\w+\ )?warn(?:ing)?\b
+        [0-9]+(?:\u2192|\t|[:.|]\ ) | [+|\#] | -(?!\w+:\ ) | [0-9a-f]{{7,40}}\ | (?:\w+\ )?warn(?:ing)?\b
       | (?:def|class|import|from|raise|return|throw|if|else|export|const|let|var|func|fn|package|pub|public|private|impl|try)\s
     )
-    | [^\s:]{1,256}:[0-9]{1,7}[:-]
-    | .*(?:[{;]\s*$|=>|\)\s*:\s*$)
+    | [^\s:]{{1,256}}:[0-9]{{1,7}}[:-]
+    | \W{{0,8}}(?:an?\ |the\ )?(?:http\ )?(?:status\ )?(?:code\ )?[1-5][0-9]{{2}}\ (?:[\w()]{{1,16}}\ ){{0,3}}{_EXPLAINS}
+    | .*(?:[{{;]\s*$|=>|\)\s*:\s*$)
     """,
     re.VERBOSE,
 )
-"""A line of source code, a listing, a page or a diff; or a warning."""
+"""A line of source code, a listing, a page or a diff; a warning; or what a status means."""
 
 _STATUS = r"(?:429|50[234])\b"
 _TRANSIENT: Final = _compile(

@@ -1,9 +1,10 @@
 """Removes the volatile parts of results, those that change by themselves, so that results can be compared.
 
 Volatile are times of day with their dates, Unix times, durations with a unit, UUIDs, hex of 8 digits or more, numbers after
-`line`, `step`, `pid` and `port`, `:123` positions after a file name, paths below /tmp, transfer rates, ids of the request
-itself, what a progress bar has overwritten, and the order of Python's sets. Any other change is progress: `3 failed` is not
-`4 failed`, `45 %` is not `46 %`, and records with different ids or dates are different.
+`line`, `step`, `pid` and `port`, numbers that are all there is under a key or in an element for a duration or a process,
+`:123` positions after a file name, paths below temporary folders, transfer rates, ids of the request itself, what a progress
+bar has overwritten, and the order of Python's sets. Any other change is progress: `3 failed` is not `4 failed`, `45 %` is not
+`46 %`, and records with different ids or dates are different.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _IN_FILE = "|".join([*[rf"(?<=\.[A-Za-z]{{{length}}}:.)" for length in (1, 2, 3,
 _VOLATILE: Final = re.compile(
     rf"""
     [0-9a-fA-F/JMNOSTW](?<![0-9A-Za-z].)(?:
-      (?<=/)(?<![0-9A-Za-z_.-]/)(?:private/|var/)?+tmp/[^\s"'`<>:;,()\[\]{{}}|*?]++             # a path below /tmp
+      (?<=/)(?<![0-9A-Za-z_.-]/)(?:private/)?+(?:tmp|var/(?:tmp|folders))/[^\s"'`<>:;,()\[\]{{}}|*?]++    # a temporary path
     | (?<=[A-Z])(?:
         (?:un|on|ue|ed|hu|ri|at)[a-z]{{0,6}}+,?\ (?:{_MONTH}\ {{1,2}}[0-9]{{1,2}}|[0-9]{{1,2}}\ {_MONTH})
       | (?:an|eb|ar|pr|ay|un|ul|ug|ep|ct|ov|ec)[a-z]{{0,6}}+\ {{1,2}}[0-9]{{1,2}}
@@ -90,14 +91,26 @@ _VOLATILE: Final = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
-_WITHOUT_DIGITS = r"/tmp/|hunk[\ _][iI][dD]|[a-fA-F]{8}"  # noqa: S108  # no file
+_KEYS = r"""
+    (?i-u:uration|lapsed|atency|took|time|pid|process[_-]?id)
+    (?i-u:[_-]?(?:time|taken|elapsed|spent))?(?i-u:[_-]?in)?(?:[_-]?[mMuUnNsS][A-Za-z]*)?
+    (?:\\*["'][\ \t]*:|(?:\ [^<>\n]*)?>|=)[\ \t\\"']*-?[0-9]
+  | _[mM][sS]:?\ -?[0-9]
+"""
+_may_have_keys: Final = look_for(_KEYS)
+"""Whether a text may contain what `_OF_KEY` finds."""
+
+_WITHOUT_DIGITS = r"/tmp/|/var/folders/|hunk[\ _][iI][dD]|[a-fA-F]{8}"  # noqa: S108  # no file
 _may_be_volatile_without_digits: Final = look_for(_WITHOUT_DIGITS)
+_is_special: Final = look_for(f"{_WITHOUT_DIGITS}|{_KEYS}|AppData/")
+"""Whether a text may contain what only parts of the functions below look for."""
 _may_be_volatile: Final = look_for(
     rf"""
       {_WITHOUT_DIGITS}|[0-9a-fA-F]{{8}}
     | [0-9]\ ?(?:[mun\u00b5]?s|[mhd]|(?:milli|micro)?sec(?:ond)?s?|min(?:ute)?s?|h(?:ou)?rs?|days?)(?:[^A-Za-z]|$)
     | [bBt]/s|[0-9]:[0-9][0-9]|(?:\.[A-Za-z]{{1,5}}|akefile|ocalhost):[0-9]|[0-9]T[0-9]{{6}}
     | (?:[lL][iI][nN][eE]|[sS][tT][eE][pP]|[pP][oO][rR][tT]|[pP][iI][dD])[\ \t"':=\#(\[]+[0-9]
+    | {_KEYS} | AppData/
     """
 )
 """Whether a text or a line may have volatile parts. `_VOLATILE` takes ten times as long."""
@@ -118,6 +131,49 @@ _NAMED: Final = re.compile(
     """,
     re.VERBOSE,
 )
+
+# Keys that name a duration or a process, in JSON, Python and XML: their numbers are left out, quoted or not.
+_IN_UNIT = r"""
+    (?:[_-]?(?i:in))?(?:
+        [_-](?i:(?:milli|micro|nano)(?:sec(?:ond)?)?s?|[mun]?sec(?:ond)?s?|[mun]?s)
+      | (?:Milli|Micro|Nano)(?:[sS]ec(?:ond)?)?s?|[MUN]?Sec(?:ond)?s?|[MUN]?S|[MUN]s|ms
+    )
+"""
+_TIMED = (
+    *("api", "build", "call", "compile", "compute", "cpu", "elapsed", "exec", "execution", "inference", "load", "parse"),
+    *("process", "processing", "query", "real", "render", "request", "response", "run", "running", "search", "server", "sys"),
+    *("system", "total", "user", "wall"),
+)
+_TIMED_SO = "|".join([rf"(?<={word}.)|(?<={word}[_-].)" for word in _TIMED])
+_KEY = rf"""
+    [dDeElLpPtT](?=[uUlLaAoOiIpPrR][rRaAtToOmMiIdD])(?:
+        (?:(?<![A-Za-z].)|(?<=[a-z][A-Z]))(?:
+            (?i:(?<=d)uration|(?<=e)lapsed(?:[_-]?time)?|(?<=l)atency|(?<=t)ook|(?<=t)ime[_-]?(?:taken|elapsed|spent))
+            (?:{_IN_UNIT})?+
+          | (?<=[tT])(?i:ime){_IN_UNIT}
+          | (?<=\ t)ime(?==\\{{0,4}}+["'][0-9]{{1,20}}+\.[0-9]{{3}})                         # JUnit's, in seconds
+          | (?<=[pP])(?i:p?id|rocess[_-]?id)
+        )
+      | (?<=[tT])(?i:(?:{_TIMED_SO})ime)(?:{_IN_UNIT})?+
+    )
+"""
+_NUMBER = r"-?[0-9]{1,20}+(?:\.[0-9]{1,20}+)?+(?:[eE][+-]?[0-9]{1,3}+)?+"
+_ENDS = r"[\ \t]{0,4}+(?:[\n,;})\]\\]|$)"
+_OF_KEY: Final = re.compile(
+    rf"""
+    ({_KEY}(?:
+        \\{{0,4}}+["'][\ \t]{{0,4}}+:[\ \t]{{0,4}}+(?:(\\{{0,4}}+["'])(?={_NUMBER}\2)|(?={_NUMBER}{_ENDS}))
+      | (?:\ [^<>\n]{{0,64}}+)?>[\ \t]{{0,4}}+(?={_NUMBER}[\ \t]{{0,4}}+</)
+      | =\\{{0,4}}+["'](?={_NUMBER}\\{{0,4}}+["'])
+      | (?<=_ms)(?::?\ |=)(?={_NUMBER}{_ENDS})
+    )){_NUMBER}
+    """,
+    re.VERBOSE | re.ASCII,
+)
+
+_IN_WINDOWS: Final = re.compile(r"""(AppData(\\{1,4}|/)Local\2Temp\2)(?:[^\s"'`<>:;,()\[\]{}|*?\\/]++|\2(?!\\))++""")
+"""A path below the temporary folder of Windows. Where backslashes are doubled, a single one begins an escape."""
+
 _OVERWRITTEN: Final = re.compile(r"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)
 """Text that a terminal no longer shows, such as earlier states of a progress bar."""
 
@@ -155,6 +211,10 @@ def normalize(text: str) -> str:
     return _normalize(text[:cut]) + text[cut:]
 
 
+def _keep_key(found: re.Match[str]) -> str:
+    return str(found.group(1)) + _GONE  # a template would take as long as the search
+
+
 def _normalize(text: str) -> str:
     if "\r" in text:
         text = _OVERWRITTEN.sub("", text)
@@ -163,11 +223,24 @@ def _normalize(text: str) -> str:
         text = _PREFIXED.sub(f"_{_GONE}", text)
         text = _SET.sub(lambda found: "{" + ", ".join(sorted(found.group()[1:-1].split(", "))) + "}", text)
     if "\\" in text:  # JSON in a string: the letter of an escape must not join the next word
+        if "AppData" in text:
+            text = _IN_WINDOWS.sub(_keep_key, text)
         text = text.replace("\\n", "\n").replace("\\t", "\t").replace('\\"', '"')
-    if not _may_be_volatile(text):
-        return text
+    return _leave_out(text) if _may_be_volatile(text) else text
+
+
+def _leave_out(text: str) -> str:
+    """A text without numbers of keys, and without what `_VOLATILE` finds."""
+    mark = DIGIT
+    if _is_special(text):
+        if _may_have_keys(text):
+            text = _OF_KEY.sub(_keep_key, text)
+        if "AppData/" in text:
+            text = _IN_WINDOWS.sub(_keep_key, text)
+        if not _may_be_volatile(text):
+            return text
+        mark = "" if _may_be_volatile_without_digits(text) else DIGIT
     shapes = write_shapes(text)
-    mark = "" if _may_be_volatile_without_digits(text) else DIGIT
     ascii_alone = text.isascii()
     lines = []
     for line, shape in zip(text.split("\n"), shapes.split("\n"), strict=True):
