@@ -66,6 +66,9 @@ CONTENT: dict[str, Callable[[int], str]] = {
 }
 
 
+ASKED = {"role": "user", "content": "a"}
+
+
 def compare(content: dict[str, Any]) -> bytes:
     """What is compared of a body."""
     compared, _ = PROMPT.compare(Document(json.dumps(content).encode()))
@@ -76,6 +79,7 @@ def compare(content: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize("api", BODIES)
 @pytest.mark.parametrize("moving", MOVING)
 def test_clocks_and_numbers_of_attempts_are_left_out(api: str, moving: str) -> None:
+    """In a system prompt and in the user's, of every API."""
     write, move = BODIES[api], MOVING[moving]
 
     assert len({compare(write(move(number), "Go")) for number in range(10, 30)}) == 1
@@ -86,6 +90,7 @@ def test_clocks_and_numbers_of_attempts_are_left_out(api: str, moving: str) -> N
 @pytest.mark.parametrize("api", BODIES)
 @pytest.mark.parametrize("content", CONTENT)
 def test_requests_of_one_template_are_different(api: str, content: str) -> None:
+    """Ids, dates and other numbers are content."""
     write, fill = BODIES[api], CONTENT[content]
 
     assert len({compare(write("Be brief.", fill(number))) for number in range(10, 30)}) == 20
@@ -105,6 +110,7 @@ def test_requests_of_one_template_are_different(api: str, content: str) -> None:
     ],
 )
 def test_options_that_vary_answers_are_left_out(api: str, write: Callable[[int], dict[str, Any]]) -> None:
+    """And so are notes about a request."""
     prompt = BODIES[api]("Be brief.", "Go")
 
     assert len({compare(prompt | write(number)) for number in range(20)}) == 1
@@ -112,6 +118,7 @@ def test_options_that_vary_answers_are_left_out(api: str, write: Callable[[int],
 
 @pytest.mark.parametrize("more", [{"model": "other"}, {"user": "ann"}, {"tools": []}, {"prompt": {"variables": {"id": "1"}}}])
 def test_everything_else_is_compared(more: dict[str, Any]) -> None:
+    """The model, the user, tools and variables."""
     prompt = BODIES["chat"]("Be brief.", "Go")
 
     assert compare(prompt | more) != compare(prompt)
@@ -120,19 +127,21 @@ def test_everything_else_is_compared(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]}, "has_history"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "tool_call_id": "1", "content": "c"}]}, "has_history"),
-        ({"contents": [{"role": "model", "parts": [{"text": "b"}]}, {"role": "user", "parts": [{"text": "c"}]}]}, "has_history"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "b"}, ASKED]}, "has_history"),
+        ({"messages": [ASKED, {"role": "tool", "tool_call_id": "1", "content": "c"}]}, "has_history"),
+        ({"contents": [{"role": "model", "parts": [{"text": "b"}]}, {"parts": [{"text": "c"}]}]}, "has_history"),
         ({"input": "go on", "conversation": "c"}, "no_history"),
         ({"data": 1}, "no_messages"),
     ],
-)  # fmt: skip  # a table
+)
 def test_uncounted_requests_have_a_reason(content: dict[str, Any], reason: str) -> None:
+    """Other detectors read histories."""
     with pytest.raises(NotCounted, match=f"^{reason}$"):
         compare(content)
 
 
 def test_the_start_of_an_answer_is_no_turn() -> None:
+    """The model continues it."""
     started = {"messages": [{"role": "user", "content": "As JSON"}, {"role": "assistant", "content": "{"}]}
 
     assert b"As JSON" in compare(started)
@@ -147,6 +156,7 @@ def test_many_places_are_compared_unchanged() -> None:
 
 
 def test_explain_shows_what_is_compared() -> None:
+    """A `#` stands for what was left out."""
     document = Document(json.dumps(BODIES["chat"]("It is 12:00.", "Go (attempt 2)")).encode())
 
     assert open_conversation(document).model == "m"
