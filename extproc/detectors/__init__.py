@@ -1,4 +1,4 @@
-"""What makes two requests identical: all bytes, a body's meaning, the end of a conversation, or calls and their results."""
+"""What makes two requests identical: all bytes, a body's meaning, the prompt, the last messages, or calls and results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from extproc.detectors.base import Similarity
 from extproc.detectors.canonical import Canonical
 from extproc.detectors.keys import SimilarityKeys
 from extproc.detectors.mcp import Mcp
+from extproc.detectors.prompt import Prompt
 from extproc.detectors.tail import Tail
 from extproc.detectors.tool_calls import ToolCalls
 from extproc.detectors.turns import Turns
@@ -15,6 +16,7 @@ __all__ = ["KINDS", "Similarity", "make_similarity"]
 KINDS: dict[str, type[Similarity]] = {
     "exact": Similarity,
     "canonical": Canonical,
+    "prompt": Prompt,
     "tail": Tail,
     "tool_calls": ToolCalls,
     "turns": Turns,

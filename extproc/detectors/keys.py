@@ -171,7 +171,7 @@ class SimilarityKeys(CanonicalKeys, TailKeys, ToolCallsKeys, TurnsKeys, McpKeys)
         similarity: what makes requests identical.
     """
 
-    similarity: Literal["exact", "canonical", "tail", "tool_calls", "turns", "mcp"] = "exact"
+    similarity: Literal["exact", "canonical", "prompt", "tail", "tool_calls", "turns", "mcp"] = "exact"
 
     @property
     def steers(self) -> bool:

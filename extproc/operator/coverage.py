@@ -28,6 +28,7 @@ BY_DESIGN: Final = {
     "bypass": "match an entry of the policy's bypass",
     "not_a_call": "call no tool or agent",
     "allowed_tool": "call a tool that the policy allows",
+    "has_history": "continue a conversation, which the similarity prompt leaves to other detectors",
     "decided_before": "were refused or delayed before a shadow policy saw their body",
     "aborted": "were cancelled by the client or ended by Envoy, by its request_timeout or for their size",
     "no_body": "are replayed from a log without bodies",

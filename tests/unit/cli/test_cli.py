@@ -689,7 +689,7 @@ def test_init_prints_the_policy_for_agents(capsys: pytest.CaptureFixture[str], t
     ]
     assert shown == [
         ("turns", "turns", 3, None, "steer", [("land", 5), ("reject", 7)]),
-        ("again", "canonical", 5, 60, "throttle", [("reject", 20)]),
+        ("again", "prompt", 5, 60, "throttle", [("reject", 20)]),
     ]
     assert json.loads(made.out)["description"] in re.sub(r"\s+", " ", Run(capsys, "init", "--help").out)
     refused = Run(capsys, "init", "--preset", "agent")
