@@ -38,7 +38,7 @@ TURN = Did((("run", {"cmd": "ls", "n": 1.5}),), ("Error: no such file",), "again
 
 def _write(shape: str) -> dict[str, Any]:
     """A conversation of a turn, with files beside texts and results."""
-    made = json.loads(json.dumps(SHAPES[shape]([TURN])))
+    made: dict[str, Any] = json.loads(json.dumps(SHAPES[shape]([TURN])))
     key = next(key for key in ("messages", "input", "contents") if key in made)
     for message in made[key]:
         inner = "output" if "output" in message else "parts" if "parts" in message else "content"
