@@ -91,12 +91,10 @@ class Prompt(Similarity):
     def compare(self, document: Document) -> tuple[bytes, None]:
         """The body without options, clocks and numbers of attempts; see `Similarity`."""
         conversation = open_conversation(document)
-        if conversation.before.open_ended:
-            raise NotCounted("no_history")
         speakers = [speaker for speaker in conversation.list_speakers() if speaker]
         if speakers and speakers[-1] == ASSISTANT:  # the start of the answer
             speakers.pop()
-        if ASSISTANT in speakers or TOOL in speakers:
+        if conversation.before.open_ended or ASSISTANT in speakers or TOOL in speakers:
             raise NotCounted("has_history")
         return _leave_out_moving(write_canonical(document.value(), _OPTIONS)), None
 

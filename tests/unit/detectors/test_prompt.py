@@ -130,7 +130,7 @@ def test_everything_else_is_compared(more: dict[str, Any]) -> None:
         ({"messages": [ASKED, {"role": "assistant", "content": "b"}, ASKED]}, "has_history"),
         ({"messages": [ASKED, {"role": "tool", "tool_call_id": "1", "content": "c"}]}, "has_history"),
         ({"contents": [{"role": "model", "parts": [{"text": "b"}]}, {"parts": [{"text": "c"}]}]}, "has_history"),
-        ({"input": "go on", "conversation": "c"}, "no_history"),
+        ({"input": "go on", "conversation": "c"}, "has_history"),
         ({"data": 1}, "no_messages"),
     ],
 )
