@@ -142,7 +142,8 @@ def _join_logs(outputs: Json) -> Json:
     """The outputs of code as one text if they are texts; else unchanged."""
     given = outputs if isinstance(outputs, list) else [None]
     logs = [output.get("logs") if isinstance(output, dict) else None for output in given]
-    return "\n".join(logs) if all(isinstance(text, str) for text in logs) else outputs
+    texts = [text for text in logs if isinstance(text, str)]
+    return "\n".join(texts) if len(texts) == len(given) else outputs
 
 
 def _find_input(item: Item) -> Raw:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
 import re
@@ -25,7 +26,7 @@ from redis.credentials import CredentialProvider
 from extproc.errors import PartlyAwayError, StoreError, UsageError
 from extproc.metrics import Metrics
 from extproc.settings import Settings
-from extproc.store import open_store, topology
+from extproc.store import known_refusals, open_store, topology
 from extproc.store.backend import RedisBackend
 from extproc.store.client import Access
 from extproc.store.credentials import ProvidedCredentials
@@ -113,6 +114,14 @@ def test_the_default_prefix(driver: Driver, one: Server) -> None:
     driver.count([make_hit()], 0)
 
     assert one.client().exists(f"loopguard:{driver.key(make_hit())}")
+
+
+def test_a_unix_socket(one: Server) -> None:
+    """`unix:///path?db=N` connects to the server's socket."""
+    with Driver(f"unix://{one.socket}?db=2") as driver:
+        assert driver.count([make_hit()])[0].count == 1
+
+        assert one.client(db=2).exists(f"loopguard:{driver.key(make_hit())}")
 
 
 ACL = (
@@ -519,6 +528,23 @@ def test_a_store_that_comes_to_its_senses_is_taken_back(one: Server) -> None:
         assert driver.count([make_hit()])[0].count == 1
 
 
+def _find_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_redis_py_is_used_for_credential_providers_alone() -> None:
+    """Its connections and parsers are not used, so a change to its private names cannot break us."""
+    sources = ROOT / "extproc"
+    using = [path for path in sources.rglob("*.py") if "redis" in path.read_text(encoding="utf-8")]
+    imported = {name for path in using for name in _find_imports(path)}
+
+    assert {name for name in imported if name.partition(".")[0] == "redis"} == {"redis.credentials.CredentialProvider"}
+
+
 def test_a_server_that_knows_no_users_is_given_the_password_alone(one: Server) -> None:
     """Before Redis 6 AUTH took one word, and said so."""
     told: list[bytes] = []
@@ -732,6 +758,19 @@ def test_steps_go_in_scripts_that_are_short(driver: Driver, one: Server, calls: 
     assert [standing.steps for standing in found] == [number // 4 + 1 for number in range(100)]
 
 
+def test_a_ledger_on_the_server_is_small(driver: Driver, one: Server) -> None:
+    """Whatever a session has done, its ledger is never hundreds of kilobytes that each step reads and writes."""
+    limits = limit(tool_calls=10_000, tools=tuple((number.to_bytes(4), 10_000) for number in range(1, 61)))
+    history = [make_record(number * 8, arguments=str(number)) for number in range(4_900)]
+    steps = [make_step(number, limits, history[: 4_500 + number]) for number in range(400)]
+
+    for step in steps:
+        (standing,) = driver.account([step])
+
+    assert standing.tool_calls == 4_899
+    assert one.client().strlen(f"loopguard:{driver.place(steps[0]).key}") < 9_600
+
+
 @pytest.mark.parametrize("poison", ["set x y", "set x ''", "hset x a b", "rpush x y", "sadd x y"])
 @pytest.mark.parametrize("part", ["ends", "documents", "version"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -884,6 +923,24 @@ def driver_of_module(one: Server) -> Iterator[Driver]:
         yield made
 
 
+@given(
+    count_refused=st.booleans(),
+    cooldown=st.sampled_from([0, 5, 30]).map(in_seconds),
+    gaps=st.lists(st.integers(1, 12).map(in_seconds), min_size=1, max_size=15),
+)
+def test_the_log_s_script_trips_at_once_with_a_threshold_of_one(
+    driver_of_module: Driver, count_refused: bool, cooldown: int, gaps: list[int]
+) -> None:
+    """The first request is acted on, as in the other windows; a refusal that does not count leaves the log empty."""
+    driver = driver_of_module.fresh()
+    hit = Hit("key", "sliding_log", in_seconds(20), 1, cooldown, count_refused, 100)
+    times = [1_000 + sum(gaps[: position + 1]) for position in range(len(gaps))]
+
+    answers = [driver.count([hit], now)[0] for now in times]
+
+    assert answers == oracle(hit, times)
+
+
 # --- batches
 
 
@@ -1000,6 +1057,20 @@ def test_listeners_are_called_once_unless_they_have_left(driver: Driver) -> None
         return list(told)
 
     assert driver.run(listen()) == [IndexError, 3]
+
+
+def test_pushes_and_hits_of_one_request_are_one_round_trip(driver: Driver) -> None:
+    """What is counted and what is pushed in the same moment goes in one write."""
+
+    async def both() -> None:
+        pushed = driver.store.push([make_push("a", key="trip:00")])
+        counted = driver.store.hit([make_hit(key="trip:01")])
+        await asyncio.gather(cast("Any", pushed), cast("Any", counted))
+
+    driver.run(both())
+
+    assert driver.metric("store_batch_size_count") == 1
+    assert driver.metric("store_batch_size_sum") == 2
 
 
 # --- certainty
@@ -1120,6 +1191,16 @@ def test_a_key_that_an_operator_deletes_is_forgotten_here_as_well(driver: Driver
     one.client().flushall()
 
     eventually(lambda: not driver.count([hit])[0].looping, "a request that goes on")
+
+
+def test_known_refusals_are_bounded(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many loops there are, a bounded number is remembered; the others are asked about."""
+    monkeypatch.setattr(known_refusals, "MAX_LOOPS", 3)
+    for number in range(10):
+        _loop(driver, make_hit(window_ms=60_000, key=str(number)))
+
+    assert len(remote(driver)._known_refusals) == 3
+    assert driver.count([make_hit(window_ms=60_000, key="0")])[0].count == 4
 
 
 def test_closing_sends_what_is_owed(driver: Driver, one: Server) -> None:
@@ -1287,6 +1368,17 @@ def test_an_acl_user_of_a_cluster_with_the_least_rights(six: list[Server]) -> No
         driver.count([make_hit(kind, key=f"{kind}-{number}") for kind in WINDOW_TYPES for number in range(50)])
 
         assert driver.store.health() == "ok"
+
+
+def test_a_cluster_batch_is_few_commands(six: list[Server]) -> None:
+    """A batch of 200 hits takes at most one script call per hash tag."""
+    with Driver("redis+cluster://" + six[0].address) as driver:
+        driver.count([make_hit(key=str(number)) for number in range(200)])
+        before = sum(node.commands()["evalsha"] for node in six[:3])
+
+        driver.count([make_hit(key=str(number)) for number in range(200)])
+
+        assert sum(node.commands()["evalsha"] for node in six[:3]) - before <= TAGS
 
 
 def test_who_has_which_slots_is_asked_of_one_node_after_the_other(six: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:

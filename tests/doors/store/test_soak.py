@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.documents import bundle, policy
 from tests.support.harness import PATIENCE, Stack, eventually, stack
-from tests.support.servers import Server, cluster, sentinels, server
+from tests.support.servers import Server, cluster, replicated, sentinels, server
 
 pytestmark = pytest.mark.deep
 
@@ -180,6 +180,43 @@ def test_a_cluster_loses_a_primary() -> None:
             loops_are_refused_across(made)
 
 
+def _send_all(made: Stack, targets: list[str]) -> dict[str, int]:
+    return {target: made.send(target).status for target in targets}
+
+
+@pytest.mark.parametrize("trouble", ["killed", "hung"])
+def test_with_reject_a_cluster_s_dead_primary_refuses_a_third(trouble: str) -> None:
+    """Only requests whose keys it has get 503; the others are counted across replicas, and all are once it is back."""
+    harm, cure = FAULTS[trouble]
+    targets = [f"/p?shard={number}" for number in range(90)]
+    with cluster(replicas=False, full=False) as nodes:
+        flags = ("--store", f"redis+cluster://{nodes[0].address}", "--on-store-error", "reject")
+        with stack(POLICIES, *flags, failure_mode="deny", replicas=2) as made:
+            before = _send_all(made, targets)
+            harm(nodes[1])
+            for target in targets:
+                made.send(f"{target}&other")
+            noticed(made)
+
+            first, second = _send_all(made, targets), _send_all(made, targets)
+            health = states(made)
+            up = [guard.metric("store_up", shard=node.address) for guard in made.replicas for node in nodes]
+            cure(nodes[1])
+            recovered(made)
+            after = _send_all(made, targets)
+
+            lost = [target for target in targets if first[target] == 503]
+            assert set(before.values()) == {200}
+            assert 15 < len(lost) < 45
+            assert {status for target, status in first.items() if target not in lost} == {200}
+            assert {target for target, status in second.items() if status == 503} == set(lost)
+            assert {status for target, status in second.items() if target not in lost} == {429}
+            assert all(f"1 of 3 shards unavailable: {nodes[1].address}: " in state for state in health)
+            assert up == [1, 0, 1] * 2
+            assert {after[target] for target in lost} == {200}
+            assert {after[target] for target in targets if target not in lost} == {429}
+
+
 def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
     """By default no request is refused for it: loops that it would count are caught by each replica, the others by both."""
     with cluster(replicas=False, full=False) as nodes, soak(f"redis+cluster://{nodes[0].address}") as made:
@@ -196,6 +233,99 @@ def test_without_a_primary_each_replica_counts_its_keys_alone() -> None:
         assert THRESHOLD - 1 == min(passed) < max(passed) <= len(made.replicas) * (THRESHOLD - 1)
         assert passed.count(THRESHOLD - 1) > 8
         loops_are_refused_across(made)
+
+
+class Front:
+    """An address that leads to one server and then to another, on a thread of its own, as a proxy or a moved IP does."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._open: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        listening = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop)
+        self._server = listening.result(PATIENCE)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    def switch(self, port: int) -> None:
+        """End every connection; new ones lead elsewhere."""
+        self._target = port
+        self._loop.call_soon_threadsafe(self._end_all)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self._loop.call_soon_threadsafe(self._server.close)
+        self._loop.call_soon_threadsafe(self._end_all)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE)
+        self._loop.close()
+
+    def _end_all(self) -> None:
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        self._open |= {writer, behind_writer}
+        try:
+            await asyncio.gather(_pipe(reader, behind_writer), _pipe(behind_reader, writer))
+        except OSError:
+            pass
+        finally:
+            self._open -= {writer, behind_writer}
+            writer.close()
+            behind_writer.close()
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65_536):
+        writer.write(data)
+    writer.close()
+
+
+def _counting(on: Server) -> int:
+    """Connections that count: what a replica asks aside, for boards and orders, calls its scripts whole."""
+    return sum(client["cmd"] == "evalsha" for client in on.client().client_list())
+
+
+def test_a_replica_is_promoted_behind_a_fixed_address() -> None:
+    """When another server takes over an address, the replicated counts continue, although it has no scripts yet."""
+    with replicated() as (primary, replica):
+        front = Front(primary.port)
+        try:
+            with soak(f"redis://127.0.0.1:{front.port}") as made:
+                loops_are_refused_across(made)
+                target = f"/p?{next(_numbers)}"
+                assert [made.send(target).status for _ in range(2)] == [200, 200]
+                eventually(lambda: primary.client().wait(1, 1_000) == 1, "replication")
+                replica.client().replicaof("NO", "ONE")
+                front.switch(replica.port)
+                primary.kill()
+                eventually(lambda: _counting(replica) == len(made.replicas), "both on the new server")
+                recovered(made)
+
+                assert made.send(target).status == 429
+                loops_are_refused_across(made)
+        finally:
+            front.stop()
+
+
+@pytest.mark.parametrize(("on_store_error", "status"), [("allow", 200), ("reject", 503)])
+def test_a_dead_store_is_what_on_store_error_says(on_store_error: str, status: int) -> None:
+    """Without a server requests are counted locally, or refused as store_unavailable, as the operator chose."""
+    with server() as gone:
+        pass
+    with stack(POLICIES, "--store", f"redis://{gone.address}", "--on-store-error", on_store_error, failure_mode="deny") as made:
+        answer = made.send("/p")
+
+        assert answer.status == status
+        if status == 503:
+            assert answer.json()["error"]["code"] == "store_unavailable"
+            assert answer.headers["x-fairvisor-reason"] == "store_unavailable"
+        assert made.loopguard.get("/readyz")[0] == 200
+        assert made.loopguard.metric("store_errors_total", kind="connection") >= 1
+        assert made.loopguard.metric("store_errors_total", kind="unavailable") == 1
 
 
 def test_a_password_is_never_shown() -> None:

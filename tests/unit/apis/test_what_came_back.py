@@ -114,7 +114,7 @@ def test_hosted_tools_results_are_results(kind: str) -> None:
     assert judge(["alpha"] * _TIMES)[-1] == "reject"
 
 
-_OUTPUTS = {
+_OUTPUTS: dict[str, Callable[[str], Any]] = {
     "shell_call_output": lambda text: [{"stdout": "", "stderr": text, "outcome": {"type": "exit", "exit_code": 1}}],
     **dict.fromkeys(
         ("local_shell_call_output", "apply_patch_call_output", "custom_tool_call_output", "function_call_output"), str

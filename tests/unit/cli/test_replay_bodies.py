@@ -47,7 +47,7 @@ def test_records_with_bodies_are_judged_whole(kind: str, tmp_path: Path, capsys:
     """The fourth request is refused, by whichever guard."""
     bodies = [as_chat([STUCK._replace(number=number) for number in range(count)]) for count in range(1, 5)]
     sent = {"path": CHAT, "headers": {"x-user-id": "ann", "x-run": "r"}}
-    lines = [make_record(place, **sent | {"text": ""}) | {"body": shown} for place, shown in enumerate(bodies)]
+    lines = [make_record(place) | sent | {"body": shown} for place, shown in enumerate(bodies)]
 
     found = replay(tmp_path, capsys, POLICIES[kind], lines)
 

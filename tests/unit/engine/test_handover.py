@@ -17,6 +17,7 @@ from extproc.engine.handover import MAX_POLICY_JSON, POLICY_ATTRIBUTE, POLICY_ME
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
 from extproc.pb.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from extproc.policy import loader
 from extproc.store.rules.session import Question
 from tests.support.bundles import RULE
 from tests.support.documents import bundle, policy
@@ -254,6 +255,21 @@ def test_only_unknown_ids_apply_nothing() -> None:
     assert internal_errors(service) == 0
 
 
+def test_log_lines_about_unknown_ids_are_limited(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Every such request is counted, at most 20 a second are logged, and the next line says how many were not."""
+    service, clock = make_service(), [1.0]
+    monkeypatch.setattr("extproc.operator.reporting.perf_counter", lambda: clock[0])
+
+    for _ in range(100):
+        ask(service, pin="nope")
+    clock[0] += 1
+    ask(service, pin="nope")
+
+    assert errors(service) == {"unknown_policy": 101}
+    assert len(lines(caplog)) == 21
+    assert lines(caplog)[-1]["suppressed"] == 80
+
+
 def test_a_reload_decides_what_a_name_means() -> None:
     """A policy that is loaded later applies from then on; one under way keeps the policies that it began with."""
     service = make_service(policy("a", NOWHERE))
@@ -332,6 +348,19 @@ def test_a_carried_policy_takes_what_its_selector_says(
 
     assert counted(service) == ({"p": 1} if applies else {})
     assert errors(service) == {}
+
+
+def test_a_carried_policy_refuses_like_any_other() -> None:
+    """The third identical request of the route is refused under it, those of other routes are not."""
+    service = make_service()
+
+    answers = [ask(service, carry=CARRIED) for _ in range(3)]
+    elsewhere = ask(service)
+
+    assert [refused(answer) for answer in answers] == [False, False, True]
+    assert headers_of(answers[2])["x-loopguard-policy"] == "carried"
+    assert not refused(elsewhere)
+    assert sample(service, "unmatched_total") == 1
 
 
 def test_a_carried_policy_takes_the_place_of_the_loaded_one() -> None:
@@ -417,6 +446,15 @@ def test_a_carried_policy_may_be_in_shadow(document: object, settings: dict[str,
     found = metadata_of(answers[2])
     assert (found["shadow_action"], found["shadow_policy"], found["shadow_count"]) == ("reject", "p", 3)
     assert [key[:14] for key in store.keys] == ["shadow:loop:p:"] * 3
+
+
+def test_a_carried_shadow_policy_takes_the_loaded_one_off_the_route() -> None:
+    """Taking the place of a policy means just that: in shadow, nothing is enforced under its id."""
+    service = make_service(policy("p", ANY))
+
+    answers = [ask(service, carry=policy("p", {}, mode="shadow")) for _ in range(4)]
+
+    assert not any(map(refused, answers))
 
 
 class Later(datetime):
@@ -604,6 +642,63 @@ def test_a_bad_policy_beside_named_ones() -> None:
 
     assert counted(service) == {"a": 1, "carried": 1}
     assert errors(service) == {"invalid": 1, "unknown_policy": 1}
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every content that is compiled from now on."""
+    contents: list[str] = []
+
+    def parse(files: Mapping[str, bytes], *rest: Any, **more: Any) -> Any:  # noqa: ANN401  # passed on as they are
+        contents.extend(data.decode() for data in files.values())
+        return loader.parse(files, *rest, **more)
+
+    monkeypatch.setattr("extproc.engine.handover.parse", parse)
+    return contents
+
+
+@pytest.mark.parametrize("text", [json.dumps(CARRIED), "bad"])
+def test_content_is_compiled_once(text: str, parsed: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Good or bad, the same content of any number of requests and routes is looked at once, a reload in between or not."""
+    service = make_service(policy("old", ANY))
+
+    for _ in range(5):
+        ask(service, carry=text)
+    service.engine = make_engine(policy("new", ANY))
+    for _ in range(5):
+        ask(service, carry=text, path="/elsewhere")
+
+    assert parsed == [text]
+    assert len(lines(caplog)) == (text == "bad")
+
+
+def test_white_space_makes_another_content(parsed: list[str]) -> None:
+    """Content is compared as it is, and equal policies count together whatever content they came in."""
+    service = make_service()
+
+    answers = [ask(service, carry=text) for text in (json.dumps(CARRIED), json.dumps(CARRIED, indent=1), json.dumps([CARRIED]))]
+
+    assert len(parsed) == 3
+    assert refused(answers[2])
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_the_least_recently_used_content_makes_room(bad: bool, parsed: list[str]) -> None:
+    """256 contents are kept; the next one takes the place of the one that no request has come with for longest."""
+    service = make_service()
+    contents = [json.dumps(CARRIED) + " " * number + "bad" * bad for number in range(257)]
+
+    for text in contents[:256]:
+        ask(service, carry=text)
+    ask(service, carry=contents[0])
+    ask(service, carry=contents[256])
+    first = parsed.copy()
+    ask(service, carry=contents[0])
+    kept = parsed.copy()
+    ask(service, carry=contents[1])
+
+    assert first == kept == contents
+    assert parsed[257:] == [contents[1]]
 
 
 def _with_claim(message: ProcessingRequest, **claims: str) -> ProcessingRequest:

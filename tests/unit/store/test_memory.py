@@ -116,6 +116,20 @@ def test_budgets_of_many_callers_keep_what_was_used() -> None:
     assert len(store) < 200
 
 
+@pytest.mark.deep
+def test_a_million_callers_take_bounded_room() -> None:
+    """Each uses one budget once; the store has as many entries as it may have, and the newest callers keep what they used."""
+    store, metrics = _memory(10_000)
+
+    for number in range(1_000_000):
+        store.hit([make_bucket(5, limit=1_000_000, key=f"c{number}")], number // 1_000)
+
+    assert len(store) <= 10_000 + 10_000 // 32
+    assert metrics.store_evictions._value.get() >= 900_000
+    (newest,) = store.hit([make_bucket(5, limit=1_000_000, key="c999999")], 1_000)
+    assert newest.left == 1_000_000 - 5 + 1 - 5
+
+
 def test_long_rings_leave_room_for_fewer() -> None:
     """Where entries are long, memory is bounded by what they hold rather than by their number."""
     store, _ = _memory(1_000)
