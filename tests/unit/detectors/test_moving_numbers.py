@@ -154,7 +154,8 @@ def test_starts_of_results_do_not_tell_equal_ones_apart(start: str, end: str, da
     """Wherever the start of a result is cut, it does not show a difference that is none."""
     numbers = st.sampled_from([*NUMBERS, "12345678901234567890.12345678901234567890e-100"])
     one, other = [
-        f'{start}, "duration": {data.draw(numbers)}, "path": "/var/folders/{data.draw(numbers)}", "pid": "{data.draw(numbers)}"{end}'
+        f'{start}, "duration": {data.draw(numbers)}, "path": "/var/folders/{data.draw(numbers)}", '
+        f'"pid": "{data.draw(numbers)}"{end}'
         for _ in range(2)
     ]
 
