@@ -48,6 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC writes lines of its own to stderr
     from extproc.transport.ask_health import ask_health  # noqa: PLC0415  # takes long to import; other commands do not need it
 
     tls = read_options(HealthcheckTls, vars(options))
