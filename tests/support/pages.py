@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from typing import Any
 
 
 class Outline(HTMLParser):
@@ -20,3 +21,8 @@ class Outline(HTMLParser):
         self.elements.append(tag)
         self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+
+def list_loops(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each detector says, behind the rows of `/loops`."""
+    return [loop for row in report["conversations"] for loop in row["loops"]]

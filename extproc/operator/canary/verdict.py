@@ -113,14 +113,11 @@ def _decide(evidence: Evidence, rules: Rules) -> tuple[str, list[str]]:
 def _judge_share(evidence: Evidence, rules: Rules) -> tuple[str, str]:
     """The verdict by the share of the compared requests that passed and would be refused.
 
-    Before the minimum number, a loop counts once: its requests depend on each other, so that one stuck agent proves little.
+    Before the minimum number there is none: the requests of a loop depend on each other, so one stuck agent proves little.
     """
     went_on, limit = evidence.went_on, rules.max_new_refusals
     allowed = f"of the requests that pass today; the limit is {limit:.3%}"
     if went_on < rules.min_requests:
-        least = find_bounds(min(evidence.loops, went_on), went_on, rules.confidence).low
-        if least > limit:
-            return TOO_STRICT, f"it begins a new loop in at least {least:.3%} {allowed}"
         return KEEP_WATCHING, f"compared {went_on} of the {rules.min_requests} requests that a verdict needs"
     bounds = find_bounds(evidence.refusals, went_on, rules.confidence)
     if bounds.low > limit:

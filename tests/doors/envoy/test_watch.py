@@ -11,6 +11,7 @@ import pytest
 
 from extproc.cli.main import main
 from tests.support.harness import Loopguard, Stack, envoy_version, eventually, stack
+from tests.support.pages import list_loops
 
 pytestmark = pytest.mark.skipif(envoy_version() < (1, 38), reason="this Envoy has no shadow mode partial: it is NOT tested")
 
@@ -53,7 +54,7 @@ def test_the_loop_of_an_agent_with_an_api_key_alone_is_seen(watching: Stack) -> 
     """/loops has it, with what the preset would have done, and no request is touched."""
     report = eventually(lambda: ask(watching.loopguard, "/loops") or None)
 
-    loops = [loop for loop in report["loops"] if loop["tools"] == ["check"]]
+    loops = [loop for loop in list_loops(report) if loop["tools"] == ["check"]]
     assert loops
     assert {loop["mode"] for loop in loops} == {"shadow"}
     (loop,) = [loop for loop in loops if loop["detector"] == "turns"]
@@ -138,7 +139,9 @@ def test_the_same_request_again_is_a_loop_of_its_key(watching: Stack, sdk: str) 
         with suppress(Exception):  # the upstream's answer is no model's
             send(f"http://127.0.0.1:{watching.envoy.port}", f"sk-{sdk.replace(' ', '-')}-{'one' if number % 7 < 5 else 'two'}")
 
-    loops = [loop for loop in ask(watching.loopguard, "/loops")["loops"] if (loop["path"], loop["detector"]) == (path, "again")]
+    loops = [
+        loop for loop in list_loops(ask(watching.loopguard, "/loops")) if (loop["path"], loop["detector"]) == (path, "again")
+    ]
     assert [(loop["count"], loop["shadow"]) for loop in loops] == [(10, {"throttle": 6})]
     assert len(watching.upstream.seen) - before == 14
     assert "sk-" not in watching.loopguard.get("/loops")[1] + watching.loopguard.output()

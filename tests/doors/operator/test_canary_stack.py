@@ -84,7 +84,7 @@ def test_the_table_for_people(one: Stack, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("COLUMNS", "120")
     out = Run(capsys, "canary", "status", "--admin", url_of(one.loopguard), "--policy", "strict").out
 
-    assert "strict, canary of live: 1 new loop, none reviewed: keep watching" in out
+    assert "strict, canary of live: 1 new loop: keep watching" in out
     assert "compared 103 of the 1000 requests that a verdict needs" in out
     assert "new: loops 1, tenants 1 of 101, sessions 1" in out
     assert re.search(r"refusals: new +2 +1\.942% +0\.534% and 6\.805%", out)

@@ -43,8 +43,6 @@ def test_agents_wait_while_their_tool_is_down(capsys: pytest.CaptureFixture[str]
         report = json.loads(made.loopguard.get("/loops")[1])
         (row,) = report["incidents"]
         assert (row["tool"], row["callers"], row["sessions"], row["not_refused"]) == ("crm.find", 3, 6, 3)
-        assert {loop["requests"] for loop in report["loops"]} == {1}
-        assert len(report["loops"]) == 5
         for shown in (made.loopguard.get("/")[1], json.dumps(report)):
             assert "crm.find" in shown
             assert "4711" not in shown

@@ -23,7 +23,7 @@ from extproc.operator.table import MAX_ROWS
 from extproc.store.rules.documents import MAX_ORDERS, ORDERS
 from tests.support.documents import bundle, policy
 from tests.support.harness import Loopguard, Stack, eventually, stack
-from tests.support.pages import Outline
+from tests.support.pages import Outline, list_loops
 from tests.support.receivers import CA, Receiver, receiving
 from tests.support.servers import Driver, Server, server
 
@@ -77,11 +77,11 @@ class Night:
         return [{loop["descriptors"]["x-user-id"]: loop for loop in loops} for loops in self._list_loops()]
 
     def count_loops(self) -> list[int]:
-        """How many loops each replica knows of."""
-        return [len(loops) for loops in self._list_loops()]
+        """How many conversations each replica knows of."""
+        return [len(json.loads(replica.get("/loops")[1])["conversations"]) for replica in self.made.replicas]
 
     def _list_loops(self) -> list[list[dict[str, Any]]]:
-        return [json.loads(replica.get("/loops")[1])["loops"] for replica in self.made.replicas]
+        return [list_loops(json.loads(replica.get("/loops")[1])) for replica in self.made.replicas]
 
     def count_orders(self) -> list[float]:
         """The number of orders that apply on each replica."""

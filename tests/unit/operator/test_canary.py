@@ -539,8 +539,7 @@ def test_rules_that_make_no_sense_are_usage_errors(flag: str, value: str) -> Non
     ("seen", "rules", "verdict", "reason"),
     [
         (Evidence(0, 100, 0), {}, KEEP_WATCHING, "compared 100 of the 1000 requests that a verdict needs"),
-        (Evidence(40, 100, 20), {}, TOO_STRICT, "it begins a new loop in at least 13.337% of the requests that pass today"),
-        (Evidence(40, 100, 1), {"max_new_refusals": 0.01}, KEEP_WATCHING, "compared 100 of the 1000"),
+        (Evidence(40, 100, 20), {}, KEEP_WATCHING, "compared 100 of the 1000 requests that a verdict needs"),
         (Evidence(0, 3_838, 0), {}, SAFE, "it refuses at most 0.100% of the requests that pass today; the limit is 0.100%"),
         (Evidence(0, 3_837, 0), {}, KEEP_WATCHING, "it refuses between 0.000% and 0.100%"),
         (Evidence(40, 10_000, 1), {}, TOO_STRICT, "it refuses at least 0.294%"),
@@ -561,7 +560,7 @@ def test_rules_that_make_no_sense_are_usage_errors(flag: str, value: str) -> Non
     ],
 )
 def test_verdict_follows_from_counts(seen: Evidence, rules: dict[str, Any], verdict: str, reason: str) -> None:
-    """Safe and too strict are certain; before `min_requests`, a loop counts once."""
+    """Safe and too strict are certain; before `min_requests` there is no verdict."""
     found = judge(seen, Rules(**rules))
 
     assert found.word == verdict
