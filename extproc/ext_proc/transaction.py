@@ -182,7 +182,7 @@ class Transaction:
         self._service = service
         self._content: bytes | memoryview | None = None  # of a request that may be edited
         self._unknown = ""  # why there is no content
-        self._record: dict[str, Any] | None = None  # the record of the request, as far as it is known
+        self._record: dict[str, Any] | None = None  # what is known of the request, for `--record`
         self._holding: str | None = None  # the tenant whose place this request takes
         self._held: Sequence[SessionCandidate] = ()  # sessions of a held request, until its answer is sent
         self._held_budgets: Sequence[BudgetCandidate] = ()  # likewise
