@@ -6,36 +6,25 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 
-from extproc.errors import BundleError, BundleErrors
+from extproc.errors import BundleError
 
 MAX_FILE = 64 * 2**20
 """Maximum size of a policy file, in bytes: room for a hundred thousand policies."""
 
 
-def read_files(paths: Iterable[str]) -> dict[str, bytes]:
-    """The bytes of every policy file below `paths`, in a stable order.
-
-    A directory stands for all `*.json` below it, except names that start with a dot, in which a Kubernetes ConfigMap keeps its
-    older versions.
-
-    Raises:
-        BundleErrors: a path is missing or unreadable, or a directory contains no policy file.
-    """
-    files, errors = read_what_can_be(paths)
-    if errors:
-        raise BundleErrors(errors)
-    return files
-
-
 def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
-    """The readable files, and errors for the others."""
+    """The bytes of the readable files below `paths`, and errors for the others; see `read_each`."""
     found = read_each(paths)
     files = {name: content for name, content in found.items() if isinstance(content, bytes)}
     return files, [content for content in found.values() if isinstance(content, BundleError)]
 
 
 def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
-    """Every file below `paths`, in a stable order; in place of a file or directory that cannot be read, the error."""
+    """The bytes of every policy file below `paths`, in a stable order; in place of what cannot be read, the error.
+
+    A directory stands for all `*.json` below it, except names that start with a dot, in which a Kubernetes ConfigMap keeps its
+    older versions. One without any is an error.
+    """
     found: dict[str, bytes | BundleError] = {}
     for path in paths:
         errors: dict[str, bytes | BundleError] = {}

@@ -140,12 +140,13 @@ def test_serve_names_variables_that_are_no_settings(tmp_path: Path, monkeypatch:
 
 _HANGUP = """
 import os, signal
-import extproc.policy.files as files
-real = files.read_files
-def read_files(paths):
+from extproc import reload
+real = reload.read_what_can_be
+def read_what_can_be(paths):
+    print("hangup", flush=True)
     os.kill(os.getpid(), signal.SIGHUP)
     return real(paths)
-files.read_files = read_files
+reload.read_what_can_be = read_what_can_be
 """
 
 
@@ -155,4 +156,5 @@ def test_a_hangup_during_the_start_is_survived(tmp_path: Path) -> None:
     server = Loopguard(tmp_path, preamble=_HANGUP)  # waits until it serves
     server.stop()
 
+    assert "hangup" in server.output()
     assert server.wait() == 0
