@@ -1,8 +1,11 @@
 """What a request shows of its conversation: the calls that session limits count, and the conversation's place in the chain.
 
-That place depends on the user's first message, and on text and calls of all assistant messages since. Ids, thoughts and results
-do not count, because clients make new ids, and cut thoughts and results from older messages. Consecutive messages of the
-assistant are one.
+That place depends on the user's first message, and on text and calls of all assistant messages since. Ids, thoughts and
+results do not count, because clients make new ids, and cut thoughts and results from older messages. There is a link of the
+chain behind each assistant message, even if another one follows directly, because some clients keep only their newest
+result. Where an API writes calls that were made at once as adjacent messages, one link is behind all of them.
+
+Session limits count turns: consecutive messages of the assistant are one.
 
 What the messages of an earlier body showed is cached; see `conversation.py`. Messages of other bodies are cached one by one.
 """
@@ -32,7 +35,10 @@ PAIR_DIGEST: Final = 4
 
 _ID: Final = 16
 _MOST_SHOWN: Final = 2_000
-"""Maximum number of assistant messages; a longer conversation has no place."""
+"""Maximum number of turns; a longer conversation has no place."""
+
+_MOST_PARENTS: Final = 8
+"""Maximum number of an answer's messages, each with a link of its own, that a client may add between two requests."""
 
 _MOST_KNOWN: Final = 8_192
 _LONGEST_KEY: Final = 512
@@ -86,16 +92,22 @@ class ShownMessage:
 
     Attributes:
         hash: hash of its text and calls, 16 bytes.
+        hashes: those of the messages with a link of their own.
         calls: its calls, in order.
+        only_calls: it has calls, or a reference to one, and no text.
         steps: steps of `walk` that it takes to read.
         fractions: numbers with a fraction that it takes to read; see `count_left`.
     """
 
-    __slots__ = ("calls", "fractions", "hash", "steps")
+    __slots__ = ("calls", "fractions", "hash", "hashes", "only_calls", "steps")
 
-    def __init__(self, hashed: bytes, calls: list[CountedCall], steps: int = 0, fractions: int = 0) -> None:
-        self.hash = hashed
+    def __init__(
+        self, hashes: list[bytes], calls: list[CountedCall], steps: int = 0, fractions: int = 0, *, only_calls: bool = False
+    ) -> None:
+        self.hash = hashes[0] if len(hashes) == 1 else digest(b"".join(hashes), _ID)
+        self.hashes = hashes
         self.calls = calls
+        self.only_calls = only_calls
         self.steps = steps
         self.fractions = fractions
 
@@ -104,36 +116,57 @@ _KNOWN: Final[Memo[bytes, ShownMessage]] = Memo(_MOST_KNOWN)
 
 
 class ChainPlace:
-    """A request's place in the chain: all but `depth` are hashes of 16 bytes, or empty if there is none; never changed.
+    """A request's place in the chain; all hashes have 16 bytes. Never changed.
 
     Attributes:
-        node: everything that it shows.
-        parent: everything except the newest assistant message.
-        own: its last two assistant messages.
-        before: its parent's last two assistant messages.
-        depth: number of assistant messages.
+        links: behind each message that it shows, oldest first; the first one stands for the user's first message.
+        node: the newest link.
+        parents: links at which an earlier request may stand, newest first; empty if the assistant has not said anything.
+        near: how many of these are behind the newest turn's messages, or directly before that turn.
+        own: the last two turns; empty if there are fewer.
+        before: the last two turns without the newest; empty if there are fewer.
+        depth: number of turns.
     """
 
-    __slots__ = ("before", "depth", "node", "own", "parent")
+    __slots__ = ("before", "depth", "links", "near", "node", "own", "parents")
 
-    def __init__(self, first_words: bytes, shown: Sequence[bytes], parent: ChainPlace | None = None) -> None:
-        """Compute the place from hashes: of the user's first message, and of the assistant's messages, oldest first.
+    def __init__(self, first_words: bytes, turns: Sequence[ShownMessage], known: ChainPlace | None = None) -> None:
+        """Compute the place from the hash of the user's first message, and from the assistant's turns.
 
-        `parent`: the place without the newest of these; None if unknown.
+        `known`: the place without the newest turn, if an earlier request stood there; None if unknown.
         """
-        self.depth = count = len(shown)
-        way = (first_words or _NO_FIRST_WORDS) + b"".join(shown)
-        self.node = digest(way, _ID)
-        self.own = digest(_SUFFIX + way[-2 * _ID :], _ID) if count > 1 else b""
-        if parent is not None:
-            self.parent, self.before = parent.node, parent.own
+        self.depth = count = len(turns)
+        if known is None:
+            self.links = [digest(first_words or _NO_FIRST_WORDS, _ID)]
+            unlinked = turns
+        else:
+            self.links = known.links.copy()
+            unlinked = turns[known.depth :]
+        for turn in unlinked:
+            for hashed in turn.hashes:
+                self.links.append(digest(self.links[-1] + hashed, _ID))
+        self.node = self.links[-1]
+        self.own = _link_last_two(turns, count)
+        self.before = known.own if known is not None else _link_last_two(turns, count - 1)
+        if known is not None:
+            self.parents, self.near = [known.node], 1
             return
-        self.parent = digest(way[:-_ID], _ID) if count else b""
-        self.before = digest(_SUFFIX + way[-3 * _ID : -_ID], _ID) if count > 2 else b""  # noqa: PLR2004  # two and the newest
+        newest = len(turns[-1].hashes) if turns else 0
+        self.parents = self.links[-2 : -2 - _MOST_PARENTS : -1]
+        if newest > _MOST_PARENTS:
+            self.parents.append(self.links[-1 - newest])
+        elif newest < len(self.links) - 1 <= _MOST_PARENTS:
+            self.parents.pop()  # the user's first message tells no conversations apart
+        self.near = min(newest, len(self.parents))
 
     def identify(self, kind: int) -> bytes:
         """8 bytes that distinguish the request from others of its conversation; `kind` is below 256."""
         return bytes((kind,)) + self.node[9:]
+
+
+def _link_last_two(turns: Sequence[ShownMessage], end: int) -> bytes:
+    """The hash of the last two turns before an index; empty if there are fewer."""
+    return digest(_SUFFIX + turns[end - 2].hash + turns[end - 1].hash, _ID) if end > 1 else b""
 
 
 class Transcript:
@@ -230,15 +263,23 @@ def _read(conversation: Conversation) -> Transcript:
 
 
 def _list_groups(conversation: Conversation, begins: int, made: Transcript) -> list[list[ShownMessage]]:
-    """Group consecutive assistant messages from an index on; sets `first` and `goes_on` of the transcript."""
+    """Group consecutive assistant messages from an index on; sets `first` and `goes_on` of the transcript.
+
+    In a group, calls that were made at once are one message.
+    """
     groups: list[list[ShownMessage]] = []
+    joins = conversation.shape.joins is not None
     conversation.check_count()
     for place in range(begins, len(conversation)):
         speaker = conversation.name_speaker(place)
         if speaker == ASSISTANT:
+            message = _look_at(conversation, place)
             if not made.goes_on:
-                groups.append([])
-            groups[-1].append(_look_at(conversation, place))
+                groups.append([message])
+            elif joins and message.only_calls and groups[-1][-1].only_calls:
+                groups[-1][-1] = _join([groups[-1][-1], message], at_once=True)
+            else:
+                groups[-1].append(message)
             made.goes_on = True
         elif speaker:
             if speaker == USER and made.first < 0:
@@ -247,10 +288,11 @@ def _list_groups(conversation: Conversation, begins: int, made: Transcript) -> l
     return groups
 
 
-def _join(messages: list[ShownMessage]) -> ShownMessage:
-    """Join consecutive messages."""
+def _join(messages: list[ShownMessage], *, at_once: bool = False) -> ShownMessage:
+    """Join consecutive messages; those of calls that were made `at_once` have one link."""
     calls = [call for message in messages for call in message.calls]
-    return ShownMessage(digest(b"".join([message.hash for message in messages]), _ID), calls)
+    hashes = [message.hash for message in messages]
+    return ShownMessage([digest(b"".join(hashes), _ID)] if at_once else hashes, calls, only_calls=at_once)
 
 
 def _look_at(conversation: Conversation, place: int) -> ShownMessage:
@@ -303,7 +345,8 @@ def _show(parts: list[Part], steps: int, fractions: int) -> ShownMessage:
             calls.append(CountedCall(part, call))
     hashed = digest(_SEPARATOR.join([part for part in spelled if part]), _ID)
     steps_left, fractions_left = count_left()
-    return ShownMessage(hashed, calls, steps - steps_left, fractions - fractions_left)
+    only_calls = TEXT not in [part.kind for part in parts] and bool(spelled)
+    return ShownMessage([hashed], calls, steps - steps_left, fractions - fractions_left, only_calls=only_calls)
 
 
 def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | None:
@@ -323,7 +366,7 @@ def find_place(conversation: Conversation, *, prefilled: bool) -> ChainPlace | N
     if len(turns) <= _MOST_SHOWN:
         with suppress(NotCounted):
             opening = _look_at(conversation, shown.first).hash if shown.first >= 0 else b""
-            place = ChainPlace(opening, [turn.hash for turn in turns], None if prefilled else shown.before)
+            place = ChainPlace(opening, turns, None if prefilled else shown.before)
         start_looking()
     shown.places[prefilled] = place
     return place

@@ -232,9 +232,10 @@ class KeptTurn:
         """The turns up to this one, as far as a ring's entries have them; see `Memory.recall`.
 
         None if no other entry has the same result and too few have a similar failure, because then there is no loop, unless
-        `always` is set. None as well if the request shows all of the entries, and other turns between them.
+        `always` is set. None as well if the request shows all of the entries, and other turns between them; where the chain
+        has `followed` it, no turn is between as many entries as turns.
         """
-        if self.passes_over and len(entries) <= self.shown:
+        if self.passes_over and len(entries) + followed <= self.shown:
             return None
         failure = self.newest.failure_id
         if not always and not self._returns_again(entries):

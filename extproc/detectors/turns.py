@@ -140,7 +140,7 @@ class Turns(HistorySimilarity):
             else None
         )
         if kept is None:
-            begins = place is not None and not place.parent
+            begins = place is not None and not place.parents
             return *self.compare(document), TurnMemory(self, None, None, place) if begins else None
         newest = history.at(kept.place)
         if found is None and self._cooldown and newest is not None:
@@ -199,7 +199,11 @@ class Turns(HistorySimilarity):
 
     def was_in_no_loop(self, place: ChainPlace) -> bool:
         """Whether no request that this process has seen at the previous place was in a loop; False if it has seen none."""
-        return _LOOPED.get((self._number, place.parent)) is False
+        for parent in place.parents:
+            looped = _LOOPED.get((self._number, parent))
+            if looped is not None:
+                return looped is False
+        return False
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
         """The loop; a weak one at a step that it may take, or held if it has not repeated often enough for any."""

@@ -113,7 +113,8 @@ class NoteFollower:
         here = outcome.policy, outcome.detector, outcome.mode, outcome.tenant, place.node
         if self._nodes.peek(here) is not None:
             return False
-        followed = not failed and self._nodes.peek((*here[:-1], place.parent)) is not False
+        before = [known for parent in place.parents if (known := self._nodes.peek((*here[:-1], parent))) is not None]
+        followed = not failed and before[:1] != [False]
         self._nodes.put(here, followed)
         return followed
 

@@ -175,7 +175,7 @@ def _read_kept(conversation: Conversation) -> list[ShownMessage]:
     parts = [part for _, value in conversation.list_spoken() for part in _read_parts(shape, value)]
     called = {part.id for part in parts if part.kind == CALL}
     alone = [part for part in parts if part.kind == CALL or (part.kind == RESULT and part.id and part.id not in called)]
-    return [ShownMessage(b"", [CountedCall(part, spell(part)) for part in alone])]
+    return [ShownMessage([b""], [CountedCall(part, spell(part)) for part in alone])]
 
 
 def find_called(patch: Patch, names: Collection[str], document: Document | None = None) -> str | None:

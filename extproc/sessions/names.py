@@ -178,17 +178,19 @@ class Chains:
     ) -> ChainLink:
         """The store's question about a request, for one detector, below the session's name if it has one.
 
-        `fresh` becomes the name of a conversation that begins there; empty if no names are needed.
+        `fresh` becomes the name of a conversation that begins there; empty if no names are needed. A name passes to requests
+        with one more turn, or with more messages in the newest one: session limits count each turn that a history shows.
         """
+        parents = place.parents[: place.near] if fresh else place.parents
         start, end = f"{self._start}{detector}:{scope}:{session}:", f":{tenant}"
         return ChainLink(
             f"{start}{place.node.hex()}{end}",
-            f"{start}{place.parent.hex()}{end}" if place.parent else "",
+            tuple([f"{start}{parent.hex()}{end}" for parent in parents]),
+            place.near,
             f"{start}{place.before.hex()}{end}" if place.before else "",
             f"{start}{place.own.hex()}{end}" if place.own else "",
             f"{self._start}{detector}:{scope}:*{end}",
             place.node[:_DIGEST],
-            place.parent[:_DIGEST],
             entry,
             self._ttl_ms,
             MAX_CALLER_BYTES,

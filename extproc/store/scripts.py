@@ -204,9 +204,8 @@ def push_call(pushed: AnyPush, now: int | None = None) -> ScriptCall:
 
 
 def _link_call(link: ChainLink, now: int | None) -> ScriptCall:
-    key = link.key
-    given = (link.parent != "") + 2 * (link.before != "") + 4 * (link.own != "")
-    others = (link.parent or key, link.before or key, link.own or key, link.usage)
+    others = (link.usage, link.before or link.key, link.own or link.key, *link.parents)
     moment = -1 if now is None else now
-    arguments = (link.node, link.parent_node, given, link.entry, link.ttl_ms, link.most, link.fresh, moment)
+    given = (len(link.parents), link.near, int(link.before != ""), int(link.own != ""))
+    arguments = (link.node, *given, link.entry, link.ttl_ms, link.most, link.fresh, moment)
     return ScriptCall(_CHAIN, link, arguments, 0, others, 1)

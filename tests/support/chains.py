@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from extproc.detectors.chain import ChainPlace
+from extproc.detectors.chain import ChainPlace, ShownMessage
 from extproc.sessions.names import Chains
 from extproc.store.rules.chain import ChainLink, Trail, follow
 
@@ -16,7 +16,10 @@ CHAINS = Chains("p", 3_600, namespace="")
 
 
 class Sent(NamedTuple):
-    """A request as a client sends it: the user's first words, the assistant's messages, oldest first, and the newest turn."""
+    """A request as a client sends it: the user's first words, the assistant's turns, oldest first, and the newest turn's entry.
+
+    A turn of several messages has a plus sign between these.
+    """
 
     first: str
     shown: tuple[str, ...]
@@ -25,7 +28,8 @@ class Sent(NamedTuple):
 
 def make_link(sent: Sent, *, tenant: str = "00", session: str = "", chains: Chains = CHAINS, **changes: int) -> ChainLink:
     """What the store is asked about a request."""
-    place = ChainPlace(_widen(sent.first), [_widen(message) for message in sent.shown])
+    turns = [ShownMessage([_widen(message) for message in turn.split("+")], []) for turn in sent.shown]
+    place = ChainPlace(_widen(sent.first), turns)
     entry = sent.entry.encode() if sent.shown else b""
     return chains.make_link("default", "", tenant, session, place, entry)._replace(**changes)  # type: ignore[arg-type]  # its fields
 
@@ -90,7 +94,7 @@ def interleave(runs: Sequence[Run], how: str, random: Random) -> list[tuple[Run,
     return sent
 
 
-_MESSAGES = st.sampled_from(["a", "b", "c"])
+_MESSAGES = st.sampled_from(["a", "b", "a+b", "b+a+c"])
 _SENT = st.builds(
     Sent,
     st.sampled_from(["u", "v"]),

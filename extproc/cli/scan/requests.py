@@ -28,7 +28,7 @@ from extproc.cli.scan.transcripts import (
     name_folder,
     read_time,
 )
-from extproc.detectors.chain import ChainPlace, find_place
+from extproc.detectors.chain import ChainPlace, ShownMessage, find_place, read_transcript
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.turn import digest
 from extproc.request.document import Document, NotCounted
@@ -57,6 +57,8 @@ _list = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
 
 Values = dict[str, msgspec.Raw]
+_Turn = list[tuple[str, bytes]]
+"""Speakers and messages, the assistant's first."""
 
 
 class _Followed:
@@ -108,9 +110,11 @@ class FollowedRequests:
         followed = self._find(place)
         if followed is None:
             followed = self._begin(about, conversation)
-            self._replay(followed, turns, call, known=place.parent in self._nodes or place.node in self._nodes)
+            known = any(node in self._nodes for node in (place.node, *place.parents))
+            self._replay(followed, turns, call, known=known)
         elif place.node != followed.node:
-            followed.run.add(turns[-1] if turns else ())
+            for turn in _list_new(turns, read_transcript(conversation).turns, place, followed.node):
+                followed.run.add(turn)
         if not whole:
             followed.run.ask(call)
         self._keep(followed, place)
@@ -142,15 +146,18 @@ class FollowedRequests:
 
     def _find(self, place: ChainPlace) -> _Followed | None:
         """The conversation that stands where a request continues it, or repeats it."""
-        for node in (place.parent, place.node):
-            found = self._open.get(self._nodes.get(node, -1)) if node else None
-            if found is not None and found.node == node:
-                return found
-        if place.parent in self._nodes or not place.before:
-            return None
+        near, far = place.parents[: place.near], place.parents[place.near :]
+        found = self._find_at(*near, place.node)
+        if found is not None or any(parent in self._nodes for parent in near):
+            return found
         number = self._suffixes.get(place.before)
-        found = None if number is None else self._open.get(number)
-        return found if found is not None and found.own == place.before else None
+        linked = None if number is None else self._open.get(number)
+        return linked if linked is not None and linked.own == place.before else self._find_at(*far)
+
+    def _find_at(self, *nodes: bytes) -> _Followed | None:
+        """The conversation that stands at the first of these nodes that has one."""
+        found = (self._open.get(self._nodes.get(node, -1)) for node in nodes)
+        return next((each for each, node in zip(found, nodes, strict=True) if each is not None and each.node == node), None)
 
     def _begin(self, about: About, conversation: Conversation) -> _Followed:
         if len(self._open) >= _MOST_OPEN:
@@ -163,10 +170,11 @@ class FollowedRequests:
         self._open[self._number] = followed
         return followed
 
-    def _replay(self, followed: _Followed, turns: Sequence[Sequence[bytes]], call: ModelCall, *, known: bool) -> None:
+    def _replay(self, followed: _Followed, turns: Sequence[_Turn], call: ModelCall, *, known: bool) -> None:
         """Take the turns that the first request of a conversation shows. Its calls count unless they are `known`."""
         size = 0
-        for turn in turns:
+        for each in turns:
+            turn = [message for _, message in each]
             if not known:
                 answered = sum(map(len, turn[:1]))
                 usage = Usage(estimate_tokens(size), estimate_tokens(answered))
@@ -266,9 +274,9 @@ def _find_last(speakers: Sequence[str]) -> str:
     return next((speaker for speaker in reversed(speakers) if speaker), "")
 
 
-def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[list[bytes]]:
-    """The turns of a history, each with the messages behind the assistant's; thoughts begin an answer."""
-    turns: list[list[bytes]] = []
+def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[_Turn]:
+    """The turns of a history, with the messages behind the assistant's; thoughts begin an answer."""
+    turns: list[_Turn] = []
     answering = False
     for message, speaker in zip(messages, speakers, strict=True):
         answers = speaker in (ASSISTANT, "")
@@ -276,8 +284,22 @@ def _split(messages: Sequence[bytes], speakers: Sequence[str]) -> list[list[byte
             turns.append([])
         answering = answers
         if turns:
-            turns[-1].append(message)
+            turns[-1].append((speaker, message))
     return turns
+
+
+def _list_new(turns: Sequence[_Turn], shown: Sequence[ShownMessage], place: ChainPlace, node: bytes) -> list[list[bytes]]:
+    """The messages of turns that a request adds to the one at a node; of the first turn, that one may show the beginning."""
+    links = place.links[::-1].index(node) if node in place.links else len(shown[-1].hashes) if shown else 0
+    new: list[list[bytes]] = []
+    for turn, said in zip(reversed(turns), reversed(shown), strict=False):
+        if links <= 0:
+            break
+        spoken = [at for at, (speaker, _) in enumerate(turn) if speaker == ASSISTANT]
+        start = 0 if links >= len(said.hashes) else spoken[-links]
+        new.append([message for _, message in turn[start:]])
+        links -= len(said.hashes)
+    return new[::-1]
 
 
 def _open(raw: msgspec.Raw | None) -> Any:  # noqa: ANN401  # JSON

@@ -1,10 +1,10 @@
 -- chain: a turn of each of several conversations that are known by what they show.
 --
--- KEYS     for each turn five keys, all in one hash slot: its node, the node's parent, the suffix of the parent, that of the node,
---          and what the caller takes up; the node's stands in place of one that there is not. A turn may come with its first
---          key alone: then it begins a conversation, and nothing is charged
--- ARGV     for each turn, or once where they are the same for all, seven values: the node (8 bytes), its parent (8 bytes, none of
---          a root), which keys there are (1 a parent, 2 the parent's suffix, 4 the node's), the entry, ttl_ms, most (bytes),
+-- KEYS     for each turn, all in one hash slot: its node, what the caller takes up, the suffix of the turn before, that of the
+--          turn, and the nodes that may be its parent, the longest history first; the node's stands in place of a missing suffix.
+--          A turn may come with its first key alone: then it begins a conversation, and nothing is charged
+-- ARGV     for each turn, or once where they are the same for all, ten values: the node (8 bytes), the number of parents, how many
+--          of these are near, which suffixes there are (1 or 0 for each), the entry, ttl_ms, most (bytes), the fresh name,
 --          now_ms (-1: the server's clock)
 -- returns  for each turn a byte of flags (1 whole, 4 dropped), and its conversation's entries, each with a byte for its length
 --
@@ -17,8 +17,7 @@ local USAGE, USAGE_SIZE = '>BBI8I4I8', 22
 local MAX_ENTRIES, MAX_RETRIES, MAX_RUNS = 32, 3, 255
 local CUT_MS, FIRST_MS, OVERHEAD, GARBAGE_MS = 120000, 600000, 128, 1000
 local WHOLE, AMBIGUOUS, DROPPED, NAMED = 1, 2, 4, 8
-local PARENT, BEFORE, OWN = 1, 2, 4
-local NONE, ARGUMENTS, WIDTH = '\0\0\0\0\0\0\0\0', 8, 5
+local NONE, ARGUMENTS, WIDTH = '\0\0\0\0\0\0\0\0', 10, 4 -- the keys beside the parents
 local NAME, MAX_NAMES = 8, 32
 
 local clock = redis.call('TIME')
@@ -169,21 +168,23 @@ local function charge(key, cost, most, window, now)
   return true
 end
 
-local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
-  local node = open(keys[1], now)
-  local parent = has(given, PARENT) and open(keys[2], now) or nil
-  local before = has(given, BEFORE) and open(keys[3], now) or nil
-  local own
-  if has(given, OWN) then
-    if has(given, BEFORE) and keys[3] == keys[4] then own = before else own = open(keys[4], now) end
+local function follow(keys, id, is_root, near, has_before, has_own, entry, ttl, most, fresh, now)
+  local node, before, own = open(keys[1], now), has_before and open(keys[3], now) or nil, nil
+  local known, parent, parent_key = before and not has(before.flags, AMBIGUOUS), nil, nil
+  for place = WIDTH + 1, known and math.min(WIDTH + near, #keys) or #keys do
+    parent, parent_key = open(keys[place], now), keys[place]
+    if parent then break end
+  end
+  if has_own then
+    if has_before and keys[3] == keys[4] then own = before else own = open(keys[4], now) end
   end
   local claims, first = parent and parent.runs > 0, math.min(FIRST_MS, ttl)
-  local linked = before and not parent and not has(before.flags, AMBIGUOUS)
+  local linked = known and not parent
   local base = linked and before or parent
   local is_new, begins, cost, changed, shown = not node, false, 0, {}, nil
   local name, comes = '', false
-  if fresh ~= '' then name, comes = find_name(node, parent, before, parent_id == '', fresh) end
-  if parent_id == '' then
+  if fresh ~= '' then name, comes = find_name(node, parent, before, is_root, fresh) end
+  if is_root then
     if not node then
       node, begins = make(WHOLE, 0, id, id, ''), true
       node.life = first
@@ -200,8 +201,8 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
       )
       if not begins then base.next = id end
       claim(base)
-      changed[1] = { linked and keys[3] or keys[2], base }
-      if not linked and before and before.writer == parent_id then
+      changed[1] = { linked and keys[3] or parent_key, base }
+      if not linked and before and before.writer == base.writer then
         claim(before)
         changed[2] = { keys[3], before }
       end
@@ -223,14 +224,14 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
     stand(node)
   end
   if comes then
-    if parent and take(parent, name) then changed[#changed + 1] = { keys[2], parent } end
+    if parent and take(parent, name) then changed[#changed + 1] = { parent_key, parent } end
     if before and take(before, name) then changed[#changed + 1] = { keys[3], before } end
   end
   if name ~= '' and (comes or node.names ~= '') then give(node, name) end
   node.last = now
   changed[#changed + 1] = { keys[1], node }
   if is_new then cost = OVERHEAD + HEAD_SIZE + #node.names + #node.entries end
-  if has(given, OWN) then
+  if has_own then
     local suffix = make_suffix(own, node, id)
     suffix.last, suffix.life = now, node.depth > 1 and ttl or node.life
     changed[#changed + 1] = { keys[4], suffix }
@@ -239,22 +240,22 @@ local function follow(keys, id, parent_id, given, entry, ttl, most, fresh, now)
   if not begins then
     cost, most = math.floor(cost * CUT_MS / FIRST_MS), most * 2
   end
-  local dropped = is_new and keys[5] and not charge(keys[5], cost, most, first, now)
+  local dropped = is_new and keys[2] and not charge(keys[2], cost, most, first, now)
   if not dropped then
     for _, change in ipairs(changed) do write(change[1], change[2]) end
   end
   return string.char(node.flags % 2 + (dropped and DROPPED or 0) + (name ~= '' and NAMED or 0)) .. name .. (shown or node.entries)
 end
 
-local width = #KEYS == 1 and 1 or WIDTH
-local answers = {}
-for i = 1, #KEYS / width do
-  local at = #ARGV == ARGUMENTS and 0 or (i - 1) * ARGUMENTS
-  local keys, given, now = {}, tonumber(ARGV[at + 3]), tonumber(ARGV[at + 8])
-  for place = 1, width do keys[place] = KEYS[(i - 1) * width + place] end
-  if width == 1 then given = 0 end
+local single, answers, first = #KEYS == 1, {}, 0
+while first < #KEYS do
+  local at = #ARGV == ARGUMENTS and 0 or #answers * ARGUMENTS
+  local width, keys, now = single and 1 or WIDTH + ARGV[at + 2], {}, tonumber(ARGV[at + 10])
+  for place = 1, width do keys[place] = KEYS[first + place] end
+  first = first + width
   if now == -1 then now = server_now end
-  local ttl, most = tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6])
-  answers[i] = follow(keys, ARGV[at + 1], ARGV[at + 2], given, ARGV[at + 4], ttl, most, ARGV[at + 7], now)
+  local is_root, has_before, has_own = ARGV[at + 2] == '0', not single and ARGV[at + 4] == '1', not single and ARGV[at + 5] == '1'
+  local entry, ttl, most, fresh = ARGV[at + 6], tonumber(ARGV[at + 7]), tonumber(ARGV[at + 8]), ARGV[at + 9]
+  answers[#answers + 1] = follow(keys, ARGV[at + 1], is_root, tonumber(ARGV[at + 3]), has_before, has_own, entry, ttl, most, fresh, now)
 end
 return answers

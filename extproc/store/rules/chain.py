@@ -1,9 +1,10 @@
 """Chains: conversations identified by the history that requests show, a ring of entries at each point; the rule of `chain.lua`.
 
-A request shows a number of assistant messages. Its node stands for all of them, and its parent's for all but the newest. A node
-has the entries of all requests on the way to it, copied from its parent, so conversations that branch share only what they have
-in common. Conversations that are equal so far share one node, which counts them; each child takes over one of them. An entry is
-empty if its result differs between these conversations.
+A request shows a number of assistant messages. Its node stands for all of them. Its parent is the longest known node of
+those that stand for all but the newest; but if only nodes from before the previous turn are known, its link goes first. A
+node has the entries of all requests on the way to it, copied from its parent, so conversations that branch share only what
+they have in common. Conversations that are equal so far share one node, which counts them; each child takes over one of
+them. An entry is empty if its result differs between these conversations.
 
 If names are requested, each conversation has one. A request without history gets a fresh name, which waits at its node. A child
 takes over the oldest name that waits at its parent, or else at its link. If none waits there, an equal request is a retry: it
@@ -54,12 +55,12 @@ class ChainLink(NamedTuple):
 
     Attributes:
         key: of the request's node.
-        parent: key of the node without the newest assistant message; empty for a request that shows none.
+        parents: keys of nodes without the newest assistant messages, longest history first; none for a request that shows none.
+        near: how many of these lack only messages of the newest turn.
         before: key of the parent's last two assistant messages; empty where it has fewer.
         own: key of the node's last two; empty where it has fewer.
         usage: key of what the caller takes up.
         node: 8 bytes that tell the node from others.
-        parent_node: the same of its parent.
         entry: up to 64 bytes; none of a request that shows no assistant message.
         ttl_ms: how long after its last request a conversation is forgotten, in milliseconds.
         most: in `FIRST_MS` the caller may begin conversations of this many bytes, and go on with others for as many.
@@ -67,12 +68,12 @@ class ChainLink(NamedTuple):
     """
 
     key: str
-    parent: str
+    parents: tuple[str, ...]
+    near: int
     before: str
     own: str
     usage: str
     node: bytes
-    parent_node: bytes
     entry: bytes
     ttl_ms: int
     most: int
@@ -175,21 +176,23 @@ Write = Callable[[str, bytes, int], None]
 
 def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     """Add a turn to its conversation; `now` in milliseconds."""
-    node, parent, before = _read(read, asked.key, now), _read(read, asked.parent, now), _read(read, asked.before, now)
+    node, before = _read(read, asked.key, now), _read(read, asked.before, now)
+    known = before is not None and not before.flags & _AMBIGUOUS
+    parent_key, parent = _find_parent(read, asked.parents[: asked.near] if known else asked.parents, now)
     own = before if asked.own == asked.before else _read(read, asked.own, now)
-    linked = parent is None and before is not None and not before.flags & _AMBIGUOUS
+    linked = known and parent is None
     is_new = begins = node is None
     name, comes = _find_name(node, parent, before, asked) if asked.fresh else (b"", False)
     changed: dict[str, _Knot] = {}
     ours = b""
-    if not asked.parent:
+    if not asked.parents:
         node = _begin(node, asked)
     elif node is not None and _is_again(node, before if linked else parent, asked.entry):
         ours = _repeat(node, before, asked)
     else:
-        node, ours, begins, changed = _go_on(node, parent, before, asked, now)
+        node, ours, begins, changed = _go_on(node, parent_key, parent, before, asked, now)
     if comes:
-        for key, knot in ((asked.parent, parent), (asked.before, before)):
+        for key, knot in ((parent_key, parent), (asked.before, before)):
             if knot is not None and knot.take(name):
                 changed[key] = knot
     if name and (comes or node.names):  # those that wait here have retries in turn
@@ -209,6 +212,15 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     return Trail(split_entries(ours or node.entries), node.flags & _WHOLE != 0, dropped, name)
 
 
+def _find_parent(read: Read, parents: tuple[str, ...], now: int) -> tuple[str, _Knot | None]:
+    """The first of these keys that has a node, and the node; None if there is none."""
+    for key in parents:
+        knot = _read(read, key, now)
+        if knot is not None:
+            return key, knot
+    return "", None
+
+
 def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool]:
     """The name of a request's conversation, empty if unknown, and whether it reaches the node now."""
     if parent is not None and parent.names:
@@ -216,7 +228,7 @@ def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, a
     link = before if parent is None else None
     if link is not None and link.names:
         return link.names[:_NAME], True
-    if node is not None and asked.parent:
+    if node is not None and asked.parents:
         last = b"" if node.name == _NONE else node.name
         return node.names[:_NAME] or last, False
     if link is not None and link.flags & _AMBIGUOUS:
@@ -240,8 +252,8 @@ def _is_again(node: _Knot, base: _Knot | None, entry: bytes) -> bool:
     return node.retries < MAX_RETRIES and _leave_common(node.entries, _add(base.entries, entry)) == node.entries
 
 
-def _go_on(
-    stood: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
+def _go_on(  # noqa: PLR0913  # all that is known
+    stood: _Knot | None, parent_key: str, parent: _Knot | None, before: _Knot | None, asked: ChainLink, now: int
 ) -> tuple[_Knot, bytes, bool, dict[str, _Knot]]:
     """Continue a conversation, or begin one that is seen for the first time.
 
@@ -261,8 +273,8 @@ def _go_on(
         node = _Knot(flags, base.depth + 1, conversation, asked.node, _add(base.entries, asked.entry))
         if not begins:
             base.next = asked.node
-        changed[asked.before if linked else asked.parent] = base
-        if not linked and before is not None and before.writer == asked.parent_node:
+        changed[asked.before if linked else parent_key] = base
+        if not linked and before is not None and before.writer == base.writer:
             changed[asked.before] = before
     for knot in changed.values():
         knot.runs = max(knot.runs - 1, 0)

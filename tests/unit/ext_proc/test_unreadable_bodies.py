@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from extproc.detectors.chain import ChainPlace
+from extproc.detectors.chain import ChainPlace, ShownMessage
 from extproc.ext_proc.service import Service
 from extproc.request.document import NotJson, write_canonical
 from tests.support.messages import body, headers
@@ -156,10 +156,10 @@ def test_a_history_may_begin_with_the_assistant(reader: str) -> None:
 
 def test_places_differ_by_who_began() -> None:
     """A user's message and the same of the assistant's are not the same conversation."""
-    user, assistant = ChainPlace(b"x" * 16, []), ChainPlace(b"", [b"x" * 16])
+    user, assistant = ChainPlace(b"x" * 16, []), ChainPlace(b"", [ShownMessage([b"x" * 16], [])])
 
     assert user.node != assistant.node
-    assert assistant.parent == ChainPlace(b"", []).node
+    assert assistant.parents == [ChainPlace(b"", []).node]
 
 
 @pytest.mark.parametrize("mode", ["enforce", "shadow"])

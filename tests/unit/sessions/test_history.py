@@ -236,7 +236,7 @@ def look(body: bytes) -> list[object]:
     conversation = open_conversation(Document(body))
     found = [find_place(conversation, prefilled=prefilled) for prefilled in (False, True)]
     calls = read_tool_calls(Document(body))
-    names = [(place.node, place.parent, place.own, place.before, place.depth) for place in found if place is not None]
+    names = [(place.node, place.links, place.own, place.before, place.depth) for place in found if place is not None]
     return [names, calls.records, calls.total, calls.newest, calls.tools]
 
 

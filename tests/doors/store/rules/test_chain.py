@@ -15,12 +15,13 @@ from tests.support.chains import STEPS, Model, Sent, make_link
 from tests.support.servers import Driver
 from tests.support.windows import make_push
 
-KEYS = ("key", "parent", "before", "own", "usage")
+KEYS = ("key", "before", "own", "usage")
 
 
 def ask(store: Driver, link: ChainLink, now: int) -> Trail:
     """What the store answers, under keys of this driver's."""
     changes: dict[str, Any] = {name: store.name(getattr(link, name)) for name in KEYS if getattr(link, name)}
+    changes["parents"] = tuple(store.name(parent) for parent in link.parents)
 
     async def settled() -> Any:  # noqa: ANN401  # whatever a store answers
         answer = store.store.push([link._replace(**changes)], now)
