@@ -19,7 +19,7 @@ from extproc.store.memory import MemoryStore
 from tests.support.examples import examples
 from tests.support.service import make_service, metadata_of, sample
 from tests.support.session_limits import TOOL, ask, kept, limited, status, told
-from tests.support.turn_writers import Did, as_anthropic, as_bedrock, as_chat, as_gemini, as_ollama, as_responses
+from tests.support.turn_writers import as_anthropic, as_bedrock, as_chat, as_gemini, as_ollama, as_responses
 
 PRICES = {"*": {"input": 10_000, "output": 10_000}}
 """A cent for each token."""
