@@ -232,6 +232,8 @@ class SessionLimits(JsonObject):
 class UnnamedLimits(JsonObject):
     """What all requests of a caller without a session can use together, within `idle_seconds`.
 
+    They include requests that begin a session without a name, until its conversation goes on.
+
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
         max_tool_calls: maximum tool calls, each counted once.
