@@ -741,7 +741,7 @@ class SessionCandidate(Candidate):
         if not self._nameless or self.waits or self.limiter.unnamed is None or self._body is None:
             return None
         second = SessionCandidate(self.plan, self.limiter, self.values, self.caller, self._in_head)
-        second.is_second = True
+        second.is_second, second.caller_in_head = True, self.caller_in_head
         second.labels, second.tenant, second.body_crc32 = self.labels, self.tenant, self.body_crc32
         second.call, second.calls, second.model, second.reserve = self.call, self.calls, self.model, self.reserve
         second.overrides, second._known, second._of_caller = self._of_caller, self._known, self._of_caller
