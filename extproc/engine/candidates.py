@@ -58,6 +58,8 @@ from extproc.store.rules.budget import Taken
 from extproc.store.rules.chain import MAX_ENTRIES, ChainLink, Trail
 from extproc.store.rules.root import RootSearch
 from extproc.store.rules.session import (
+    CONVERSATION,
+    JOINED,
     LIMITS,
     OFFERS_NONE,
     Settlement,
@@ -89,6 +91,7 @@ _LONGEST_CALLER: Final = 512
 
 _TWICE: Final = 2
 _IDENTITY: Final = 8
+_NO_NAME: Final = bytes(_CALL - CONVERSATION)
 _KILLED: Final = LIMITS.index(KILLED)
 _ANSWER: Final = 1_000
 """Tokens of an answer whose length the request does not limit, for the estimate of its cost."""
@@ -608,6 +611,8 @@ class SessionCandidate(Candidate):
         agent: of the session, as the head names it.
         agent_name: hash of the agent's name, 16 hex digits; empty for the session itself.
         parent_name: the same for the agent that started it.
+        is_second: it counts the start of a conversation among requests without a session; another candidate counts it as a
+            session.
     """
 
     __slots__ = (
@@ -616,6 +621,7 @@ class SessionCandidate(Candidate):
         "_body",
         "_earlier_steps",
         "_grants",
+        "_known_before",
         "_limits",
         "_nameless",
         "_parent",
@@ -627,6 +633,7 @@ class SessionCandidate(Candidate):
         "agent_name",
         "call",
         "calls",
+        "is_second",
         "limiter",
         "model",
         "narrowing",
@@ -661,7 +668,9 @@ class SessionCandidate(Candidate):
         self._search: RootSearch | None = None
         self._stopped = False
         self._nameless = False
+        self._known_before = False
         self._unknown = False
+        self.is_second = False
 
     def find_stop(self) -> ActiveOverride | None:
         """See `Candidate`; a session can be killed as well."""
@@ -697,7 +706,7 @@ class SessionCandidate(Candidate):
         self.model = cut_text(find_model(body.request.path, self.calls.model), LONGEST_MODEL)
         self.reserve = self.limiter.rates.estimate(self.model, body.sums.length, self.calls.answer or _ANSWER)
         if place is not None:
-            fresh = CALLS.name()[:_IDENTITY]
+            fresh = self.call[:CONVERSATION]
             self._earlier_steps, self._nameless = place.depth, True
             self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, fresh)]
             self.waits = place.depth > 0
@@ -715,6 +724,7 @@ class SessionCandidate(Candidate):
             self._ask(self._body)
         for answer in answers:
             if isinstance(answer, Trail) and self._body is not None:
+                self._known_before = answer.name != self.call[:CONVERSATION]
                 self._name_session(answer.name.hex())
                 if not answer.whole or len(answer.entries) != min(self._earlier_steps, MAX_ENTRIES):
                     self._place = None
@@ -722,6 +732,34 @@ class SessionCandidate(Candidate):
         # Only now is the name known, so only now can an order about it be found.
         if self.waits and not self.limiter.shadow and self.find_stop() is not None:
             self.hit, self._stopped = None, True
+
+    def count_start(self) -> SessionCandidate | None:
+        """Count a request that begins a conversation among those without a session, too, if these have limits.
+
+        The conversation may never go on, as in a loop of one prompt. If it does, `join_session` takes it out again.
+        """
+        if not self._nameless or self.waits or self.limiter.unnamed is None or self._body is None:
+            return None
+        second = SessionCandidate(self.plan, self.limiter, self.values, self.caller, self._in_head)
+        second.is_second, second.caller_in_head = True, self.caller_in_head
+        second.labels, second.tenant, second.body_crc32 = self.labels, self.tenant, self.body_crc32
+        second.call, second.calls, second.model, second.reserve = self.call, self.calls, self.model, self.reserve
+        second.overrides, second._known, second._of_caller = self._of_caller, self._known, self._of_caller
+        second._standing, second._now, second._body = self._standing, self._now, self._body
+        second._name_session("")
+        second._ask(self._body)
+        return second
+
+    def join_session(self) -> Settlement | None:
+        """Take the start of its conversation from the requests without a session; None if it is not the second request."""
+        standing, limits, body = self.standing, self.limiter.unnamed, self._body
+        if standing is None or limits is None or body is None or not self._known_before:
+            return None
+        if standing.limit or standing.retry or standing.steps != _TWICE:
+            return None
+        unnamed = self._renew(UNNAMED) if self.overrides else UNNAMED
+        key = self.limiter.find_keys(body.scope, self.tenant, unnamed).ledger
+        return Settlement(key, limits, bytes.fromhex(self.session) + _NO_NAME, standing.cost, estimated=False, outcome=JOINED)
 
     def _find_kin(self) -> str:
         """See `Candidate`; an agent can be stopped without its session."""

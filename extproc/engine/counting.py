@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, cast
 
 from extproc.engine.budget_candidates import BudgetCandidate
-from extproc.engine.candidates import Answer, Kept
+from extproc.engine.candidates import Answer, Kept, SessionCandidate
 from extproc.engine.evaluation import CandidateGroup
 from extproc.errors import PartlyAwayError, StoreError
 from extproc.metrics import Metrics
@@ -242,6 +242,11 @@ class Counting:
         """Take a request back from the counts that include it."""
         self.settle(counted, _ignore)
 
+    def join_sessions(self, sessions: Sequence[SessionCandidate]) -> None:
+        """Take the starts of conversations that go on from the requests without a session."""
+        joins = [join for session in sessions if (join := session.join_session()) is not None]
+        self.settle(joins, _ignore)
+
     def settle(self, settlements: Sequence[Settlement | TakeBack], report: Callable[[Sequence[Answer]], None]) -> None:
         """Report outcomes of requests to the store; `report` takes its answers, now or when it has answered."""
         if not settlements:
@@ -325,7 +330,7 @@ def _mark_here(error: Exception, counts: Sequence[Answer], asked: Sequence[Quest
 
 
 def _ignore(_: Sequence[Answer]) -> None:
-    """Ignore answers to take-backs."""
+    """Ignore answers that nothing depends on."""
 
 
 def _complete(error: BaseException, asked: Sequence[Any], ask_here: Callable[[list[Any]], Any]) -> list[Any]:

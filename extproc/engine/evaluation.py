@@ -225,10 +225,11 @@ class CandidateGroup:
 
     def read_body(self, body: RequestBody) -> None:
         """Let every candidate read the body; those that cannot are removed."""
-        able = []
+        able: list[Candidate] = []
         for candidate in self.candidates:
             try:
                 candidate.read_body(body, self.missing)
+                second = candidate.count_start() if isinstance(candidate, SessionCandidate) else None
             except NotCounted as why:
                 self._drop(candidate, why.reason)
             except Exception as error:  # noqa: BLE001  # an error affects only this candidate
@@ -238,6 +239,9 @@ class CandidateGroup:
                 self.remembers = self.remembers or len(candidate.pushes) > 0
                 if self.sessions and isinstance(candidate, SessionCandidate) and candidate.unreadable:
                     self._drop(candidate, candidate.unreadable)  # it counts no calls of a body that it could not inspect
+                if second is not None:
+                    able.append(second)
+                    self.sessions = [*self.sessions, second]
             if isinstance(candidate, LoopCandidate) and candidate.contradicted:
                 self.contradicted.append(candidate.plan.id)
         self.candidates = able
@@ -717,12 +721,14 @@ class Evaluation:
         looked_into = body.document or body.excerpt
         if looked_into is None or len(looked_into) < _MANY_OBJECTS or not gc.isenabled():
             group.read_body(body)
-            return
-        gc.disable()  # it would walk the decoded objects again and again, for longer than decoding takes
-        try:
-            group.read_body(body)
-        finally:
-            gc.enable()
+        else:
+            gc.disable()  # it would walk the decoded objects again and again, for longer than decoding takes
+            try:
+                group.read_body(body)
+            finally:
+                gc.enable()
+        if group.sessions:
+            self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
 
     def find_tenant(self) -> str:
         """The caller as the first policy identifies it by headers; empty for none."""

@@ -355,6 +355,8 @@ class Transaction:
         reply = reply or self._encode(kind, evaluation, decision, changed)
         if self.ended or self._holding is not None:
             self._follow_up(evaluation)
+        if sessions and not self.ended:
+            service.counting.join_sessions(sessions)
         if evaluation.paired:
             self._compare(evaluation, decision)
         service.metrics.decision_seconds.observe(_now() - self.started)

@@ -210,7 +210,7 @@ class Reporter:
         action = lead.action.value if lead is not None else ""
         for candidate in candidates:
             standing, policy, mode = candidate.standing, candidate.plan.id, candidate.guard.mode
-            if candidate.session == UNNAMED:
+            if candidate.session == UNNAMED and not candidate.is_second:
                 self._report_unnamed(candidate, now)
             if standing is None:
                 continue

@@ -377,9 +377,9 @@ class SessionGuard:
         """How long a request may have an effect in the store."""
         return self.limits.idle_ms // 1000
 
-    def describe(self) -> str:
-        """The limits in a few words, for people."""
-        limits = self.limits
+    def describe(self, session: str) -> str:
+        """The limits of a session, or of requests without one, in a few words, for people."""
+        limits = self.find_limits(session)
         shown = [(limits.steps, "steps"), (limits.tool_calls, "tool calls")]
         words = [f"{limit} {unit}" for limit, unit in shown if limit != _NONE]
         words += [f"{limits.cost / NANO_DOLLARS:g} dollars"] if limits.cost != _NONE else []
@@ -388,7 +388,8 @@ class SessionGuard:
         ]
         words += [f"{limits.threshold} equal calls in {limits.window} steps"] if limits.threshold != _NONE else []
         words += [f"{limits.blocks} refusals in a row"] if limits.blocks != _NONE else []
-        words += [f"{limit} {_AGENT_WORDS[name]}" for name, _, limit in _list_agent_limits(self.agent_limits or NO_LIMITS)]
+        agents = NO_LIMITS if session == UNNAMED else self.agent_limits or NO_LIMITS
+        words += [f"{limit} {_AGENT_WORDS[name]}" for name, _, limit in _list_agent_limits(agents)]
         return ", ".join([*words, f"{limits.errors} errors in a row"] if limits.errors != _NONE else words)
 
     def find_limits(self, session: str) -> Limits:

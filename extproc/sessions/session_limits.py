@@ -230,7 +230,7 @@ class SessionLimits(JsonObject):
 
 
 class UnnamedLimits(JsonObject):
-    """What all requests of a caller without a session can use together, within `idle_seconds`.
+    """What a caller's requests without a session use together in `idle_seconds`, with those that begin one, until it goes on.
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.

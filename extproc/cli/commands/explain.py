@@ -143,7 +143,7 @@ def _print_candidate(candidate: Candidate, evaluation: Evaluation, body: bytes, 
             ("history", shown),
             ("cost", f"{dollars:.6f} dollars for the prompt, estimated, with {model}"),
         ]
-        told = f"up to {guard.describe()}, then {'report: would reject' if guard.shadow else 'reject'} with "
+        told = f"up to {guard.describe(candidate.session)}, then {'report: would reject' if guard.shadow else 'reject'} with "
         _print_rows([*rows, ("decision", f"allow {told}{guard.refusal.status or describe_status(final=True)}")])
     elif isinstance(candidate, BudgetCandidate):
         _print_budgets(candidate, more)

@@ -53,6 +53,8 @@ class Judge:
         refused = decision.action is Action.REJECT or evaluation.enforcing.forbidden is not None
         if refused:
             self._store.hit([each.take_back(REFUSED) for each in evaluation.sessions if each.is_let_through])
+        else:
+            self._counting.join_sessions(evaluation.sessions)
         in_shadow = decision.shadow is not None and decision.shadow.action is Action.REJECT
         budgets = evaluation.budgets if refused else evaluation.shadow.budgets if in_shadow else ()
         self._store.hit([take for budget in budgets for take in budget.list_give_backs(here=False)])

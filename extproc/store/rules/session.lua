@@ -35,7 +35,8 @@ local OPEN, OPEN_MS = 32, 600000
 local TOOLS, MOST_TOOLS = 64, 255
 local MAX, MAX_MONEY, MAX_RESERVE = 4294967295, 4503599627370496, 70368744177664
 local MONEY = 4
-local FAILED, REFUSED, STEP, WITHDRAWN = 1, 2, 3, 4
+local FAILED, REFUSED, STEP, WITHDRAWN, JOINED = 1, 2, 3, 4, 5
+local CONVERSATION = 8
 local RETRY, NARROWED = 1, 2
 local ENDS, OFFERED, FINISHES = 2, 4, 16
 local SHARED, IN_TREE, OF_ROOT, FIRST_OF_AGENTS = 1, 2, 4, 7
@@ -439,7 +440,7 @@ local function take_back(l, identity, begun, quiet, blocks, bits)
   if l.last == begun then l.last = l.last - quiet end
   if bits >= NARROWED then l.narrowed_at = 0 end
   if bits % NARROWED == RETRY then return repeat_identity(l, identity, -1) end
-  l.steps = l.steps - 1
+  l.steps = math.max(l.steps - 1, 0)
   l.identities = drop_identity(l, identity)
 end
 
@@ -447,7 +448,7 @@ local function close(l, at, asked)
   local _, identity, begun, reserve, quiet, blocks, bits = struct.unpack(RESERVATION, l.open, at)
   l.open = sub(l.open, 1, at - 1) .. sub(l.open, at + RESERVATION_SIZE)
   l.reserved = l.reserved - reserve
-  if asked.kind == WITHDRAWN then return take_back(l, identity, begun, quiet, blocks, bits) end
+  if asked.kind == WITHDRAWN or asked.kind == JOINED then return take_back(l, identity, begun, quiet, blocks, bits) end
   if asked.kind == REFUSED then
     take_back(l, identity, begun, quiet, blocks, bits)
     return block(l, asked)
@@ -537,8 +538,15 @@ end
 local function settle(key, asked)
   local l = recall(key, asked)
   if not l then return describe(make(asked.now, 0), asked.now, false, true, 0, 0, 0) end
-  local at = find(l.open, asked.call, RESERVATION_SIZE)
-  if at then close(l, at, asked) end
+  local joins = asked.kind == JOINED
+  local at = find(l.open, joins and sub(asked.call, 1, CONVERSATION) or asked.call, RESERVATION_SIZE)
+  if at then
+    close(l, at, asked)
+  elseif joins then
+    l.steps, l.cost = math.max(l.steps - 1, 0), math.max(l.cost - asked.money, 0)
+    l.estimated = math.min(l.estimated, l.cost)
+    if asked.money > 0 then l.paid = math.max(l.paid - 1, 0) end
+  end
   close_old(l, asked.now)
   keep(key, l, asked)
   return describe(l, asked.now, false, not at, 0, 0, 0)

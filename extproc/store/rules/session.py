@@ -107,6 +107,13 @@ REFUSED: Final = 2
 WITHDRAWN: Final = 4
 """Its client left, or another filter of Envoy refused it, before it was sent on: it was neither a step nor a refusal."""
 
+JOINED: Final = 5
+"""The conversation that it began has gone on, so it is no longer a request without a session. The settlement has the first
+`CONVERSATION` bytes of the call's name, and the cost by which the ledger may already have settled it."""
+
+CONVERSATION: Final = 8
+"""Bytes of a call's name that name the conversation, if the call begins one."""
+
 
 Tokens: TypeAlias = tuple[int, int, int, int]
 NO_TOKENS: Final[Tokens] = (0, 0, 0, 0)
@@ -247,7 +254,7 @@ class Settlement:
         call: the step's.
         cost: in nano-dollars, in place of the reserved amount.
         estimated: the cost is estimated.
-        outcome: `SUCCEEDED`, `FAILED`, `REFUSED` or `WITHDRAWN`.
+        outcome: `SUCCEEDED`, `FAILED`, `REFUSED`, `WITHDRAWN` or `JOINED`.
         tokens: of input, output, cache reads and cache writes.
         model_ms: time that the upstream took, in milliseconds.
     """
@@ -630,12 +637,16 @@ class Ledger:
     def settle(self, asked: Settlement, now: int) -> Standing:
         """Close a call. If it is not open (any more), nothing changes."""
         self.idle_ms = asked.limits.idle_ms
-        unknown = True
+        unknown, joins = True, asked.outcome == JOINED
         for place in range(len(self.open)):
-            if self.open[place][0] == asked.call:
+            call = self.open[place][0]
+            if call == asked.call or (joins and call[:CONVERSATION] == asked.call[:CONVERSATION]):
                 self._close(self.open.pop(place), asked)
                 unknown = False
                 break
+        if joins and unknown:
+            self.steps, self.cost = max(self.steps - 1, 0), max(self.cost - asked.cost, 0)
+            self.estimated, self.paid = min(self.estimated, self.cost), max(self.paid - (asked.cost > 0), 0)
         self._close_old(now)
         return self._describe(now, 0, 0, 0, b"", False, unknown)
 
@@ -894,7 +905,7 @@ class Ledger:
         """Settle a reservation that is no longer open."""
         _, identity, begun, reserve, quiet, blocks, bits = reservation
         self.reserved -= reserve
-        if asked.outcome in {REFUSED, WITHDRAWN}:
+        if asked.outcome in {REFUSED, WITHDRAWN, JOINED}:
             self._take_back(identity, begun, quiet, blocks, bits)
             if asked.outcome == REFUSED:
                 self._block(asked.limits)
@@ -925,7 +936,7 @@ class Ledger:
         if bits & _NARROWED:
             self.narrowed_at = 0
         if not bits & _RETRY:
-            self.steps -= 1
+            self.steps = max(self.steps - 1, 0)
             self.identities.pop(identity, None)
         elif self.identities.get(identity, 0) % _OFFER:
             self.identities[identity] -= 1
