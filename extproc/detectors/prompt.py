@@ -96,7 +96,7 @@ class Prompt(Similarity):
             speakers.pop()
         if conversation.before.open_ended or ASSISTANT in speakers or TOOL in speakers:
             raise NotCounted("has_history")
-        return _leave_out_moving(write_canonical(document.value(), _OPTIONS)), None
+        return leave_out_moving(write_canonical(document.value(), _OPTIONS)), None
 
     def show(self, document: Document) -> list[str]:
         """See `Similarity`."""
@@ -107,7 +107,7 @@ class Prompt(Similarity):
         return f"the same prompt {place}"
 
 
-def _leave_out_moving(text: bytes) -> bytes:
+def leave_out_moving(text: bytes) -> bytes:
     """A text with `#` for each clock and each number of an attempt."""
     lowered = text.lower()
     spans = []

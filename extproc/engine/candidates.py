@@ -48,7 +48,7 @@ from extproc.request.fingerprint import (
     write_query,
 )
 from extproc.request.http import HttpRequest, cut_text
-from extproc.sessions.history import read_tool_calls
+from extproc.sessions.history import digest_continuation, read_tool_calls
 from extproc.sessions.limits import KILLED, NO_CALLS, NO_GRANTS, UNNAMED, WITHIN, Narrowing, SessionGuard, SessionKeys
 from extproc.sessions.names import Rings, SessionNames
 from extproc.sessions.rates import Usage
@@ -708,8 +708,9 @@ class SessionCandidate(Candidate):
         if place is not None:
             fresh = self.call[:CONVERSATION]
             self._earlier_steps, self._nameless = place.depth, True
-            self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, fresh)]
             self.waits = place.depth > 0
+            entry = digest_continuation(document, place, self.calls.offer) if self.waits and document is not None else b""
+            self.pushes = [self.limiter.make_link(body.scope, self.tenant, place, entry, fresh)]
             if self.waits:
                 self._place = place
             else:  # a conversation begins, and nothing else can be its name

@@ -16,6 +16,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any, Final
 
+from msgspec import json
+
 from extproc.apis import ERROR_MARKS, find_conversation, find_longest_answer, open_conversation
 from extproc.apis.conversation import (
     ASSISTANT,
@@ -34,12 +36,15 @@ from extproc.detectors.chain import (
     CALL_DIGEST,
     PAIR_DIGEST,
     TOOL_DIGEST,
+    ChainPlace,
     CountedCall,
     ShownMessage,
     read_transcript,
     spell,
 )
-from extproc.request.document import ABSENT, Document, NotCounted, walk
+from extproc.detectors.prompt import leave_out_moving
+from extproc.detectors.turn import digest
+from extproc.request.document import ABSENT, Document, NotCounted, start_looking, walk
 from extproc.request.patch import Patch, Value
 from extproc.store.rules.session import OFFERS_NONE, OFFERS_TOOLS
 
@@ -62,6 +67,12 @@ _BEGINS_AS_ERROR: Final = re.compile(
 
 _IN_MARKS: Final = b"error"
 """In all of `ERROR_MARKS`; most results are without it."""
+
+_LONGEST_COMPARED: Final = 2**16
+"""Maximum length of what follows a history to leave out clocks and numbers of attempts in it, in bytes."""
+
+_FORK: Final = 7
+_encode: Final = json.Encoder().encode
 
 _LONGEST_MODEL: Final = 256
 _LONGEST_ANSWER: Final = 131_072
@@ -138,6 +149,29 @@ def read_tool_calls(document: Document) -> CallHistory:
         parts.append(since[at])
     failed = _count_failed(conversation)
     return CallHistory(b"".join(parts), total, len(turns[-1].calls), tuple(tools.items()), model, offer, answer, failed)
+
+
+def digest_continuation(document: Document, place: ChainPlace, offer: int) -> bytes:
+    """8 bytes that tell how a request continues its history: its messages since the newest of the assistant.
+
+    The first byte is `offer`, because a request without tools may be asked aside. Ids do not count, nor do clocks and numbers
+    of attempts: a request that is sent again continues in the same way. Empty if these messages cannot be read.
+    """
+    said: list[bytes] = []
+    try:
+        conversation = open_conversation(document)
+        for message in conversation.read_backwards():
+            if message.speaker != ASSISTANT:
+                said.append(_encode([(part.kind, part.name, part.value, part.images) for part in message.read_parts()]))
+            elif said:  # else it is the start of the answer
+                break
+    except NotCounted:
+        return b""
+    finally:
+        start_looking()
+    joined = b"".join(said)
+    told = leave_out_moving(joined) if len(joined) <= _LONGEST_COMPARED else joined
+    return bytes((offer,)) + digest(place.node + told, _FORK)
 
 
 def _count_failed(conversation: Conversation) -> int:

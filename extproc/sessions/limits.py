@@ -422,9 +422,12 @@ class SessionGuard:
             _KEYS.put(place, keys)
         return keys
 
-    def make_link(self, scope: str, tenant: str, place: ChainPlace, fresh: bytes) -> ChainLink:
-        """The store's question about the conversation in a request; `fresh` becomes its name if it begins there."""
-        return self._chains.make_link(self.name, scope, tenant, "", place, b"", fresh)
+    def make_link(self, scope: str, tenant: str, place: ChainPlace, entry: bytes, fresh: bytes) -> ChainLink:
+        """The store's question about the conversation in a request.
+
+        `fresh` becomes its name if it begins there, and `entry`, from `digest_continuation`, if it forks there.
+        """
+        return self._chains.make_link(self.name, scope, tenant, "", place, entry, fresh)
 
     def make_step(  # noqa: PLR0913  # everything that a ledger needs
         self,

@@ -75,18 +75,6 @@ local function give(k, name)
   k.names = string.sub(k.names .. name, -MAX_NAMES * NAME)
 end
 
-local function find_name(node, parent, before, is_root, fresh) -- and whether it comes to the node now
-  if parent and parent.names ~= '' then return string.sub(parent.names, 1, NAME), true end
-  local link = not parent and before or nil
-  if link and link.names ~= '' then return string.sub(link.names, 1, NAME), true end
-  if node and not is_root then
-    if node.names ~= '' then return string.sub(node.names, 1, NAME), false end
-    return node.name ~= NONE and node.name or '', false
-  end
-  if link and has(link.flags, AMBIGUOUS) then return '', false end
-  return fresh, true
-end
-
 local function count_entries(entries) -- and where the last begins
   local kept, at, newest = 0, 1, 1
   while at <= #entries do
@@ -94,6 +82,21 @@ local function count_entries(entries) -- and where the last begins
     at = at + 1 + string.byte(entries, at)
   end
   return kept, newest
+end
+
+local function find_name(node, parent, before, is_root, entry, fresh) -- whether it comes to the node now, and whether it is a fork
+  if parent and parent.names ~= '' then return string.sub(parent.names, 1, NAME), true end
+  local link = not parent and before or nil
+  if link and link.names ~= '' then return string.sub(link.names, 1, NAME), true end
+  if node and not is_root then
+    local _, at = count_entries(node.entries)
+    local newest = string.sub(node.entries, at + 1)
+    if newest ~= '' and string.byte(newest) == string.byte(entry) and newest ~= entry then return entry, true, true end
+    if node.names ~= '' then return string.sub(node.names, 1, NAME), false end
+    return node.name ~= NONE and node.name or '', false
+  end
+  if link and has(link.flags, AMBIGUOUS) then return '', false end
+  return fresh, true
 end
 
 local function add(entries, entry)
@@ -129,7 +132,6 @@ local function is_again(node, base, entry)
 end
 
 local function repeat_turn(node, before, entry) -- and its entries
-  stand(node)
   if node.retries < MAX_RETRIES then
     node.retries = node.retries + 1
     local _, newest = count_entries(node.entries)
@@ -182,16 +184,15 @@ local function follow(keys, id, is_root, near, has_before, has_own, entry, ttl, 
   local linked = known and not parent
   local base = linked and before or parent
   local is_new, begins, cost, changed, shown = not node, false, 0, {}, nil
-  local name, comes = '', false
-  if fresh ~= '' then name, comes = find_name(node, parent, before, is_root, fresh) end
+  local name, comes, forks = '', false, false
+  if fresh ~= '' then name, comes, forks = find_name(node, parent, before, is_root, entry, fresh) end
   if is_root then
     if not node then
       node, begins = make(WHOLE, 0, id, id, ''), true
       node.life = first
     end
-    stand(node)
-  elseif node and is_again(node, base, entry) then
-    shown = repeat_turn(node, before, entry)
+  elseif node and (forks or is_again(node, base, entry)) then
+    shown = not forks and repeat_turn(node, before, entry) or nil
   else
     local stood = node
     if base then
@@ -221,8 +222,8 @@ local function follow(keys, id, is_root, near, has_before, has_own, entry, ttl, 
       node.name, node.names = stood.name, stood.names
       if node.depth == stood.depth then node.entries = leave_common(stood.entries, shown) end
     end
-    stand(node)
   end
+  stand(node)
   if comes then
     if parent and take(parent, name) then changed[#changed + 1] = { parent_key, parent } end
     if before and take(before, name) then changed[#changed + 1] = { keys[3], before } end

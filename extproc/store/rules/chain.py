@@ -61,7 +61,7 @@ class ChainLink(NamedTuple):
         own: key of the node's last two; empty where it has fewer.
         usage: key of what the caller takes up.
         node: 8 bytes that tell the node from others.
-        entry: up to 64 bytes; none of a request that shows no assistant message.
+        entry: up to 64 bytes, or 8 if names are asked for; none of a request that shows no assistant message.
         ttl_ms: how long after its last request a conversation is forgotten, in milliseconds.
         most: in `FIRST_MS` the caller may begin conversations of this many bytes, and go on with others for as many.
         fresh: 8 bytes, the name of the conversation if it begins here; empty where no names are asked for.
@@ -182,15 +182,16 @@ def follow(read: Read, write: Write, asked: ChainLink, now: int) -> Trail:
     own = before if asked.own == asked.before else _read(read, asked.own, now)
     linked = known and parent is None
     is_new = begins = node is None
-    name, comes = _find_name(node, parent, before, asked) if asked.fresh else (b"", False)
+    name, comes, forks = _find_name(node, parent, before, asked) if asked.fresh else (b"", False, False)
     changed: dict[str, _Knot] = {}
     ours = b""
     if not asked.parents:
         node = _begin(node, asked)
-    elif node is not None and _is_again(node, before if linked else parent, asked.entry):
-        ours = _repeat(node, before, asked)
+    elif node is not None and (forks or _is_again(node, before if linked else parent, asked.entry)):
+        ours = b"" if forks else _repeat(node, before, asked)
     else:
         node, ours, begins, changed = _go_on(node, parent_key, parent, before, asked, now)
+    node.add()
     if comes:
         for key, knot in ((parent_key, parent), (asked.before, before)):
             if knot is not None and knot.take(name):
@@ -221,19 +222,22 @@ def _find_parent(read: Read, parents: tuple[str, ...], now: int) -> tuple[str, _
     return "", None
 
 
-def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool]:
-    """The name of a request's conversation, empty if unknown, and whether it reaches the node now."""
+def _find_name(node: _Knot | None, parent: _Knot | None, before: _Knot | None, asked: ChainLink) -> tuple[bytes, bool, bool]:
+    """The name of a request's conversation, empty if unknown; whether it reaches the node now; and whether it is a fork."""
     if parent is not None and parent.names:
-        return parent.names[:_NAME], True
+        return parent.names[:_NAME], True, False
     link = before if parent is None else None
     if link is not None and link.names:
-        return link.names[:_NAME], True
+        return link.names[:_NAME], True, False
     if node is not None and asked.parents:
+        *_, newest = split_entries(node.entries) or [b""]
+        if newest and newest[:1] == asked.entry[:1] and newest != asked.entry:
+            return asked.entry, True, True
         last = b"" if node.name == _NONE else node.name
-        return node.names[:_NAME] or last, False
+        return node.names[:_NAME] or last, False, False
     if link is not None and link.flags & _AMBIGUOUS:
-        return b"", False
-    return asked.fresh, True
+        return b"", False, False
+    return asked.fresh, True, False
 
 
 def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
@@ -241,7 +245,6 @@ def _begin(node: _Knot | None, asked: ChainLink) -> _Knot:
     if node is None:
         node = _Knot(_WHOLE, 0, asked.node, asked.node, b"")
         node.life = min(FIRST_MS, asked.ttl_ms)
-    node.add()
     return node
 
 
@@ -289,7 +292,6 @@ def _go_on(  # noqa: PLR0913  # all that is known
         node.name, node.names = stood.name, stood.names
         if node.depth == stood.depth:
             node.entries = _leave_common(stood.entries, shown)
-    node.add()
     return node, shown, begins, changed
 
 
@@ -302,7 +304,6 @@ def _leave_common(one: bytes, other: bytes) -> bytes:
 
 def _repeat(node: _Knot, before: _Knot | None, asked: ChainLink) -> bytes:
     """Note a request that was there before; returns its entries."""
-    node.add()
     if node.retries < MAX_RETRIES:
         node.retries += 1
         *older, newest = split_records(node.entries, 0) or [b""]  # a conversation's first node has none
