@@ -43,7 +43,7 @@ Send = Callable[[], ProcessingResponse]
 
 def send(service: Service, path: str = MESSAGES, data: bytes = PROMPT, **named: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
     """One request; `JUNK` in a header is another value each time."""
-    shown = {name: value.replace("JUNK", f"junk-{next(JUNK)}") for name, value in named.items()}
+    shown: dict[str, Any] = {name: value.replace("JUNK", f"junk-{next(JUNK)}") for name, value in named.items()}
     return decoded(exchange(service, headers(path, **shown), body(data))[-1])
 
 
@@ -82,7 +82,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("keys", [["credential"], [CALLER]])
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_makes_no_new_caller_for_loops(path: str, shown: dict[str, str], keys: list[Any]) -> None:
+def test_junk_makes_no_new_caller_for_loops(path: str, shown: dict[str, Any], keys: list[Any]) -> None:
     """The third identical request is refused, and another caller's is not."""
     service = make_service(policy("p", ANY, limit_keys=keys))
 
@@ -96,7 +96,7 @@ def test_junk_makes_no_new_caller_for_loops(path: str, shown: dict[str, str], ke
 
 @pytest.mark.parametrize("keys", [["credential"], [CALLER]])
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_makes_no_new_caller_for_budgets(path: str, shown: dict[str, str], keys: list[Any]) -> None:
+def test_junk_makes_no_new_caller_for_budgets(path: str, shown: dict[str, Any], keys: list[Any]) -> None:
     """The fourth request of three is refused."""
     service = make_service(limited(bucket(0.001, keys=keys)))
 
@@ -106,7 +106,7 @@ def test_junk_makes_no_new_caller_for_budgets(path: str, shown: dict[str, str], 
 
 
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_makes_no_new_caller_for_sessions(path: str, shown: dict[str, str]) -> None:
+def test_junk_makes_no_new_caller_for_sessions(path: str, shown: dict[str, Any]) -> None:
     """A session's steps add up; its report has the caller that all of its requests show."""
     spec = {"selector": ANY, "limit_keys": ["credential"], "session_limits": {"max_steps": 2}}
     service = make_service({"id": "p", "spec": spec})
@@ -118,7 +118,7 @@ def test_junk_makes_no_new_caller_for_sessions(path: str, shown: dict[str, str])
 
 
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_junk_does_not_hide_a_blocked_credential(path: str, shown: dict[str, str]) -> None:
+def test_junk_does_not_hide_a_blocked_credential(path: str, shown: dict[str, Any]) -> None:
     """By the hash of the credential, as logs show it; also where only budgets have callers."""
     for made in (
         policy("p", ANY, limit_keys=[CALLER], threshold_identical_requests=99),
@@ -134,7 +134,7 @@ def test_junk_does_not_hide_a_blocked_credential(path: str, shown: dict[str, str
 def test_headers_in_first_of_are_credentials_of_their_own() -> None:
     """Without the limit key `credential`, too; what is no secret still ends the search."""
     service = make_service(policy("p", ANY, limit_keys=[HEADERS]))
-    shown = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
+    shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
 
     assert [refused(send(service, "/other", **shown)) for _ in range(3)] == ["", "", "loop_detected"]
     first = {"first_of": ["header:x-team", "credential"], "name": "caller"}
@@ -145,7 +145,10 @@ def test_an_allowed_credential_does_not_free_another_one() -> None:
     """An order to allow holds for its caller alone: who knows an allowed key id cannot use it as a passport."""
     service = make_service(policy("p", ANY, limit_keys=["credential"]))
     apply_orders(service, order(ALLOW, Target(caller=hide(service, "AKIAFREE"))))
-    both = {"x_api_key": "sk-real", "authorization": "AWS4-HMAC-SHA256 Credential=AKIAFREE/20260101/us-east-1/bedrock/x"}
+    both: dict[str, Any] = {
+        "x_api_key": "sk-real",
+        "authorization": "AWS4-HMAC-SHA256 Credential=AKIAFREE/20260101/us-east-1/bedrock/x",
+    }
 
     alone = [refused(send(service, CHAT, authorization=both["authorization"])) for _ in range(4)]
     together = [refused(send(service, CHAT, **both)) for _ in range(4)]
@@ -160,7 +163,7 @@ def test_a_grant_to_one_caller_leaves_the_other_at_its_limit() -> None:
     service = make_service({"id": "p", "spec": spec})
     granted = order(GRANT, Target(caller=hide(service, "sk-a")))
     apply_orders(service, ActiveOverride(*granted[:8], Grant(steps=9)))
-    both = {"x_api_key": "sk-a", "authorization": "Bearer sk-b"}
+    both: dict[str, Any] = {"x_api_key": "sk-a", "authorization": "Bearer sk-b"}
 
     answers = [refused(send(service, MESSAGES, turns(place), x_session_id="s", **both)) for place in range(2)]
 
@@ -171,7 +174,7 @@ def test_rules_without_credentials_are_charged_once() -> None:
     """Each caller pays its own budget; a budget that they share pays for one request."""
     team = bucket(0.001, burst=3, name="team", keys=["header:x-team"])
     service = make_service(limited(bucket(0.001, burst=9, keys=["credential"]), team))
-    both = {"x_api_key": "sk-a", "authorization": "Bearer sk-b", "x_team": "t"}
+    both: dict[str, Any] = {"x_api_key": "sk-a", "authorization": "Bearer sk-b", "x_team": "t"}
 
     answers = [refused(send(service, **both)) for _ in range(4)]
 
@@ -186,7 +189,7 @@ def test_all_callers_of_a_circuit_breaker_are_counted() -> None:
     """A breaker tells callers apart by the first key of the first rule."""
     breaker = {"enabled": True, "spend_rate_threshold_per_minute": 3, "auto_reset_after_minutes": 5}
     service = make_service(limited(bucket(burst=99, keys=["credential"]), circuit_breaker=breaker))
-    shown = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
+    shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
 
     answers = [refused(send(service, **shown)) for _ in range(4)]
 
@@ -299,7 +302,7 @@ def test_the_number_of_callers_is_bounded() -> None:
 
 def test_a_body_is_read_once_for_all_callers() -> None:
     """A client chooses the number of callers, so the work on a body must not grow with it."""
-    looping = {"similarity": "turns", "window_seconds": None, "limit_keys": ["credential"], "session": {}}
+    looping: dict[str, Any] = {"similarity": "turns", "window_seconds": None, "limit_keys": ["credential"], "session": {}}
     request = HttpRequest("POST", CHAT, "host", {"api-key": b"k", "authorization": b"t"})
     limits = policy("p", ANY, session_limits={"max_tool_calls": 99}, **looping)
     evaluation = make_engine(limits).prepare(request, key=KEY)
@@ -316,7 +319,7 @@ def test_a_body_is_read_once_for_all_callers() -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize(("path", "shown"), PAIRS)
-def test_a_replay_finds_all_callers(path: str, shown: dict[str, str], plain: bool) -> None:  # a parameter
+def test_a_replay_finds_all_callers(path: str, shown: dict[str, Any], plain: bool) -> None:  # a parameter
     """Records have every credential that is shown, as hashes."""
     named = {name.replace("_", "-"): value.encode() for name, value in shown.items()}
     engine = make_engine(policy("p", ANY, limit_keys=["credential"]))
