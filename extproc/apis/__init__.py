@@ -129,6 +129,18 @@ def takes_websocket(path: str) -> bool:
     return any(search(path) for search in _WEBSOCKETS)
 
 
+def find_public_id(path: str, *, exact: bool) -> str:
+    """See `Api.public_id`, of an API that clients may call on this path or, unless `exact`, below it; empty for none."""
+    for api in APIS:
+        if api.public_id and exact and any(re.search(pattern, path) for pattern in api.paths):
+            return api.public_id
+        if api.public_id and not exact:
+            begins = any(prefix.startswith(path) or prefix in f"{path}/" for prefix in api.prefixes)
+            if begins or api.gateways in path.lower():
+                return api.public_id
+    return ""
+
+
 @lru_cache(_MOST_PATHS)
 def asks_model(path: str) -> bool:
     """Whether a model may answer requests on this path; false if the API only counts tokens."""

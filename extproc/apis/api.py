@@ -245,6 +245,8 @@ class Api(NamedTuple):
         answered_by: where responses name the model.
         streamed_documents: parts of paths whose responses are one JSON document streamed in pieces.
         credentials: where clients send their secret, as limit keys; the first that a request has counts.
+        public_id: what signed requests show in place of a secret, in words; empty if clients always send a secret.
+        gateways: a word in the paths under which gateways offer such an API.
         error_marks: a member, as compact JSON, by which a message marks a result as an error.
         longest_answers: where bodies limit the tokens of an answer, as keys joined by dots.
     """
@@ -268,6 +270,8 @@ class Api(NamedTuple):
     answered_by: tuple[str, ...] = ()
     streamed_documents: tuple[str, ...] = ()
     credentials: tuple[str, ...] = ()
+    public_id: str = ""
+    gateways: str = ""
     error_marks: tuple[str, ...] = ()
     longest_answers: tuple[str, ...] = ()
 

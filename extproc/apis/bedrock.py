@@ -173,6 +173,8 @@ API = Api(
         "cache_write": ("usage.cacheWriteInputTokens",),
     },
     credentials=("header:authorization",),
+    public_id="AWS access key id",
+    gateways="bedrock",
     error_marks=('"status":"error"',),
     longest_answers=("inferenceConfig.maxTokens",),
 )

@@ -23,9 +23,10 @@ from extproc.budgets.guard import (
 )
 from extproc.budgets.subject import BudgetSubject
 from extproc.decision import Outcome
-from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule, Values
+from extproc.engine.budget_plan import EVERYONE, BudgetPlan, PlannedRule
 from extproc.engine.candidates import CALLS, Answer, Candidate, RequestBody
 from extproc.engine.plan import Plan
+from extproc.request.callers import Values, list_others
 from extproc.request.document import Document, NotCounted
 from extproc.request.http import HttpRequest, cut_text
 from extproc.store.rules.budget import Take
@@ -43,6 +44,7 @@ class BudgetCandidate(Candidate):
 
     Attributes:
         budget: the guard.
+        estimate: tokens of the request, as far as a rule depends on them.
         reserved: what the request takes from each budget; nothing if it is not counted.
         model: the model in the request; empty for none.
         oversize: why the request is too large for a rule, whatever is left; None if it is not.
@@ -53,10 +55,10 @@ class BudgetCandidate(Candidate):
         "_chosen",
         "_named",
         "_plan",
-        "_prompt",
         "_request",
         "_session",
         "budget",
+        "estimate",
         "model",
         "oversize",
         "reserved",
@@ -70,13 +72,32 @@ class BudgetCandidate(Candidate):
         self.oversize: BudgetSubject | None = None
         self.needs_body = budget.needs_body
         self._plan = budget
-        self._prompt = 0
         self._session = ""
         caller = None if plan.reads_body else descriptors
         self._named: Sequence[str] = plan.root_names.read(request, caller) if budget.guard.needs_body else ()
         self._request = request
         self._chosen: list[tuple[PlannedRule, Values]] = []
         self._body: RequestBody | None = None
+        self.estimate = _NO_TOKENS
+
+    def follow(self, values: Values, descriptors: str, place: int) -> BudgetCandidate:
+        """See `Candidate`; it has only those rules that tell the callers apart, because the others are asked once."""
+        other = BudgetCandidate(self.plan, self._plan, values, descriptors, self._request)
+        other._follow(self)
+        for planned, head in self._chosen:
+            others = list_others(planned.shown, self._request, head)
+            if place < len(others):
+                other._chosen.append((planned, others[place]))
+        return other
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a rule applies."""
+        return len(self._chosen) > 0
+
+    def is_about(self, tenant: str) -> bool:
+        """See `Candidate`; rules may tell callers apart by other keys than the policy."""
+        return tenant in [self.tenant, *[each.tenant for each in self.reserved]]
 
     def choose(self, missing: list[tuple[str, str]]) -> bool:
         """Choose the rules that apply, while the head can still be read; returns whether there are any.
@@ -101,7 +122,7 @@ class BudgetCandidate(Candidate):
                     self._chosen.append((breaker, spender))
             else:
                 self._chosen.append((EVERYONE, []))
-        return len(self._chosen) > 0
+        return self.is_needed
 
     def goes_on_without_body(self) -> bool:
         """See `Candidate`; what the body would tell is estimated."""
@@ -118,7 +139,12 @@ class BudgetCandidate(Candidate):
         document = body.document
         if document is not None and len(document) > self.plan.inspects:
             document = None
-        estimate = self._estimate(body, document)
+        first = self.first
+        if isinstance(first, BudgetCandidate):
+            self.estimate, self.model = first.estimate, first.model
+        else:
+            self.estimate = self._estimate(body, document)
+        estimate = self.estimate
         if self.budget.needs_body:
             self._name_session(body, document)
         reserved: list[Reservation] = []
@@ -183,7 +209,6 @@ class BudgetCandidate(Candidate):
         if any(planned.rule.hints for planned, _ in self._chosen):
             prompt = max(prompt, read_hint(self._request))
         self.model = cut_text(find_model(self._request.path, named), LONGEST_MODEL)
-        self._prompt = prompt
         return Estimate(prompt, answer, self.model)
 
     def name_request(self) -> None:
@@ -229,8 +254,8 @@ class BudgetCandidate(Candidate):
             return ""
         described: dict[str, object] = {BUDGETS: settled, "policy": self.plan.id, "mode": self.budget.mode, "model": self.model}
         described["call"] = CALLS.name().hex()
-        if self._session and self._prompt:
-            described["session"], described["prompt"] = self._session, self._prompt
+        if self._session and self.estimate.prompt:
+            described["session"], described["prompt"] = self._session, self.estimate.prompt
         return _encode(described).decode()
 
 

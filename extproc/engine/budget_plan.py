@@ -8,14 +8,13 @@ from typing import Final, TypeAlias
 from extproc.budgets.guard import ONE, BudgetGuard, BudgetRule
 from extproc.budgets.rule_keys import Rule
 from extproc.policy.bundle import Spec
+from extproc.request.callers import Values, compile_shown
 from extproc.request.document import Document, NotCounted, NotJson, find
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_plainly
 from extproc.request.limit_keys import UNSUPPORTED_KEYS, list_sources
 
 HeadDescriptors: TypeAlias = tuple[Descriptor, ...]
 BodyDescriptors: TypeAlias = tuple[tuple[Descriptor, list[str]], ...]
-Values: TypeAlias = list[tuple[str, str]]
-"""Values of descriptors, by name."""
 
 
 class PlannedRule:
@@ -25,9 +24,10 @@ class PlannedRule:
         rule: the rule.
         head: descriptors in the request's head.
         body: those in its body, with their pointers.
+        shown: those in the head of which a request may have several.
     """
 
-    __slots__ = ("_match", "_never", "body", "head", "rule")
+    __slots__ = ("_match", "_never", "body", "head", "rule", "shown")
 
     def __init__(self, rule: BudgetRule, keys: Rule, head: HeadDescriptors, body: BodyDescriptors) -> None:
         match = keys.match or {}
@@ -35,6 +35,7 @@ class PlannedRule:
         self.rule = rule
         self.head = head
         self.body = body
+        self.shown = compile_shown(head)
         # Without a key that Loopguard cannot derive, a rule would merge callers that it was to tell apart.
         self._never = any(UNSUPPORTED_KEYS.issuperset(list_sources([key])) for key in asked)
         self._match = () if self._never else tuple([(compile_plainly(key), value) for key, value in match.items()])

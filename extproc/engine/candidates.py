@@ -274,6 +274,7 @@ class Candidate:
         needs_body: this guard cannot judge the request without its body.
         overrides: operators' orders about the request, as far as it is known.
         labels: what is shown of the caller, by name.
+        first: the candidate of the same guard for the request's first caller; None if this is that one.
     """
 
     __slots__ = (
@@ -289,6 +290,7 @@ class Candidate:
         "compared_exactly",
         "composite",
         "fingerprint",
+        "first",
         "guard",
         "hit",
         "labels",
@@ -333,11 +335,28 @@ class Candidate:
         self.needs_body = True
         self.overrides: Sequence[ActiveOverride] = ()
         self.labels = NO_LABELS
+        self.first: Candidate | None = None
         self._in_head = session
         self._known: Caller | None = None
         self._of_caller: Sequence[ActiveOverride] = ()
         self._standing: Overrides | None = None
         self._now = 0.0
+
+    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Candidate:
+        """A candidate of the same guard for another caller of the request; `place` is 0 for the second.
+
+        What is read from the body is read only once, because a client chooses the number of callers.
+        """
+        raise NotImplementedError
+
+    def _follow(self, first: Candidate) -> None:
+        """Take what does not depend on the caller."""
+        self.first = first
+        self.labels = first.labels
+
+    def is_about(self, tenant: str) -> bool:
+        """Whether a verdict about this caller is the candidate's."""
+        return self.tenant == tenant
 
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:  # noqa: ARG002  # for detectors
         """Look up operators' orders about the caller; after the body has been read, all others, too."""
@@ -484,6 +503,12 @@ class LoopCandidate(Candidate):
         self.contradicted = False
         self.needs_body = detector.needs_body or plan.reads_body
 
+    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Candidate:  # noqa: ARG002  # for budgets
+        """See `Candidate`."""
+        other = LoopCandidate(self.plan, self.detector, values, descriptors, self._in_head)
+        other._follow(self)
+        return other
+
     def apply_overrides(self, standing: Overrides, now: float, request: HttpRequest) -> None:
         """See `Candidate`; orders about the session that started an agent concern the agent."""
         names = self.plan.root_names
@@ -565,7 +590,12 @@ class LoopCandidate(Candidate):
 
     def _compare(self, body: RequestBody, document: Document) -> Body:
         """Look into the body; returns the sums of what is compared in its place."""
-        similarity, rings = self.detector.similarity, self.plan.rings
+        similarity, rings, first = self.detector.similarity, self.plan.rings, self.first
+        if isinstance(first, LoopCandidate):
+            self.session, self.subject = first.session, first.subject
+            self.compared, self.repeat, self.memory = first.compared, first.repeat, first.memory
+            self.compared_exactly = first.compared_exactly
+            return NO_BODY.plus(self.compared) if self.compared is not None else body.sums
         if self.claim is not None:
             self.contradicted = similarity.contradicts(self.claim, document)
         if similarity.remembers and rings is not None and not self.is_anonymous:
@@ -671,6 +701,13 @@ class SessionCandidate(Candidate):
         self._known_before = False
         self._unknown = False
         self.is_second = False
+
+    def follow(self, values: list[tuple[str, str]], descriptors: str, place: int) -> Candidate:  # noqa: ARG002  # for budgets
+        """See `Candidate`."""
+        other = SessionCandidate(self.plan, self.limiter, values, descriptors, self._in_head)
+        other._follow(self)
+        other.agent = self.agent
+        return other
 
     def find_stop(self) -> ActiveOverride | None:
         """See `Candidate`; a session can be killed as well."""
@@ -979,6 +1016,10 @@ class SessionCandidate(Candidate):
 
     def _read_calls(self, document: Document) -> None:
         """Look for calls."""
+        first = self.first
+        if isinstance(first, SessionCandidate):
+            self.calls, self.unreadable = first.calls, first.unreadable
+            return
         try:
             self.calls = read_tool_calls(document)
         except NotCounted as why:

@@ -39,6 +39,7 @@ from extproc.engine.plan import BYPASS, Plan
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES
 from extproc.policy.bundle import EVERYBODY
+from extproc.request.callers import Values
 from extproc.request.document import Document, NotCounted
 from extproc.request.encodings import UnreadableError, list_encodings, read_text, unpack
 from extproc.request.fingerprint import NO_BODY, Body, join_descriptors
@@ -80,6 +81,7 @@ class CandidateGroup:
         sessions: the candidates that limit sessions, including those left out.
         budgets: the candidates that limit what callers use, including those left out.
         contradicted: policies with a detector for which headers contradict the body.
+        several: a guard has candidates for several callers, because the request shows several credentials.
         changing: (policy, limit key) of values just found to change with every request, so that they name no session.
         spared: outcomes that an operator's order to allow the request has prevented.
     """
@@ -96,12 +98,14 @@ class CandidateGroup:
         "needs_body",
         "remembers",
         "sessions",
+        "several",
         "shadow",
         "spared",
     )
 
     def __init__(self, *, shadow: bool) -> None:
         self.shadow = shadow
+        self.several = False
         self.needs_body = False
         self.candidates: list[Candidate] = []
         self.left_out: list[tuple[str, str, str]] = []
@@ -145,6 +149,7 @@ class CandidateGroup:
             caller = None if plan.reads_body else joined
             session = plan.rings.read(request, caller) if plan.rings is not None else ()
             labels = plan.read_labels(request) if plan.labels else NO_LABELS
+            own = len(self.candidates)
             for detector in plan.detectors:
                 candidate = LoopCandidate(plan, detector, values, joined, session)
                 candidate.labels = labels
@@ -156,6 +161,9 @@ class CandidateGroup:
                 named = session if plan.limiter.names is plan.rings else plan.limiter.names.read(request, caller)
                 limited = self._limit(plan, plan.limiter, values, joined, named)
                 limited.labels, limited.agent = labels, _read_agent(plan.limiter, request, named)
+            others = plan.list_other_callers(request, values)
+            if others:
+                self._admit_others(others, self.candidates[own:])
         except NotCounted as why:
             hidden = request.opens_responses and why.reason != BYPASS  # for any caller
             self._leave_out(plan, "", RESPONSES_WEBSOCKET if hidden else why.reason)
@@ -164,6 +172,21 @@ class CandidateGroup:
             self.failures.append((plan.id, error))
             return False
         return True
+
+    def _admit_others(self, others: list[Values], first: list[Candidate]) -> None:
+        """Add candidates for the other callers of a request, given those for its first caller."""
+        for place, values in enumerate(others):
+            joined = join_descriptors(values)
+            for candidate in first:
+                other = candidate.follow(values, joined, place)
+                if isinstance(other, BudgetCandidate):
+                    if not other.is_needed:
+                        continue
+                    self.budgets = [*self.budgets, other]
+                elif isinstance(other, SessionCandidate):
+                    self.sessions = [*self.sessions, other]
+                self.candidates.append(other)
+                self.several = True
 
     def admit_budget(self, plan: Plan, budget: BudgetPlan, request: HttpRequest, last: Candidate | None) -> None:
         """Make the plan's budgets a candidate, if a rule applies to the request, or note why not; `last` is as for `admit`."""
@@ -188,6 +211,9 @@ class CandidateGroup:
             self.candidates.append(candidate)
             self.needs_body = self.needs_body or candidate.needs_body
             self.budgets = [*self.budgets, candidate] if self.budgets else [candidate]
+            others = plan.list_other_callers(request, values)
+            if others:
+                self._admit_others(others, [candidate])
 
     def _read_headers(self, candidate: LoopCandidate, request: HttpRequest) -> bool:
         """Note what the request's headers say about its body; returns whether the candidate may still count the request."""
@@ -227,6 +253,8 @@ class CandidateGroup:
         """Let every candidate read the body; those that cannot are removed."""
         able: list[Candidate] = []
         for candidate in self.candidates:
+            if candidate.first is not None and candidate.first not in able:
+                continue  # what holds for the first caller's holds for all
             try:
                 candidate.read_body(body, self.missing)
                 second = candidate.count_start() if isinstance(candidate, SessionCandidate) else None
@@ -320,7 +348,17 @@ class CandidateGroup:
                 self.failures.append((candidate.plan.id, error))
             else:
                 trace.append(self._spare(outcome) if candidate.overrides and candidate.is_allowed else outcome)
-        return trace
+        return join_callers(trace) if self.several else trace
+
+    def find(self, outcome: Outcome) -> Candidate | None:
+        """The candidate of an outcome; None if it was removed."""
+        found: Candidate | None = None
+        for candidate in self.candidates:
+            if candidate.plan.id == outcome.policy and candidate.guard.name == outcome.detector:
+                if not self.several or candidate.is_about(outcome.tenant):
+                    return candidate
+                found = found or candidate
+        return found
 
     def _spare(self, outcome: Outcome) -> Outcome:
         """The same outcome without an action."""
@@ -367,7 +405,8 @@ class CandidateGroup:
         self._leave_out(candidate.plan, candidate.guard.name, reason, allowed=candidate.is_allowed)
 
     def _leave_out(self, plan: Plan, detector: str, reason: str, *, allowed: bool = False) -> None:
-        self.left_out.append((plan.id, detector, reason))
+        if (plan.id, detector, reason) not in self.left_out:  # else it is left out for another caller, too
+            self.left_out.append((plan.id, detector, reason))
         refuses = reason in CHOSEN_BY_CLIENTS if plan.refuses_uncountable else reason == RESPONSES_WEBSOCKET
         if refuses and not allowed and self.forbidden is None:
             self.forbidden = plan.id, reason
@@ -509,11 +548,12 @@ class Evaluation:
         if plan.budget is not None and not plan.judges_requests:
             self._admit_budget(plan, plan.budget, group)
             return
+        own = len(group.candidates)
         admitted = group.admit(plan, self.request, self._last)
         if group.sessions:
             self.sessions = [*self.enforcing.sessions, *self.shadow.sessions]
         if admitted:
-            self._last = group.candidates[-1] if group.candidates else None
+            self._last = group.candidates[own] if len(group.candidates) > own else self._last
             self.counts_failed = self.counts_failed and plan.counts_failed
             self.leaves_out_notes = self.leaves_out_notes or plan.leaves_out_notes
             if plan.needs_body:
@@ -761,11 +801,10 @@ class Evaluation:
 
     def find_candidate(self, outcome: Outcome) -> Candidate:
         """The enforcing candidate of an outcome."""
-        return next(
-            candidate
-            for candidate in self.enforcing.candidates
-            if (candidate.plan.id, candidate.guard.name) == (outcome.policy, outcome.detector)
-        )
+        found = self.enforcing.find(outcome)
+        if found is None:
+            raise LookupError(f"{outcome.policy} has no candidate {outcome.detector}")
+        return found
 
     def give_up(self, reason: str) -> None:
         """Leave the request uncounted."""
@@ -795,6 +834,17 @@ def _read_agent(limiter: SessionGuard, request: HttpRequest, named: Sequence[str
     """The agent that sends a request, given the values of the keys that may name its session."""
     key = limiter.names.tell_key(named)
     return limiter.agent_names.read(request, key, named[-1]) if key else NO_AGENT
+
+
+def join_callers(trace: list[Outcome]) -> list[Outcome]:
+    """The strictest outcome of each guard, over all callers of a request."""
+    joined: dict[tuple[str, str], Outcome] = {}
+    for outcome in trace:
+        name = (outcome.policy, outcome.detector)
+        known = joined.get(name)
+        if known is None or outcome.strictness() > known.strictness():
+            joined[name] = outcome
+    return list(joined.values())
 
 
 def group_by_policy(trace: list[Outcome]) -> list[Outcome]:

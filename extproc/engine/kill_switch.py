@@ -14,10 +14,12 @@ from extproc.policy.bundle import KillSwitch
 from extproc.policy.loader import Source
 from extproc.request.fingerprint import is_too_long
 from extproc.request.http import Descriptor, HttpRequest, compile_plainly
+from extproc.request.secrets import extract_secret
 
 _ALWAYS = float("-inf")
 _NEVER = float("inf")
 _ANY_ROUTE = ""
+_WITH_SCHEME = frozenset({"header:authorization", "header:proxy-authorization"})
 
 
 class Switch(NamedTuple):
@@ -60,8 +62,8 @@ class KillSwitches:
         """Index the switches of all files."""
         self._switches: dict[tuple[str, str, str], list[tuple[int, Switch]]] = {}
         every = [filed for switches in files for filed in switches]
-        for number, (name, switch) in enumerate(every):
-            self._switches.setdefault(name, []).append((number, switch))
+        for number, ((key, value, route), switch) in enumerate(every):
+            self._switches.setdefault((key, _leave_out_scheme(key, value), route), []).append((number, switch))
         keys = dict.fromkeys([key for key, _, _ in self._switches])
         self._descriptors = [compile_plainly(key, hidden=False) for key in keys]  # bundles contain the values themselves
 
@@ -78,7 +80,7 @@ class KillSwitches:
         found: Switch | None = None
         first = 0
         for descriptor in self._descriptors:
-            value = _read(descriptor, request)
+            value = _leave_out_scheme(descriptor.key, _read(descriptor, request))
             if not value:
                 continue
             for route in (_ANY_ROUTE, request.path):
@@ -93,6 +95,11 @@ def _read(descriptor: Descriptor, request: HttpRequest) -> str:
     if descriptor.source == "query" and is_too_long(request.target, request.query):
         return ""
     return descriptor.read(request, descriptor.argument)
+
+
+def _leave_out_scheme(key: str, value: str) -> str:
+    """A credential without its scheme, which clients may spell in several ways; any other value unchanged."""
+    return extract_secret(value) or value if key in _WITH_SCHEME else value
 
 
 def _compile(source: Source, place: int, switch: KillSwitch) -> Switch:

@@ -20,6 +20,7 @@ from extproc.engine.budget_plan import BudgetPlan, PlannedRule
 from extproc.engine.ramp import Ramp
 from extproc.objects import INSPECT_BYTES, MAX_THRESHOLD, copy_text
 from extproc.policy.bundle import EVERYBODY, Bypass, LoopDetection, Policy, Spec, is_below
+from extproc.request.callers import Values, compile_shown, list_others
 from extproc.request.document import Document, NotCounted, NotJson, find, split_pointer
 from extproc.request.fingerprint import is_too_long
 from extproc.request.http import MAX_DESCRIPTOR, Descriptor, HttpRequest, compile_descriptors
@@ -400,6 +401,7 @@ class Plan:
         "_bypass",
         "_descriptors",
         "_missing",
+        "_shown",
         "aliases",
         "budget",
         "counts_failed",
@@ -446,6 +448,7 @@ class Plan:
         self._missing = spec.missing_descriptor
         self.refuses_uncountable = spec.uncountable == "reject"
         self._descriptors, self._body_descriptors = parts.find_descriptors(spec.all_limit_keys())
+        self._shown = compile_shown(self._descriptors)
         self.tells_callers_apart = bool(self._descriptors or self._body_descriptors)
         missing = self._missing if self.tells_callers_apart else ""
         self.merges_strangers = missing == "share"
@@ -567,6 +570,10 @@ class Plan:
         if len(values) < len(self._descriptors):
             self._check_missing(values, may_follow=self.reads_body)
         return values
+
+    def list_other_callers(self, request: HttpRequest, values: Sequence[tuple[str, str]]) -> list[Values]:
+        """The other callers of a request that shows several credentials, given the first one's values; see `callers`."""
+        return list_others(self._shown, request, values)
 
     def check_head(self, request: HttpRequest) -> None:
         """Raise NotCounted for a request that the policy never counts, from any caller."""

@@ -1,7 +1,8 @@
 """`enforce_percent`: a policy acts on a share of its callers, and only watches the others.
 
 A caller's place is a hash of its descriptors in the request's head, keyed by the policy. It depends on nothing else, so every
-replica finds the same place, even after a restart, and a larger share includes every smaller one.
+replica finds the same place, even after a restart, and a larger share includes every smaller one. Of several callers of one
+request, the first place counts, so that no client leaves the share by showing another credential.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from extproc.request.callers import compile_shown, list_others
 from extproc.request.fingerprint import is_too_long, join_descriptors
 from extproc.request.http import Descriptor, HttpRequest
 
@@ -29,13 +31,14 @@ class Ramp:
         seed: policies with the same seed choose the same callers.
     """
 
-    __slots__ = ("_key", "descriptors", "keys", "percent", "seed")
+    __slots__ = ("_key", "_shown", "descriptors", "keys", "percent", "seed")
 
     def __init__(self, percent: int, descriptors: Sequence[Descriptor], seed: str) -> None:
         self.percent = percent
         self.seed = seed
         self.keys = [descriptor.key for descriptor in descriptors]
         self.descriptors = tuple(descriptors)
+        self._shown = compile_shown(descriptors)
         self._key = blake2b(seed.encode(), digest_size=16).digest()
 
     def covers(self, place: int) -> bool:
@@ -47,8 +50,13 @@ class Ramp:
         if is_too_long(request.target, request.query):
             return 0  # not counted, so not read
         read = [(descriptor.name, descriptor.read(request, descriptor.argument)) for descriptor in self.descriptors]
-        caller = join_descriptors([(name, value) for name, value in read if value])
-        if not caller:
+        values = [(name, value) for name, value in read if value]
+        if not values:
             return 0
+        return min([self._hash(each) for each in [values, *list_others(self._shown, request, values)]])
+
+    def _hash(self, values: Sequence[tuple[str, str]]) -> int:
+        """The place of one caller."""
+        caller = join_descriptors(values)
         digest = blake2b(caller.encode("utf-8", "surrogateescape"), digest_size=_BITS // 8, key=self._key).digest()
         return (int.from_bytes(digest, "big") * PLACES >> _BITS) + 1

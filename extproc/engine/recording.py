@@ -101,14 +101,14 @@ def hash_value(value: str) -> str:
 
 
 def _list_credential_headers(request: HttpRequest) -> list[str]:
-    """The headers that determine the request's credential: all places where it may be, up to the first that has one."""
-    names = []
+    """The headers that determine the request's credentials: all places up to the first that has one, and others that do."""
+    names, found = [], False
     for place in list_places(request.path):
         source, _, name = place.partition(":")
-        if source == "header":
+        has_one = request.read_secret(place) != ""
+        if source == "header" and (has_one or not found):
             names.append(name)
-        if request.read_secret(place):
-            break
+        found = found or has_one
     return names
 
 

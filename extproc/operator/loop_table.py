@@ -122,11 +122,7 @@ def find_agent(request: HttpRequest, candidate: Candidate | None) -> str:
 
 def find_candidate(evaluation: Evaluation, outcome: Outcome) -> Candidate | None:
     """The candidate of an outcome, enforcing or not."""
-    group = evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing
-    for candidate in group.candidates:
-        if candidate.plan.id == outcome.policy and candidate.guard.name == outcome.detector:
-            return candidate
-    return None
+    return (evaluation.shadow if outcome.mode == "shadow" else evaluation.enforcing).find(outcome)
 
 
 def name_repeated(repeat: Repeat | None, fingerprint: str) -> str:

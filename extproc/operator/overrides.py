@@ -296,7 +296,7 @@ def _hash_values(values: Mapping[str, str], plans: Iterable[Plan], key: HashKey)
     """Hashes of a caller's descriptors; a secret is first replaced by its own hash, unless that is given."""
     secrets = {CREDENTIAL, *SECRET_HEADERS, *(name for plan in plans for name in plan.list_secrets())}
     shown = {
-        name: key.hide(extract_secret(text)) if name in secrets and not _HASH.fullmatch(text) else text
+        name: key.hide(extract_secret(text, name)) if name in secrets and not _HASH.fullmatch(text) else text
         for name, text in values.items()
     }
     return tuple(sorted((name, hash_descriptor(name, text)) for name, text in shown.items()))

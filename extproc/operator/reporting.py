@@ -402,7 +402,7 @@ class Reporter:
             standing = candidate.standing
             if standing is None or not standing.limit or standing.waits:
                 continue
-            if (candidate.plan.id, candidate.guard.mode) != (outcome.policy, outcome.mode):
+            if (candidate.plan.id, candidate.guard.mode, candidate.tenant) != (outcome.policy, outcome.mode, outcome.tenant):
                 continue
             agents = standing.tree is not None and subject.limit in AGENT_LIMITS
             blocks = standing.tree.refused if agents and standing.tree is not None else standing.consecutive_blocks
@@ -439,6 +439,7 @@ class Reporter:
         labels = outcome.policy, outcome.mode, subject.rule, outcome.reason.value, outcome.action.value
         self._metrics.budgets.labels(*labels).inc()
         found = [each for each in evaluation.budgets if each.plan.id == outcome.policy and each.guard.mode == outcome.mode]
+        found.sort(key=lambda each: not each.is_about(outcome.tenant))
         row = self.budgets.act(found[0], outcome, subject, time()) if found else None
         if outcome.action is not Action.REJECT:
             return

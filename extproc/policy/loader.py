@@ -461,7 +461,7 @@ def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None
         return None
     for below, message in _find_notes(policy, shape, place, report):
         report.note((*place, *below), message)
-    for below, message in rules.find_suspicious_paths(policy):
+    for below, message in [*rules.find_suspicious_paths(policy), *rules.find_public_callers(policy)]:
         report.warn((*place, *below), message)
     return policy
 

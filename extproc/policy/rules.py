@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from extproc.apis import find_public_id
 from extproc.budgets.rule_keys import (
     DEFAULT_ANSWER,
     FALLBACK,
@@ -27,7 +28,9 @@ from extproc.detectors.keys import Escalation, LoopKeys
 from extproc.objects import MAX_THRESHOLD, Place, is_annotation
 from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, LoopDetection, Policy, Spec
 from extproc.policy.strict_json import write_pointer
+from extproc.request.http import order_first_of
 from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
+from extproc.request.secrets import CREDENTIAL
 from extproc.sessions.session_limits import find_limit_errors, find_unnamed_errors, names_agents
 
 MAX_LOG_THRESHOLD = 10_000
@@ -65,6 +68,9 @@ _USERS = {
     "refuse_as": ("throttle", "reject"),
 }
 """Keys of an entry that only some actions use, and these actions."""
+
+_SIGNED = (CREDENTIAL, f"{HEADER}:authorization")
+"""The limit keys whose value is taken from the signature of a signed request."""
 
 _OFF = 'not enabled, so it does nothing: set "enabled" to true, or to false if that is intended'
 _REMEMBERING = [name for name, kind in KINDS.items() if kind.remembers]
@@ -308,6 +314,41 @@ def find_suspicious_paths(policy: Policy) -> Iterator[tuple[Place, str]]:
             )
 
 
+def find_public_callers(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find callers that are known only by a credential that is no secret on the policy's paths."""
+    selector = policy.spec.selector
+    several = [(path, False) for path in selector.list_prefixes()]
+    several += [(selector.pathExact, True)] if selector.pathExact is not None else []
+    shown = [find_public_id(path, exact=exact) for path, exact in several or [("/", False)]]  # a route may have any path
+    public = next((name for name in shown if name), "")
+    for place, keys, what in _list_callers(policy) if public else ():
+        credential = _find_credential(keys)
+        if credential:
+            why = f"in a signed request, {credential} is the {public}, which is no secret: a stranger who sends it {what}"
+            instead = f'{{"first_of": ["jwt:sub", "{credential}"], "name": "caller"}}'
+            yield place, f"{why}; where Envoy verifies a token, use {instead}"
+
+
+def _list_callers(policy: Policy) -> Iterator[tuple[Place, Sequence[str | FirstOf], str]]:
+    """What has callers of its own: its place, their limit keys, and what a stranger does who sends a caller's id."""
+    spec = policy.spec
+    if spec.session_limits is not None or spec.detectors():
+        yield ("spec", "limit_keys"), spec.limit_keys, "is counted as its owner"
+    for place, rule in list_rules(policy):
+        yield (*place, "limit_keys"), rule.limit_keys, "uses up its owner's budget"
+    first = next((rule.limit_keys[:1] for rule in spec.rules if rule.limit_keys), None)
+    if spec.has_breaker() and first is not None:
+        yield ("spec", "circuit_breaker"), first, "can open its owner's circuit breaker"
+
+
+def _find_credential(keys: Sequence[str | FirstOf]) -> str:
+    """The limit key of the credential if nothing verified is beside it; empty if it is not a key, or not alone."""
+    sources = list_sources(keys)
+    if any(source.startswith("jwt:") for source in sources):
+        return ""
+    return next((source for source in sources if source in _SIGNED), "")
+
+
 def _find_idle_keys(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Find keys of actions that an entry does not have."""
     for place, loop in _list_entries(policy):
@@ -483,6 +524,15 @@ def _find_retried_refusals(policy: Policy) -> Iterator[tuple[Place, str]]:
         yield ("spec", "session_limits"), message
 
 
+def _explain_order(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find a `first_of` whose claims are tried earlier than they are listed."""
+    for key in policy.spec.all_limit_keys():
+        if isinstance(key, FirstOf) and order_first_of(key.first_of) != key.first_of:
+            order = ", ".join(order_first_of(key.first_of))
+            why = "a verified claim is tried before credentials, which clients choose"
+            yield ("spec", "limit_keys"), f"{why}, so the order of {key.name} is {order}"
+
+
 def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
     """Explain what a default means for requests without limit keys or a session, with its place below the policy."""
     spec = policy.spec
@@ -490,6 +540,7 @@ def explain_defaults(policy: Policy) -> Iterator[tuple[Place, str]]:
         passing = "requests without a session are reported as unnamed, and pass"
         yield ("spec", "session_limits"), f"{passing}: unnamed_limits would limit them"
     yield from _find_retried_refusals(policy)
+    yield from _explain_order(policy)
     keys = [key for key in spec.all_limit_keys() if not UNSUPPORTED_KEYS.issuperset(list_sources([key]))]
     always = [_name(key) for key in keys if not _ALWAYS_THERE.isdisjoint(list_sources([key]))]
     judging = spec.session_limits is not None or spec.detectors()  # a rule is skipped by its own keys

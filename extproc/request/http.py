@@ -104,6 +104,7 @@ class HttpRequest:
     """
 
     __slots__ = (
+        "_credentials",
         "_hidden",
         "_pairs",
         "authority",
@@ -142,6 +143,7 @@ class HttpRequest:
         self.vendor_sessions: list[str] | None = None
         self._pairs: list[tuple[str, str]] | None = None
         self._hidden: dict[str, str] | None = None
+        self._credentials: list[str] | None = None
 
     def read_header(self, name: str) -> str:
         """A header's value; empty if missing. Bytes that are not UTF-8 become surrogates."""
@@ -185,7 +187,7 @@ class HttpRequest:
                 found = self._read_credential()
             else:
                 source, _, name = limit_key.partition(":")
-                secret = extract_secret(self.read_header(name)) if source == "header" else self.read_parameter(name)
+                secret = extract_secret(self.read_header(name), name) if source == "header" else self.read_parameter(name)
                 found = self.hash_key.hide(secret) if secret else ""
             self._hidden[limit_key] = found
         return found
@@ -196,6 +198,19 @@ class HttpRequest:
             if found:
                 return found
         return ""
+
+    def list_credentials(self) -> list[str]:
+        """The hashes of all credentials, each once, in the order of `list_places`; `read_secret` finds the first."""
+        if self._credentials is None:
+            found: list[str] = []
+            for place in list_places(self.path):
+                if place.startswith("header:") and place[7:] not in self.headers:
+                    continue  # as for most places
+                secret = self.read_secret(place)
+                if secret and secret not in found:
+                    found.append(secret)
+            self._credentials = found
+        return self._credentials
 
 
 def cut_text(text: str, length: int) -> str:
@@ -312,8 +327,16 @@ def _name_key(key: str | FirstOf) -> str:
     return key.partition(":")[2].lower() or key
 
 
+def order_first_of(limit_keys: Sequence[str]) -> list[str]:
+    """The order in which alternatives are tried: claims, which Envoy has verified, before secrets, which a client chooses."""
+    first = next((place for place, key in enumerate(limit_keys) if is_secret(key)), len(limit_keys))
+    later = limit_keys[first:]
+    verified = [key for key in later if key.startswith("jwt:")]
+    return [*limit_keys[:first], *verified, *[key for key in later if key not in verified]]
+
+
 def _compile_first(key: FirstOf) -> Descriptor:
-    parts = tuple([compile_plainly(part) for part in key.first_of if part not in UNSUPPORTED_KEYS])
+    parts = tuple([compile_plainly(part) for part in order_first_of(key.first_of) if part not in UNSUPPORTED_KEYS])
 
     def read(request: HttpRequest, _: str) -> str:
         for part in parts:

@@ -114,7 +114,7 @@ class FirstOf(JsonObject):
     """The first of several limit keys that a request has.
 
     Attributes:
-        first_of: limit keys outside the body, those that clients cannot choose first.
+        first_of: limit keys outside the body, those that clients cannot choose first. Claims are tried before credentials.
         name: the name of the value, which begins with the limit key that it comes from.
     """
 

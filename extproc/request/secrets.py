@@ -58,7 +58,7 @@ def _list_places(path: str) -> tuple[str, ...]:
 _recall_places: Final = lru_cache(_MAX_KNOWN)(_list_places)
 
 
-def extract_secret(value: str) -> str:
+def extract_secret(value: str, header: str = "authorization") -> str:
     """The secret in a header's value: everything but the scheme (RFC 9110 section 11.4); empty if there is nothing else.
 
     For AWS signatures, which change with every request, it is the access key id (Signature Version 4, `Credential=`).
@@ -68,6 +68,8 @@ def extract_secret(value: str) -> str:
     >>> extract_secret("AWS4-HMAC-SHA256 Credential=AKIA1/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, ...")
     'AKIA1'
     """
+    if header == "cookie":  # which has no scheme
+        return value.strip()
     scheme, _, rest = value.strip().partition(" ")
     if scheme[:5].upper() == "AWS4-" and (found := _ACCESS_KEY.search(rest)) is not None:
         return found[1]

@@ -18,6 +18,7 @@ from extproc.engine.recording import TOO_LONG, VERSION
 from extproc.request.document import NotCounted
 from extproc.request.fingerprint import MAX_MARKS, Body
 from extproc.request.http import MAX_DESCRIPTOR, HttpRequest, StatedFacts, write_claim
+from extproc.request.secrets import list_places
 
 FIELD = "loop_record"
 """Field of the access log, as in generated configuration."""
@@ -111,6 +112,7 @@ class Recorded(msgspec.Struct, gc=False):
         headers = {name.lower(): self._read(value) for name, value in record.headers.items()}
         if self.content is not None:
             headers.setdefault("content-encoding", None)  # the body is empty or not encoded
+        _complete_credentials(record, headers)
         claims = {name: self._read(value) for name, value in record.claims.items()}
         encoded = {name: value.encode("utf-8", "surrogateescape") for name, value in headers.items() if value is not None}
         known = {name: value for name, value in claims.items() if value is not None}
@@ -132,6 +134,17 @@ class Recorded(msgspec.Struct, gc=False):
         if self.partial and value is TOO_LONG:
             return _LONG_VALUE
         return None if value is None else write_claim(value)
+
+
+def _complete_credentials(record: Record, headers: dict[str, str | None]) -> None:
+    """Add the places of credentials that are not recorded because the request has none there; see `recording`."""
+    found = False
+    for place in list_places(record.path):
+        source, _, name = place.partition(":")
+        if source == "header" and found:
+            headers.setdefault(name, None)
+        has_one = headers.get(name) if source == "header" else f"{name}=" in f"{record.query}"
+        found = found or bool(has_one)
 
 
 class _RecordedValues(Mapping[str, Value]):

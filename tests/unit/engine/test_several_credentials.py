@@ -1,0 +1,338 @@
+"""Requests that show several credentials: each is a caller, so that a junk header makes no new caller of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+
+from extproc.cli.replay.judge import Judge
+from extproc.cli.replay.records import parse_line
+from extproc.engine.orders import ALLOW, BLOCK, GRANT, ActiveOverride, Grant, Target
+from extproc.engine.recording import record_body, record_head
+from extproc.ext_proc.service import Service
+from extproc.pb.external_processor_pb2 import ProcessingResponse
+from extproc.request.fingerprint import NO_BODY
+from extproc.request.hash_key import HashKey
+from extproc.request.http import HttpRequest, StatedFacts
+from tests.support.budget_policies import REJECT, bucket, limited, refused, rule
+from tests.support.documents import policy
+from tests.support.engine import ANY, make_engine
+from tests.support.messages import body, headers
+from tests.support.orders import apply_orders, order
+from tests.support.service import decoded, exchange, make_service, metadata_of, sample
+from tests.support.session_limits import turns
+
+KEY = HashKey(bytes(range(32)))
+CHAT, MESSAGES, GEMINI, BEDROCK = (
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1beta/models/m:generateContent",
+    "/model/m/converse",
+)
+CALLER = {"first_of": ["jwt:sub", "credential", "header:x-user-id"], "name": "caller"}
+HEADERS = {"first_of": ["header:x-api-key", "header:authorization"], "name": "caller"}
+JUNK = count()
+PROMPT = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+
+Send = Callable[[], ProcessingResponse]
+
+
+def send(service: Service, path: str = MESSAGES, data: bytes = PROMPT, **named: Any) -> ProcessingResponse:  # noqa: ANN401  # headers
+    """One request; `JUNK` in a header is another value each time."""
+    shown: dict[str, Any] = {name: value.replace("JUNK", f"junk-{next(JUNK)}") for name, value in named.items()}
+    return decoded(exchange(service, headers(path, **shown), body(data))[-1])
+
+
+def hide(service: Service, secret: str) -> str:
+    """The hash by which orders name a credential."""
+    return service.key.hide(secret)
+
+
+def judge(path: str = MESSAGES, keys: Any = ("credential",), claims: Any = None, **named: str) -> list[Any]:  # noqa: ANN401  # a table's
+    """The callers of a request, by their descriptors."""
+    request = HttpRequest(
+        "POST",
+        path,
+        "host",
+        {name.replace("_", "-"): value.encode() for name, value in named.items()},
+        StatedFacts(claims=claims or {}),
+    )
+    evaluation = make_engine(policy("p", ANY, limit_keys=[*keys])).prepare(request, key=KEY)
+    assert evaluation is not None
+    return [dict(candidate.values) for candidate in evaluation.enforcing.candidates]
+
+
+PAIRS = [
+    (MESSAGES, {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}),
+    (MESSAGES, {"x_api_key": "sk-real", "authorization": "Bearer JUNK"}),
+    (MESSAGES, {"authorization": "Bearer sk-real", "x_api_key": "JUNK", "api_key": "JUNK", "x_goog_api_key": "JUNK"}),
+    (CHAT, {"api_key": "sk-real", "authorization": "Bearer JUNK"}),
+    (CHAT, {"authorization": "Bearer sk-real", "api_key": "JUNK"}),
+    (GEMINI, {"authorization": "Bearer sk-real", "x_goog_api_key": "JUNK"}),
+    (f"{GEMINI}?key=sk-real", {"x_goog_api_key": "JUNK"}),
+    (BEDROCK, {"x_api_key": "sk-real", "authorization": "AWS4-HMAC-SHA256 Credential=JUNK/20260101/us-east-1/bedrock/x"}),
+    ("/other", {"x_goog_api_key": "sk-real", "authorization": "JUNK"}),
+]
+"""A real credential, and one that is read before it and changes with every request."""
+
+
+@pytest.mark.parametrize("keys", [["credential"], [CALLER]])
+@pytest.mark.parametrize(("path", "shown"), PAIRS)
+def test_junk_makes_no_new_caller_for_loops(path: str, shown: dict[str, Any], keys: list[Any]) -> None:
+    """The third identical request is refused, and another caller's is not."""
+    service = make_service(policy("p", ANY, limit_keys=keys))
+
+    answers = [refused(send(service, path, **shown)) for _ in range(4)]
+    others = {name: value.replace("sk-real", "sk-other") for name, value in shown.items()}
+    other = refused(send(service, path.replace("sk-real", "sk-other"), **others))
+
+    assert answers == ["", "", "loop_detected", "loop_detected"]
+    assert other == ""
+
+
+@pytest.mark.parametrize("keys", [["credential"], [CALLER]])
+@pytest.mark.parametrize(("path", "shown"), PAIRS)
+def test_junk_makes_no_new_caller_for_budgets(path: str, shown: dict[str, Any], keys: list[Any]) -> None:
+    """The fourth request of three is refused."""
+    service = make_service(limited(bucket(0.001, keys=keys)))
+
+    answers = [refused(send(service, path, **shown)) for _ in range(5)]
+
+    assert answers == ["", "", "", "token_bucket_exceeded", "token_bucket_exceeded"]
+
+
+@pytest.mark.parametrize(("path", "shown"), PAIRS)
+def test_junk_makes_no_new_caller_for_sessions(path: str, shown: dict[str, Any]) -> None:
+    """A session's steps add up; its report has the caller that all of its requests show."""
+    spec = {"selector": ANY, "limit_keys": ["credential"], "session_limits": {"max_steps": 2}}
+    service = make_service({"id": "p", "spec": spec})
+
+    answers = [refused(send(service, path, turns(place), x_session_id="s", **shown)) for place in range(4)]
+
+    assert answers == ["", "", "session_limit_exceeded", "session_limit_exceeded"]
+    assert sample(service, "session_limits_total", policy="p", mode="enforce", limit="max_steps", action="reject") == 2
+
+
+@pytest.mark.parametrize(("path", "shown"), PAIRS)
+def test_junk_does_not_hide_a_blocked_credential(path: str, shown: dict[str, Any]) -> None:
+    """By the hash of the credential, as logs show it; also where only budgets have callers."""
+    for made in (
+        policy("p", ANY, limit_keys=[CALLER], threshold_identical_requests=99),
+        limited(bucket(burst=9, keys=[CALLER])),
+    ):
+        service = make_service(made)
+        apply_orders(service, order(BLOCK, Target(caller=hide(service, "sk-real"))))
+
+        assert refused(send(service, path, **shown)) == "blocked"
+        assert refused(send(service, x_api_key="sk-other")) == ""
+
+
+def test_headers_in_first_of_are_credentials_of_their_own() -> None:
+    """Without the limit key `credential`, too; what is no secret still ends the search."""
+    service = make_service(policy("p", ANY, limit_keys=[HEADERS]))
+    shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
+
+    assert [refused(send(service, "/other", **shown)) for _ in range(3)] == ["", "", "loop_detected"]
+    first = {"first_of": ["header:x-team", "credential"], "name": "caller"}
+    assert judge(keys=[first], x_team="a", x_api_key="k", authorization="t") == [{"caller": "header:x-team:a"}]
+
+
+def test_an_allowed_credential_does_not_free_another_one() -> None:
+    """An order to allow holds for its caller alone: who knows an allowed key id cannot use it as a passport."""
+    service = make_service(policy("p", ANY, limit_keys=["credential"]))
+    apply_orders(service, order(ALLOW, Target(caller=hide(service, "AKIAFREE"))))
+    both: dict[str, Any] = {
+        "x_api_key": "sk-real",
+        "authorization": "AWS4-HMAC-SHA256 Credential=AKIAFREE/20260101/us-east-1/bedrock/x",
+    }
+
+    alone = [refused(send(service, CHAT, authorization=both["authorization"])) for _ in range(4)]
+    together = [refused(send(service, CHAT, **both)) for _ in range(4)]
+
+    assert alone == [""] * 4
+    assert together == ["", "", "loop_detected", "loop_detected"]
+
+
+def test_a_grant_to_one_caller_leaves_the_other_at_its_limit() -> None:
+    """The strictest verdict holds."""
+    spec = {"selector": ANY, "limit_keys": ["credential"], "session_limits": {"max_steps": 1}}
+    service = make_service({"id": "p", "spec": spec})
+    granted = order(GRANT, Target(caller=hide(service, "sk-a")))
+    apply_orders(service, ActiveOverride(*granted[:8], Grant(steps=9)))
+    both: dict[str, Any] = {"x_api_key": "sk-a", "authorization": "Bearer sk-b"}
+
+    answers = [refused(send(service, MESSAGES, turns(place), x_session_id="s", **both)) for place in range(2)]
+
+    assert answers == ["", "session_limit_exceeded"]
+
+
+def test_rules_without_credentials_are_charged_once() -> None:
+    """Each caller pays its own budget; a budget that they share pays for one request."""
+    team = bucket(0.001, burst=3, name="team", keys=["header:x-team"])
+    service = make_service(limited(bucket(0.001, burst=9, keys=["credential"]), team))
+    both: dict[str, Any] = {"x_api_key": "sk-a", "authorization": "Bearer sk-b", "x_team": "t"}
+
+    answers = [refused(send(service, **both)) for _ in range(4)]
+
+    assert answers == ["", "", "", "token_bucket_exceeded"]
+    rows = service.reporter.budgets.make_document(shows_callers=False).rows
+    assert sorted((row.rule, row.requests) for row in rows) == [("r", 4), ("r", 4), ("team", 4)]
+    left = {(row.rule, row.left // row.units) for row in rows}
+    assert left == {("r", 6), ("team", 0)}, "the refused request was given back by all"
+
+
+def test_all_callers_of_a_circuit_breaker_are_counted() -> None:
+    """A breaker tells callers apart by the first key of the first rule."""
+    breaker = {"enabled": True, "spend_rate_threshold_per_minute": 3, "auto_reset_after_minutes": 5}
+    service = make_service(limited(bucket(burst=99, keys=["credential"]), circuit_breaker=breaker))
+    shown: dict[str, Any] = {"authorization": "Bearer sk-real", "x_api_key": "JUNK"}
+
+    answers = [refused(send(service, **shown)) for _ in range(4)]
+
+    assert answers == ["", "", "circuit_breaker_open", "circuit_breaker_open"]
+
+
+def test_each_caller_settles_what_it_reserved() -> None:
+    """The access log repeats both reservations; the estimate is made once."""
+    tokens = rule(
+        "cost_based", keys=["credential"], budget=100_000, period="1h", cost_key="usage:tokens", staged_actions=REJECT
+    )
+    service = make_service(limited(tokens))
+
+    told = json.loads(metadata_of(send(service, x_api_key="sk-a", authorization="Bearer sk-b"))["sessions"])
+
+    (first,), (second,) = [each["budgets"] for each in told]
+    assert (first[:2], first[3:]) == (second[:2], second[3:])
+    assert first[2] != second[2]
+    assert told[0]["call"] != told[1]["call"]
+
+
+def test_one_request_is_reported_as_one() -> None:
+    """In metrics and in the decision, each guard has one verdict, which names the caller that repeats."""
+    service = make_service(policy("p", ANY, limit_keys=["credential"]))
+
+    answers = [send(service, authorization="Bearer sk-real", x_api_key="JUNK") for _ in range(3)]
+
+    labels = {"policy": "p", "mode": "enforce"}
+    assert sample(service, "requests_total", **labels, action="allow") == 2
+    assert sample(service, "requests_total", **labels, action="reject") == 1
+    assert sample(service, "detections_total", **labels, detector="default", action="reject", strength="") == 1
+    (loop,) = service.reporter.loops.make_document(shows_callers=True).rows
+    assert loop.caller == [("credential", hide(service, "sk-real"))]
+    assert metadata_of(answers[-1])["count"] == 3
+
+
+def test_a_shadow_policy_counts_each_caller_too() -> None:
+    """It reports what it would have done, and touches nothing."""
+    service = make_service(policy("p", ANY, mode="shadow", limit_keys=["credential"]))
+
+    answers = [send(service, authorization="Bearer sk-real", x_api_key="JUNK") for _ in range(3)]
+
+    assert [refused(answer) for answer in answers] == [""] * 3
+    assert metadata_of(answers[-1])["shadow_action"] == "reject"
+
+
+def test_a_canary_counts_the_callers_of_its_policy() -> None:
+    """Policies share what they read of the head; the canary's first caller is the same."""
+    live, canary = policy("live", ANY, limit_keys=["credential"]), policy("try", ANY, mode="shadow", limit_keys=["credential"])
+    request = HttpRequest("POST", MESSAGES, "host", {"x-api-key": b"k", "authorization": b"Bearer t"})
+
+    evaluation = make_engine(live, canary).prepare(request, key=KEY)
+
+    assert evaluation is not None
+    mine, others = [[each.values for each in group.candidates] for group in evaluation.groups]
+    assert mine == others
+    assert [dict(values)["credential"] for values in mine] == [KEY.hide("k"), KEY.hide("t")]
+
+
+def test_a_ramp_acts_if_it_covers_any_caller() -> None:
+    """A client that tries credentials until one is outside of the share stays in it with its own."""
+    engine = make_engine(policy("p", ANY, limit_keys=["credential"], enforce_percent=50))
+
+    def acts(**named: bytes) -> bool:
+        shown = {name.replace("_", "-"): value for name, value in named.items()}
+        evaluation = engine.prepare(HttpRequest("POST", MESSAGES, "host", shown), key=KEY)
+        assert evaluation is not None
+        return bool(evaluation.enforcing.candidates)
+
+    secrets = [f"k{number}".encode() for number in range(40)]
+    inside = next(secret for secret in secrets if acts(authorization=secret))
+    outside = [secret for secret in secrets if not acts(x_api_key=secret)]
+
+    assert len(outside) > 9
+    assert all(acts(authorization=inside, x_api_key=secret) for secret in outside)
+
+
+@pytest.mark.parametrize(
+    ("keys", "claims", "shown", "expected"),
+    [
+        ([CALLER], {"sub": "ann"}, {"x_api_key": "k", "authorization": "t"}, ["jwt:sub:ann"]),
+        ([{**CALLER, "first_of": ["credential", "jwt:sub"]}], {"sub": "ann"}, {"x_api_key": "k"}, ["jwt:sub:ann"]),
+        ([{**CALLER, "first_of": ["header:x-a", "credential", "jwt:sub"]}], {"sub": "ann"}, {"x_a": "1"}, ["header:x-a:1"]),
+        ([CALLER], {}, {"x_api_key": "k", "x_user_id": "ann"}, [f"credential:{KEY.hide('k')}"]),
+        ([CALLER], {}, {"x_user_id": "ann"}, ["header:x-user-id:ann"]),
+        ([CALLER], {}, {"x_api_key": "k", "authorization": "Bearer k"}, [f"credential:{KEY.hide('k')}"]),
+        ([CALLER], {}, {"x_api_key": "k", "authorization": "t"}, [f"credential:{KEY.hide(each)}" for each in "kt"]),
+        (
+            [{**CALLER, "first_of": ["header:x-api-key", "credential"]}],
+            {},
+            {"x_api_key": "k", "authorization": "t"},
+            [f"header:x-api-key:{KEY.hide('k')}", f"credential:{KEY.hide('t')}"],
+        ),
+    ],
+)
+def test_what_is_verified_goes_first_and_alone(keys: Any, claims: Any, shown: dict[str, str], expected: list[str]) -> None:  # noqa: ANN401  # a table's
+    """A verified claim is the only caller, wherever it is listed after a credential; equal secrets are one caller."""
+    assert [each["caller"] for each in judge(keys=keys, claims=claims, **shown)] == expected
+
+
+def test_the_number_of_callers_is_bounded() -> None:
+    """By the places in which APIs have credentials, whatever else a client sends."""
+    more = {f"x_{number}_api_key": f"v{number}" for number in range(200)}
+    known = {"authorization": "a", "x_api_key": "b", "api_key": "c", "x_goog_api_key": "d"}
+
+    callers = judge("/v1/messages?key=e&key=f&key=g", **known, **more)
+
+    assert len(callers) == 5
+
+
+def test_a_body_is_read_once_for_all_callers() -> None:
+    """A client chooses the number of callers, so the work on a body must not grow with it."""
+    looping: dict[str, Any] = {"similarity": "turns", "window_seconds": None, "limit_keys": ["credential"], "session": {}}
+    request = HttpRequest("POST", CHAT, "host", {"api-key": b"k", "authorization": b"t"})
+    limits = policy("p", ANY, session_limits={"max_tool_calls": 99}, **looping)
+    evaluation = make_engine(limits).prepare(request, key=KEY)
+    assert evaluation is not None
+    data = turns(3)
+
+    evaluation.read_body(NO_BODY.plus(data), content=data)
+
+    loop, session, other_loop, other_session = evaluation.enforcing.candidates
+    assert other_loop.memory is loop.memory
+    assert other_session.calls is session.calls  # type: ignore[attr-defined]  # of a SessionCandidate
+    assert loop.tenant != other_loop.tenant
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(("path", "shown"), PAIRS)
+def test_a_replay_finds_all_callers(path: str, shown: dict[str, Any], plain: bool) -> None:  # a parameter
+    """Records have every credential that is shown, as hashes."""
+    named = {name.replace("_", "-"): value.encode() for name, value in shown.items()}
+    engine = make_engine(policy("p", ANY, limit_keys=["credential"]))
+    request = HttpRequest("POST", path, "host", named)
+    live = engine.prepare(request, key=KEY)
+    assert live is not None
+    made = record_head(request, request.facts, live.plans, plain=plain)
+    record_body(made, NO_BODY, "", 1.0)
+
+    replayed = Judge(engine, 100, HashKey()).judge(parse_line(json.dumps({"loop_record": made}).encode()))
+
+    assert replayed is not None
+    values = [each.values for each in live.enforcing.candidates]
+    assert len(values) > 1
+    assert [each.values for each in replayed[0].enforcing.candidates] == values
+    assert "sk-real" not in json.dumps(made)
