@@ -941,7 +941,7 @@ class SessionCandidate(Candidate):
 
     def _find_narrowing(self, standing: Standing) -> Narrowing | None:
         """See `SessionGuard.find_narrowing`; None as well if nothing has to go, and the request offers no scarce tool."""
-        found = self.limiter.find_narrowing(standing, self._limits, self._grants)
+        found = self.limiter.find_narrowing(standing, self._limits, self._grants, self.calls)
         if found is None or found.removes or self._body is None or self._body.document is None:
             return found
         declares = self.calls.offer != OFFERS_NONE and may_declare(self._body.document, found.scarce)

@@ -115,6 +115,20 @@ class CallHistory:
         self.tools = tools
         self.model = model
 
+    def find_batches(self) -> dict[bytes, int]:
+        """The largest number of calls of each tool in one answer, by the tool's digest."""
+        largest: dict[bytes, int] = {}
+        batch: dict[bytes, int] = {}
+        records = self.records
+        for at in range(0, len(records), RECORD):
+            if records[at + RECORD - 1]:
+                batch = {}
+            tool = records[at + CALL_DIGEST : at + CALL_DIGEST + TOOL_DIGEST]
+            batch[tool] = number = batch.get(tool, 0) + 1
+            if number > largest.get(tool, 0):
+                largest[tool] = number
+        return largest
+
 
 def read_tool_calls(document: Document) -> CallHistory:
     """The calls in a history. If the server keeps the history, a result stands for its call.

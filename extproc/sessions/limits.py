@@ -75,7 +75,9 @@ RETRY_SECONDS: Final = 5
 """`Retry-After` of a request that waits for answers to others: most models answer within some seconds."""
 
 BATCH: Final = 8
-"""One answer may call a tool this many times at once. While a limit leaves fewer, answers may call one tool only."""
+PAIR: Final = 2
+"""An answer is expected to call a tool at once as often as one in the history, at least `PAIR` and at most `BATCH` times. While
+a limit leaves fewer calls, answers may call one tool only."""
 
 _NO_TOOLS: Final[frozenset[str]] = frozenset()
 
@@ -87,7 +89,7 @@ class Narrowing(NamedTuple):
         every: all tools but those to keep.
         tools: these tools, by name.
         kept: the tools to keep, by name.
-        scarce: tools of which fewer calls than `BATCH` are left, by name: an answer must not call several at once.
+        scarce: tools of which an answer may make more calls than are left, by name: it must not call several at once.
     """
 
     every: bool
@@ -358,7 +360,7 @@ class SessionGuard:
         self._tool_names = {digest_tool(name): name for name in limits.max_calls_per_tool}
         self._listed = [*self._list_limits(self.limits), *_list_agent_limits(self.agent_limits or NO_LIMITS)]
         self._listed_unnamed = [] if self.unnamed is None else self._list_limits(self.unnamed)
-        self._begun = self._narrow_tools(Standing(), self.limits, every=False)
+        self._begun = self._narrow_tools(Standing(), self.limits, NO_CALLS, every=False)
         self._steer = _compile_notice(limits.escalate.steer)
         self._warn = _compile_notice(limits.escalate.warn)
         self.looks = True
@@ -531,7 +533,9 @@ class SessionGuard:
         subject = UnnamedSubject(LIMITS[standing.limit], standing.used, standing.allowed)
         return self._make_outcome(Action.REJECT, fingerprint, tenant, standing.used, subject)
 
-    def find_narrowing(self, standing: Standing, limits: Limits, grants: tuple[int, int, int]) -> Narrowing | None:
+    def find_narrowing(
+        self, standing: Standing, limits: Limits, grants: tuple[int, int, int], calls: CallHistory
+    ) -> Narrowing | None:
         """What to take from a request that is let through; None for nothing."""
         every = (limits.narrows or limits.finishes) and standing.tool_calls >= limits.tool_calls + grants[1]
         if every and limits.finishes:
@@ -539,19 +543,27 @@ class SessionGuard:
         if not limits.tools or (standing.tool_calls <= self._fewest and not every):
             return None
         if every or limits is not self.limits:
-            return self._narrow_tools(standing, limits, every=every)
+            return self._narrow_tools(standing, limits, calls, every=every)
         for called, _, _ in standing.tools:
             if called in self._tool_names:
-                return self._narrow_tools(standing, limits, every=False)
+                return self._narrow_tools(standing, limits, calls, every=False)
         return self._begun
 
-    def _narrow_tools(self, standing: Standing, limits: Limits, *, every: bool) -> Narrowing | None:
+    def _narrow_tools(self, standing: Standing, limits: Limits, calls: CallHistory, *, every: bool) -> Narrowing | None:
         """The same of tools with limits of their own."""
         counts = {digest: count for digest, _, count in standing.tools}
         left = {self._tool_names[digest]: limit - counts.get(digest, 0) for digest, limit in limits.tools}
-        used_up = frozenset([tool for tool, calls in left.items() if calls <= 0])
-        scarce = frozenset([tool for tool, calls in left.items() if 0 < calls < BATCH])
-        kept = frozenset([tool for tool, calls in left.items() if calls > 0]) if every else _NO_TOOLS
+        used_up = frozenset([tool for tool, remaining in left.items() if remaining <= 0])
+        few = [digest for digest, _ in limits.tools if 0 < left[self._tool_names[digest]] < BATCH]
+        batches = calls.find_batches() if few else {}
+        scarce = frozenset(
+            [
+                self._tool_names[digest]
+                for digest in few
+                if left[self._tool_names[digest]] < min(max(batches.get(digest, 0), PAIR), BATCH)
+            ]
+        )
+        kept = frozenset([tool for tool, remaining in left.items() if remaining > 0]) if every else _NO_TOOLS
         return Narrowing(every, used_up, kept, scarce) if every or used_up or scarce else None
 
     def kill(self, fingerprint: str, tenant: str) -> Outcome:

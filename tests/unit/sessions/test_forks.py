@@ -30,6 +30,11 @@ def do(steps: int, *, task: int = 0, said: str = "", result: str = "") -> list[D
     return [*done[:-1], done[-1]._replace(user=said, results=(result or f"did {steps}",))]
 
 
+def write_question(words: str, ends_in: str) -> list[Did]:
+    """Turns whose last message is the user's or a result."""
+    return do(2, said=words) if ends_in == "said" else do(2, result=words)
+
+
 def go_on(done: Sequence[Did], way: object, steps: int) -> list[Did]:
     """More turns, which no other fork has."""
     more = [Did((("run", {"way": str(way), "step": step}),), (f"did {step}",), number=100 + step) for step in range(steps)]
@@ -69,7 +74,7 @@ def test_questions_behind_the_same_examples_pass(ends_in: str) -> None:
     """As in prompts with examples, whose last message is another one each time."""
     service = make_service(limited(max_steps=4, max_tool_calls=4))
 
-    assert {send(service, do(2, **{ends_in: f"Question {number}?"})) for number in range(100)} == {200}
+    assert {send(service, write_question(f"Question {number}?", ends_in)) for number in range(100)} == {200}
 
 
 def test_each_fork_has_limits_of_its_own() -> None:
