@@ -55,6 +55,10 @@ _NESTING: Final = frozenset((dict, list))
 _MISSING: Final[Json] = object()
 
 
+NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
+"""Reasons that mean a body shows no conversation."""
+
+
 def limit_integers() -> None:
     """Make this process reject longer integers, because parsing takes time that grows with the square of their length."""
     sys.set_int_max_str_digits(MAX_DIGITS)
