@@ -68,7 +68,7 @@ def list_cases_of(api: str) -> Mapping[str, tuple[object, str]]:
     """The shapes that every API has."""
     write, key = SHAPES[api], KEYS.get(api, "messages")
     looping = write(loop())
-    words = {"1": 1, "null": None, "{}": {}, "[]": [], "[1]": [1], "[[]]": [[]], "[null]": [None]}
+    words: dict[str, object] = {"1": 1, "null": None, "{}": {}, "[]": [], "[1]": [1], "[[]]": [[]], "[null]": [None]}
     huge = write(work()[:1])
     huge[key][-1] = json.loads(json.dumps(huge[key][-1]).replace("a file", "x" * 1_200_000))
     return {
@@ -104,7 +104,7 @@ SEARCH = {"type": "web_search_call", "action": {"type": "search", "query": "q"}}
 REFERENCE = {"type": "item_reference"}
 RESPONSES, CHAT, COMPLETIONS = PATHS["responses"], PATHS["chat"], "/v1/completions"
 STUCK = SHAPES["responses"](loop())
-EXPORTS = {
+EXPORTS: dict[str, list[dict[str, Any]]] = {
     "Slack": [{"type": "message", "user": "U1", "text": "again"}],
     "LangChain": [{"type": "human", "data": {"content": "go"}}, {"type": "ai", "data": {"content": "again"}}],
     "OpenCode": [{"info": {"role": "assistant"}, "parts": [{"type": "text", "text": "again"}]}],
