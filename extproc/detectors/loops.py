@@ -31,6 +31,7 @@ from itertools import islice
 from typing import Final, Generic, TypeVar
 
 from extproc.apis import open_conversation
+from extproc.apis.conversation import OTHER_ROLE
 from extproc.decision import Repeat
 from extproc.detectors.arguments import THOUGHTS, is_for_thinking
 from extproc.detectors.nesting import count_nested
@@ -105,6 +106,10 @@ class Newest(Generic[Step]):
         return not any(same(one, other) for place, one in enumerate(members) for other in members[:place])
 
 
+_UNKNOWN: Final = frozenset({"", OTHER_ROLE})
+"""Speakers of messages that are thoughts, or of no kind that an API has."""
+
+
 class History(Newest[AnyTurn]):
     """The turns of a request, or of a session.
 
@@ -143,6 +148,11 @@ class History(Newest[AnyTurn]):
         if not isinstance(newest, Turn) or newest.known or not newest.answered:
             return True
         return newest.referenced and (newest.returned or self.count_since_person() == 0)
+
+    def names_speakers(self) -> bool:
+        """Whether the speaker of some message is known; else it is no conversation in the form of any API."""
+        speakers = self.reading.conversation.list_speakers() if self.reading is not None else []
+        return not _UNKNOWN.issuperset(speakers)
 
     def is_prefilled(self) -> bool:
         """Whether the newest turn is a prefill, with which the model's answer is to begin, and so no turn yet.

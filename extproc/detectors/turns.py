@@ -115,6 +115,8 @@ class Turns(HistorySimilarity):
                 return nested
         if history.elsewhere:
             raise NotCounted("no_history")
+        if newest is None and not history.names_speakers():
+            raise NotCounted("no_messages")
         found = self.find_loop(history)
         if newest is None or (found is None and not self._cooldown):
             return b"", self.look_back(history, found)

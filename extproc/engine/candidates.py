@@ -35,7 +35,7 @@ from extproc.engine.orders import (
     sum_tool_grants,
 )
 from extproc.engine.plan import Detector, Plan
-from extproc.request.document import Document, NotCounted, NotJson
+from extproc.request.document import NO_HISTORY, Document, NotCounted, NotJson
 from extproc.request.fingerprint import (
     NO_BODY,
     Body,
@@ -95,8 +95,6 @@ _NO_NAME: Final = bytes(_CALL - CONVERSATION)
 _KILLED: Final = LIMITS.index(KILLED)
 _ANSWER: Final = 1_000
 """Tokens of an answer whose length the request does not limit, for the estimate of its cost."""
-_NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
-"""Reasons that mean a body holds no conversation, and so no calls."""
 
 
 NOT_CHANGING: Final[list[tuple[str, str]]] = []
@@ -1023,5 +1021,5 @@ class SessionCandidate(Candidate):
         try:
             self.calls = read_tool_calls(document)
         except NotCounted as why:
-            hides = document.may_be_json() if isinstance(why, NotJson) else why.reason not in _NO_HISTORY
+            hides = document.may_be_json() if isinstance(why, NotJson) else why.reason not in NO_HISTORY
             self.unreadable = why.reason if hides else ""

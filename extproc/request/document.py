@@ -31,11 +31,24 @@ WORTH_COUNTING: Final = 256 * 2**10
 MAX_STEPS: Final = 5_000
 """Maximum number of messages, and parts of them, that one detector reads; each takes a few microseconds."""
 
+MAX_VALUES: Final = 250_000
+"""Maximum number of commas outside of texts in a body to inspect, and so of small values in its lists."""
+
+_MAX_TEXTS: Final = 100_000
+"""Maximum number of texts with commas in a body whose values are counted."""
+
+_OTHERS: Final = bytes([byte for byte in range(256) if byte not in b'",'])
+"""All bytes except quotes and commas."""
+
+MAX_WIDE: Final = 20_000
+"""Maximum number of members of objects that Loopguard sorts itself, in one value; sorting them takes 10 ms."""
+
 _MANY_MEMBERS: Final = 256
 """Loopguard sorts the members of larger objects itself: msgspec's time may grow with the square of their number."""
 
-MAX_FRACTIONS: Final = 10_000
-"""Maximum number of numbers with a fraction or an exponent in a body, each of which is converted to one spelling."""
+MAX_FRACTIONS: Final = 5_000
+"""Maximum number of numbers with a fraction or an exponent in a body, each of which is converted to one spelling. A long one
+counts as several."""
 
 _WORTH_REMEMBERING: Final = 32
 
@@ -53,6 +66,10 @@ ABSENT: Final = msgspec.Raw()
 
 _NESTING: Final = frozenset((dict, list))
 _MISSING: Final[Json] = object()
+
+
+NO_HISTORY: Final = frozenset({"no_messages", "no_history"})
+"""Reasons that mean a body shows no conversation."""
 
 
 def limit_integers() -> None:
@@ -125,7 +142,7 @@ def _hook_number(text: str) -> msgspec.Raw:
     Raises:
         NotCounted: there were too many.
     """
-    _LEFT.in_body -= 1
+    _LEFT.in_body -= _weigh(text)
     if _LEFT.in_body < 0:
         raise NotCounted("inspect_limit")
     return write_number(text)
@@ -133,10 +150,14 @@ def _hook_number(text: str) -> msgspec.Raw:
 
 def hook_number_in_part(text: str) -> msgspec.Raw:
     """The `float_hook` of decoders of parts of a body, which have bounds of their own."""
-    _LEFT.in_parts -= 1
+    _LEFT.in_parts -= _weigh(text)
     if _LEFT.in_parts < 0:
         raise NotCounted("inspect_limit")
     return write_number(text)
+
+
+def _weigh(text: str) -> int:
+    return 1 + len(text) // _WORTH_REMEMBERING
 
 
 def write_number(text: str) -> msgspec.Raw:
@@ -155,7 +176,7 @@ _HALF = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
 )
-_MOST_HALVES: Final = 10_000
+_MOST_HALVES: Final = 1_000
 """Maximum number of halves to replace in one body."""
 
 _MOST_ESCAPED: Final = 256
@@ -248,7 +269,7 @@ class Document:
 
 
 def check_containers(data: bytes | memoryview | str) -> None:
-    """Check that JSON does not contain too many objects and arrays.
+    """Check that JSON does not contain too many objects and arrays, or values in them.
 
     Raises:
         NotCounted: it does.
@@ -257,6 +278,17 @@ def check_containers(data: bytes | memoryview | str) -> None:
         data = data.encode() if isinstance(data, str) else bytes(data)
         if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
             raise NotCounted("inspect_limit")
+        if data.count(b",") > MAX_VALUES and _holds_many(data):
+            raise NotCounted("inspect_limit")
+
+
+def _holds_many(data: bytes) -> bool:
+    """Whether JSON has more than MAX_VALUES commas outside of texts."""
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # from left to right, as parsers do
+    marks = plain.translate(None, _OTHERS).replace(b'""', b"")
+    if marks.count(b'"') > 2 * _MAX_TEXTS:
+        return True
+    return sum([outside.count(b",") for outside in marks.split(b'"')[::2]]) > MAX_VALUES
 
 
 def check_members(data: bytes) -> None:
@@ -310,12 +342,15 @@ def write_canonical(value: Json, ignore: Sequence[Sequence[str]] = ()) -> bytes:
     """The canonical spelling of a value, without the parts that `ignore` (split pointers) names: equal bytes mean equal values.
 
     Raises:
-        NotJson: it is nested too deeply, or contains a raw value that is not UTF-8.
+        NotCounted: it is nested too deeply, contains a raw value that is not UTF-8, or has objects with too many members.
     """
     for pointer in ignore:
         value = remove_at(value, pointer)
     try:
-        for wide in _list_wide(value) if type(value) in _NESTING else ():
+        found = _list_wide(value) if type(value) in _NESTING else []
+        if sum([len(wide) for wide in found]) > MAX_WIDE:
+            raise NotCounted("inspect_limit")
+        for wide in found:
             members = sorted(wide.items())  # in place: the order of members means nothing to anybody else
             wide.clear()
             wide.update(members)
@@ -340,7 +375,7 @@ def _list_wide(value: Json) -> list[dict[str, Json]]:
             for inner in item.values():
                 if isinstance(inner, (dict, list)):
                     left.append(inner)  # noqa: PERF401
-        else:
+        elif not _NESTING.isdisjoint(map(type, item)):
             for inner in item:
                 if isinstance(inner, (dict, list)):
                     left.append(inner)  # noqa: PERF401

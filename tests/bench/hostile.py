@@ -49,7 +49,17 @@ _READERS: Mapping[str, Mapping[str, object]] = {
     "session limits": {"session_limits": {"max_steps": 9_000, "max_tool_calls": 9_000}},
     **{
         name: {"loop_detection": {"enabled": True, "window_seconds": 60, "similarity": name, "threshold_identical_requests": 8}}
-        for name in ("canonical", "tail", "tool_calls", "turns")
+        for name in ("canonical", "tail", "tool_calls", "turns", "prompt", "mcp")
+    },
+    "steering notes": {
+        "session": {},
+        "loop_detection": {
+            "enabled": True,
+            "similarity": "turns",
+            "threshold_identical_requests": 3,
+            "action": "steer",
+            "escalate": {"land": 5, "reject": 7},
+        },
     },
 }
 """What reads bodies, each alone in a policy."""
@@ -169,7 +179,10 @@ def run(*, quick: bool) -> list[Row]:
 
 def _measure_reader(name: str, spec: Mapping[str, object], *, quick: bool) -> Row:
     """The body that takes one reader longest."""
-    policy = {"id": name, "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-user-id"], **spec}}
+    policy = {
+        "id": name.replace(" ", "_"),
+        "spec": {"selector": {"pathPrefix": "/"}, "limit_keys": ["header:x-user-id"], **spec},
+    }
     longest, worst = 0.0, ""
     bodies = {**_bodies(), **_texts()}
     for number, (body_name, body) in enumerate(bodies.items(), 1):
@@ -181,14 +194,26 @@ def _measure_reader(name: str, spec: Mapping[str, object], *, quick: bool) -> Ro
     return Row(f"worst for {name}: {worst}", longest, "ms", _READER_LIMIT_MS)
 
 
+def _ask(content: bytes) -> bytes:
+    return b'{"messages":[{"role":"user","content":%b}]}' % content
+
+
 def _texts() -> Mapping[str, bytes]:
-    """Bodies of 38,000 texts, where only some readers look."""
+    """Bodies of 38,000 texts, where only some readers look, and others on which one reader takes long."""
     texts = ",".join(['{"type":"text","text":"a"}'] * 38_000)
     user = '{"role":"user","content":%s}'
+    items = (
+        '{"type":"function_call","call_id":"%d","name":"f","arguments":"{}"},'
+        '{"type":"function_call_output","call_id":"%d","output":"' + "b " * 100 + '"}'
+    )
     result = '[{"type":"tool_result","tool_use_id":"c","content":[%s]}]'
     return {
         "1 MB body, texts of the system": f'{{"system":[{texts}],"messages":[{user % "1"}]}}'.encode(),
         "1 MB body, texts in one result": f'{{"messages":[{user % (result % texts)}]}}'.encode(),
+        "1 MB body, halves of pairs": _ask(b'"%b"' % (b"\\ud83d" * 170_000)),
+        "1 MB body, calls and results": b'{"input":[%b]}' % ",".join([items % (n, n) for n in range(2_400)]).encode(),
+        "1 MB body, clocks": _ask(b'"%b"' % (b"12:34:56 " * 110_000)),
+        "1 MB body, long numbers with fractions": _ask(b"[%b]" % ",".join([f"1.{n:090d}" for n in range(10_000)]).encode()),
         "1 MB body, texts like keys": f'{{"messages":[{user % "[%s]"}]}}'.encode() % b",".join([b'"system"'] * 100_000),
     }
 

@@ -36,9 +36,17 @@ class ScannedFile:
         """See `Runs`."""
         return Watch(self._judging, about, key, self._report, tools=tools)
 
+    def pass_over(self, kind: str, unknown: UnknownLineError, place: ScannedPlace) -> None:
+        """See `Runs`."""
+        self._unread.add(unknown.kind, place, f"{kind}: {unknown.name}")
+
+    def find_unread(self, body: bytes) -> str:
+        """See `Runs`."""
+        return self._judging.find_unread(body)
+
     def _report(self, report: RunReport) -> None:
-        if report.unread:
-            self._unread.add("unread", report.place, report.about.kind, report.unread)
+        for reason, count in report.unread.items():
+            self._unread.add("unread", report.place, f"{report.about.kind}: {reason}", count)
         self._done(report)
 
     def scan(self, file: str, advance: Callable[[int], object], longest: int = LONGEST) -> None:
@@ -53,7 +61,7 @@ class ScannedFile:
             try:
                 taken = reader.read(value, place)
             except UnknownLineError as unknown:
-                self._unread.add("unknown_kind", place, f"{reader.kind}: {unknown.name}")
+                self.pass_over(reader.kind, unknown, place)
                 return
             if taken:
                 if number:  # the next value is of this format, too

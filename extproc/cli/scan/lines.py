@@ -36,7 +36,7 @@ PROBLEMS: Final = {
     "unknown_kind": "of an unknown kind: ignored",
     "no_conversation": "a request without a conversation: ignored",
     "failed": "cannot be read because of a mistake in Loopguard: please report it",
-    "unread": "calls whose history cannot be read: judged as no loop",
+    "unread": "requests or calls that cannot be judged",
 }
 """What may be wrong with a line or a file, after `N lines: `."""
 

@@ -35,6 +35,10 @@ _MESSAGE_EVENT: Final = re.compile(r"gen_ai\.(system|user|assistant|tool)\.messa
 _NUMBERED: Final = re.compile(r"(?:gen_ai\.prompt|llm\.input_messages)\.(\d{1,5})\.(?:message\.)?(.+)")
 _NUMBERED_CALL: Final = re.compile(r"tool_calls\.(\d{1,4})\.(?:tool_call\.)?(?:function\.)?(id|name|arguments)")
 _MODELS: Final = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
+_CALLED: Final = (*_MODELS, "ai.model.id", "gen_ai.system", "ls_model_name")
+"""Attributes of spans of model calls."""
+
+_OTHER_SPANS: Final = ("execute_tool", "invoke_agent", "create_agent", "embeddings")
 _AGENTS: Final = ("gen_ai.agent.name", "agent.name")
 _SESSIONS: Final = ("gen_ai.conversation.id", "session.id")
 _COUNTS: Final = {
@@ -99,6 +103,7 @@ class Otlp:
     kind = "OTLP"
 
     def __init__(self, runs: Runs) -> None:
+        self._runs = runs
         self._followed = FollowedRequests(runs)
 
     def read(self, data: bytes, place: ScannedPlace) -> bool:
@@ -128,7 +133,10 @@ class Otlp:
             for record in scope.records or ()
         ]
         for time, attributes, events, trace, service in sorted(found, key=lambda each: each[0]):
-            self._take(time, attributes, events, trace, service, place)
+            try:
+                self._take(time, attributes, events, trace, service, place)
+            except UnknownLineError as unknown:
+                self._runs.pass_over(self.kind, unknown, place)
         return True
 
     def close(self) -> None:
@@ -146,7 +154,9 @@ class Otlp:
     ) -> None:
         messages = _list_messages(attributes, events)
         if not messages:
-            return  # another span, or one without contents
+            if _find(attributes, _CALLED) is not None and attributes.get("gen_ai.operation.name") not in _OTHER_SPANS:
+                raise UnknownLineError("a call of a model without messages, or with messages in another form", "unread")
+            return  # another span
         body = _encode({"messages": messages, **({"tools": [{"name": "any"}]} if _mention_tools(attributes, messages) else {})})
         counts = {name: _find(attributes, keys) for name, keys in _COUNTS.items()}
         prompt, output = counts["input"], counts["output"]

@@ -13,7 +13,8 @@ from typing import Any, Final
 import msgspec
 
 from extproc.apis import APIS, COUNT_PLACES, open_conversation
-from extproc.apis.conversation import ASSISTANT, Conversation
+from extproc.apis.conversation import ASSISTANT, Conversation, Message
+from extproc.apis.messages import OTHER
 from extproc.apis.usage import find_model
 from extproc.cli.scan.transcripts import (
     BAD_JSON,
@@ -31,7 +32,7 @@ from extproc.cli.scan.transcripts import (
 from extproc.detectors.chain import ChainPlace, ShownMessage, find_place, read_transcript
 from extproc.detectors.scratchpad import unfold
 from extproc.detectors.turn import digest
-from extproc.request.document import Document, NotCounted
+from extproc.request.document import ABSENT, NO_HISTORY, Document, NotCounted
 from extproc.sessions.rates import Usage, estimate_tokens
 
 _MOST_OPEN = 2_000
@@ -91,20 +92,24 @@ class FollowedRequests:
         """Take the next request.
 
         Raises:
-            UnknownLineError: there is no conversation in it.
+            UnknownLineError: there is no conversation in it, or none that can be read.
         """
-        document = Document(body)
+        unread = self._runs.find_unread(body)
+        if unread in NO_HISTORY:
+            raise UnknownLineError(unread, "unread")
         try:
-            conversation = open_conversation(document)
+            conversation = open_conversation(Document(body))
             speakers = conversation.list_speakers()
             place = find_place(conversation, prefilled=False)
             messages = _list_messages(body, conversation.shape.path)
             if ASSISTANT not in speakers and self._take_text(body, messages, conversation, call, about):
                 return
+            if not any(map(_shows_content, conversation.read_backwards())):
+                raise UnknownLineError("messages with their content under unknown keys", "unread")
         except NotCounted as why:
-            raise UnknownLineError(f"a request that cannot be read ({why.reason})") from None
+            raise UnknownLineError(unread or why.reason, "unread") from None
         if place is None or len(messages) != len(speakers):
-            raise UnknownLineError("a request whose messages cannot be told apart")
+            raise UnknownLineError(unread or "messages that cannot be told apart", "unread")
         turns = _split(messages, speakers)
         whole = bool(speakers) and _find_last(speakers) == ASSISTANT  # a whole conversation, not a request
         followed = self._find(place)
@@ -116,7 +121,7 @@ class FollowedRequests:
             for turn in _list_new(turns, read_transcript(conversation).turns, place, followed.node):
                 followed.run.add(turn)
         if not whole:
-            followed.run.ask(call)
+            followed.run.ask(call, unread)
         self._keep(followed, place)
 
     def _take_text(
@@ -268,6 +273,11 @@ def _list_messages(body: bytes, path: Sequence[str]) -> list[bytes]:
         return [bytes(message) for message in _list.decode(raw)]
     except (*BAD_JSON, KeyError):
         return [b""]
+
+
+def _shows_content(message: Message) -> bool:
+    """Whether a message has anything where its API has it."""
+    return any(part.kind != OTHER or part.value is not ABSENT for part in message.read_parts())
 
 
 def _find_last(speakers: Sequence[str]) -> str:

@@ -69,6 +69,9 @@ def summarize(document: Mapping[str, Any]) -> list[str]:
     calls, size = document["spent"]["calls"], write_size(document["bytes"])
     told = count_many(document["conversations"], "conversation")
     lines = [f"{document['looped']:,} of {told} looped."]
+    unread = document["problems"].get("unread")
+    if unread is not None:
+        lines.append(f"{count_many(unread['count'], 'call')} cannot be judged: {', '.join(unread['names'])}.")
     if document["loops"]:
         for after, when in (("after_note", "a note at the third identical turn"), ("after_stop", "a stop at the seventh")):
             lines.append(f"After {when}, they went on for {write_spent(document[after])}{_write_share(document, after)}.")

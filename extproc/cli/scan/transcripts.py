@@ -77,8 +77,8 @@ class About(NamedTuple):
 class WatchedRun(Protocol):
     """A conversation that is being judged; see `watch.Watch`."""
 
-    def ask(self, call: ModelCall) -> None:
-        """The model is called with all that was added so far."""
+    def ask(self, call: ModelCall, unread: str = "") -> None:
+        """The model is called with all that was added so far; `unread`: why its request cannot be judged."""
         ...
 
     def add(self, messages: Sequence[bytes]) -> None:
@@ -101,6 +101,14 @@ class WatchedRun(Protocol):
 class Runs(Protocol):
     """Where readers find the conversations of a file."""
 
+    def pass_over(self, kind: str, unknown: UnknownLineError, place: ScannedPlace) -> None:
+        """Note something in a line of a format that is left out."""
+        ...
+
+    def find_unread(self, body: bytes) -> str:
+        """Why a request with this body cannot be judged; empty if it can."""
+        ...
+
     def open(self, about: About, key: str, *, tools: bool = True) -> WatchedRun:
         """Begin a conversation.
 
@@ -113,11 +121,17 @@ class Runs(Protocol):
 
 
 class UnknownLineError(Exception):
-    """A line that is no part of a conversation as far as its reader knows; `name` says what it is."""
+    """A line that is no part of a conversation as far as its reader knows.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+        name: what it is.
+        kind: of problem; see `lines.PROBLEMS`.
+    """
+
+    def __init__(self, name: str, kind: str = "unknown_kind") -> None:
         super().__init__(name)
         self.name = name[:_LONGEST_NAME]
+        self.kind = kind
 
 
 class TranscriptReader(Protocol):

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
+from extproc.apis import LIST_PATHS
+from extproc.apis.excerpt import Excerpt
 from extproc.apis.messages import CALL
 from extproc.cli.scan.transcripts import About, ModelCall, ScannedPlace, cut_name
 from extproc.decision import STRONG, Action, Repeat
 from extproc.detectors.loops import CYCLE, ERROR, MAX_TURNS, REPEAT, RESULT, History
 from extproc.detectors.turn import AnyTurn, Turn
 from extproc.detectors.turns import Turns
+from extproc.engine.candidates import make_excerpt
 from extproc.engine.engine import Engine
 from extproc.engine.plan import Detector
 from extproc.policy.loader import load
@@ -133,7 +137,7 @@ class RunReport(msgspec.Struct):
         spent: all calls.
         estimated: some tokens are estimated.
         loops: its loops.
-        unread: number of calls whose history could not be read.
+        unread: number of calls that could not be judged, by reason.
         calls: four numbers for each call: its identity, and its tokens, nanos and unpriced tokens as in `Spent`. Empty if no
             call has an identity; of very long conversations only the first calls.
         tools: number of calls by tool, of the first 1,000 tools.
@@ -146,7 +150,7 @@ class RunReport(msgspec.Struct):
     spent: Spent = Spent()
     estimated: bool = False
     loops: list[FoundLoop] = []
-    unread: int = 0
+    unread: dict[str, int] = msgspec.field(default_factory=dict)
     calls: array[int] = msgspec.field(default_factory=lambda: array("q"))
     tools: dict[str, int] = msgspec.field(default_factory=dict)
 
@@ -160,6 +164,18 @@ class Judging:
         self.detector, self.turns = _find_turns(engine)
         self.rates = Rates({}, None)
         self.show = show
+
+    def find_unread(self, body: bytes) -> str:
+        """Why the detector cannot judge a request with this body; empty if it can."""
+        most = self.detector.max_inspect_bytes
+        document = Document(body) if len(body) <= most else make_excerpt(Excerpt(LIST_PATHS, most), body)
+        if document is None:
+            return "inspect_limit"
+        try:
+            self.turns.compare(document)
+        except NotCounted as why:
+            return why.reason
+        return ""
 
     def price(self, call: ModelCall) -> Spent:
         """What a call cost."""
@@ -185,7 +201,7 @@ class Watch:
         self._done = done
         self._opening = b'{"%b":[' % key.encode()
         self._ending = b"]%b}" % (_ANY_TOOL if tools else b"")
-        self._turns: deque[AnyTurn] = deque(maxlen=MAX_TURNS)  # newest first
+        self._turns: deque[AnyTurn | NotCounted] = deque(maxlen=MAX_TURNS)  # newest first; why one cannot be read
         self._origins: deque[_Origin | None] = deque(maxlen=MAX_TURNS)  # of these turns; None for copies of others
         self._called: deque[list[str]] = deque(maxlen=MAX_TURNS)  # by these turns
         self._tools: Counter[str] = Counter()
@@ -238,22 +254,25 @@ class Watch:
     def _add_again(self, messages: Sequence[bytes]) -> None:
         """Add these messages to those before them."""
         count = min(self._added, len(self._turns))
-        before = [(self._turns.popleft(), self._origins.popleft()) for _ in range(count)]
-        called = [self._called.popleft() for _ in range(count)]
-        self._tools.subtract(name for names in called for name in names)
+        for _ in range(count):
+            self._turns.popleft()
+            self._origins.popleft()
+        called = [name for _ in range(count) for name in self._called.popleft()]
+        self._tools.subtract(called)
         self._unanswered = False
-        if not self._add([*self._recent, *messages]):  # too large to be read
-            self._turns.extendleft([turn for turn, _ in reversed(before)])
-            self._origins.extendleft([origin for _, origin in reversed(before)])
-            self._called.extendleft(reversed(called))
-            self._tools.update(name for names in called for name in names)
+        if not self._add([*self._recent, *messages]):  # nothing before it is read either, as live
+            self._tools.update(called)
 
     def _take(self, data: bytes) -> Turn | None:
         """Add the turns in a body; returns the newest."""
         try:
             read = self._judging.turns.rule.read(Document(data)).newest(MAX_TURNS)
-        except NotCounted:
-            read = []
+        except NotCounted as why:
+            self._turns.appendleft(why.renew())
+            self._origins.appendleft(self._newest)
+            self._called.appendleft([])
+            self._recent, self._added = [], 0
+            return None
         for turn in reversed(read):
             names = _list_calls(turn)
             self._called.appendleft(names)
@@ -267,7 +286,7 @@ class Watch:
         self._added = len(read) or self._added
         return read[0] if read and isinstance(read[0], Turn) else None
 
-    def ask(self, call: ModelCall) -> None:
+    def ask(self, call: ModelCall, unread: str = "") -> None:
         """See `WatchedRun`."""
         report = self._report
         if report is None:
@@ -281,7 +300,7 @@ class Watch:
         report.estimated = report.estimated or call.estimated
         if call.time:
             report.first, report.last = min(report.first or call.time, call.time), max(report.last, call.time)
-        found, history = self._judge(report)
+        found, history = self._judge(report, unread)
         if found is not None:
             self._note(report, call, found, history, before)
         self._newest = _Origin(report.spent.calls, call)
@@ -295,15 +314,24 @@ class Watch:
             self._done(self._report)
             self._report = None
 
-    def _judge(self, report: RunReport) -> tuple[Repeat | None, History]:
-        """The loop that the next request shows."""
-        history = History(iter(self._turns))
+    def _judge(self, report: RunReport, unread: str = "") -> tuple[Repeat | None, History]:
+        """The loop that the next request shows; `unread` is as for `ask`."""
+        history = History(self._list_turns())
         start_looking()
         try:
-            return self._judging.turns.find_loop(history), history
-        except NotCounted:
-            report.unread += 1
-            return None, history
+            if not unread:
+                return self._judging.turns.find_loop(history), history
+        except NotCounted as why:
+            unread = why.reason
+        report.unread[unread] = report.unread.get(unread, 0) + 1
+        return None, history
+
+    def _list_turns(self) -> Iterator[AnyTurn]:
+        """The turns, newest first, up to one that cannot be read; raises the NotCounted that tells why."""
+        for turn in self._turns:
+            if isinstance(turn, NotCounted):
+                raise turn.renew()
+            yield turn
 
     def _note(self, report: RunReport, call: ModelCall, found: Repeat, history: History, before: Spent) -> None:
         number = before.calls + 1
@@ -334,7 +362,7 @@ class Watch:
         """What repeats: the newest turn, or the turns of a cycle, oldest first."""
         count = found.calls // found.count if found.rule == CYCLE and found.count else 1
         shown = []
-        for turn in list(self._turns)[: min(count, _MOST_SHOWN)][::-1]:
+        for turn in list(islice(self._list_turns(), min(count, _MOST_SHOWN)))[::-1]:
             kept, text, sizes = turn.reduce(), "", (0, 0)
             if isinstance(turn, Turn):
                 sizes = turn.action_size, len(turn.result.encode("utf-8", "surrogatepass"))

@@ -108,12 +108,15 @@ def test_only_the_newest_turns_are_kept() -> None:
     assert done[0].spent.calls == 100
 
 
-def test_what_cannot_be_read_leaves_the_rest_as_it_is() -> None:
-    """An answer of too many parts is no turn, and those before it stay."""
-    watch = Watch(JUDGING, About("k", "s", "p", "a"), "messages", lambda _: None, tools=True)
+def test_calls_behind_what_cannot_be_read_are_not_judged() -> None:
+    """As for live requests: a loop may reach back to it."""
+    done: list[RunReport] = []
+    watch = Watch(JUDGING, About("k", "s", "p", "a"), "messages", done.append, tools=True)
     text = {"type": "text", "text": "x"}
-    for content in ([text], [text], [text] * 200_000):
+    for content in (*[[text]] * 4, [text] * 200_000, *[[text]] * 4):
         watch.ask(ModelCall(PLACE))
         watch.add([json.dumps({"role": "assistant", "content": content}).encode(), b'{"role":"user","content":"no"}'])
+    watch.close()
 
-    assert len(watch._turns) == 2
+    assert [(loop.noted, loop.ends) for loop in done[0].loops] == [(4, 5)]
+    assert done[0].unread == {"inspect_limit": 4}

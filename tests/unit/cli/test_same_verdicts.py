@@ -1,0 +1,226 @@
+"""Gateway, `explain`, `scan` and `replay` say the same of a body: it loops, it does not, or why that cannot be told.
+
+What a reader does not understand is never called good. The policy is the preset's detector `turns`, by which `scan` judges,
+without a session: a file of requests does not show what a server remembers.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli.main import main
+from tests.support.agreement import AGENTS, ask_preset
+from tests.support.service import make_service, metadata_of
+from tests.support.turn_writers import SHAPES, Did
+
+TURNS = {
+    "id": "agents",
+    "spec": {
+        **{key: value for key, value in AGENTS["spec"].items() if key != "session"},
+        "loop_detection": AGENTS["spec"]["loop_detection"][:1],
+    },
+}
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "ollama": "/api/chat",
+    "responses": "/v1/responses",
+    "anthropic": "/v1/messages",
+    "gemini": "/v1beta/models/m:generateContent",
+    "bedrock": "/model/m/converse",
+}
+KEYS = {"responses": "input", "gemini": "contents"}
+LOOP, NONE = "loop", "no loop"
+NO_MESSAGES, NO_HISTORY, NOT_JSON, LIMIT = "no_messages", "no_history", "not_json", "inspect_limit"
+
+Case = tuple[str, object, str]
+"""Path, body, verdict."""
+
+
+def loop(more: str = "") -> list[Did]:
+    """Eight equal turns with an error."""
+    return [Did((("run", {"cmd": "ls x"}),), (f"Error: no such file or directory.{more}",), number=n) for n in range(1, 9)]
+
+
+def work(more: str = "") -> list[Did]:
+    """Eight turns that differ."""
+    return [Did((("run", {"cmd": f"ls {n * 'x'}"}),), (f"a file of {n * 'lines '}{more}",), number=n) for n in range(1, 9)]
+
+
+def user(text: str = "go on") -> dict[str, Any]:
+    """A message of a person."""
+    return {"role": "user", "content": text}
+
+
+def spoil(body: object, word: str, *, last: bool = False) -> bytes:
+    """The body with a byte that is no UTF-8 in the first of these words, or the last."""
+    data = json.dumps(body).encode()
+    place = data.rfind(word.encode()) if last else data.find(word.encode())
+    return data[:place] + b"\xff" + data[place:]
+
+
+def list_cases_of(api: str) -> Mapping[str, tuple[object, str]]:
+    """The shapes that every API has."""
+    write, key = SHAPES[api], KEYS.get(api, "messages")
+    looping = write(loop())
+    words: dict[str, object] = {"1": 1, "null": None, "{}": {}, "[]": [], "[1]": [1], "[[]]": [[]], "[null]": [None]}
+    huge = write(work()[:1])
+    huge[key][-1] = json.loads(json.dumps(huge[key][-1]).replace("a file", "x" * 1_200_000))
+    return {
+        "a loop": (looping, LOOP),
+        "a loop, then other work": (write(loop() + work()[1:]), NONE),
+        "work": (write(work()), NONE),
+        "work, then a loop": (write(work() + loop()), LOOP),
+        "one turn": (write(loop()[:1]), NONE),
+        "no turn": (write([]), NONE),
+        "a loop in 1.2 MB": (write(loop("x" * 150_000)), LOOP),
+        "work in 1.2 MB": (write(work("x" * 150_000)), NONE),
+        "one message of 1.2 MB": (huge, LIMIT),
+        "too many messages": (looping | {key: [{}] * 20_000}, LIMIT),
+        "a bad byte in the oldest result": (spoil(looping, "no such"), NOT_JSON),
+        "a bad byte in the newest result": (spoil(looping, "no such", last=True), NOT_JSON),
+        "a bad byte in an argument": (spoil(looping, "ls x", last=True), NOT_JSON),
+        "cut off": (json.dumps(looping)[:-9].encode(), NOT_JSON),
+        **{f"messages are {name}": (looping | {key: value}, NO_MESSAGES) for name, value in words.items()},
+        "no messages": ({name: value for name, value in looping.items() if name != key}, NO_MESSAGES),
+    }
+
+
+def list_items(*items: Mapping[str, object], **more: object) -> dict[str, Any]:
+    """A request of the Responses API in which these items come eight times."""
+    return {"model": "m", "input": [user(), *[{**item, "id": f"i{n}"} for n in range(8) for item in items]], **more}
+
+
+ERROR = "Error: no such file or directory, and there is no other"
+OUTPUT = {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "", "stderr": ERROR, "outcome": {"type": "exit"}}]}
+CODE = {"type": "code_interpreter_call", "code": "f()", "outputs": [{"type": "logs", "logs": ERROR}]}
+MCP = {"type": "mcp_call", "name": "f", "arguments": "{}", "output": ERROR}
+SEARCH = {"type": "web_search_call", "action": {"type": "search", "query": "q"}}
+REFERENCE = {"type": "item_reference"}
+RESPONSES, CHAT, COMPLETIONS = PATHS["responses"], PATHS["chat"], "/v1/completions"
+STUCK = SHAPES["responses"](loop())
+EXPORTS: dict[str, list[dict[str, Any]]] = {
+    "Slack": [{"type": "message", "user": "U1", "text": "again"}],
+    "LangChain": [{"type": "human", "data": {"content": "go"}}, {"type": "ai", "data": {"content": "again"}}],
+    "OpenCode": [{"info": {"role": "assistant"}, "parts": [{"type": "text", "text": "again"}]}],
+    "Gemini CLI": [{"type": "user", "content": "go"}, {"type": "gemini", "content": "again"}],
+}
+CASES: dict[str, Case] = {
+    **{f"{api}: {name}": (PATHS[api], *case) for api in SHAPES for name, case in list_cases_of(api).items()},
+    "code that is run with the same error": (RESPONSES, list_items(CODE, user()), LOOP),
+    "a server's tool with the same error": (RESPONSES, list_items(MCP, user()), LOOP),
+    "the same search": (RESPONSES, list_items(SEARCH, user()), LOOP),
+    "code with other results": (
+        RESPONSES,
+        {"input": [item for n in range(8) for item in ({**CODE, "outputs": [{"type": "logs", "logs": f"{n * 'x'}"}]}, user())]},
+        NONE,
+    ),
+    "outputs of referenced calls": (RESPONSES, list_items(REFERENCE, OUTPUT), LOOP),
+    "answers by reference": (RESPONSES, list_items(REFERENCE, user()), NO_HISTORY),
+    "items of an unknown type": (RESPONSES, {"input": [{"type": "made_up", "value": "x"}] * 8}, NO_MESSAGES),
+    "unknown items beside a loop": (RESPONSES, STUCK | {"input": [{"type": "made_up"}, *STUCK["input"]]}, LOOP),
+    "input is a text": (RESPONSES, {"model": "m", "input": "go on"}, NONE),
+    "input is an empty text": (RESPONSES, {"model": "m", "input": ""}, NO_MESSAGES),
+    "a text behind a response": (RESPONSES, {"model": "m", "input": "go on", "previous_response_id": "r"}, NO_HISTORY),
+    "outputs behind a response": (RESPONSES, {"input": [OUTPUT], "previous_response_id": "r"}, NO_HISTORY),
+    "a loop behind a response": (RESPONSES, STUCK | {"previous_response_id": "r"}, NO_HISTORY),
+    "a loop behind an interaction": (RESPONSES, STUCK | {"previous_interaction_id": "r"}, NO_HISTORY),
+    "work in a server's conversation": (RESPONSES, SHAPES["responses"](work()) | {"conversation": {"id": "c"}}, NO_HISTORY),
+    "a thread": (PATHS["anthropic"], {"messages": [user()], "thread": {"previous_message_id": "m"}}, NO_HISTORY),
+    "a plain prompt": (COMPLETIONS, {"model": "m", "prompt": "say"}, NO_HISTORY),
+    "several prompts": (COMPLETIONS, {"model": "m", "prompt": ["say", "write"]}, NO_HISTORY),
+    "a prompt of tokens": (COMPLETIONS, {"model": "m", "prompt": [1, 2, 3]}, NO_HISTORY),
+    "wrong types in calls": (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": 5}}]}, user()] * 8},
+        LOOP,
+    ),
+    "messages without a role": (CHAT, {"messages": [{}] * 8}, NO_MESSAGES),
+    **{f"an export of {name}": (CHAT, {"messages": messages * 8}, NO_MESSAGES) for name, messages in EXPORTS.items()},
+    "an empty object": (CHAT, {}, NO_MESSAGES),
+    "a list": (CHAT, [], NO_MESSAGES),
+    "no body": (CHAT, b"", NO_MESSAGES),
+    "words": (CHAT, b"hello", NOT_JSON),
+}
+
+
+def ask_gateway(data: bytes, path: str, folder: Path) -> str:
+    """What the service does."""
+    del folder
+    service = make_service(TURNS)
+    action = metadata_of(ask_preset(service, data, path)).get("action", "allow")
+    reasons = [
+        found.labels["reason"]
+        for metric in service.metrics.uncounted.collect()
+        for found in metric.samples
+        if found.name.endswith("_total") and found.value
+    ]
+    return reasons[0] if reasons else NONE if action == "allow" else LOOP
+
+
+class Commands:
+    """The commands, by what they print."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def explain(self, data: bytes, path: str, folder: Path) -> str:
+        """Of a request with this body."""
+        (folder / "body").write_bytes(data)
+        policy = self._write_policy(folder)
+        key = "authorization: Bearer sk-one"
+        main(["explain", "--policy", policy, "-X", "POST", "-H", key, "-d", f"@{folder / 'body'}", f"http://host{path}"])
+        rows = [line.split(None, 1) for line in self._capsys.readouterr().out.splitlines() if line.strip()]
+        told = {row[0]: row[1] for row in rows}
+        return told.get("uncounted") or (NONE if told["decision"].startswith("allow") else LOOP)
+
+    def replay(self, data: bytes, path: str, folder: Path) -> str:
+        """Of a record of a request with this body."""
+        record = {"record": 1, "time": 1_790_000_000, "method": "POST", "path": path}
+        record |= {"headers": {"authorization": "Bearer sk-one"}, "body_base64": b64encode(data).decode()}
+        (folder / "log").write_text(json.dumps(record))
+        assert main(["replay", "--policy", self._write_policy(folder), "--json", str(folder / "log")]) == 0
+        (told,) = json.loads(self._capsys.readouterr().out)["policies"]
+        return next(iter(told["uncounted"]), LOOP if told["loops"] else NONE)
+
+    def scan(self, data: bytes, path: str, folder: Path) -> str:
+        """Of a file that holds only this body."""
+        del path
+        (folder / "requests.jsonl").write_bytes(data)
+        main(["scan", "--json", "--jobs", "1", str(folder / "requests.jsonl")])
+        printed = self._capsys.readouterr()
+        report = json.loads(printed.out)
+        for kind, found in report["problems"].items():
+            assert f"{found['what']}" in printed.err
+            return OTHER_FILES.get(kind) or next(iter(found["names"])).removeprefix("requests: ")
+        if not report["conversations"]:
+            assert "no file contains a conversation" in printed.err
+            return NO_MESSAGES
+        return LOOP if any(found["ends"] == found["calls"] for found in report["found"]) else NONE  # its newest call
+
+    @staticmethod
+    def _write_policy(folder: Path) -> str:
+        (folder / "policy.json").write_text(json.dumps(TURNS))
+        return str(folder / "policy.json")
+
+
+OTHER_FILES = {"unknown": NO_MESSAGES, "not_json": NOT_JSON, "foreign": NOT_JSON}
+"""What `scan` says of files that are no requests, in the words of the others."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_readers_say_the_same(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gateway, explain, replay and scan."""
+    path, body, verdict = CASES[name]
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    commands = Commands(capsys)
+    readers: list[Callable[[bytes, str, Path], str]] = [ask_gateway, commands.explain, commands.replay, commands.scan]
+
+    said = [ask(data, path, tmp_path) for ask in readers]
+
+    assert said == [verdict] * 4
