@@ -97,7 +97,7 @@ class BudgetCandidate(Candidate):
 
     def is_about(self, tenant: str) -> bool:
         """See `Candidate`; rules may tell callers apart by other keys than the policy."""
-        return tenant in [self.tenant, *[each.tenant for each in self.reserved]]
+        return tenant == self.tenant or tenant in [each.tenant for each in self.reserved]
 
     def choose(self, missing: list[tuple[str, str]]) -> bool:
         """Choose the rules that apply, while the head can still be read; returns whether there are any.
