@@ -51,6 +51,7 @@ MAX_FRACTIONS: Final = 5_000
 counts as several."""
 
 _WORTH_REMEMBERING: Final = 32
+_LONGEST_WEIGHED: Final = 1_024
 
 MAX_DIGITS: Final = 640
 """Maximum length of an integer in a body, in digits. Like most parsers, Loopguard rejects longer ones."""
@@ -157,7 +158,7 @@ def hook_number_in_part(text: str) -> msgspec.Raw:
 
 
 def _weigh(text: str) -> int:
-    return 1 + len(text) // _WORTH_REMEMBERING
+    return 1 + min(len(text), _LONGEST_WEIGHED) // _WORTH_REMEMBERING
 
 
 def write_number(text: str) -> msgspec.Raw:
@@ -176,7 +177,7 @@ _HALF = re.compile(
     rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)[0-9a-fA-F]{2})"
 )
-_MOST_HALVES: Final = 1_000
+_MOST_HALVES: Final = 4_000
 """Maximum number of halves to replace in one body."""
 
 _MOST_ESCAPED: Final = 256
