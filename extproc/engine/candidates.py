@@ -996,7 +996,7 @@ class SessionCandidate(Candidate):
         step = self.hit
         if not isinstance(step, Step):
             return ""
-        return step.shared if self.standing is not None and self.standing.shared else step.key
+        return step.key
 
     @property
     def nameless(self) -> Document | None:

@@ -14,6 +14,7 @@ from extproc.engine.evaluation import CandidateGroup, Evaluation
 from extproc.metrics import Decisions
 from extproc.operator.coverage_rows import (
     COUNTED,
+    CROWDED,
     EXEMPT,
     PARTLY,
     REQUESTS,
@@ -103,6 +104,10 @@ class Coverage:
             for policy in {each.plan.id for each in group.candidates if each.plan.merges_strangers and not each.caller}:
                 self._add((policy, mode, route, "", SHARED))
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
+
+    def note_crowded(self, policy: str, mode: str) -> None:
+        """Note a request in a session that is forgotten sooner, because its caller begins so many."""
+        self._add((policy, mode, "", "", CROWDED))
 
     def note_unsteered(self, policies: Sequence[str], reason: str) -> None:
         """Note a request that got a warning instead of a note."""

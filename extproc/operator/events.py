@@ -32,7 +32,7 @@ from extproc.metrics import Metrics
 from extproc.operator.incident_rows import IncidentRow
 from extproc.operator.loop_rows import Loop
 from extproc.operator.session_rows import SessionRefusal
-from extproc.operator.session_table import OVERFLOW, Run, RunName, convert_amount, convert_dollars, name_killer
+from extproc.operator.session_table import Run, RunName, convert_amount, convert_dollars, name_killer
 from extproc.sessions.limits import write_grant
 from extproc.settings import Settings
 from extproc.store.rules.tree import AGENT_LIMITS
@@ -424,6 +424,4 @@ class SessionEvents:
 
 def _find_grant(name: RunName, refusal: SessionRefusal) -> str | None:
     """The command that allows what a session was refused; None if it is not about a tool's own limit, or about agents."""
-    if name.session == OVERFLOW:
-        return None
     return write_grant(name.session, name.tenant, refusal.limit, refusal.tool, refusal.used, refusal.allowed) or None

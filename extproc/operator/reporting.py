@@ -28,7 +28,7 @@ from extproc.operator.coverage_rows import DROPPED, EVICTED
 from extproc.operator.incident_table import IncidentTable
 from extproc.operator.loop_table import LoopTable
 from extproc.operator.probes import Probes
-from extproc.operator.session_table import OVERFLOW, RunName, SessionTable
+from extproc.operator.session_table import RunName, SessionTable
 from extproc.operator.spawn_links import SpawnLinks
 from extproc.operator.table import UNKNOWN, find_known
 from extproc.request.document import Document
@@ -217,8 +217,9 @@ class Reporter:
             if candidate.narrowing is not None and candidate.narrowing.removes:
                 limit = "max_tool_calls" if candidate.narrowing.every else "max_calls_per_tool"
                 metrics.session_limits.labels(policy, mode, limit, NARROW).inc()
-            if standing.shared:
+            if standing.crowded:
                 metrics.session_overflow.labels(policy).inc()
+                self.coverage.note_crowded(policy, mode)
             name = (candidate.tenant, policy, mode, candidate.session)
             run = self.sessions.note(
                 name,
@@ -265,9 +266,7 @@ class Reporter:
         now = time()
         for candidate, standing in zip(candidates, standings, strict=True):
             if isinstance(standing, Standing):
-                shared = candidate.standing is not None and candidate.standing.shared  # a settlement's answer does not say
-                session = OVERFLOW if shared else candidate.session
-                name = candidate.tenant, candidate.plan.id, candidate.guard.mode, session
+                name = candidate.tenant, candidate.plan.id, candidate.guard.mode, candidate.session
                 self.sessions.settle(name, standing, candidate.model, candidate.call, status, None, now, refused=True)
 
     def report_settled(self, settled: Sequence[Settled], entry: Entry, standings: Sequence[Answer]) -> None:

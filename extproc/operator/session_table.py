@@ -40,9 +40,6 @@ from extproc.sessions.rates import Usage
 from extproc.store.rules.session import KILLED, LIMITS, NANO_DOLLARS, Standing
 from extproc.store.rules.tree import TreeStanding
 
-OVERFLOW: Final = "shared"
-"""In place of a session's name: all those of a tenant that share one ledger, because it has begun too many."""
-
 OPERATOR: Final = "operator"
 """What has killed a session that its breaker has not."""
 
@@ -59,7 +56,7 @@ _CALL_NAME: Final = 4
 
 
 class RunName(NamedTuple):
-    """What identifies a session: the caller's hash, a policy and its mode, and the hash of its name, or `OVERFLOW`."""
+    """What identifies a session: the caller's hash, a policy and its mode, and the hash of its name."""
 
     tenant: str
     policy: str
@@ -293,8 +290,6 @@ class SessionTable(Table[Run, SessionDocument]):
 
     def _get_or_begin(self, name: tuple[str, str, str, str], standing: Standing, now: float) -> Run:
         """The session with this name, which gets this standing; a new one if there is none."""
-        if standing.shared:
-            name = (*name[:3], OVERFLOW)
         run = self.use(name)
         if run is None:
             run = Run(RunName(*name), now)

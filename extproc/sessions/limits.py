@@ -41,7 +41,6 @@ UNNAMED: Final = "unnamed"
 
 _MOST_SESSIONS: Final = 2**31
 _MOST_SHOWN: Final = 8
-_SHARED: Final = "shared"
 _NONE: Final = -1
 # Offsets in a record.
 _TOOL: Final = 6
@@ -109,21 +108,17 @@ class SessionKeys:
     Attributes:
         ledger: the key of its own ledger.
         tenant: the key of the number of sessions that its tenant has begun.
-        shared: the key of the ledger that excess sessions of its tenant share.
         checksum: checksum of the session's name.
         tree: the key of its tree of agents.
-        shared_tree: the key of the tree that excess sessions share.
     """
 
-    __slots__ = ("checksum", "ledger", "shared", "shared_tree", "tenant", "tree")
+    __slots__ = ("checksum", "ledger", "tenant", "tree")
 
-    def __init__(self, ledger: str, tenant: str, shared: str, checksum: int, tree: str, shared_tree: str) -> None:  # noqa: PLR0913  # a record
+    def __init__(self, ledger: str, tenant: str, checksum: int, tree: str) -> None:
         self.tree = tree
-        self.shared_tree = shared_tree
         self.checksum = checksum
         self.ledger = ledger
         self.tenant = tenant
-        self.shared = shared
 
 
 _KEYS: Final[Memo[tuple[str, str, str, str], SessionKeys]] = Memo(2_048)
@@ -369,7 +364,7 @@ class SessionGuard:
         self.gives_notice = bool(self._steer or self._warn)
         self.narrows = self.limits.narrows or self.limits.finishes or bool(self.limits.tools)
         self.refusal = RefusalForm(limits.reject_status if isinstance(limits.reject_status, int) else None)
-        self._key = f"{namespace}session5:{policy}:"
+        self._key = f"{namespace}session6:{policy}:"
         self._tenants = f"{namespace}sessions2:{policy}:"
         self._chains = Chains(policy, session.idle_seconds, namespace=namespace)
         self._opening = f'{{"policy":"{policy}","mode":"{self.mode}","name":"'
@@ -417,10 +412,9 @@ class SessionGuard:
         place = (self._key, scope, tenant, session)
         keys = _KEYS.get(place)
         if keys is None:
-            ledger, shared = f"{self._key}{scope}:{session}:{tenant}", f"{self._key}{scope}:{_SHARED}:{tenant}"
+            ledger, tree = f"{self._key}{scope}:{session}:{tenant}", f"{self._trees}{scope}:{session}:{tenant}"
             begun = f"{scope}:{UNNAMED}" if session.endswith(UNNAMED) else scope  # does not count as a session of the tenant
-            trees = [f"{self._trees}{scope}:{name}:{tenant}" for name in (session, _SHARED)]
-            keys = SessionKeys(ledger, f"{self._tenants}{begun}:{tenant}", shared, sum_up(session), *trees)
+            keys = SessionKeys(ledger, f"{self._tenants}{begun}:{tenant}", sum_up(session), tree)
             _KEYS.put(place, keys)
         return keys
 
@@ -464,7 +458,6 @@ class SessionGuard:
         return Step(
             keys.ledger,
             keys.tenant,
-            keys.shared,
             self._unlimited if allowed else limits,
             identity,
             call,
@@ -489,7 +482,7 @@ class SessionGuard:
 
     def make_tree_step(self, keys: SessionKeys, agent: bytes, parent: bytes, limits: AgentLimits) -> TreeStep:
         """The part of the question about agents, by their digests."""
-        return TreeStep(keys.tree, keys.shared_tree, limits, agent, parent)
+        return TreeStep(keys.tree, limits, agent, parent)
 
     def describe_call(self, name: str, call: bytes, model: str, reserve: int) -> str:
         """JSON that an access log entry has to repeat, so that the call it is about is known.

@@ -78,7 +78,7 @@ class Session(JsonObject):
             `x-parent-session-id` and `session-id` go first, then the others without `x-claude-code-agent-id`, `thread-id` as
             the last header and `body:/prompt_cache_key` as the first body field.
         idle_seconds: a session ends after this long without a request.
-        max_sessions_per_tenant: sessions of a caller within `idle_seconds`; further ones share the limits of one.
+        max_sessions_per_tenant: sessions of a caller within `idle_seconds` before further ones end sooner.
         agent_keys: limit keys outside the body; the first that a request has names the agent, below the session that `keys`
             name. A value equal to the session's stands for the session itself. Default: the headers of Claude Code, Codex and
             opencode.

@@ -237,13 +237,9 @@ class MemoryStore:
         if ledger is not None and not ledger.is_over(limits, now) and not ledger.is_large():  # usually; it stays unpacked
             return ledger.take_step(asked, now)
         ledger = self._take_ledger(key, limits, now)
-        shared = ledger is None and not self._enter(asked, now)
-        if shared:
-            key = asked.shared
-            ledger = self._take_ledger(key, limits, now)
         if ledger is None:
-            ledger = Ledger(None, now, 0 if shared else asked.earlier)
-        standing = ledger.take_step(asked, now, shared=shared)
+            ledger = Ledger(None, now, asked.earlier, self._enter(asked, now))
+        standing = ledger.take_step(asked, now)
         self._keep_ledger(key, ledger, now)
         return standing
 
@@ -262,13 +258,13 @@ class MemoryStore:
         self._keep_ledger(asked.key, ledger, now)
         return standing
 
-    def _enter(self, asked: Step, now: int) -> bool:
-        """Whether the tenant may begin another session."""
+    def _enter(self, asked: Step, now: int) -> int:
+        """Begin a session of the tenant; returns how often its idle time is halved."""
         lifetime = asked.limits.idle_ms
         entry = self._take(asked.tenant, lifetime)
-        begun, room = enter(bytes(entry[_TIMES.size :]) if entry is not None else None, asked.limits, now)
+        begun, halvings = enter(bytes(entry[_TIMES.size :]) if entry is not None else None, asked.limits, now)
         self._put(asked.tenant, lifetime, _TIMES.pack(now, 0) + begun, now)
-        return room
+        return halvings
 
     def _take_ledger(self, key: str, limits: Limits, now: int) -> Ledger | None:
         """Take out a session's ledger, to be changed and put back; None if there is none or it has expired."""

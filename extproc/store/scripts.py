@@ -149,9 +149,9 @@ def session_call(asked: Step | Settlement, now: int | None = None) -> ScriptCall
     if not isinstance(asked, Step):
         return ScriptCall(_SESSION, asked, arguments, weight=1)
     tree, search = asked.tree, asked.search
-    others: tuple[str, ...] = (asked.tenant, asked.shared)
+    others: tuple[str, ...] = (asked.tenant,)
     if tree is not None:
-        others = (*others, tree.key, tree.shared)
+        others = (*others, tree.key)
     if search is not None:
         others = (*others, search.key, search.parent_key)
     return ScriptCall(_SESSION, asked, arguments, 0, others, weigh(asked))

@@ -69,7 +69,7 @@ def _hit(number: int) -> Hit:
 def _step(number: int, calls: int, request: int = 0) -> Step:
     """A request of the session of that number, whose history shows this many calls."""
     tenant = f"{number % 1000:016x}"
-    keys = (f"session:p::{number:016x}:{tenant}", f"sessions:p::{tenant}", f"session:p::shared:{tenant}")
+    keys = (f"session:p::{number:016x}:{tenant}", f"sessions:p::{tenant}")
     name = (number << 8 | request).to_bytes(8)
     shown = b"".join(_CALLS[:calls])
     return Step(*keys, _LIMITS, name, name, 1_000, shown, add_up(shown), 1, _TOOLS, (0, 0, 0))
@@ -132,7 +132,7 @@ def _count_trips(metrics: Metrics) -> float:
 
 def _long(limits: Limits, history: bytes, number: int, tools: int, newest: int = 1) -> Step:
     """A request with a history of any length, of a session of that number."""
-    keys = (f"session:long::{number:016x}:00", "sessions:long::00", "session:long::shared:00")
+    keys = (f"session:long::{number:016x}:00", "sessions:long::00")
     names = tuple((tool.to_bytes(4), f"tool_{tool}") for tool in range(tools))
     name = os.urandom(8)
     return Step(*keys, limits, name, name, 1_000, history, add_up(history), newest, names, (0, 0, 0))

@@ -50,7 +50,7 @@ def make_step(number: int, limits: Limits, calls: Sequence[bytes] = (), **change
     """The request of that number, in a session of a tenant whose digits are 7f."""
     shown = sorted({record[6:10] for record in calls})
     tools = tuple((tool, tool.decode("latin-1").rstrip(".")) for tool in shown)
-    keys = ("session:p::s1:7f", "sessions:p::7f", "session:p::*:7f")
+    keys = ("session:p::s1:7f", "sessions:p::7f")
     identity, name = number.to_bytes(8), (number + 2**32).to_bytes(16)
     joined = b"".join(calls)
     turns = [int.from_bytes(record[:6]) // 8 for record in calls]
@@ -75,7 +75,7 @@ class Account:
         self.records: list[bytes] = []
         self.tools: dict[bytes, list[Any]] = {}
         self.count = earlier
-        self.blocks = self.row = self.errors = self.narrowed = 0
+        self.blocks = self.row = self.errors = self.narrowed = self.halvings = 0
         self.cost = self.estimated = self.paid = self.failures = self.model_ms = 0
         self.tokens = [0, 0, 0, 0]
         self.killed = 0
@@ -152,7 +152,7 @@ class Account:
         if limits.blocks >= 0 and self.row >= limits.blocks and not self.killed:
             self.killed = 1
 
-    def step(self, asked: Step, now: int, shared: bool) -> Standing:
+    def step(self, asked: Step, now: int) -> Standing:
         """One request."""
         self.close_old(now)
         shown = self.learn(asked)
@@ -182,7 +182,9 @@ class Account:
             self.row, self.last = 0, now
             verdict = (0, reserve, 0, b"")
             self.close_old(now)
-        return self.stand(now, verdict, shared, retry)
+        if self.killed or self.blocks or self.judge(asked, shown, False)[0]:
+            self.halvings = 0
+        return self.stand(now, verdict, retry)
 
     def sort_out(self, asked: Step) -> bytes:
         """Of which step a request is a repetition, if it is of one; the first with tools makes those before it none."""
@@ -203,7 +205,9 @@ class Account:
             self.open.remove(step)
             self.finish(step, asked)
         self.close_old(now)
-        return self.stand(now, (0, 0, 0, b""), False, not found)
+        if self.killed or 0 <= asked.limits.cost <= self.cost + sum(step["reserve"] for step in self.open):
+            self.halvings = 0
+        return self.stand(now, (0, 0, 0, b""), not found)
 
     def finish(self, step: dict[str, Any], asked: Settlement) -> None:
         """One that is open."""
@@ -230,13 +234,15 @@ class Account:
         if asked.limits.errors >= 0 and self.errors >= asked.limits.errors and not self.killed:
             self.killed = 2
 
-    def stand(self, now: int, verdict: tuple[int, int, int, bytes], shared: bool, retry: bool) -> Standing:
+    def stand(self, now: int, verdict: tuple[int, int, int, bytes], retry: bool) -> Standing:
         """Where that leaves it."""
         reserved = sum(step["reserve"] for step in self.open)
         counts = (self.count, len(self.records), self.blocks, self.row, self.errors, self.cost, self.estimated, reserved)
         tools = tuple((tool, name, count) for tool, (name, count) in self.tools.items())
         age, tokens = max(0, now - self.began), (self.tokens[0], self.tokens[1], self.tokens[2], self.tokens[3])
-        return Standing(*verdict, *counts, self.killed, age, shared, retry, tools, tokens, self.model_ms, self.failures)
+        return Standing(
+            *verdict, *counts, self.killed, age, self.halvings > 0, retry, tools, tokens, self.model_ms, self.failures
+        )
 
 
 class Book:
@@ -249,7 +255,10 @@ class Book:
     def find(self, key: str, limits: Limits, now: int) -> Account | None:
         """One that is not to be forgotten."""
         account = self._accounts.get(key)
-        if account is not None and abs(now - (account.began if limits.ends else account.last)) >= limits.idle_ms:
+        if (
+            account is not None
+            and abs(now - (account.began if limits.ends else account.last)) >= limits.idle_ms // 2**account.halvings
+        ):
             del self._accounts[key]
         return self._accounts.get(key)
 
@@ -258,16 +267,16 @@ class Book:
         account = self.find(asked.key, asked.limits, now)
         if isinstance(asked, Settlement):
             return account.settle(asked, now) if account is not None else Standing(retry=True)
-        key, shared = asked.key, False
         if account is None:
             began = self._begun.get(asked.tenant, [])
-            began = began if began and abs(now - began[0]) < asked.limits.idle_ms else []
-            shared = len(began) >= asked.limits.max_sessions
-            self._begun[asked.tenant] = began if shared else [*began, now]
-            key = asked.shared if shared else key
-            account = self.find(key, asked.limits, now) if shared else None
-            account = self._accounts[key] = account or Account(now, 0 if shared else asked.earlier)
-        return account.step(asked, now, shared)
+            began = [*(began if began and abs(now - began[0]) < asked.limits.idle_ms else []), now]
+            self._begun[asked.tenant] = began
+            account = self._accounts[asked.key] = Account(now, asked.earlier)
+            most = asked.limits.max_sessions
+            if len(began) > most:
+                lasts = abs(now - began[0]) * most // len(began)
+                account.halvings = next((times for times in range(6) if asked.limits.idle_ms // 2**times <= lasts), 6)
+        return account.step(asked, now)
 
 
 Asking = Callable[[Step | Settlement, int], Standing]
@@ -341,7 +350,7 @@ def play(moves: Sequence[tuple[int, str, int, int]], limits: Limits, ask: Asking
         more["earlier"] = amount * (who == 2)
         asked = make_step(number, limits, shown, **names, **more)
         answers.append(ask(asked, now))
-        done.append((asked, asked.shared if answers[-1].shared else asked.key))
+        done.append((asked, asked.key))
     return answers
 
 
@@ -382,7 +391,7 @@ _TOOLS, _MONEY, _LOOP = limit(tools=((digest("send"), 1),)), limit(cost=100), li
 _BLOCKS, _ERRORS = limit(steps=1, blocks=2), limit(errors=2)
 
 
-_TWO_SESSIONS = limit(steps=1, max_sessions=2)
+_ONE_SESSION = limit(steps=2, max_sessions=1)
 
 
 def in_session(name: str, number: int, limits: Limits, **changes: Any) -> Step:  # noqa: ANN401  # Step's own fields
@@ -669,13 +678,13 @@ CASES: dict[str, Case] = {
         ),
         (2, make_step(3, _LOOP, [*answer(4, "read", "i"), *answer(5, "k"), *answer(6, "j", "read")], newest=2), "ok"),
     ],
-    "sessions that are too many share a ledger": [
-        (0, in_session("a", 1, _TWO_SESSIONS), "ok"),
-        (1, in_session("b", 1, _TWO_SESSIONS), "ok"),
-        (2, in_session("c", 1, _TWO_SESSIONS), "ok"),
-        (3, in_session("d", 2, _TWO_SESSIONS), "max_steps 1/1"),
-        (4, in_session("a", 2, _TWO_SESSIONS), "max_steps 1/1"),
-        (60_000, in_session("d", 2, _TWO_SESSIONS), "ok"),
+    "sessions of a caller that begins many are forgotten sooner": [
+        (0, in_session("a", 1, _ONE_SESSION), "ok"),
+        (30_000, in_session("b", 1, _ONE_SESSION), "ok"),  # of two sessions in 30 s, one stays for 15
+        (44_999, in_session("b", 2, _ONE_SESSION), "ok"),
+        (59_999, in_session("b", 3, _ONE_SESSION), "max_steps 2/2"),
+        (60_000, in_session("b", 4, _ONE_SESSION), "max_steps 2/2"),
+        (60_001, in_session("a", 2, _ONE_SESSION), "ok"),
     ],
     "the order of the limits": [
         (0, make_step(1, limit(steps=0, tool_calls=0, cost=0), call("send")), "max_steps 0/0"),

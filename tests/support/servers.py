@@ -368,12 +368,12 @@ class Driver:
 
     def place(self, asked: Step | Settlement) -> Step | Settlement:
         """The same under keys of this driver's, which have their digits already."""
-        keys = ("key", "tenant", "shared") if isinstance(asked, Step) else ("key",)
+        keys = ("key", "tenant") if isinstance(asked, Step) else ("key",)
         tree = asked.tree if isinstance(asked, Step) else None
         search = asked.search if isinstance(asked, Step) else None
         more: dict[str, Any] = {}
         if tree is not None:
-            more["tree"] = replace(tree, key=self.name(tree.key), shared=self.name(tree.shared))
+            more["tree"] = replace(tree, key=self.name(tree.key))
         if search is not None:
             more["search"] = search._replace(key=self.name(search.key), parent_key=self.name(search.parent_key))
         return replace(asked, **more, **{key: self.name(getattr(asked, key)) for key in keys})

@@ -120,7 +120,7 @@ def make_request(body: bytes, number: int, key: str = "session:p::s1:7f") -> Ste
     """A step as the guard makes it of a body."""
     calls = read_tool_calls(Document(body))
     name = number.to_bytes(8)
-    keys = (key, "sessions:p::7f", "session:p::*:7f")
+    keys = (key, "sessions:p::7f")
     return Step(*keys, LIMITS, name, name, 0, calls.records, calls.total, calls.newest, calls.tools, (0, 0, 0))
 
 

@@ -28,7 +28,7 @@ def ask_in_tree(
     **changes: Any,  # noqa: ANN401  # Step's own fields
 ) -> Step:
     """A request of an agent, by its number and that of its parent."""
-    tree = TreeStep("tree:p::s1:7f", "tree:p::*:7f", limits, name(agent), name(parent))
+    tree = TreeStep("tree:p::s1:7f", limits, name(agent), name(parent))
     return make_step(number, session, tree=tree, **changes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from extproc.decision import UNREADABLE
-from extproc.operator.coverage_rows import SHARED
+from extproc.operator.coverage_rows import CROWDED, SHARED
 from extproc.request.fingerprint import MAX_TARGET
 from extproc.request.http import MAX_DESCRIPTOR
 
@@ -53,6 +53,11 @@ _SELECTOR = Repair(
 REPAIRS = {
     "missing_descriptor": Repair("have none of the policy's limit keys: {keys}", _OTHER_KEY, "limit_keys"),
     SHARED: Repair("have none of the policy's limit keys: {keys}, so they count as one caller", _OTHER_KEY, "limit_keys"),
+    CROWDED: Repair(
+        "are of callers that begin more than max_sessions_per_tenant sessions, so idle sessions of theirs are forgotten sooner",
+        'name sessions by what a whole conversation keeps: "session": {{"keys": [...]}}; a program may make a name per request',
+        "session",
+    ),
     "unnamed": Repair(
         "name no session and show no conversation, so session_limits do not limit them",
         'limit them with "unnamed_limits", or name their sessions: "session": {{"keys": [...]}}',

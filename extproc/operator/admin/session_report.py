@@ -33,7 +33,7 @@ from extproc.operator.agents import ACTIVE_SECONDS, order_tree
 from extproc.operator.board import View
 from extproc.operator.overrides import describe_override
 from extproc.operator.session_rows import SessionDocument, SessionRefusal, SessionRow
-from extproc.operator.session_table import OVERFLOW, convert_amount, convert_dollars, name_killer
+from extproc.operator.session_table import convert_amount, convert_dollars, name_killer
 from extproc.operator.standing_orders import NO_ORDERS, OrderIndex, ShownRow
 from extproc.sessions.limits import UNNAMED
 
@@ -139,7 +139,7 @@ def describe_session(row: SessionRow, *, shows_callers: bool, orders: OrderIndex
         "granted": describe_amounts(row.granted),
         "orders": [describe_override(order) for order in orders.find(_make_shown_row(row))],
     }
-    named = row.session not in {UNNAMED, OVERFLOW}
+    named = row.session != UNNAMED
     return {**described, "commands": suggest_for_session(described, named=named)}
 
 

@@ -1,8 +1,7 @@
 -- session: what sessions have used up, and whether another request is let through; or the outcome of one that was.
 --
--- KEYS     for each step three keys, all in one hash slot: the session's ledger, the number of the tenant's sessions, the
---          ledger that excess sessions share; if it has a place in a tree, also the key of that tree, and of the tree of excess
---          sessions; if its session is to be found, also the agent's own key and its parent's, as roots.lua has them; for each
+-- KEYS     for each step two keys, in one hash slot: the session's ledger, and the number of the tenant's sessions; if it has
+--          a place in a tree, also the key of that tree; if its session is to be found, also the agent's own key and its parent's, as roots.lua has them; for each
 --          settlement the ledger's key. A single step may come with its first key only; then there is room for the session, its
 --          agents have no limits, and its session is the one in the key. If a session is found, its ledger and tree are named
 --          like those in KEYS, in the same slot
@@ -17,8 +16,8 @@
 -- tree.lua and root.lua are loaded before this file. Formats, rules and names are those of session.py. The value decides; the key's own expiry
 -- only collects garbage.
 
-local VERSION = 4
-local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I8I8I8I8I8I4I4I4I4I4I4I4I4BBBBBI2I2', 122
+local VERSION = 5
+local HEAD, HEAD_SIZE = '>BI8I8I8I8I8I8I8I8I8I8I4I4I4I4I4I4I4I4BBBBBBI2I2', 123
 local RESERVATION, RESERVATION_SIZE = '>c16c8I8I8I4I4B', 49
 local TOOL, TOOL_SIZE = '>c4I4', 8
 local BEGUN_VERSION = 1
@@ -39,10 +38,11 @@ local FAILED, REFUSED, STEP, WITHDRAWN, JOINED = 1, 2, 3, 4, 5
 local CONVERSATION = 8
 local RETRY, NARROWED = 1, 2
 local ENDS, OFFERED, FINISHES = 2, 4, 16
-local SHARED, IN_TREE, OF_ROOT, FIRST_OF_AGENTS = 1, 2, 4, 7
+local CROWDED, IN_TREE, OF_ROOT, FIRST_OF_AGENTS = 1, 2, 4, 7
 local ROOT_ASKED, ROOT_ASKED_SIZE = '>c8I4', 12
 local OFFER, OFFERS_TOOLS, OFFERS_NONE = 64, 1, 2
 local GARBAGE_MS = 1000
+local MOST_HALVINGS = 6
 
 local sub = string.sub
 
@@ -58,11 +58,11 @@ local function get(key)
   return type(value) == 'string' and value or ''
 end
 
-local function make(now, steps)
+local function make(now, steps, halvings)
   return {
     last = now, began = now, cost = 0, estimated = 0, reserved = 0, input = 0, output = 0, cache_read = 0, cache_write = 0,
     model_ms = 0, steps = steps, tool_calls = 0, narrowed_at = 0, blocks = 0, consecutive_blocks = 0, consecutive_errors = 0,
-    paid = 0, failures = 0, killed = 0, renewed = 0, identities = '', open = '', counts = '', names = '', marks = '', records = '',
+    paid = 0, failures = 0, killed = 0, renewed = 0, halvings = halvings, identities = '', open = '', counts = '', names = '', marks = '', records = '',
   }
 end
 
@@ -71,7 +71,7 @@ local function unpack_ledger(value)
   local l, _, identities, open, tools, names, marks, at = {}, nil, nil, nil, nil, nil, nil, nil
   _, l.last, l.began, l.cost, l.estimated, l.reserved, l.input, l.output, l.cache_read, l.cache_write, l.model_ms, l.steps,
     l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.paid, l.failures, l.killed, l.renewed,
-    identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
+    l.halvings, identities, open, tools, names, marks, at = struct.unpack(HEAD, value)
   identities, open, tools, marks = identities * REPEATED, open * RESERVATION_SIZE, tools * TOOL_SIZE, marks * MARK_SIZE
   local records = #value + 1 - at - identities - open - tools - names - marks
   if records < 0 or records % KNOWN > 0 then return nil end -- not written by Loopguard either
@@ -87,32 +87,37 @@ end
 local function pack_ledger(l)
   local head = struct.pack(HEAD, VERSION, l.last, l.began, l.cost, l.estimated, l.reserved, l.input, l.output, l.cache_read,
     l.cache_write, l.model_ms, l.steps, l.tool_calls, l.narrowed_at, l.blocks, l.consecutive_blocks, l.consecutive_errors,
-    l.paid, l.failures, l.killed, l.renewed, #l.identities / REPEATED, #l.open / RESERVATION_SIZE, #l.counts / TOOL_SIZE, #l.names, #l.marks / MARK_SIZE)
+    l.paid, l.failures, l.killed, l.renewed, l.halvings, #l.identities / REPEATED, #l.open / RESERVATION_SIZE, #l.counts / TOOL_SIZE, #l.names, #l.marks / MARK_SIZE)
   return table.concat({head, l.identities, l.open, l.counts, l.names, l.marks, l.records})
 end
+
+local function get_idle(l, asked) return math.floor(asked.idle / 2 ^ l.halvings) end
 
 local function recall(key, asked)
   local value = get(key)
   local l = unpack_ledger(value)
-  if l and math.abs(asked.now - (asked.ends and l.began or l.last)) < asked.idle then return l end
+  if l and math.abs(asked.now - (asked.ends and l.began or l.last)) < get_idle(l, asked) then return l end
   if value ~= '' then redis.call('DEL', key) end
   return nil
 end
 
 local function keep(key, l, asked)
-  local lifetime = math.max(0, l.last + asked.idle - asked.now) + GARBAGE_MS
+  local lifetime = math.max(0, l.last + get_idle(l, asked) - asked.now) + GARBAGE_MS
   redis.call('SET', key, pack_ledger(l), 'PX', lifetime)
 end
 
 local function enter(key, asked)
   local value = get(key)
-  local now, _, began, count = asked.now, nil, asked.now, 0
+  local now, _, began, count, halvings = asked.now, nil, asked.now, 0, 0
   if #value == BEGUN_SIZE and string.byte(value) == BEGUN_VERSION then _, _, began, count = struct.unpack(BEGUN, value) end
   if math.abs(now - began) >= asked.idle then began, count = now, 0 end
-  local room = count < asked.max_sessions
-  if room then count = count + 1 end
+  count = math.min(count + 1, MAX)
+  if count > asked.max_sessions then
+    local lasts = math.floor(math.abs(now - began) * asked.max_sessions / count)
+    while halvings < MOST_HALVINGS and math.floor(asked.idle / 2 ^ halvings) > lasts do halvings = halvings + 1 end
+  end
   redis.call('SET', key, struct.pack(BEGUN, BEGUN_VERSION, now, began, count), 'PX', asked.idle + GARBAGE_MS)
-  return room
+  return halvings
 end
 
 local function pay(l, cost, estimated)
@@ -462,8 +467,8 @@ local function close(l, at, asked)
   if l.killed == 0 and asked.errors >= 0 and l.consecutive_errors >= asked.errors then l.killed = 2 end
 end
 
-local function describe(l, now, shared, retry, limit, used, allowed, tool, tree, root)
-  local bits = (shared and SHARED or 0) + (tree and IN_TREE or 0) + (root and OF_ROOT or 0)
+local function describe(l, now, retry, limit, used, allowed, tool, tree, root)
+  local bits = (l.halvings > 0 and CROWDED or 0) + (tree and IN_TREE or 0) + (root and OF_ROOT or 0)
   local standing = struct.pack(STANDING, limit, l.killed, bits, retry and 1 or 0, tool or '\0\0\0\0', used, allowed,
     l.steps, l.tool_calls, l.blocks, l.consecutive_blocks, l.consecutive_errors, l.cost, l.estimated, l.reserved,
     math.max(0, now - l.began), l.input, l.output, l.cache_read, l.cache_write, l.model_ms, l.failures, #l.counts / TOOL_SIZE)
@@ -494,19 +499,14 @@ local function move_step(key, tree_key, asked, root) -- see session.py
   return move_key(key, old, new), tree_key
 end
 
-local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, own_key, parent_key, asked)
+local function take_step(key, tenant, tree_key, own_key, parent_key, asked)
   local root = nil
   if own_key then
     root = find_root(own_key, parent_key, asked.parent, asked.root_ttl)
     key, tree_key = move_step(key, tree_key, asked, root)
   end
   local l = recall(key, asked)
-  local shared = not l and tenant and not enter(tenant, asked)
-  if shared then
-    key, tree_key = shared_key, shared_tree_key
-    l = recall(key, asked)
-  end
-  l = l or make(asked.now, shared and 0 or asked.earlier)
+  l = l or make(asked.now, asked.earlier, tenant and enter(tenant, asked) or 0)
   close_old(l, asked.now)
   local known, times = find_identity(l, asked.identity)
   if not known and #asked.calls > 0 then learn(l, asked) end -- the same request shows the same calls
@@ -531,13 +531,14 @@ local function take_step(key, tenant, shared_key, tree_key, shared_tree_key, own
     used = let_through(l, asked, retry and identity or asked.identity, retry)
   end
   close_old(l, asked.now)
+  if l.halvings > 0 and (l.killed > 0 or l.blocks > 0 or find_limit(l, asked, false) > 0) then l.halvings = 0 end
   keep(key, l, asked)
-  return describe(l, asked.now, shared, retry, limit, used, allowed, tool, answer, root)
+  return describe(l, asked.now, retry, limit, used, allowed, tool, answer, root)
 end
 
 local function settle(key, asked)
   local l = recall(key, asked)
-  if not l then return describe(make(asked.now, 0), asked.now, false, true, 0, 0, 0) end
+  if not l then return describe(make(asked.now, 0, 0), asked.now, true, 0, 0, 0) end
   local joins = asked.kind == JOINED
   local at = find(l.open, joins and sub(asked.call, 1, CONVERSATION) or asked.call, RESERVATION_SIZE)
   if at then
@@ -548,8 +549,9 @@ local function settle(key, asked)
     if asked.money > 0 then l.paid = math.max(l.paid - 1, 0) end
   end
   close_old(l, asked.now)
+  if l.killed > 0 or (asked.max_cost >= 0 and l.cost + l.reserved >= asked.max_cost) then l.halvings = 0 end
   keep(key, l, asked)
-  return describe(l, asked.now, false, not at, 0, 0, 0)
+  return describe(l, asked.now, not at, 0, 0, 0)
 end
 
 local clock = redis.call('TIME')
@@ -564,11 +566,11 @@ while next_key <= #KEYS do
   asked.estimated, asked.narrows, asked.ends = estimated == 1, flags % ENDS == 1, flags % OFFERED >= ENDS
   asked.offer, asked.finishes = math.floor(flags % FINISHES / OFFERED), flags >= FINISHES
   asked.limited, asked.names, asked.calls, asked.older = ARGV[at + 3], ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]
-  local keys, place = 3, ARGV[at + 7]
-  local tree_key, shared_tree_key, own_key, parent_key = nil, nil, nil, nil
+  local keys, place = 2, ARGV[at + 7]
+  local tree_key, own_key, parent_key = nil, nil, nil
   if #place >= TREE_ASKED_SIZE then
-    tree_key, shared_tree_key = KEYS[next_key + keys], KEYS[next_key + keys + 1]
-    keys, asked.tree = keys + 2, read_tree_question(place)
+    tree_key = KEYS[next_key + keys]
+    keys, asked.tree = keys + 1, read_tree_question(place)
   end
   if #place % TREE_ASKED_SIZE > 0 then
     own_key, parent_key = KEYS[next_key + keys], KEYS[next_key + keys + 1]
@@ -577,8 +579,7 @@ while next_key <= #KEYS do
   end
   if asked.now == -1 then asked.now = server_now end
   if asked.kind == STEP then
-    answers[#answers + 1] = take_step(KEYS[next_key], KEYS[next_key + 1], KEYS[next_key + 2], tree_key, shared_tree_key,
-      own_key, parent_key, asked)
+    answers[#answers + 1] = take_step(KEYS[next_key], KEYS[next_key + 1], tree_key, own_key, parent_key, asked)
     next_key = next_key + keys
   else
     answers[#answers + 1] = settle(KEYS[next_key], asked)

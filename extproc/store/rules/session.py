@@ -125,7 +125,7 @@ class Limits:
 
     Attributes:
         idle_ms: time after the last request that was let through at which a session is forgotten, in milliseconds.
-        max_sessions: number of sessions that a tenant may begin within `idle_ms`; further ones share one ledger.
+        max_sessions: number of sessions that a tenant may begin within `idle_ms` before later ones are forgotten sooner.
         steps: number of requests that are let through.
         tool_calls: number of calls of all tools together.
         narrows: at `tool_calls`, the guard keeps the tools in `tools` that have calls left; without any, a request is refused.
@@ -200,7 +200,6 @@ class Step:
     Attributes:
         key: the key of the session's ledger; it ends in two hex digits of the tenant.
         tenant: the key of the number of sessions that the tenant has begun; it ends in the same two digits.
-        shared: the key of the ledger that excess sessions share; it ends in the same two digits.
         limits: what the session may use up.
         identity: a digest of the request, 8 bytes; repeating one of the session's last 16 is a retry `MAX_RETRIES_PER_STEP`
             times.
@@ -218,12 +217,12 @@ class Step:
     """
 
     __slots__ = (
-        "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "search", "shared",
+        "call", "calls", "earlier", "grants", "identity", "key", "limits", "newest", "offer", "reserve", "search",
         "tenant", "tools", "total", "tree",
     )  # fmt: skip
 
     def __init__(  # noqa: PLR0913  # a record
-        self, key: str, tenant: str, shared: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
+        self, key: str, tenant: str, limits: Limits, identity: bytes, call: bytes, reserve: int, calls: bytes,
         total: int, newest: int, tools: tuple[tuple[bytes, str], ...], grants: tuple[int, int, int], offer: int = 0,
         earlier: int = 0, tree: TreeStep | None = None, search: RootSearch | None = None,
     ) -> None:  # fmt: skip
@@ -235,7 +234,6 @@ class Step:
         self.newest = newest
         self.key = key
         self.tenant = tenant
-        self.shared = shared
         self.limits = limits
         self.identity = identity
         self.call = call
@@ -300,7 +298,7 @@ class Standing:
         reserved: reserved for calls that are not settled yet.
         killed: the reason, an index into `KILLED`.
         age_ms: time since the session began, in milliseconds.
-        shared: it was counted in the ledger that excess sessions share.
+        crowded: it is forgotten sooner, because its tenant begins so many sessions.
         retry: the request repeats one of the session's last 16, or is a side request, so it is not a step. Of a settlement: no
             call of its name was open.
         tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with limits of their own, and
@@ -313,8 +311,8 @@ class Standing:
     """
 
     __slots__ = (
-        "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "estimated", "failures", "killed",
-        "limit", "model_ms", "reserved", "retry", "root", "shared", "steps", "tokens", "tool", "tool_calls", "tools", "tree",
+        "age_ms", "allowed", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "crowded", "estimated", "failures",
+        "killed", "limit", "model_ms", "reserved", "retry", "root", "steps", "tokens", "tool", "tool_calls", "tools", "tree",
         "used",
     )  # fmt: skip
 
@@ -334,7 +332,7 @@ class Standing:
         reserved: int = 0,
         killed: int = 0,
         age_ms: int = 0,
-        shared: bool = False,  # noqa: FBT001, FBT002  # a field
+        crowded: bool = False,  # noqa: FBT001, FBT002  # a field
         retry: bool = False,  # noqa: FBT001, FBT002  # a field
         tools: tuple[tuple[bytes, str, int], ...] = (),
         tokens: Tokens = (0, 0, 0, 0),  # not a constant: compiled classes have signatures only with literals
@@ -362,7 +360,7 @@ class Standing:
         self.reserved = reserved
         self.killed = killed
         self.age_ms = age_ms
-        self.shared = shared
+        self.crowded = crowded
         self.retry = retry
         self.tools = tools
 
@@ -389,7 +387,7 @@ class Standing:
         rest = (
             self.killed,
             self.age_ms,
-            self.shared,
+            self.crowded,
             self.retry,
             self.tools,
             self.tree,
@@ -405,7 +403,7 @@ _SHOWN: Final = (
     *("limit", "used", "allowed", "tool"),
     *("steps", "tool_calls", "blocks", "consecutive_blocks", "consecutive_errors"),
     *("cost", "estimated", "reserved"),
-    *("killed", "age_ms", "shared", "retry", "tools", "tree", "tokens", "model_ms", "failures", "root"),
+    *("killed", "age_ms", "crowded", "retry", "tools", "tree", "tokens", "model_ms", "failures", "root"),
 )
 
 
@@ -413,11 +411,11 @@ Question: TypeAlias = Hit | Step | Settlement | TakeBack | Take
 """Questions that one call to a store may mix. A hit is answered with a `Count`, the others with a `Standing`."""
 
 # In the byte order of most processors, which takes a third of the time. Remote stores use network byte order.
-_VERSION: Final = 4
-_HEAD: Final = struct.Struct("<BQQQQQQQQQQIIIIIIIIBBBBBHH")
+_VERSION: Final = 5
+_HEAD: Final = struct.Struct("<BQQQQQQQQQQIIIIIIIIBBBBBBHH")
 """Version; last, began, cost, estimated, reserved; tokens, of four kinds; model_ms; steps, tool_calls, narrowed_at, blocks,
-consecutive_blocks, consecutive_errors, paid, failures; killed, renewed; and the numbers of identities, reservations, tools,
-bytes of tools' names, and marks."""
+consecutive_blocks, consecutive_errors, paid, failures; killed, renewed, halvings; and the numbers of identities, reservations,
+tools, bytes of tools' names, and marks."""
 
 _HEAD_SIZE: Final = _HEAD.size
 _RESERVATION: Final = struct.Struct("<16s8sQQIIB")
@@ -477,17 +475,29 @@ MAX_MONEY: Final = 2**52
 """Nano-dollars, some millions of dollars: the scripts of stores calculate in doubles."""
 
 MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
+_MOST_HALVINGS: Final = 6
+"""A session is kept for at least this power of two's share of its idle time: a minute of an hour."""
 
 
-def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, bool]:
-    """Begin a session of a tenant; returns the new packed state, and whether there was room for the session."""
+def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, int]:
+    """Begin a session of a tenant; returns the new packed state, and how often the session's idle time is halved.
+
+    After `max_sessions` within `idle_ms`, a session is kept about as long as the tenant takes to begin that many: so the oldest
+    idle ones go, and about that many stay. Sessions that were refused or killed, or have used up a limit, are kept as usual,
+    because a new name would be a way out.
+    """
     began, count = now, 0
     if state is not None:
         _, began, count = _BEGUN.unpack(state)
     if abs(now - began) >= limits.idle_ms:
         began, count = now, 0
-    room = count < limits.max_sessions
-    return _BEGUN.pack(now, began, count + room), room
+    count = min(count + 1, _MAX)
+    halvings = 0
+    if count > limits.max_sessions:
+        lasts = abs(now - began) * limits.max_sessions // count
+        while halvings < _MOST_HALVINGS and limits.idle_ms >> halvings > lasts:
+            halvings += 1
+    return _BEGUN.pack(now, began, count), halvings
 
 
 def move_step(asked: Step, root: bytes) -> Step:
@@ -503,9 +513,9 @@ def move_step(asked: Step, root: bytes) -> Step:
         agent, parent = place.agent, search.parent
         if agent == root:  # in a circle, the root is no agent
             agent = parent = ROOT
-        place = TreeStep(place.key.replace(old, new, 1), place.shared, place.limits, agent, parent)
+        place = TreeStep(place.key.replace(old, new, 1), place.limits, agent, parent)
     return Step(
-        asked.key.replace(old, new, 1), asked.tenant, asked.shared, asked.limits, asked.identity, asked.call, asked.reserve,
+        asked.key.replace(old, new, 1), asked.tenant, asked.limits, asked.identity, asked.call, asked.reserve,
         asked.calls, asked.total, asked.newest, asked.tools, asked.grants, asked.offer, asked.earlier, place,
     )  # fmt: skip
 
@@ -515,6 +525,7 @@ class Ledger:
 
     Attributes:
         idle_ms: how long it is kept, according to the last limits.
+        halvings: how often that time is halved, because the tenant begins so many sessions; see `enter`.
         narrowed_at: 1 and the number of calls of tools without limits of their own when a step was let through although all
             tool calls were used up; or 0.
         identities: the newest steps, oldest first, and the number of their repetitions; see `_REPEATED`.
@@ -529,14 +540,15 @@ class Ledger:
     """
 
     __slots__ = (
-        "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "failures", "identities",
-        "idle_ms", "killed", "last", "marks", "model_ms", "names", "narrowed_at", "open", "paid", "records", "renewed",
-        "reserved", "steps", "tokens", "tool_calls", "tree",
+        "began", "blocks", "consecutive_blocks", "consecutive_errors", "cost", "counts", "estimated", "failures", "halvings",
+        "identities", "idle_ms", "killed", "last", "marks", "model_ms", "names", "narrowed_at", "open", "paid", "records",
+        "renewed", "reserved", "steps", "tokens", "tool_calls", "tree",
     )  # fmt: skip
 
-    def __init__(self, state: bytes | None, now: int, steps: int = 0) -> None:
+    def __init__(self, state: bytes | None, now: int, steps: int = 0, halvings: int = 0) -> None:
         """Unpack a stored ledger, or begin a new one with this many steps."""
         self.idle_ms = 0
+        self.halvings = halvings
         self.last = self.began = now
         self.cost = self.estimated = self.reserved = 0
         self.paid = self.failures = self.model_ms = 0
@@ -566,7 +578,7 @@ class Ledger:
         (
             _, self.last, self.began, self.cost, self.estimated, self.reserved, given, taken, read, written, self.model_ms,
             self.steps, self.tool_calls, self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors,
-            self.paid, self.failures, self.killed, renewed, identities, reservations, tools, names, marks,
+            self.paid, self.failures, self.killed, renewed, self.halvings, identities, reservations, tools, names, marks,
         ) = _HEAD.unpack_from(state)  # fmt: skip
         self.tokens = given, taken, read, written
         self.renewed = renewed != 0
@@ -588,8 +600,8 @@ class Ledger:
         head = _HEAD.pack(
             _VERSION, self.last, self.began, self.cost, self.estimated, self.reserved, *self.tokens, self.model_ms, self.steps,
             self.tool_calls, self.narrowed_at, self.blocks, self.consecutive_blocks, self.consecutive_errors, self.paid,
-            self.failures, self.killed, self.renewed, len(self.identities), len(self.open), len(self.counts) // _COUNTED,
-            len(self.names), len(self.marks) // _MARK,
+            self.failures, self.killed, self.renewed, self.halvings, len(self.identities), len(self.open),
+            len(self.counts) // _COUNTED, len(self.names), len(self.marks) // _MARK,
         )  # fmt: skip
         identities = [b"%b%c" % repeated for repeated in self.identities.items()]
         reservations = [_RESERVATION.pack(*reservation) for reservation in self.open]
@@ -597,14 +609,14 @@ class Ledger:
 
     def is_over(self, limits: Limits, now: int) -> bool:
         """Whether the session has been idle, or has lasted, so long that it is forgotten."""
-        return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms
+        return abs(now - (self.began if limits.ends else self.last)) >= limits.idle_ms >> self.halvings
 
     def is_large(self) -> bool:
         """Whether it knows many tool calls or agents, which take a lot of memory unpacked."""
         return len(self.records) > _RECORDS * KNOWN or (self.tree is not None and self.tree.is_large())
 
-    def take_step(self, asked: Step, now: int, *, shared: bool = False) -> Standing:
-        """Let a request through or refuse it, at the store's time `now`; `shared`: excess sessions share this ledger."""
+    def take_step(self, asked: Step, now: int) -> Standing:
+        """Let a request through or refuse it, at the store's time `now`."""
         self.idle_ms = asked.limits.idle_ms
         self._close_old(now)
         identity = asked.identity
@@ -630,7 +642,9 @@ class Ledger:
         else:
             used = self._let_through(asked, identity if retry else asked.identity, retry, now)
         self._close_old(now)
-        standing = self._describe(now, limit, used, allowed, tool, shared, retry)
+        if self.halvings and (self.killed or self.blocks or self._find_limit(asked, retry=False)[0]):
+            self.halvings = 0
+        standing = self._describe(now, limit, used, allowed, tool, retry)
         standing.tree = tree
         return standing
 
@@ -648,7 +662,9 @@ class Ledger:
             self.steps, self.cost = max(self.steps - 1, 0), max(self.cost - asked.cost, 0)
             self.estimated, self.paid = min(self.estimated, self.cost), max(self.paid - (asked.cost > 0), 0)
         self._close_old(now)
-        return self._describe(now, 0, 0, 0, b"", False, unknown)
+        if self.killed or 0 <= asked.limits.cost <= self.cost + self.reserved:
+            self.halvings = 0
+        return self._describe(now, 0, 0, 0, b"", unknown)
 
     def _sort_out(self, asked: Step, times: int) -> bytes:
         """Tell side requests from steps; returns the identity of the repeated step, or the request's own."""
@@ -948,13 +964,13 @@ class Ledger:
         used: int,
         allowed: int,
         tool: bytes,
-        shared: bool,  # noqa: FBT001  # a field
         retry: bool,  # noqa: FBT001  # a field
     ) -> Standing:
         return Standing(
             limit, used, allowed, tool, self.steps, self.tool_calls, self.blocks, self.consecutive_blocks,
-            self.consecutive_errors, self.cost, self.estimated, self.reserved, self.killed, max(0, now - self.began), shared,
-            retry, list_tools(self.counts, self.names) if self.counts else (), self.tokens, self.model_ms, self.failures,
+            self.consecutive_errors, self.cost, self.estimated, self.reserved, self.killed, max(0, now - self.began),
+            self.halvings > 0, retry, list_tools(self.counts, self.names) if self.counts else (), self.tokens, self.model_ms,
+            self.failures,
         )  # fmt: skip
 
 
@@ -1040,11 +1056,11 @@ def pack_name(name: str) -> bytes:
 
 
 _STANDING: Final = struct.Struct(">BBBB4sqqIIIIIQQQQQQQQQIB")
-"""Limit, killed, shared, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
+"""Limit, killed, crowded, retry, tool, used, allowed; steps, tool_calls, blocks, consecutive_blocks, consecutive_errors; cost,
 estimated, reserved, age_ms; tokens, of four kinds; model_ms, failures; and the number of tools that follow, packed as in a
-ledger. If `shared` has the bit `_IN_TREE`, the tree's answer stands before them; then, with the bit `_OF_ROOT`, the root."""
+ledger. If `crowded` has the bit `_IN_TREE`, the tree's answer stands before them; then, with the bit `_OF_ROOT`, the root."""
 
-_SHARED: Final = 1
+_CROWDED: Final = 1
 _IN_TREE: Final = 2
 _OF_ROOT: Final = 4
 
@@ -1052,11 +1068,11 @@ _OF_ROOT: Final = 4
 def read_standing(answer: bytes) -> Standing:
     """Read a remote store's answer; raises ValueError if it is malformed."""
     try:
-        limit, killed, shared, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(answer)
+        limit, killed, bits, retry, tool, used, allowed, *amounts, tools = _STANDING.unpack_from(answer)
         tree, start = None, _STANDING.size
-        if shared & _IN_TREE:
+        if bits & _IN_TREE:
             tree, start = read_tree(answer, start), start + ANSWER_SIZE
-        root = answer[start : start + ROOT_SIZE] if shared & _OF_ROOT else b""
+        root = answer[start : start + ROOT_SIZE] if bits & _OF_ROOT else b""
         start += len(root)
         names = start + tools * _COUNTED
         listed = list_tools(answer[start:names], answer[names:])
@@ -1069,7 +1085,7 @@ def read_standing(answer: bytes) -> Standing:
     tool = tool if tool != bytes(len(tool)) else b""
     return Standing(
         limit, used, allowed, tool, steps, tool_calls, blocks, consecutive_blocks, consecutive_errors, cost, estimated,
-        reserved, killed, age, shared & _SHARED != 0, retry != 0, listed, (given, taken, read, written), model_ms, failures,
+        reserved, killed, age, bits & _CROWDED != 0, retry != 0, listed, (given, taken, read, written), model_ms, failures,
         tree, root,
     )  # fmt: skip
 

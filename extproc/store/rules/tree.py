@@ -62,17 +62,15 @@ class TreeStep:
 
     Attributes:
         key: the key of the tree; it ends in the same two digits as that of the ledger.
-        shared: the key of the tree of excess sessions, likewise.
         limits: what the agents may be.
         agent: digest of the agent's name, 8 bytes, or `ROOT`.
         parent: digest of the name of the agent that started it, or `ROOT`.
     """
 
-    __slots__ = ("agent", "key", "limits", "parent", "shared")
+    __slots__ = ("agent", "key", "limits", "parent")
 
-    def __init__(self, key: str, shared: str, limits: AgentLimits, agent: bytes, parent: bytes) -> None:
+    def __init__(self, key: str, limits: AgentLimits, agent: bytes, parent: bytes) -> None:
         self.key = key
-        self.shared = shared
         self.limits = limits
         self.agent = agent
         self.parent = parent

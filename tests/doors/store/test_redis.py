@@ -663,11 +663,11 @@ def test_a_ring_s_key_of_another_program_is_replaced(driver: Driver, one: Server
 @pytest.mark.parametrize(
     "poison", ["set x y", "set x ''", f"set x {'y' * 70}", f"set x {'y' * 20}", "hset x a b", "rpush x y", "sadd x y"]
 )
-@pytest.mark.parametrize("kind", ["key", "tenant", "shared"])
+@pytest.mark.parametrize("kind", ["key", "tenant"])
 def test_a_session_s_key_of_another_program_is_replaced(driver: Driver, one: Server, kind: str, poison: str) -> None:
     """Where a key of a session holds something else, it starts from empty, and the others of its batch are not affected."""
-    good = make_step(1, NO_LIMITS, key="good:7f", tenant="others:7f", shared="more:7f")
-    bad = make_step(1, limit(max_sessions=0) if kind == "shared" else NO_LIMITS)
+    good = make_step(1, NO_LIMITS, key="good:7f", tenant="others:7f")
+    bad = make_step(1, NO_LIMITS)
     driver.account([good])
     command, _, *values = poison.split(" ")
     one.client().execute_command(command, f"loopguard:{getattr(driver.place(bad), kind)}", *values)
@@ -1438,14 +1438,11 @@ def test_sessions_in_slots_that_move_are_followed(six: list[Server]) -> None:
     with Driver("redis+cluster://" + six[2].address) as driver:
         tag = next(tag for tag in spread_tags(TAGS)[1:] if find_slot(tag) < SLOTS // 3)
         digits = f"{spread_tags(TAGS).index(tag):02x}"
-        tenant, shared = f"sessions:{digits}", f"shared:{digits}"
+        tenant = f"sessions:{digits}"
         limits = limit(idle_ms=600_000)
 
         def step(number: int, sessions: int) -> list[int]:
-            steps = [
-                make_step(number, limits, key=f"walking:{name}:{digits}", tenant=tenant, shared=shared)
-                for name in range(sessions)
-            ]
+            steps = [make_step(number, limits, key=f"walking:{name}:{digits}", tenant=tenant) for name in range(sessions)]
             return [standing.steps for standing in driver.account(steps)]
 
         assert step(1, 20) == [1] * 20
@@ -1569,8 +1566,8 @@ def test_where_such_requests_are_refused_nothing_of_them_is_counted(three: list[
     """With `reject`, a request that will be refused for one shard leaves no count on another; a settlement is no request."""
     keys = [name_keys(1, node)[0] for node in range(2)]
     hits = [make_hit(key=f"whole:{key}", window_ms=600_000, threshold=100) for key in keys]
-    step = make_step(1, NO_LIMITS, key=f"open:{keys[0]}", tenant=f"tenant:{keys[0]}", shared=f"shared:{keys[0]}")
-    gone = make_step(1, NO_LIMITS, key=f"open:{keys[1]}", tenant=f"tenant:{keys[1]}", shared=f"shared:{keys[1]}")
+    step = make_step(1, NO_LIMITS, key=f"open:{keys[0]}", tenant=f"tenant:{keys[0]}")
+    gone = make_step(1, NO_LIMITS, key=f"open:{keys[1]}", tenant=f"tenant:{keys[1]}")
     with Driver(f"redis+cluster://{three[0].address}", on_store_error="reject", store_timeout=AWAY_AFTER) as driver:
         driver.run(_settled(driver, [step]))
         three[1].hang()

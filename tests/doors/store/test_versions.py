@@ -36,7 +36,7 @@ def ask_all(store: Driver, number: int) -> list[Any]:
         ],
         store.push([make_push("a", str(number))], NOW),
         test_chain.ask(store, LINKS[number], NOW),
-        (tell(standing), standing.shared, standing.tree),
+        (tell(standing), standing.crowded, standing.tree),
         [store.find_root(agent * 16, parent * 16, now=NOW) for agent, parent in ((f"{number}", "b"), ("b", "c"))],
         [test_budget.shown(taken) for taken in [*test_budget.ask(store, budgets, NOW), *settled]],
     ]

@@ -26,7 +26,7 @@ from extproc.operator.admin.server import AdminServer
 from extproc.operator.admin.session_report import SessionPages, describe_session, report_sessions
 from extproc.operator.board import Board, View, unpack_all
 from extproc.operator.session_rows import MAX_CALLS, SessionDocument, SessionRow, merge_sessions
-from extproc.operator.session_table import OVERFLOW, Run, RunName, SessionTable
+from extproc.operator.session_table import Run, RunName, SessionTable
 from extproc.operator.table import MAX_ROWS, MAX_TENANT_ROWS
 from extproc.sessions.rates import Usage
 from extproc.settings import parse_address
@@ -205,15 +205,6 @@ def test_a_session_that_begins_anew_shows_no_calls_of_before() -> None:
 
     assert [call.name for call in row.calls] == [name_call(3)[:4]]
     assert row.refusal is None
-
-
-def test_sessions_that_are_too_many_are_one() -> None:
-    """Those that share a ledger are shown once for each tenant and policy, whatever they are called."""
-    table = SessionTable()
-    for number in range(50):
-        note(table, Standing(steps=number + 1, shared=True), number, session=f"{number:016x}")
-
-    assert [(run.name.session, run.standing.steps) for run in table.copy()] == [(OVERFLOW, 50)]
 
 
 def test_policies_modes_and_tenants_have_sessions_of_their_own() -> None:

@@ -15,6 +15,7 @@ from extproc.engine.orders import BLOCK, ActiveOverride, Overrides, Target
 from extproc.engine.settlements import Entry
 from extproc.ext_proc.service import Service
 from extproc.ext_proc.stream import Stream
+from extproc.operator.coverage_rows import CROWDED
 from extproc.operator.session_rows import merge_sessions
 from extproc.pb.external_processor_pb2 import ProcessingResponse
 from extproc.request.fingerprint import hash_tenant
@@ -377,14 +378,15 @@ def test_whose_a_session_is_says_its_own_policy() -> None:
     assert [run.name.tenant for run in service.reporter.sessions.copy()] == [hash_tenant("x-team=t")]
 
 
-def test_a_caller_with_ever_new_sessions_ends_up_in_one() -> None:
-    """Past the bound, new names share the limits of one session, and that is counted."""
+def test_new_session_per_request_is_never_refused() -> None:
+    """Past the bound, sessions are forgotten sooner, which is counted and reported; one that has used up a limit stays."""
     service = make_service(limited(max_steps=2, session={"max_sessions_per_tenant": 3}))
 
-    assert [send(service, [turns(1)], session=f"s{number}") for number in range(7)] == [[200]] * 5 + [[429]] * 2
-    assert sample(service, "session_overflow_total", policy="agents") == 4
-    assert send(service, [turns(2)], session="s0") == [200]
-    assert send(service, [turns(1)], team="other", session="s9") == [200]
+    assert [send(service, [turns(1)], session=f"s{number}") for number in range(40)] == [[200]] * 40
+    assert sample(service, "session_overflow_total", policy="agents") == 37
+    assert send(service, [turns(2), turns(3)], session="s39") == [200, 429]
+    (row,) = [row for row in service.reporter.coverage.make_document(shows_callers=False).rows if row.reason == CROWDED]
+    assert row.total == 37
 
 
 def test_shadow_limits_watch_and_count_apart() -> None:

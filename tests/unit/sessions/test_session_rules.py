@@ -209,7 +209,6 @@ class World:
     def __init__(self, limits: dict[str, Any], most_sessions: int, *, detects: bool) -> None:
         """Nothing has happened yet."""
         self.limits = limits
-        self._most_sessions = most_sessions
         self._threshold = THRESHOLD if detects else 10**9
         document = limited(session={"max_sessions_per_tenant": most_sessions}, prices=PRICES, **limits)
         if detects:
@@ -221,7 +220,6 @@ class World:
         store = MemoryStore(Metrics())
         self._replicas = [make_service(document, store=store) for _ in range(2)]
         self.plain: dict[tuple[str, str], Plain] = {}
-        self._named: dict[tuple[str, str], tuple[str, str]] = {}
         self._histories: dict[tuple[str, str], list[list[Called]]] = {}
         self._sent: dict[str, list[tuple[bytes, list[Called]]]] = {}
         self._seen: Counter[tuple[str, bytes]] = Counter()
@@ -280,11 +278,7 @@ class World:
         return sent[-1]
 
     def _find_ledger(self, name: tuple[str, str]) -> Plain:
-        team, _ = name
-        if name not in self._named:
-            begun = [key for key, place in self._named.items() if key[0] == team and key == place]
-            self._named[name] = name if len(begun) < self._most_sessions else (team, "shared")
-        return self.plain.setdefault(self._named[name], Plain(self.limits))
+        return self.plain.setdefault(name, Plain(self.limits))
 
     def list_shown(self) -> list[Numbers]:
         """What the replicas show of each ledger, the newest that one of them knows."""

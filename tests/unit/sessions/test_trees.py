@@ -325,14 +325,6 @@ def test_ids_that_a_client_makes_up_stay_below_its_caller() -> None:
     assert others == [200, 200, 429]
 
 
-def test_a_client_that_changes_its_roots_shares_a_tree_in_the_end() -> None:
-    """No more sessions than a caller may have, and one more tree than that."""
-    service = make_service(limited(session={"max_sessions_per_tenant": 3}, max_agents=2))
-    requests = [claude(f"a{number}", root=f"root{number}") for number in range(8)]
-
-    assert send_all(service, requests) == [""] * 5 + ["max_agents"] * 3
-
-
 def test_shadow_policies_count_agents_and_refuse_none() -> None:
     """What they would have refused is counted."""
     service = make_service(limited("shadow", max_agents=1))

@@ -39,18 +39,16 @@ class Ledgers:
 
     def ask(self, asked: Step | Settlement, now: int) -> Standing:
         """What a store is asked."""
-        key, room, ledger = asked.key, True, self._take(asked.key, asked.limits, now)
+        ledger = self._take(asked.key, asked.limits, now)
         if isinstance(asked, Settlement):
             standing = ledger.settle(asked, now) if ledger is not None else Standing(retry=True)
         else:
             if ledger is None:
-                self._kept[asked.tenant], room = enter(self._kept.get(asked.tenant), asked.limits, now)
-            if not room:
-                key, ledger = asked.shared, self._take(asked.shared, asked.limits, now)
-            ledger = ledger or Ledger(None, now, asked.earlier if room else 0)
-            standing = ledger.take_step(asked, now, shared=not room)
+                self._kept[asked.tenant], halvings = enter(self._kept.get(asked.tenant), asked.limits, now)
+                ledger = Ledger(None, now, asked.earlier, halvings)
+            standing = ledger.take_step(asked, now)
         if ledger is not None:
-            self._kept[key] = ledger.pack()
+            self._kept[asked.key] = ledger.pack()
         return standing
 
     def _take(self, key: str, limits: Limits, now: int) -> Ledger | None:

@@ -218,18 +218,6 @@ def test_a_tree_of_any_depth_and_size_is_bounded(store: Driver) -> None:
     assert tell_tree(oldest).tree == (10_002, 0, 1, True)
 
 
-def test_excess_sessions_share_a_tree(store: Driver) -> None:
-    """A client that changes its root with every agent gets one tree more than it may have sessions."""
-    session, limits = limit(max_sessions=2), AgentLimits(agents=3)
-    told = []
-    for number in range(1, 9):
-        asked = ask_in_tree(number, number, limits, 0, session, key=f"session:p::s{number}:7f")
-        asked.tree.key = f"tree:p::s{number}:7f"  # type: ignore[union-attr]
-        told.append(tell_tree(store.account([asked], number)[0]).limit)
-
-    assert told == [""] * 5 + ["max_agents"] * 3
-
-
 def test_an_agent_that_did_not_begin_kills_no_session(store: Driver) -> None:
     """Its refusals are counted, but not as refusals in a row."""
     session, limits = limit(blocks=2), AgentLimits(agents=0)
