@@ -200,12 +200,8 @@ class Turns(HistorySimilarity):
         return _add_earlier(found or _NO_REPEAT, EarlierLoops(last, earlier, self.rule.spell(left)))
 
     def was_in_no_loop(self, place: ChainPlace) -> bool:
-        """Whether no request that this process has seen at the previous place was in a loop; False if it has seen none."""
-        for parent in place.parents:
-            looped = _LOOPED.get((self._number, parent))
-            if looped is not None:
-                return looped is False
-        return False
+        """Whether no request that this process has seen directly before was in a loop; False if it has seen none there."""
+        return len(place.parents) > 0 and _LOOPED.get((self._number, place.parents[0])) is False
 
     def _limit(self, found: Repeat, history: History) -> Repeat:
         """The loop; a weak one at a step that it may take, or held if it has not repeated often enough for any."""

@@ -91,7 +91,7 @@ def test_policies_are_the_preset_s() -> None:
     front, company = read_policy("litellm"), read_policy("company")
 
     assert read_policy("compose") == read_policy("kubernetes") == preset
-    assert front["spec"].pop("limit_keys") == [{"first_of": ["header:x-user-id", "credential"], "name": "caller"}]
+    assert front["spec"].pop("limit_keys") == [{"first_of": ["jwt:sub", "header:x-user-id", "credential"], "name": "caller"}]
     assert company["spec"].pop("labels") == ["header:x-team"]
     assert company == preset
     assert {**front["spec"], "limit_keys": preset["spec"]["limit_keys"]} == preset["spec"]

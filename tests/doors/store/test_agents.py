@@ -109,10 +109,10 @@ def test_a_chain_of_agents_has_one_root_on_all_replicas(valkey: Server) -> None:
 
     with valkey.client() as client:
         kept = list(client.scan_iter(match="loopguard:*"))
-        assert {kind for kind in ("root:", "tree:", "session5:", "sessions2:") for key in kept if kind in key.decode()} == {
+        assert {kind for kind in ("root:", "tree:", "session6:", "sessions2:") for key in kept if kind in key.decode()} == {
             "root:",
             "tree:",
-            "session5:",
+            "session6:",
             "sessions2:",
         }
         assert min(client.pttl(key) for key in kept) > 0
