@@ -143,7 +143,7 @@ class Metrics:
         )
         by_limit = ("policy", "mode", "limit", "action")
         self.session_limits = counter("session_limits_total", "Requests that reached a limit of their session", *by_limit)
-        text = "Requests in sessions that are forgotten sooner, because their callers begin so many"
+        text = "Requests in sessions that end sooner, because their callers begin more than max_sessions_per_tenant"
         self.session_overflow = counter("session_overflow_total", text, "policy")
         text = "Agents that sessions with limits of agents have started"
         self.session_agents = counter("session_agents_total", text, "policy", "mode")

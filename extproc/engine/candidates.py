@@ -993,10 +993,7 @@ class SessionCandidate(Candidate):
 
     def name_ledger(self) -> str:
         """The key of the ledger that has counted the request."""
-        step = self.hit
-        if not isinstance(step, Step):
-            return ""
-        return step.key
+        return self.hit.key if isinstance(self.hit, Step) else ""
 
     @property
     def nameless(self) -> Document | None:

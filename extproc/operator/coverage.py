@@ -106,7 +106,7 @@ class Coverage:
         return any(reason not in BY_DESIGN for _, _, reason in left_out)
 
     def note_crowded(self, policy: str, mode: str) -> None:
-        """Note a request in a session that is forgotten sooner, because its caller begins so many."""
+        """Note a request in a session that ends sooner, because its caller has begun too many."""
         self._add((policy, mode, "", "", CROWDED))
 
     def note_unsteered(self, policies: Sequence[str], reason: str) -> None:

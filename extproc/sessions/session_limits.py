@@ -78,7 +78,7 @@ class Session(JsonObject):
             `x-parent-session-id` and `session-id` go first, then the others without `x-claude-code-agent-id`, `thread-id` as
             the last header and `body:/prompt_cache_key` as the first body field.
         idle_seconds: a session ends after this long without a request.
-        max_sessions_per_tenant: sessions of a caller within `idle_seconds` before further ones end sooner.
+        max_sessions_per_tenant: sessions that a caller may begin within `idle_seconds` before further ones end sooner.
         agent_keys: limit keys outside the body; the first that a request has names the agent, below the session that `keys`
             name. A value equal to the session's stands for the session itself. Default: the headers of Claude Code, Codex and
             opencode.
@@ -230,7 +230,9 @@ class SessionLimits(JsonObject):
 
 
 class UnnamedLimits(JsonObject):
-    """What a caller's requests without a session use together in `idle_seconds`, with those that begin one, until it goes on.
+    """What a caller's requests without a session can use together in `idle_seconds`.
+
+    A request that begins a session without a name counts here as well, until its conversation goes on.
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.

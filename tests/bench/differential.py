@@ -50,7 +50,8 @@ from tests.support.edit_fuzzer import Writer
 from tests.support.envoy_logs import add_entry
 from tests.support.messages import ATTRIBUTES, MODES
 from tests.support.model_requests import BODIES
-from tests.support.random_agents import PATHS, Agent
+from tests.support.random_agents import Agent
+from tests.support.turn_writers import PATHS
 
 _BATCH = 500
 _NOON = 1_795_694_400 * 10**9

@@ -7,14 +7,6 @@ from typing import Any
 
 from tests.support.turn_writers import SHAPES, STYLES, Did
 
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "ollama": "/api/chat",
-    "responses": "/v1/responses",
-    "anthropic": "/v1/messages",
-    "gemini": "/v1beta/models/g:generateContent",
-    "bedrock": "/model/m/converse",
-}
 _TOOLS = ["bash", "read_file", "write_file", "think", "get_weather", "mcp__x__list"]
 _RESULTS = [
     "ok", "", "error: no such file", "x" * 230, "not found: 404", "503 service unavailable, try later", "3 failed", "4 failed",

@@ -166,6 +166,15 @@ SHAPES: dict[str, Writer] = {
     "gemini": as_gemini,
     "bedrock": as_bedrock,
 }
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "ollama": "/api/chat",
+    "responses": "/v1/responses",
+    "anthropic": "/v1/messages",
+    "gemini": "/v1beta/models/m:generateContent",
+    "bedrock": "/model/m/converse",
+}
+"""Where each of these APIs takes requests."""
 
 
 def _command(turn: Did) -> str:

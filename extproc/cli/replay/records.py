@@ -141,10 +141,12 @@ def _complete_credentials(record: Record, headers: dict[str, str | None]) -> Non
     found = False
     for place in list_places(record.path):
         source, _, name = place.partition(":")
-        if source == "header" and found:
+        if source != "header":
+            found = found or f"{name}=" in str(record.query)
+            continue
+        if found:
             headers.setdefault(name, None)
-        has_one = headers.get(name) if source == "header" else f"{name}=" in f"{record.query}"
-        found = found or bool(has_one)
+        found = found or bool(headers.get(name))
 
 
 class _RecordedValues(Mapping[str, Value]):

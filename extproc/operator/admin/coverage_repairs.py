@@ -54,8 +54,8 @@ REPAIRS = {
     "missing_descriptor": Repair("have none of the policy's limit keys: {keys}", _OTHER_KEY, "limit_keys"),
     SHARED: Repair("have none of the policy's limit keys: {keys}, so they count as one caller", _OTHER_KEY, "limit_keys"),
     CROWDED: Repair(
-        "are of callers that begin more than max_sessions_per_tenant sessions, so idle sessions of theirs are forgotten sooner",
-        'name sessions by what a whole conversation keeps: "session": {{"keys": [...]}}; a program may make a name per request',
+        "are in sessions that end sooner, because their callers begin more than max_sessions_per_tenant",
+        'a client may send a new name with each request: choose a header that a conversation keeps, "session": {{"keys": [...]}}',
         "session",
     ),
     "unnamed": Repair(

@@ -255,8 +255,9 @@ while first < #KEYS do
   for place = 1, width do keys[place] = KEYS[first + place] end
   first = first + width
   if now == -1 then now = server_now end
-  local is_root, has_before, has_own = ARGV[at + 2] == '0', not single and ARGV[at + 4] == '1', not single and ARGV[at + 5] == '1'
+  local is_root, near = ARGV[at + 2] == '0', tonumber(ARGV[at + 3])
+  local has_before, has_own = not single and ARGV[at + 4] == '1', not single and ARGV[at + 5] == '1'
   local entry, ttl, most, fresh = ARGV[at + 6], tonumber(ARGV[at + 7]), tonumber(ARGV[at + 8]), ARGV[at + 9]
-  answers[#answers + 1] = follow(keys, ARGV[at + 1], is_root, tonumber(ARGV[at + 3]), has_before, has_own, entry, ttl, most, fresh, now)
+  answers[#answers + 1] = follow(keys, ARGV[at + 1], is_root, near, has_before, has_own, entry, ttl, most, fresh, now)
 end
 return answers

@@ -1,10 +1,10 @@
 -- session: what sessions have used up, and whether another request is let through; or the outcome of one that was.
 --
 -- KEYS     for each step two keys, in one hash slot: the session's ledger, and the number of the tenant's sessions; if it has
---          a place in a tree, also the key of that tree; if its session is to be found, also the agent's own key and its parent's, as roots.lua has them; for each
---          settlement the ledger's key. A single step may come with its first key only; then there is room for the session, its
---          agents have no limits, and its session is the one in the key. If a session is found, its ledger and tree are named
---          like those in KEYS, in the same slot
+--          a place in a tree, also the key of that tree; if its session is to be found, also the agent's own key and its
+--          parent's, as roots.lua has them; for each settlement the ledger's key. A single step may come with its first key
+--          only; then the tenant's sessions are not counted, its agents have no limits, and its session is the one in the key.
+--          If a session is found, its ledger and tree are named like those in KEYS, in the same slot
 -- ARGV     for each step or settlement, or once if they are the same for all, seven values: now_ms (-1: the server's clock);
 --          the question, packed as ASKED, in which a settlement has its tokens and model_ms in place of records, earlier,
 --          shown, newest and total; the tools that have limits, packed as TOOL; the names of tools in the history, each
@@ -62,7 +62,8 @@ local function make(now, steps, halvings)
   return {
     last = now, began = now, cost = 0, estimated = 0, reserved = 0, input = 0, output = 0, cache_read = 0, cache_write = 0,
     model_ms = 0, steps = steps, tool_calls = 0, narrowed_at = 0, blocks = 0, consecutive_blocks = 0, consecutive_errors = 0,
-    paid = 0, failures = 0, killed = 0, renewed = 0, halvings = halvings, identities = '', open = '', counts = '', names = '', marks = '', records = '',
+    paid = 0, failures = 0, killed = 0, renewed = 0, halvings = halvings, identities = '', open = '', counts = '', names = '',
+    marks = '', records = '',
   }
 end
 

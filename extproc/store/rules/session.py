@@ -125,7 +125,7 @@ class Limits:
 
     Attributes:
         idle_ms: time after the last request that was let through at which a session is forgotten, in milliseconds.
-        max_sessions: number of sessions that a tenant may begin within `idle_ms` before later ones are forgotten sooner.
+        max_sessions: number of sessions that a tenant may begin within `idle_ms` before later ones end sooner.
         steps: number of requests that are let through.
         tool_calls: number of calls of all tools together.
         narrows: at `tool_calls`, the guard keeps the tools in `tools` that have calls left; without any, a request is refused.
@@ -298,7 +298,7 @@ class Standing:
         reserved: reserved for calls that are not settled yet.
         killed: the reason, an index into `KILLED`.
         age_ms: time since the session began, in milliseconds.
-        crowded: it is forgotten sooner, because its tenant begins so many sessions.
+        crowded: it ends sooner, because its tenant has begun more than `Limits.max_sessions`.
         retry: the request repeats one of the session's last 16, or is a side request, so it is not a step. Of a settlement: no
             call of its name was open.
         tools: the digest, the name and the number of calls of each tool, up to 64 tools: those with limits of their own, and
@@ -476,15 +476,15 @@ MAX_MONEY: Final = 2**52
 
 MAX_RESERVE: Final = MAX_MONEY // (2 * _OPEN)
 _MOST_HALVINGS: Final = 6
-"""A session is kept for at least this power of two's share of its idle time: a minute of an hour."""
+"""Maximum number of times that a session's idle time is halved: an hour becomes a minute."""
 
 
 def enter(state: bytes | None, limits: Limits, now: int) -> tuple[bytes, int]:
     """Begin a session of a tenant; returns the new packed state, and how often the session's idle time is halved.
 
-    After `max_sessions` within `idle_ms`, a session is kept about as long as the tenant takes to begin that many: so the oldest
-    idle ones go, and about that many stay. Sessions that were refused or killed, or have used up a limit, are kept as usual,
-    because a new name would be a way out.
+    If a tenant begins more than `max_sessions` within `idle_ms`, each later session is kept for about the time in which the
+    tenant begins that many. So the oldest idle sessions go first, and about `max_sessions` are kept. Sessions that were refused
+    or killed, or have used up a limit, are kept for `idle_ms`: they must not end because of new ones.
     """
     began, count = now, 0
     if state is not None:
@@ -525,7 +525,7 @@ class Ledger:
 
     Attributes:
         idle_ms: how long it is kept, according to the last limits.
-        halvings: how often that time is halved, because the tenant begins so many sessions; see `enter`.
+        halvings: how often that time is halved, if the tenant has begun more than `Limits.max_sessions`; see `enter`.
         narrowed_at: 1 and the number of calls of tools without limits of their own when a step was let through although all
             tool calls were used up; or 0.
         identities: the newest steps, oldest first, and the number of their repetitions; see `_REPEATED`.

@@ -17,7 +17,7 @@ import pytest
 from extproc.cli.main import main
 from tests.support.agreement import AGENTS, ask_preset
 from tests.support.service import make_service, metadata_of
-from tests.support.turn_writers import SHAPES, Did
+from tests.support.turn_writers import PATHS, SHAPES, Did
 
 TURNS = {
     "id": "agents",
@@ -25,14 +25,6 @@ TURNS = {
         **{key: value for key, value in AGENTS["spec"].items() if key != "session"},
         "loop_detection": AGENTS["spec"]["loop_detection"][:1],
     },
-}
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "ollama": "/api/chat",
-    "responses": "/v1/responses",
-    "anthropic": "/v1/messages",
-    "gemini": "/v1beta/models/m:generateContent",
-    "bedrock": "/model/m/converse",
 }
 KEYS = {"responses": "input", "gemini": "contents"}
 LOOP, NONE = "loop", "no loop"

@@ -17,7 +17,7 @@ from tests.support.looping import encoded, looping
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, make_service, metadata_of, sample
 from tests.support.steering import ask, last_text, steered, without_notes
-from tests.support.turn_writers import SHAPES, STYLES, Did, as_text
+from tests.support.turn_writers import PATHS, SHAPES, STYLES, Did, as_text
 
 LADDER: dict[str, Any] = {"similarity": "turns", "action": "steer", "escalate": {"land": 5, "reject": 7}}
 NOTE: dict[str, Any] = {"similarity": "turns", "action": "land", "escalate": {"reject": 7}}
@@ -31,15 +31,6 @@ DECLARED: dict[str, dict[str, Any]] = {
     "bedrock": {"toolConfig": {"tools": [{"toolSpec": {"name": "f"}}, {"toolSpec": {"name": "g"}}]}},
 }
 """Two tools, or one, in each API."""
-
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "ollama": "/api/chat",
-    "responses": "/v1/responses",
-    "anthropic": "/v1/messages",
-    "gemini": "/v1beta/models/m:generateContent",
-    "bedrock": "/model/m/converse",
-}
 
 
 def test_a_loop_is_steered_then_landed_then_refused() -> None:

@@ -15,16 +15,8 @@ from extproc.ext_proc.service import Service
 from extproc.request.document import NotJson, write_canonical
 from tests.support.messages import body, headers
 from tests.support.service import decoded, exchange, headers_of, make_service, sample
-from tests.support.turn_writers import SHAPES, Did
+from tests.support.turn_writers import PATHS, SHAPES, Did
 
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "ollama": "/api/chat",
-    "responses": "/v1/responses",
-    "anthropic": "/v1/messages",
-    "gemini": "/v1beta/models/m:generateContent",
-    "bedrock": "/model/m/converse",
-}
 FILES: list[dict[str, Any]] = [
     {"type": "image", "source": {"type": "base64", "data": "aaaa"}},
     {"type": "document", "source": {"type": "text", "data": "x"}},
