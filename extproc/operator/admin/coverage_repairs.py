@@ -55,7 +55,7 @@ REPAIRS = {
     SHARED: Repair("have none of the policy's limit keys: {keys}, so they count as one caller", _OTHER_KEY, "limit_keys"),
     CROWDED: Repair(
         "are in sessions that end sooner, because their callers begin more than max_sessions_per_tenant",
-        'a client may send a new name with each request: choose a header that a conversation keeps, "session": {{"keys": [...]}}',
+        'a client may send a new name with each request: name a header that a conversation keeps, "session": {{"keys": [...]}}',
         "session",
     ),
     "unnamed": Repair(

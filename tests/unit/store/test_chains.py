@@ -142,6 +142,15 @@ def test_conversations_that_end_alike_are_not_linked() -> None:
     assert trail.entries == [b"new"]
 
 
+def test_history_of_unseen_turns_is_not_whole() -> None:
+    """Its first request was seen, but the first words alone do not tell that it is the same conversation."""
+    model = Model()
+    model.ask(make_link(Sent("u", (), "")))
+
+    assert not model.ask(make_link(Sent("u", ("a", "b", "c"), "x"))).whole
+    assert model.ask(make_link(Sent("u", ("d+e+f",), "x"))).whole
+
+
 def test_a_caller_cannot_take_up_all() -> None:
     """What begins conversations without end is dropped from a bound on, and said so; another caller's stay."""
     metrics = Metrics()
