@@ -230,9 +230,7 @@ class SessionLimits(JsonObject):
 
 
 class UnnamedLimits(JsonObject):
-    """What a caller's requests without a session can use together in `idle_seconds`.
-
-    A request that begins a session without a name counts here as well, until its conversation goes on.
+    """What a caller's requests without a session can use together in `idle_seconds`, with those that may yet begin one.
 
     Attributes:
         max_steps: maximum requests; refused ones and up to three retries of each don't count.
