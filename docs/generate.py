@@ -33,8 +33,8 @@ examples."""
 
 SERVE_HEAD = """Every flag is also an environment variable: `--max-streams` is `LOOPGUARD_MAX_STREAMS`. Flags win."""
 
-KEYS_HEAD = """`loopguard schema` prints the JSON Schema, for editors. Every object can also have `description` and keys that
-start with `x-`, which are ignored. [Policies](policies.md) and [detectors](detectors.md) explain the keys."""
+KEYS_HEAD = """`loopguard schema` prints the JSON Schema, for editors. Every object can also have `description`, `$schema` and
+keys that start with `x-`, which are ignored. [Policies](policies.md) and [detectors](detectors.md) explain the keys."""
 
 METRICS_HEAD = "Loopguard serves these at `/metrics` of the admin port."
 

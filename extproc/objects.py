@@ -40,8 +40,8 @@ def is_pointer(value: str) -> bool:
 
 
 def is_annotation(key: str) -> bool:
-    """Whether the key is allowed in any object and ignored: `description` and `x-...`."""
-    return key == "description" or key.startswith("x-")
+    """Whether the key is allowed in any object and ignored: `description`, `x-...`, and `$schema`, which is for editors."""
+    return key in ("description", "$schema") or key.startswith("x-")
 
 
 def _check_pointer(value: str) -> str:
@@ -78,13 +78,13 @@ NO_ITEMS: Any = Field(default_factory=list, json_schema_extra={"default": []})
 
 
 class JsonObject(BaseModel):
-    """A JSON object of the bundle: unknown keys are errors, except `description` and `x-...`."""
+    """A JSON object of the bundle: unknown keys are errors, except annotations."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         strict=True,
-        json_schema_extra={"patternProperties": {"^x-": {}, "^description$": {}}},
+        json_schema_extra={"patternProperties": {"^x-": {}, "^(description|\\$schema)$": {}}},
     )
 
     @model_validator(mode="before")

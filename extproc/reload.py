@@ -31,7 +31,7 @@ from extproc.engine.plan import Parts
 from extproc.errors import BundleError, BundleErrors, excerpt
 from extproc.logs import make_extra
 from extproc.metrics import Metrics
-from extproc.policy.files import find_directories, read_each, read_what_can_be
+from extproc.policy.files import find_directories, find_unread, read_each, read_what_can_be
 from extproc.policy.last_good import Choice, FileRules, Found, KeptFile, Verdict, choose, judge
 from extproc.policy.loader import PolicySet, Source, Unenforced, list_raw, locate_raw, parse
 from extproc.policy.namespaces import Namespace, read_namespaces
@@ -123,7 +123,8 @@ class Reloader:
         loaded = _load(files, settings, _now(), unreadable, self._rules)
         self._apply(loaded)
         self._skip(loaded.refused, unreadable)
-        for warning in [*loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)]:
+        self._unread = find_unread(self._paths)
+        for warning in [*self._unread, *loaded.warnings, *loaded.unenforced, *self._note_overlaps(loaded)]:
             _LOG.warning(str(warning))
 
     def _skip(self, refused: Mapping[str, list[BundleError]], unreadable: Sequence[BundleError]) -> None:
@@ -289,13 +290,17 @@ class Reloader:
         """Read every path on its own, so that one whose file system does not answer delays no other."""
         answers = await asyncio.gather(*(self._files.ask(_read, path) for path in self._paths), return_exceptions=True)
         found: dict[str, Found | BundleError] = {}
+        known, self._unread = self._unread, []
         for path, answer in zip(self._paths, answers, strict=True):
             if isinstance(answer, TimeoutError):
                 found[path] = BundleError(path, "", str(answer))
+                self._unread += [warning for warning in known if _is_below(warning.file, path)]
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                found.update(answer)
+                found.update(answer[0])
+                self._unread += answer[1]
+        await _log_all(logging.WARNING, [warning for warning in self._unread if warning not in known])
         return found
 
     def _match(self, found: Mapping[str, Found | BundleError]) -> tuple[dict[str, Found], dict[str, str]]:
@@ -517,12 +522,13 @@ class _Loaded(NamedTuple):
     verdicts: Mapping[str, Verdict] = MappingProxyType({})
 
 
-def _read(path: str) -> dict[str, Found | BundleError]:
-    """The files below a path, and the hash of each, or errors in their place."""
-    return {
+def _read(path: str) -> tuple[dict[str, Found | BundleError], list[BundleError]]:
+    """The files below a path, and the hash of each, or errors in their place; and warnings about files that are not read."""
+    files = {
         name: content if isinstance(content, BundleError) else Found(content, hashlib.sha256(content).hexdigest())
         for name, content in read_each([path]).items()
     }
+    return files, find_unread([path])
 
 
 def build(  # noqa: PLR0913  # everything that decides the result

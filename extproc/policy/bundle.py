@@ -69,6 +69,16 @@ _PATH_CHARACTERS = "/%!$&'()*+,;=:@-._~[]"
 """Characters of a path, with `%` as the start of an escape; Envoy escapes all others."""
 
 METHOD = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+\Z")  # RFC 9110 section 5.6.2, token
+METHODS = frozenset(
+    """
+    ACL BASELINE-CONTROL BIND CHECKIN CHECKOUT CONNECT COPY DELETE GET HEAD LABEL LINK LOCK MERGE MKACTIVITY MKCALENDAR MKCOL
+    MKREDIRECTREF MKWORKSPACE MOVE OPTIONS ORDERPATCH PATCH POST PROPFIND PROPPATCH PUT QUERY REBIND REPORT SEARCH TRACE UNBIND
+    UNCHECKOUT UNLINK UNLOCK UPDATE UPDATEREDIRECTREF VERSION-CONTROL
+    BAN LIST M-SEARCH MSEARCH NOTIFY PURGE SOURCE SUBSCRIBE UNSUBSCRIBE
+    """.split()  # noqa: SIM905  # a list literal would be 48 lines
+)
+"""The methods that IANA has registered and, in the last line, others in use. Servers may accept more."""
+
 _HOST = re.compile(r"(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?::\d{1,5})?\Z")
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import PurePath
 
 from extproc.errors import BundleError
 
 MAX_FILE = 64 * 2**20
 """Maximum size of a policy file, in bytes: room for a hundred thousand policies."""
+
+_SUFFIX = ".json"
+_PROSE = (".md", ".markdown", ".rst", ".adoc")
+_LEFTOVERS = ("~", "#", ".swp", ".tmp")
+"""Endings of files that editors make for a moment."""
 
 
 def read_what_can_be(paths: Iterable[str]) -> tuple[dict[str, bytes], list[BundleError]]:
@@ -23,12 +29,14 @@ def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
     """The bytes of every policy file below `paths`, in a stable order; in place of what cannot be read, the error.
 
     A directory stands for all `*.json` below it, except names that start with a dot, in which a Kubernetes ConfigMap keeps its
-    older versions. One without any is an error.
+    older versions. One without any is an error. `find_unread` names its other files.
     """
     found: dict[str, bytes | BundleError] = {}
     for path in paths:
         errors: dict[str, bytes | BundleError] = {}
-        files = sorted(_find_json_files(path, errors)) if os.path.isdir(path) else [path]  # noqa: PTH112  # paths stay as the user wrote them
+        files = [path]
+        if os.path.isdir(path):  # noqa: PTH112  # paths stay as the user wrote them
+            files = [file for file in sorted(_list_files(path, errors)) if file.endswith(_SUFFIX)]
         found.update(errors)
         if not files and not errors:
             found[path] = BundleError(path, "", "the directory has no *.json file; add at least one policy")
@@ -39,6 +47,19 @@ def read_each(paths: Iterable[str]) -> dict[str, bytes | BundleError]:
                 why = f"cannot be read: {error.strerror}" if error.strerror else str(error)
                 found[file] = BundleError(file, "", why)
     return found
+
+
+def find_unread(paths: Iterable[str]) -> list[BundleError]:
+    """A warning for each file below the directories among `paths` that may be meant as a policy file, and is not read."""
+    files = [file for path in paths if os.path.isdir(path) for file in sorted(_list_files(path, {}))]  # noqa: PTH112  # as in `read_each`
+    why = f"is not read: policies are JSON, in files whose names end in {_SUFFIX}"
+    return [BundleError(file, "", why) for file in files if not file.endswith(_SUFFIX) and _may_be_policies(PurePath(file))]
+
+
+def _may_be_policies(file: PurePath) -> bool:
+    """Whether it is neither documentation, such as LICENSE or README.txt, nor an editor's."""
+    document = file.suffix in _PROSE or (file.stem.isupper() and file.suffix in ("", ".txt"))
+    return not document and not file.name.endswith(_LEFTOVERS)
 
 
 def find_directories(
@@ -59,20 +80,20 @@ def find_directories(
         yield from find_directories(path, on_error, above | {real})
 
 
-def _find_json_files(directory: str, errors: dict[str, bytes | BundleError]) -> Iterator[str]:
+def _list_files(directory: str, errors: dict[str, bytes | BundleError]) -> Iterator[str]:
     def note(path: str, error: OSError) -> None:
         errors[path] = BundleError(path, "", f"cannot be listed: {error.strerror}")
 
     for below in find_directories(directory, note):
         try:
             with os.scandir(below) as entries:
-                yield from [entry.path for entry in entries if _is_visible(entry, ".json") and not entry.is_dir()]
+                yield from [entry.path for entry in entries if _is_visible(entry) and not entry.is_dir()]
         except OSError as error:
             note(below, error)
 
 
-def _is_visible(entry: os.DirEntry[str], suffix: str = "") -> bool:
-    return entry.name.endswith(suffix) and not entry.name.startswith(".")
+def _is_visible(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".")
 
 
 def _read(file: str) -> bytes:

@@ -33,6 +33,7 @@ from extproc.sessions.session_limits import SessionLimits, UnnamedLimits
 Model = TypeVar("Model", bound=BaseModel)
 
 _MOST_SHAPES = 1_000
+_SCHEMAS = ("https://json-schema.org/", "http://json-schema.org/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +350,9 @@ def _parse_file(data: bytes, sha256: str, now: datetime, report: ParsedFile) -> 
         if "id" in document or "spec" in document:
             policy = _parse_policy(document, (), report)
             return Source(report.file, sha256, [policy] if policy else [])
+        if str(document.get("$schema", "")).startswith(_SCHEMAS):  # what `loopguard schema` prints, kept beside the policies
+            report.note((), "is a JSON Schema, so it has no policies")
+            return Source(report.file, sha256, [])
     if document is not None:
         shapes = 'a bundle {"bundle_version", "policies"}, a policy {"id", "spec"} or a list of policies'
         report.refuse((), f"must be {shapes}, not {describe(document)}")
@@ -461,7 +465,7 @@ def _parse_policy(entry: Any, place: Place, report: ParsedFile) -> Policy | None
         return None
     for below, message in _find_notes(policy, shape, place, report):
         report.note((*place, *below), message)
-    for below, message in [*rules.find_suspicious_paths(policy), *rules.find_public_callers(policy)]:
+    for below, message in [*rules.find_suspicious_matches(policy), *rules.find_public_callers(policy)]:
         report.warn((*place, *below), message)
     return policy
 

@@ -7,6 +7,7 @@ errors must be reported at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from math import prod
 from typing import Any
 
@@ -26,7 +27,7 @@ from extproc.decision import COMPLETION, NOTED, Action
 from extproc.detectors import KINDS, Similarity
 from extproc.detectors.keys import Escalation, LoopKeys
 from extproc.objects import MAX_THRESHOLD, Place, is_annotation
-from extproc.policy.bundle import EVERYBODY, SHADOW, Bypass, LoopDetection, Policy, Spec
+from extproc.policy.bundle import EVERYBODY, METHODS, SHADOW, Bypass, LoopDetection, Policy, Selector, Spec
 from extproc.policy.strict_json import write_pointer
 from extproc.request.http import order_first_of
 from extproc.request.limit_keys import HEADER, IP_ADDRESS, UNSUPPORTED_KEYS, FirstOf, is_in_body, list_sources
@@ -45,6 +46,7 @@ ACTIONS = [action.value for action in Action if action is not Action.ALLOW]
 
 _ORDER = ", ".join(ACTIONS)
 
+_ANY = ("*", "ANY", "ALL")
 _THRESHOLD = "threshold_identical_requests"
 _LOWEST = 2
 _ANCHORS = ("pathExact", "pathPrefix", "pathPrefixes", "routes")
@@ -301,17 +303,32 @@ def find_suspicious(policy: Policy) -> Iterator[tuple[Place, str]]:
     yield from _find_suspicious_rules(policy)
 
 
-def find_suspicious_paths(policy: Policy) -> Iterator[tuple[Place, str]]:
-    """Find paths that look like patterns, as `find_suspicious` does for the rest of the policy."""
+def find_suspicious_matches(policy: Policy) -> Iterator[tuple[Place, str]]:
+    """Find paths and methods that no request has, as `find_suspicious` does for the rest of the policy."""
     selector = policy.spec.selector
-    several = [("pathPrefixes", path) for path in selector.pathPrefixes or ()]
-    for name, path in [("pathExact", selector.pathExact), ("pathPrefix", selector.pathPrefix), *several]:
-        if path is not None and "*" in path:
-            meant = path.partition("*")[0]
-            yield (
-                ("spec", "selector", name),
-                f'\'*\' is matched literally; to match everything below, use "pathPrefix": "{meant}"',
-            )
+    matchers: list[tuple[Place, Selector | Bypass]] = [(("spec", "selector"), selector)]
+    matchers += [(("spec", "bypass", number), entry) for number, entry in enumerate(policy.spec.bypass)]
+    for place, matcher in matchers:
+        several = [("pathPrefixes", path) for path in selector.pathPrefixes or () if matcher is selector]
+        for name, path in [("pathExact", matcher.pathExact), ("pathPrefix", matcher.pathPrefix), *several]:
+            if path is not None and "*" in path:
+                meant = path.partition("*")[0]
+                yield (*place, name), f'\'*\' is matched literally; to match everything below, use "pathPrefix": "{meant}"'
+        for number, method in enumerate(matcher.methods or ()):
+            if method not in METHODS:
+                yield (*place, "methods", number), _explain_method(method)
+    for number, route in enumerate(selector.routes or ()):
+        if route == "*":
+            yield ("spec", "selector", "routes", number), "'*' is matched literally; leave routes out to match any"
+
+
+def _explain_method(method: str) -> str:
+    """What may be meant by a method that is not registered; it may still be one, because HTTP lets programs add their own."""
+    if method in _ANY:
+        return f"{method!r} is matched literally; leave methods out to match any"
+    told = f"{method} is no HTTP method known to Loopguard, so this matches only clients that send exactly that"
+    close = get_close_matches(method, METHODS, n=1)
+    return f"{told}; did you mean {close[0]}?" if close else told
 
 
 def find_public_callers(policy: Policy) -> Iterator[tuple[Place, str]]:

@@ -9,11 +9,13 @@ fails. `main` prints them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from extproc.errors import UsageError
+from extproc.logs import escape_controls
 
 if TYPE_CHECKING:
     from extproc.policy.loader import PolicySet
@@ -94,6 +96,14 @@ def write_caller(row: Mapping[str, Any]) -> str:
 
 def load_policies(paths: Sequence[str]) -> PolicySet:
     """The policies of a command line, as of now; raises UsageError or BundleErrors if they cannot be used."""
+    from extproc.policy.files import find_unread  # noqa: PLC0415  # as below
     from extproc.policy.loader import load  # noqa: PLC0415  # takes 0.2 s
 
-    return load(check_paths(paths), datetime.now(UTC))
+    print_warnings(find_unread(check_paths(paths)))
+    return load(paths, datetime.now(UTC))
+
+
+def print_warnings(warnings: Iterable[object]) -> None:
+    """Print each to stderr."""
+    for warning in warnings:
+        print(escape_controls(f"warning: {warning}"), file=sys.stderr)

@@ -7,9 +7,9 @@ import os
 import sys
 from datetime import UTC, datetime
 
-from extproc.cli.commands import add_namespace_flag, check_paths, count
+from extproc.cli.commands import add_namespace_flag, check_paths, count, print_warnings
 from extproc.logs import escape_controls
-from extproc.policy.files import read_what_can_be
+from extproc.policy.files import find_unread, read_what_can_be
 from extproc.policy.namespaces import read_namespaces
 from extproc.policy.overlaps import find_overlaps
 from extproc.settings import ENV_PREFIX, read_settings
@@ -29,7 +29,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     chosen = parser.add_mutually_exclusive_group()
     text = f"only warn about parts of a bundle that are not enforced, as serve does with this flag [{_VARIABLE}]"
     chosen.add_argument("--allow-unenforced", action="store_true", help=text)
-    text = "treat them as errors, which is the default; also report policies of different files that apply to the same requests"
+    text = "treat them as errors, which is the default, and files in a directory that are not read; also report policies of "
+    text += "different files that apply to the same requests"
     chosen.add_argument("--strict", action="store_true", help=text)
     add_namespace_flag(parser)
     parser.add_argument("path", nargs="+", metavar="PATH", help="policy file or directory")
@@ -40,11 +41,15 @@ def run(options: argparse.Namespace) -> int:
 
     namespaces = read_namespaces(options.namespace_of, check_paths(options.path))
     files, unreadable = read_what_can_be(options.path)
+    unread = find_unread(options.path)
+    if options.strict:
+        unreadable += unread
+    else:
+        print_warnings(unread)
     allows = _allows_unenforced(options)
     policies, _ = build(files, datetime.now(UTC), allow_unenforced=allows, unreadable=unreadable, namespaces=namespaces)
     overlaps = find_overlaps(policies.sources) if options.strict else []
-    for warning in [*policies.warnings, *policies.unenforced, *overlaps]:
-        print(escape_controls(f"warning: {warning}"), file=sys.stderr)
+    print_warnings([*policies.warnings, *policies.unenforced, *overlaps])
     for note in policies.notes:
         print(escape_controls(f"note: {note}"), file=sys.stderr)
     number = sum(len(source.policies) for source in policies.sources)
